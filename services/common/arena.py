@@ -1,0 +1,150 @@
+"""A bounded shared-memory pool of embeddings, between a front process and its engine process.
+
+The front owns the arena: it alone reserves, commits, references and evicts. The engine maps the
+same memory and reads or writes the byte ranges it is told of; on a GPU it registers the mapping as
+pinned memory. The memory is anonymous (a memfd), so it goes away with the last process, however
+that one dies.
+"""
+
+import mmap
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from services.common.embedding import EmbeddingSpec
+
+_ALIGNMENT = 4096
+
+
+@dataclass(slots=True)
+class ArenaEntry:
+    """One embedding's place in the arena.
+
+    Attributes:
+        key: the image key.
+        spec: shape and dtype.
+        offset: first byte in the arena.
+        digest: BLAKE3 of the bytes; empty until known.
+        references: users that keep the entry from being evicted.
+        committed: the bytes are complete; before that only the writer may touch them.
+    """
+
+    key: bytes
+    spec: EmbeddingSpec
+    offset: int
+    digest: bytes = b""
+    references: int = 0
+    committed: bool = False
+
+
+@dataclass(slots=True)
+class Arena:
+    """The pool, as its owner sees it. Not thread-safe: one event loop owns it."""
+
+    size_bytes: int
+    fd: int = field(init=False)
+    memory: mmap.mmap = field(init=False)
+    _entries: OrderedDict[bytes, ArenaEntry] = field(init=False, default_factory=OrderedDict)
+    _free: list[tuple[int, int]] = field(init=False)  # (offset, size), by offset
+
+    def __post_init__(self) -> None:
+        self.size_bytes = _align(self.size_bytes)
+        self.fd = os.memfd_create("triptych-arena")
+        os.ftruncate(self.fd, self.size_bytes)
+        self.memory = mmap.mmap(self.fd, self.size_bytes)
+        self._free = [(0, self.size_bytes)]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held by entries, committed or not."""
+        return self.size_bytes - sum(size for _, size in self._free)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: bytes) -> ArenaEntry | None:
+        """The committed entry of `key`, made the most recently used; the caller must `acquire`
+        it before it yields to the event loop.
+        """
+        entry = self._entries.get(key)
+        if entry is None or not entry.committed:
+            return None
+        self._entries.move_to_end(key)
+        return entry
+
+    def try_reserve(self, key: bytes, spec: EmbeddingSpec) -> ArenaEntry | None:
+        """Makes room for an embedding, evicting the least recently used entries nobody refers to.
+
+        Returns:
+            An uncommitted entry with one reference, the writer's; or None where room cannot be
+            made now.
+
+        Raises:
+            KeyError: the key has an entry already.
+        """
+        if key in self._entries:
+            raise KeyError(key.hex())
+        size = _align(spec.size_bytes)
+        if size > self.size_bytes:
+            return None
+        while (offset := self._take(size)) is None:
+            victim = next((e for e in self._entries.values() if e.references == 0), None)
+            if victim is None:
+                return None
+            self._drop(victim)
+        entry = ArenaEntry(key, spec, offset, references=1)
+        self._entries[key] = entry
+        return entry
+
+    def view(self, entry: ArenaEntry) -> memoryview:
+        """The entry's bytes, writable. Release the view before the arena is closed."""
+        return memoryview(self.memory)[entry.offset : entry.offset + entry.spec.size_bytes]
+
+    def commit(self, entry: ArenaEntry) -> None:
+        """Marks the bytes as complete; the writer's reference stays until released."""
+        entry.committed = True
+
+    def acquire(self, entry: ArenaEntry) -> None:
+        """Keeps the entry from being evicted until `release`."""
+        entry.references += 1
+
+    def release(self, entry: ArenaEntry) -> None:
+        """Gives one reference back. An uncommitted entry without references is dropped."""
+        assert entry.references > 0, "released more often than acquired"
+        entry.references -= 1
+        if entry.references == 0 and not entry.committed:
+            self._drop(entry)
+
+    def close(self) -> None:
+        """Unmaps the memory in this process."""
+        self._entries.clear()
+        self.memory.close()
+        os.close(self.fd)
+
+    def _drop(self, entry: ArenaEntry) -> None:
+        del self._entries[entry.key]
+        self._give_back(entry.offset, _align(entry.spec.size_bytes))
+
+    def _take(self, size: int) -> int | None:
+        """First fit."""
+        for index, (offset, free) in enumerate(self._free):
+            if free >= size:
+                if free == size:
+                    del self._free[index]
+                else:
+                    self._free[index] = (offset + size, free - size)
+                return offset
+        return None
+
+    def _give_back(self, offset: int, size: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self._free, (offset, size)]):
+            if merged and merged[-1][0] + merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self._free = merged
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,143 @@
+"""Typed messages between a front process and its engine process.
+
+Frames on a Unix socket pair: a 4-byte little-endian length, then a MessagePack body that msgspec
+decodes into one of a closed set of structs. No pickle: a frame can only ever become one of them.
+"""
+
+import asyncio
+import select
+import socket
+import struct
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 20
+_BUFFER_BYTES = 8 << 20
+
+Incoming = TypeVar("Incoming")
+
+
+class ChannelClosed(Exception):
+    """The other process is gone."""
+
+
+def create_socket_pair() -> tuple[socket.socket, socket.socket]:
+    """A connected pair with buffers large enough that neither side waits in normal work."""
+    pair = socket.socketpair()
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    return pair
+
+
+class EngineChannel(Generic[Incoming]):
+    """The engine's end: synchronous, polled once a step.
+
+    Args:
+        end: one end of `create_socket_pair`.
+        incoming: union of the message structs the front may send.
+    """
+
+    def __init__(self, end: socket.socket, incoming: Any) -> None:  # noqa: ANN401 - a type form
+        self._socket = end
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._buffer = bytearray()
+
+    def receive(self, timeout_s: float | None) -> list[Incoming]:
+        """All complete messages at hand.
+
+        Args:
+            timeout_s: how long to wait for the first; 0 polls, None waits for ever.
+
+        Raises:
+            ChannelClosed: the front is gone.
+        """
+        messages = self._split()
+        if messages:
+            timeout_s = 0.0
+        while select.select([self._socket], [], [], timeout_s)[0]:
+            data = self._socket.recv(_READ_BYTES)
+            if not data:
+                raise ChannelClosed
+            self._buffer += data
+            messages += self._split()
+            timeout_s = 0.0 if messages else timeout_s
+        return messages
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends one message, waiting while the front is a whole buffer behind.
+
+        Raises:
+            ChannelClosed: the front is gone.
+        """
+        body = self._encoder.encode(message)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except OSError as error:
+            raise ChannelClosed from error
+
+    def _split(self) -> list[Incoming]:
+        messages: list[Incoming] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(self._decoder.decode(memoryview(self._buffer)[start + 4 : end]))
+            start = end
+        if start:
+            del self._buffer[:start]
+        return messages
+
+
+class FrontChannel(Generic[Incoming]):
+    """The front's end: asynchronous. `send` never waits; `receive` yields message by message."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        incoming: Any,  # noqa: ANN401 - a type form
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    @classmethod
+    async def open(cls, end: socket.socket, incoming: Any) -> "FrontChannel[Incoming]":  # noqa: ANN401
+        """Wraps one end of `create_socket_pair` for the running event loop."""
+        reader, writer = await asyncio.open_connection(sock=end, limit=_BUFFER_BYTES)
+        return cls(reader, writer, incoming)
+
+    async def receive(self) -> Incoming:
+        """The next message.
+
+        Raises:
+            ChannelClosed: the engine is gone.
+        """
+        try:
+            head = await self._reader.readexactly(_LENGTH.size)
+            body = await self._reader.readexactly(_LENGTH.unpack(head)[0])
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise ChannelClosed from error
+        return self._decoder.decode(body)
+
+    def send(self, *messages: msgspec.Struct) -> None:
+        """Queues messages in order."""
+        self._writer.write(b"".join(self._frames(messages)))
+
+    def close(self) -> None:
+        """Closes this end; the engine's next `receive` raises `ChannelClosed`."""
+        self._writer.close()
+
+    def _frames(self, messages: Iterable[msgspec.Struct]) -> Iterable[bytes]:
+        for message in messages:
+            body = self._encoder.encode(message)
+            yield _LENGTH.pack(len(body))
+            yield body

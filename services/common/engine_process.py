@@ -1,0 +1,99 @@
+"""Starting an engine process and noticing its death.
+
+A GPU service is two processes: the front (asyncio, gRPC) and the engine, which owns the device. The
+engine is started afresh, not forked: it inherits two descriptors (its channel end and the arena)
+and its settings as JSON on standard input.
+"""
+
+import argparse
+import asyncio
+import mmap
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from services.common.arena import Arena
+from services.common.channel import ChannelClosed, EngineChannel, FrontChannel, create_socket_pair
+
+Incoming = TypeVar("Incoming")
+
+
+class EngineDied(Exception):
+    """The engine process ended; the service cannot go on."""
+
+
+@dataclass(slots=True)
+class EngineProcess(Generic[Incoming]):
+    """The engine as its front holds it."""
+
+    process: asyncio.subprocess.Process
+    channel: FrontChannel[Incoming]
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        settings_json: str,
+        arena: Arena,
+        incoming: Any,  # noqa: ANN401 - a type form
+    ) -> "EngineProcess[Incoming]":
+        """Starts `python -m module` with its end of a channel and the arena."""
+        front_end, engine_end = create_socket_pair()
+        with engine_end:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", module,
+                "--channel-fd", str(engine_end.fileno()),
+                "--arena-fd", str(arena.fd),
+                "--arena-bytes", str(arena.size_bytes),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(engine_end.fileno(), arena.fd),
+            )  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(settings_json.encode())
+        process.stdin.close()
+        return cls(process, await FrontChannel.open(front_end, incoming))
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Closes the channel, which ends the engine's loop; kills it after `timeout_s`."""
+        self.channel.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), timeout_s)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+
+@dataclass(slots=True)
+class EngineEnd:
+    """What an engine process is given at its start."""
+
+    settings_json: str
+    socket: socket.socket
+    arena: mmap.mmap
+
+    def channel(self, incoming: Any) -> EngineChannel[Any]:  # noqa: ANN401 - a type form
+        """The engine's end of the channel; `incoming` is the union of the front's messages."""
+        return EngineChannel(self.socket, incoming)
+
+
+def accept() -> EngineEnd:
+    """Called first in an engine process: its settings, channel end and arena.
+
+    Signals that end the service are left to the front, so that running work can drain first.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parser = argparse.ArgumentParser()
+    for name in ("channel-fd", "arena-fd", "arena-bytes"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    arguments = parser.parse_args()
+    return EngineEnd(
+        settings_json=sys.stdin.read(),
+        socket=socket.socket(fileno=arguments.channel_fd),
+        arena=mmap.mmap(arguments.arena_fd, arguments.arena_bytes),
+    )
+
+
+__all__ = ["ChannelClosed", "EngineDied", "EngineEnd", "EngineProcess", "accept"]

@@ -1,0 +1,166 @@
+"""The error tree, and the one table from an error to gRPC and HTTP.
+
+    TriptychError
+    ├── InvalidRequest                 400  the caller's fault; `param` names the field
+    │   ├── ContextLengthExceeded      400
+    │   ├── InvalidImage               400
+    │   └── ModelNotFound              404
+    ├── PayloadTooLarge                413
+    ├── MediaFetchFailed               422  a URL that answered, but not with an image
+    ├── TooManyRequests                429  the caller's own limit
+    ├── Cancelled                      499  the caller went away (never sent, only logged)
+    ├── InternalError                  500
+    ├── EmbeddingUnavailable           503  an image's embedding could not be had from one encoder
+    ├── Unavailable                    503  no healthy service is left
+    │   └── Overloaded                 503  full or draining; `retry_after_s` says when to come back
+    └── DeadlineExceeded               504
+
+Errors cross gRPC as a status code plus the trailing metadata of `services.common.rpc`; a status
+code alone is never trusted, because gRPC itself sends the same ones.
+"""
+
+from typing import ClassVar
+
+
+class TriptychError(Exception):
+    """An error with a place in every protocol.
+
+    Attributes:
+        code: stable machine-readable name, also on the wire.
+        http_status: status of an HTTP answer.
+        openai_type: `error.type` of an OpenAI error body.
+        grpc_status: name of the `grpc.StatusCode`.
+        retryable: another instance may succeed with the same request.
+    """
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    openai_type: ClassVar[str] = "server_error"
+    grpc_status: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(TriptychError):
+    """The request cannot be served as it is."""
+
+    code = "invalid_request"
+    http_status = 400
+    openai_type = "invalid_request_error"
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and completion do not fit in the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class InvalidImage(InvalidRequest):
+    """Bytes that are not an image of an allowed format and size."""
+
+    code = "invalid_image"
+
+
+class ModelNotFound(InvalidRequest):
+    """No model of that name is served here."""
+
+    code = "model_not_found"
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+
+
+class PayloadTooLarge(TriptychError):
+    """The request body is over the limit."""
+
+    code = "payload_too_large"
+    http_status = 413
+    openai_type = "invalid_request_error"
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class MediaFetchFailed(TriptychError):
+    """An image URL could not be turned into bytes."""
+
+    code = "media_fetch_failed"
+    http_status = 422
+    openai_type = "invalid_request_error"
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class TooManyRequests(TriptychError):
+    """The caller is over its own limit."""
+
+    code = "rate_limit_exceeded"
+    http_status = 429
+    openai_type = "rate_limit_error"
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class Cancelled(TriptychError):
+    """The caller went away."""
+
+    code = "cancelled"
+    http_status = 499
+    grpc_status = "CANCELLED"
+
+
+class InternalError(TriptychError):
+    """A bug, or a broken device. The message holds no detail of the process."""
+
+
+class EmbeddingUnavailable(TriptychError):
+    """An embedding could not be had from the encoder that was asked; another may have it."""
+
+    code = "embedding_unavailable"
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    retryable = True
+
+
+class Unavailable(TriptychError):
+    """A service that is needed does not answer."""
+
+    code = "unavailable"
+    http_status = 503
+    openai_type = "service_unavailable"
+    grpc_status = "UNAVAILABLE"
+    retryable = True
+
+
+class Overloaded(Unavailable):
+    """A service is full or draining."""
+
+    code = "overloaded"
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class DeadlineExceeded(TriptychError):
+    """The time given to the request is over."""
+
+    code = "deadline_exceeded"
+    http_status = 504
+    openai_type = "timeout_error"
+    grpc_status = "DEADLINE_EXCEEDED"
+
+
+def _tree(root: type[TriptychError]) -> dict[str, type[TriptychError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+BY_CODE: dict[str, type[TriptychError]] = _tree(TriptychError) | {"internal_error": InternalError}
+
+
+def from_code(code: str, message: str, *, param: str | None = None) -> TriptychError:
+    """The error that `code` names; an unknown code is an `InternalError`."""
+    return BY_CODE.get(code, InternalError)(message, param=param)

@@ -1,0 +1,58 @@
+"""The image key: the one name of an image's embedding, in every process and in Redis.
+
+Two requests share a key only if they must get the same embedding. So the key covers the encoded
+bytes (not decoded pixels, whose bytes do not tell 30x100 from 100x30, and never a URL or a
+client's id) and everything else that decides the result. Fields are length-prefixed, so that no
+two lists of fields hash alike.
+"""
+
+from collections.abc import Iterable
+
+from blake3 import blake3
+
+KEY_BYTES = 32
+_PREFIX_DOMAIN = b"triptych/prefix/v1"
+_IMAGE_DOMAIN = b"triptych/v1"
+
+# Bump when decode, orientation, alpha, resize or normalization changes its output.
+PREPROCESSING_VERSION = b"exif-transpose/alpha-on-white/bicubic-aa-u8/1"
+
+
+def key_prefix(*, model: str, weights: bytes, vision_config: bytes, dtype: str) -> bytes:
+    """Digest of what an encoder is, the head of its image keys.
+
+    Args:
+        model: model id and revision.
+        weights: fingerprint of the vision weights.
+        vision_config: canonical JSON of the vision config and image processor settings.
+        dtype: compute and storage dtype.
+
+    Returns:
+        32 bytes.
+    """
+    fields = (model.encode(), weights, vision_config, dtype.encode(), PREPROCESSING_VERSION)
+    return _digest(_PREFIX_DOMAIN, fields)
+
+
+def image_key(prefix: bytes, image: bytes, *, grid: tuple[int, int, int], salt: bytes) -> bytes:
+    """The key of one image.
+
+    Args:
+        prefix: the encoder's `key_prefix`.
+        image: the encoded file.
+        grid: (t, h, w) in patches before merging; it stands for min and max pixels, which decide
+            nothing else.
+        salt: the tenant's; entries of different salts never meet.
+
+    Returns:
+        32 bytes.
+    """
+    return _digest(_IMAGE_DOMAIN, (prefix, b"%d,%d,%d" % grid, salt, image))
+
+
+def _digest(domain: bytes, fields: Iterable[bytes]) -> bytes:
+    hasher = blake3(domain)
+    for field in fields:
+        hasher.update(len(field).to_bytes(8, "little"))
+        hasher.update(field)
+    return hasher.digest(KEY_BYTES)

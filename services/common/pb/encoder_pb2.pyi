@@ -1,0 +1,130 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    DTYPE_FLOAT32: _ClassVar[DType]
+    DTYPE_BFLOAT16: _ClassVar[DType]
+    DTYPE_FLOAT16: _ClassVar[DType]
+DTYPE_UNSPECIFIED: DType
+DTYPE_FLOAT32: DType
+DTYPE_BFLOAT16: DType
+DTYPE_FLOAT16: DType
+
+class DescribeEncoderRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeEncoderResponse(_message.Message):
+    __slots__ = ("model_name", "key_prefix", "dtype", "levels", "hidden", "max_image_patches")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_PATCHES_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    key_prefix: bytes
+    dtype: DType
+    levels: int
+    hidden: int
+    max_image_patches: int
+    def __init__(self, model_name: _Optional[str] = ..., key_prefix: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., levels: _Optional[int] = ..., hidden: _Optional[int] = ..., max_image_patches: _Optional[int] = ...) -> None: ...
+
+class Grid(_message.Message):
+    __slots__ = ("t", "h", "w")
+    T_FIELD_NUMBER: _ClassVar[int]
+    H_FIELD_NUMBER: _ClassVar[int]
+    W_FIELD_NUMBER: _ClassVar[int]
+    t: int
+    h: int
+    w: int
+    def __init__(self, t: _Optional[int] = ..., h: _Optional[int] = ..., w: _Optional[int] = ...) -> None: ...
+
+class EncodeRequest(_message.Message):
+    __slots__ = ("image_key", "image", "grid")
+    IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    GRID_FIELD_NUMBER: _ClassVar[int]
+    image_key: bytes
+    image: bytes
+    grid: Grid
+    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ...) -> None: ...
+
+class EncodeResponse(_message.Message):
+    __slots__ = ("source", "num_tokens", "lookup_s", "queue_s", "preprocess_s", "forward_s")
+    class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SOURCE_UNSPECIFIED: _ClassVar[EncodeResponse.Source]
+        SOURCE_COMPUTED: _ClassVar[EncodeResponse.Source]
+        SOURCE_MEMORY: _ClassVar[EncodeResponse.Source]
+        SOURCE_REDIS: _ClassVar[EncodeResponse.Source]
+        SOURCE_JOINED: _ClassVar[EncodeResponse.Source]
+    SOURCE_UNSPECIFIED: EncodeResponse.Source
+    SOURCE_COMPUTED: EncodeResponse.Source
+    SOURCE_MEMORY: EncodeResponse.Source
+    SOURCE_REDIS: EncodeResponse.Source
+    SOURCE_JOINED: EncodeResponse.Source
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREPROCESS_S_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_S_FIELD_NUMBER: _ClassVar[int]
+    source: EncodeResponse.Source
+    num_tokens: int
+    lookup_s: float
+    queue_s: float
+    preprocess_s: float
+    forward_s: float
+    def __init__(self, source: _Optional[_Union[EncodeResponse.Source, str]] = ..., num_tokens: _Optional[int] = ..., lookup_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., preprocess_s: _Optional[float] = ..., forward_s: _Optional[float] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("image_key",)
+    IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
+    image_key: bytes
+    def __init__(self, image_key: _Optional[bytes] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("header", "chunk", "trailer")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TRAILER_FIELD_NUMBER: _ClassVar[int]
+    header: FetchHeader
+    chunk: FetchChunk
+    trailer: FetchTrailer
+    def __init__(self, header: _Optional[_Union[FetchHeader, _Mapping]] = ..., chunk: _Optional[_Union[FetchChunk, _Mapping]] = ..., trailer: _Optional[_Union[FetchTrailer, _Mapping]] = ...) -> None: ...
+
+class FetchHeader(_message.Message):
+    __slots__ = ("image_key", "dtype", "levels", "num_tokens", "hidden")
+    IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    image_key: bytes
+    dtype: DType
+    levels: int
+    num_tokens: int
+    hidden: int
+    def __init__(self, image_key: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., levels: _Optional[int] = ..., num_tokens: _Optional[int] = ..., hidden: _Optional[int] = ...) -> None: ...
+
+class FetchChunk(_message.Message):
+    __slots__ = ("offset", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class FetchTrailer(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...

@@ -1,0 +1,78 @@
+"""gRPC construction shared by the services: servers, channels, and errors on the wire."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+
+from services.common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    TriptychError,
+    Unavailable,
+    from_code,
+)
+
+# An encoded image is at most tens of MiB and an embedding travels in chunks.
+MAX_MESSAGE_BYTES = 64 << 20
+_CODE = "triptych-code"
+_PARAM = "triptych-param"
+REQUEST_ID = "x-request-id"
+
+CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_metadata_size", 16 << 10),
+)
+_SERVER_OPTIONS: Sequence[tuple[str, int]] = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_concurrent_streams", 4096),
+)
+
+
+def create_channel(address: str) -> grpc.aio.Channel:
+    """An insecure channel to `host:port`, connected on first use."""
+    return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+
+
+def create_server() -> grpc.aio.Server:
+    """A server without servicers or ports."""
+    return grpc.aio.server(options=list(_SERVER_OPTIONS))
+
+
+async def abort(context: grpc.aio.ServicerContext, error: TriptychError) -> NoReturn:
+    """Ends the call with the error's status, and its code and field as trailing metadata."""
+    trailers = [(_CODE, error.code)]
+    if error.param:
+        trailers.append((_PARAM, error.param))
+    await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
+    raise AssertionError("abort returns never")
+
+
+def error_from_rpc(failure: grpc.aio.AioRpcError, peer: str) -> TriptychError:
+    """Our error for a failed call to `peer`; gRPC's own failures become retryable ones."""
+    trailers = dict(failure.trailing_metadata() or ())
+    code = trailers.get(_CODE)
+    if isinstance(code, str):
+        param = trailers.get(_PARAM)
+        return from_code(
+            code, failure.details() or code, param=param if isinstance(param, str) else None
+        )
+    match failure.code():
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(f"{peer} did not answer in time")
+        case grpc.StatusCode.CANCELLED:
+            return Cancelled(f"the call to {peer} was cancelled")
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(f"{peer} is not reachable")
+        case status:
+            return InternalError(f"{peer} failed: {status.name}")

@@ -1,0 +1,48 @@
+"""Logging and metrics set-up shared by the services."""
+
+import json
+import logging
+import sys
+import time
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+# Seconds. From a cache lookup to a long generation.
+LATENCY_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line; a record's `extra={"fields": {...}}` is merged in."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def setup_logging(service: str, level: str = "INFO") -> None:
+    """Sends all logging to standard error as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(service))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> None:
+    """Serves `/metrics` from a thread of this process; port 0 means no metrics endpoint."""
+    if port:
+        start_http_server(port, addr=host, registry=registry)

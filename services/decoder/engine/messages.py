@@ -1,0 +1,137 @@
+"""What the decoder's front and its engine say to each other."""
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How a sequence's tokens are chosen; see proto/decoder.proto for each field's meaning."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 16
+    min_tokens: int = 0
+    top_logprobs: int | None = None
+
+
+class ImageSpan(msgspec.Struct, frozen=True):
+    """A run of image placeholders: prompt tokens [offset, offset + num_tokens)."""
+
+    key: bytes
+    offset: int
+    num_tokens: int
+
+
+# Front to engine.
+
+
+class AddSequence(msgspec.Struct, tag="add"):
+    """A sequence to generate. Its images may still be on their way."""
+
+    sequence_id: int  # minted by the front, never reused
+    prompt_token_ids: bytes  # int32 [num_tokens]
+    positions: bytes  # int32 [3, num_tokens], or empty: text only
+    position_delta: int
+    images: list[ImageSpan]
+    sampling: SamplingParams
+    cache_salt: bytes = b""
+
+
+class ImageReady(msgspec.Struct, tag="image"):
+    """A sequence's image is in the arena and stays there until the sequence has ended."""
+
+    sequence_id: int
+    key: bytes
+    arena_offset: int  # bytes
+
+
+class AbortSequence(msgspec.Struct, tag="abort"):
+    """Ends a sequence; the engine answers with its last event."""
+
+    sequence_id: int
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """The engine ends after this."""
+
+
+FrontMessage = AddSequence | ImageReady | AbortSequence | Shutdown
+
+
+# Engine to front.
+
+
+class EngineReady(msgspec.Struct, tag="ready"):
+    """Weights are loaded and each kernel has run once."""
+
+    model_name: str
+    dtype: str
+    levels: int
+    hidden: int
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_sequences: int
+
+
+class Logprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of one sampled token and of the most likely ones."""
+
+    logprob: float
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class EndOfSequence(msgspec.Struct, array_like=True):
+    """Why and how a sequence ended.
+
+    `reason` is "stop", "length", "aborted" or "failed"; with "failed", `message` says why.
+    Times are seconds since the engine received the sequence.
+    """
+
+    reason: str
+    message: str = ""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+
+
+class SequenceEvent(msgspec.Struct, array_like=True):
+    """New tokens of one sequence, and its end."""
+
+    sequence_id: int
+    token_ids: list[int]
+    logprobs: list[Logprobs] = []
+    end: EndOfSequence | None = None
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Gauges and counters of the engine, sent with each step and when it falls idle."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_preemptions: int  # total
+    num_prefix_hit_tokens: int  # total
+    num_prompt_tokens: int  # total
+    num_steps: int  # total
+
+
+class StepDone(msgspec.Struct, tag="step"):
+    """All that one step produced, for all sequences."""
+
+    events: list[SequenceEvent]
+    stats: EngineStats
+
+
+EngineMessage = EngineReady | StepDone

@@ -1,0 +1,60 @@
+"""What the encoder's front and its engine say to each other."""
+
+import msgspec
+
+
+class EncodeImage(msgspec.Struct, tag="encode"):
+    """An image to encode into the arena."""
+
+    job_id: int  # minted by the front, never reused
+    image: bytes  # the encoded file
+    grid: tuple[int, int, int]  # checked against the decoded image
+    arena_offset: int  # bytes; room for [levels, num_tokens, hidden] is reserved there
+
+
+class CancelImage(msgspec.Struct, tag="cancel"):
+    """Nobody waits for the job any more. It still ends in one `ImageDone`."""
+
+    job_id: int
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """The engine ends after this."""
+
+
+FrontMessage = EncodeImage | CancelImage | Shutdown
+
+
+class EngineReady(msgspec.Struct, tag="ready"):
+    """Weights are loaded and each kernel has run once."""
+
+    model_name: str
+    dtype: str
+    levels: int
+    hidden: int
+    merge_size: int
+    key_prefix: bytes
+
+
+class ImageDone(msgspec.Struct, tag="done"):
+    """The end of a job. `error_code` is empty, or a code of services/common/errors.py."""
+
+    job_id: int
+    queue_s: float = 0.0
+    preprocess_s: float = 0.0
+    forward_s: float = 0.0
+    error_code: str = ""
+    message: str = ""
+
+
+class EngineStats(msgspec.Struct, tag="stats"):
+    """Gauges of the engine, sent after each batch."""
+
+    num_queued: int
+    queued_patches: int
+    num_batches: int  # total
+    num_images: int  # total
+    num_patches: int  # total
+
+
+EngineMessage = EngineReady | ImageDone | EngineStats
