@@ -11,6 +11,18 @@ from typing import Any, Protocol
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """What a backend must know of the model and the engine when it is made."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    max_num_sequences: int
+    max_num_blocks: int  # of one sequence
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """One step's attention layout.
@@ -22,8 +34,10 @@ class AttentionMetadata:
         cu_query_lens: `[S + 1]` int32, host.
         seq_lens: `[S]` int32, host: context after this step, query tokens included.
         slot_mapping: `[T]` int64, device: where each token's key and value go;
-            block_id * block_size + offset. -1: a padding token, nothing is written.
-        block_tables: `[S, max_blocks]` int32, device.
+            block_id * block_size + offset. -1: a padding token, whose key and value are of no use.
+        block_tables: `[S, max_blocks]` int32, device. Empty unless the backend reads it.
+        block_ids: `[sum of blocks]` int32, device: the tables one after the other without their
+            padding. Empty unless the backend reads it.
         seq_lens_device: `[S]` int32, device.
         plan: what the backend's `plan` returned.
     """
@@ -33,34 +47,65 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
+    block_ids: torch.Tensor
     seq_lens_device: torch.Tensor
     plan: Any = None
 
 
 class AttentionBackend(Protocol):
-    """One implementation of paged attention."""
+    """One implementation of paged attention.
 
-    def plan(self, metadata: AttentionMetadata) -> Any:  # noqa: ANN401 - backend's own
-        """Host work once per step, shared by all layers; the result becomes `metadata.plan`."""
+    Attributes:
+        reads_block_tables: it wants `block_tables`; otherwise it wants `block_ids`.
+        captures_decode: steps of decodes alone can be captured as CUDA graphs.
+    """
+
+    reads_block_tables: bool
+    captures_decode: bool
+
+    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> Any:  # noqa: ANN401 - backend's own
+        """Host work once per step, shared by all layers; the result becomes `metadata.plan`.
+
+        Args:
+            metadata: the step's layout.
+            captured: the step is a CUDA graph's, of S decodes: what kernels read must lie where
+                it lay when the graph of that S was captured.
+        """
         ...
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """Writes the new keys and values, then attends.
+        """Attends; the step's keys and values are in the cache already.
 
         Args:
             query: `[T, num_heads, head_dim]`, rotated.
-            key: `[T, num_kv_heads, head_dim]`, rotated.
-            value: `[T, num_kv_heads, head_dim]`.
             kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, this layer's.
 
         Returns:
             `[T, num_heads, head_dim]`.
         """
         ...
+
+
+def kv_rows(slot_mapping: torch.Tensor, block_size: int) -> torch.Tensor:
+    """`[T]` slots → `[2, T]` int64: where keys and values go, see `write_kv`.
+
+    Slot -1 goes to the last slot of the pool's last block, which belongs to no sequence.
+    """
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    keys = blocks * (2 * block_size) + torch.remainder(slot_mapping, block_size)
+    return torch.stack((keys, keys + block_size))
+
+
+def write_kv(
+    kv_cache: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Writes `[T, num_kv_heads, head_dim]` keys and values to one layer's pool.
+
+    The pool is seen as rows of `[num_kv_heads, head_dim]`: the key of (block, offset) is row
+    block * 2 * block_size + offset, its value lies block_size rows further.
+    """
+    flat = kv_cache.view(-1, *kv_cache.shape[-2:])
+    flat.index_put_((rows[0],), key)
+    flat.index_put_((rows[1],), value)

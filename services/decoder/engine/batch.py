@@ -65,8 +65,29 @@ class PendingStep(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What a runner serves and how much; constant for its life."""
+
+    model_name: str
+    dtype: str
+    levels: int  # of an image's embedding
+    hidden: int
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int  # block ids 0 .. num_blocks - 1 are the scheduler's
+    max_num_sequences: int  # rows 0 .. max_num_sequences - 1
+    max_batched_tokens: int
+
+
 class Runner(Protocol):
     """The only owner of a device."""
+
+    @property
+    def info(self) -> RunnerInfo:
+        """Sizes and names."""
+        ...
 
     def start_sequence(self, sequence: Sequence) -> None:
         """A sequence was given its row (at admission and after a preemption): fill its tables."""

@@ -6,7 +6,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from services.decoder.engine.messages import ImageSpan, SamplingParams
+from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 
 
 class SequenceState(Enum):
@@ -32,9 +32,19 @@ class Sequence:
         image_offsets: image key → byte offset in the arena, once the embedding is there.
         row: place in the runner's tables while RUNNING, else -1.
         block_table: ids of the KV blocks, in order.
+        capacity: tokens that the block table has room for.
         num_computed_tokens: tokens whose keys and values are in the cache or will be when the
             steps in flight are done.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_in_flight: tokens sampled on the device whose ids have not come back.
+        max_length: tokens, prompt included, at which the sequence ends by length.
+        stop_ids: `sampling.stop_token_ids` as a set.
+        block_hashes: names of the leading full blocks, as far as they were asked for.
+        num_registered_blocks: leading blocks that the prefix cache was told of.
+        arrival: order of arrival, which is the order of waiting.
+        admission: order of the last admission; the latest is preempted first.
+        last_prefill_step: the last step that may read the sequence's images.
+        received_at, first_scheduled_at, first_token_at: `time.monotonic()`, 0 where not yet.
     """
 
     sequence_id: int
@@ -46,13 +56,43 @@ class Sequence:
     sampling: SamplingParams
     cache_salt: bytes = b""
     state: SequenceState = SequenceState.WAITING
-    image_offsets: dict[bytes, int] = field(default_factory=dict)
+    image_offsets: dict[bytes, int] = field(default_factory=dict[bytes, int])
     row: int = -1
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list[int])
+    capacity: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
+    max_length: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    block_hashes: list[bytes] = field(default_factory=list[bytes])
+    num_registered_blocks: int = 0
+    arrival: int = 0
+    admission: int = 0
+    last_prefill_step: int = 0
+    received_at: float = 0.0
+    first_scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+
+    @classmethod
+    def from_message(cls, message: AddSequence) -> "Sequence":
+        """The sequence that the front asks for."""
+        token_ids = np.frombuffer(message.prompt_token_ids, dtype="<i4").tolist()
+        positions = None
+        if message.positions:
+            positions = np.frombuffer(message.positions, dtype="<i4").reshape(3, len(token_ids))
+        return cls(
+            sequence_id=message.sequence_id,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            positions=positions,
+            position_delta=message.position_delta,
+            images=sorted(message.images, key=lambda span: span.offset),
+            sampling=message.sampling,
+            cache_salt=message.cache_salt,
+            stop_ids=frozenset(message.sampling.stop_token_ids),
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -63,3 +103,13 @@ class Sequence:
     def num_generated(self) -> int:
         """Completion tokens, those in flight included."""
         return self.num_tokens - self.num_prompt_tokens
+
+    def computable_until(self, start: int) -> int:
+        """The index before which all tokens can be computed, given that those before `start` are.
+
+        It is the first placeholder, at or after `start`, of an image that is not there yet.
+        """
+        for span in self.images:
+            if span.offset + span.num_tokens > start and span.key not in self.image_offsets:
+                return max(span.offset, start)
+        return len(self.token_ids)

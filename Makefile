@@ -1,0 +1,133 @@
+# `make` lists the targets. Everything below works on a bare Debian machine with Python 3.11+.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+# Without torch: proves that the gateway and the scheduling code need none.
+LIGHT_VENV := .venv-gateway
+LIGHT := $(LIGHT_VENV)/.installed
+PIP_INSTALL = -m pip install --disable-pip-version-check -c constraints.txt
+PINS := pyproject.toml constraints.txt
+WORKERS ?= 2
+say = @printf '\n==> %s\n' "$(1)"
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- set-up: each step is done once, and again when the pins change ---------------------------
+
+$(BIN)/python:
+	@PYTHON=$(PYTHON) scripts/ensure-system.sh venv
+	$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): $(PINS) | $(BIN)/python
+	$(call say,installing the services into $(VENV))
+	$(BIN)/python $(PIP_INSTALL) -e '.[gateway,encoder,decoder,cli]'
+	@touch $@
+
+$(DEV): $(PINS) | $(RUNTIME)
+	$(call say,installing the development tools into $(VENV))
+	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(LIGHT): $(PINS) | $(BIN)/python
+	$(call say,installing the gateway without torch into $(LIGHT_VENV))
+	$(PYTHON) -m venv $(LIGHT_VENV)
+	@echo '*' > $(LIGHT_VENV)/.gitignore
+	$(LIGHT_VENV)/bin/python $(PIP_INSTALL) -e '.[gateway]' \
+		pytest pytest-asyncio pytest-timeout hypothesis
+	@touch $@
+
+.PHONY: setup
+setup: $(DEV) ## make .venv with everything that development needs
+
+.PHONY: system-runtime
+system-runtime:
+	@REDIS_OPTIONAL=yes scripts/ensure-system.sh redis
+
+.PHONY: system-test
+system-test:
+	@scripts/ensure-system.sh redis chromium
+
+# --- running ----------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: system-runtime $(RUNTIME) ## start the stack, ask the demonstration model about pictures, stop
+	@$(BIN)/triptych demo
+
+.PHONY: serve
+serve: system-runtime $(RUNTIME) ## serve a model until Ctrl-C: make serve ARGS="--model DIR"
+	@$(BIN)/triptych serve $(ARGS)
+
+.PHONY: bench
+bench: $(DEV) ## measure a running server: make bench ARGS="--url URL --rows text_c1"
+	@$(BIN)/python -m benchmarks.serve $(ARGS)
+
+# --- checking ---------------------------------------------------------------------------------
+
+.PHONY: test
+test: system-test lint type proto-check test-light e2e unit ## everything that must hold
+
+.PHONY: lint
+lint: $(DEV) ## style, formatting, dependency rules, sizes
+	$(call say,ruff, import-linter, sizes)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/check_sizes.py
+
+.PHONY: type
+type: $(DEV) ## static types
+	$(call say,pyright)
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+.PHONY: unit
+unit: $(DEV) ## all tests that start no stack
+	$(call say,pytest)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not e2e" $(ARGS)
+
+.PHONY: e2e
+e2e: $(DEV) ## tests that start real processes
+	$(call say,pytest: whole stacks)
+	@$(BIN)/python -m pytest -m "e2e and not gpu" $(ARGS)
+
+.PHONY: test-light
+test-light: $(LIGHT) ## gateway and scheduling in an environment without torch
+	$(call say,gateway and scheduling without torch)
+	@$(LIGHT_VENV)/bin/python scripts/check_without_torch.py
+
+.PHONY: test-gpu
+test-gpu: $(DEV) ## tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+.PHONY: proto
+proto: $(DEV) ## generate services/common/pb from proto/
+	@scripts/generate_proto.sh $(BIN)/python .
+
+.PHONY: proto-check
+proto-check: $(DEV) ## the generated code is that of proto/
+	$(call say,protos)
+	@scripts/check_proto.sh $(BIN)/python
+
+# --- the rest ---------------------------------------------------------------------------------
+
+.PHONY: format
+format: $(DEV) ## format the code
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+.PHONY: constraints
+constraints: $(DEV) ## write the versions of .venv into constraints.txt
+	@$(BIN)/python scripts/closure.py > constraints.new
+	@mv constraints.new constraints.txt
+
+.PHONY: clean
+clean: ## remove environments, caches and build outputs
+	rm -rf $(VENV) $(LIGHT_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis \
+		.import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,180 @@
+"""The decoder's engine alone: no gRPC, no HTTP, no text. Prints each figure with its floor.
+
+    python -m benchmarks.engine --model DIR --load-format dummy --batches 1,64,256
+
+Decode: all sequences have the same context; a step's wall time is the mean over many steps of the
+real engine (schedule, run, sample, postprocess), and beside it the device's own time for one
+captured step and the host's time in each part. Prefill: prompts of several lengths, one at a time.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from services.common.model_config import ModelConfig
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.runner import RunnerOptions, create_runner
+
+# Measured on an H200 with large copies and matrix products; see benchmarks/LOG.md.
+BANDWIDTH = 4.3e12  # bytes/s
+FLOPS = 790e12  # bf16
+
+
+def weight_elements(config: ModelConfig) -> int:
+    """Elements that a decode step reads: all layers and the head."""
+    text = config.text
+    attention = text.head_dim * (2 * text.num_heads + 2 * text.num_kv_heads)
+    layer = text.hidden_size * (attention + 3 * text.intermediate_size)
+    return text.num_layers * layer + text.vocab_size * text.hidden_size
+
+
+def decode_floor_s(config: ModelConfig, batch: int, context: int) -> float:
+    """Bytes that a step must read, over the bandwidth (bf16)."""
+    text = config.text
+    per_token = 2 * 2 * text.num_kv_heads * text.head_dim * text.num_layers
+    return (2 * weight_elements(config) + batch * context * per_token) / BANDWIDTH
+
+
+def prefill_floor_s(config: ModelConfig, tokens: int) -> float:
+    """Operations of the layers for one prompt, over the rate; the head sees one row."""
+    text = config.text
+    linear = 2 * tokens * (weight_elements(config) - text.vocab_size * text.hidden_size)
+    attention = 2 * tokens**2 * text.num_heads * text.head_dim * text.num_layers
+    return (linear + attention) / FLOPS
+
+
+def add(engine: Engine, number: int, prompt: int, completion: int, vocab: int) -> None:
+    """Queues one greedy sequence of random tokens."""
+    ids = np.random.default_rng(number).integers(0, vocab, prompt, dtype=np.int32)
+    sampling = SamplingParams(max_tokens=completion)
+    engine.add(AddSequence(number, ids.tobytes(), b"", 0, [], sampling))
+
+
+def measure_decode(
+    runner: ModelRunner, batch: int, context: int, steps: int
+) -> tuple[float, float]:
+    """Seconds of a step, and of those the host's in `Engine.step` without the wait for the ids."""
+    engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
+    vocab = runner.info.vocab_size
+    for number in range(batch):
+        add(engine, number, context, steps + 40, vocab)
+    started = 0
+    while started < batch:
+        done = engine.step()
+        assert done is not None
+        started += sum(1 for event in done.events if event.token_ids)
+    for _ in range(10):
+        engine.step()
+    waited = 0.0
+    original = torch.cuda.Event.synchronize
+
+    def timed(event: torch.cuda.Event) -> None:
+        nonlocal waited
+        begin = time.perf_counter()
+        original(event)
+        waited += time.perf_counter() - begin
+
+    torch.cuda.Event.synchronize = timed  # type: ignore[method-assign]
+    begin = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    wall = time.perf_counter() - begin
+    torch.cuda.Event.synchronize = original  # type: ignore[method-assign]
+    for number in range(batch):
+        engine.abort(number)
+    while engine.has_work:
+        engine.step()
+    return wall / steps, (wall - waited) / steps
+
+
+def measure_prefill(runner: ModelRunner, prompt: int, repeats: int) -> float:
+    """Median seconds from the arrival of a prompt to its first token, in an idle engine."""
+    engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
+    taken = []
+    for number in range(repeats + 2):
+        begin = time.perf_counter()
+        add(engine, 10_000 + number, prompt, 1, runner.info.vocab_size)
+        while not any(e.token_ids for e in (engine.step() or _NOTHING).events):
+            pass
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[2:])
+
+
+class _Nothing:
+    events: Sequence[object] = ()
+
+
+_NOTHING = _Nothing()
+
+
+def device_step_s(runner: ModelRunner, batch: int, repeats: int = 30) -> float | None:
+    """Seconds that the device takes for one captured step, by events; None without graphs."""
+    graphs = runner._graphs
+    if graphs is None:
+        return None
+    bucket = min((size for size in graphs._captured if size >= batch), default=None)
+    if bucket is None:
+        return None
+    graph = graphs._captured[bucket].graph
+    taken = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--prompts", default="128,1008,2048,8192")
+    parser.add_argument("--steps", type=int, default=100)
+    arguments = parser.parse_args()
+    config = ModelConfig.from_directory(arguments.model)
+    batches = [int(part) for part in arguments.batches.split(",")]
+    longest = arguments.context + arguments.steps + 64
+    options = RunnerOptions(
+        model_directory=arguments.model,
+        device=arguments.device,
+        load_format=arguments.load_format,
+        max_num_sequences=max(batches),
+        max_model_len=max(longest, *(int(p) + 16 for p in arguments.prompts.split(","))),
+    )
+    begin = time.perf_counter()
+    runner = create_runner(options)
+    print(f"ready after {time.perf_counter() - begin:.1f} s; {runner.info}")
+    print(f"decode, context {arguments.context}: ms per step")
+    print(f"{'batch':>6} {'step':>8} {'device':>8} {'host':>8} {'floor':>8} {'x floor':>8}")
+    for batch in batches:
+        step, host = measure_decode(runner, batch, arguments.context, arguments.steps)
+        device = device_step_s(runner, batch)
+        floor = decode_floor_s(config, batch, arguments.context)
+        shown = f"{device * 1e3:8.3f}" if device else f"{'-':>8}"
+        print(
+            f"{batch:6} {step * 1e3:8.3f} {shown} {host * 1e3:8.3f} {floor * 1e3:8.3f} "
+            f"{step / floor:8.2f}"
+        )
+    print("prefill, one prompt: ms to its first token")
+    print(f"{'tokens':>6} {'time':>8} {'floor':>8} {'x floor':>8}")
+    for prompt in (int(part) for part in arguments.prompts.split(",")):
+        taken, floor = measure_prefill(runner, prompt, 10), prefill_floor_s(config, prompt)
+        print(f"{prompt:6} {taken * 1e3:8.2f} {floor * 1e3:8.2f} {taken / floor:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

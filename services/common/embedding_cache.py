@@ -1,0 +1,338 @@
+"""Embeddings in Redis. The encoder writes them, the decoder reads them.
+
+Redis is an accelerator: no method raises because of it, and what it may cost a request is bounded.
+A header or a lock takes at most `timeout_s`; the first command that fails or is late opens a
+breaker, after which Redis is skipped at no cost until a background ping succeeds. Nothing read is
+trusted: what does not match its header, its key or its digest is deleted and counted as a miss.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+
+from services.common.embedding import (
+    STORED_HEADER_BYTES,
+    CorruptEmbedding,
+    EmbeddingSpec,
+    all_finite,
+    pack_header,
+    unpack_header,
+)
+from services.common.embedding import digest as digest_of
+
+# A value's largest size (proto-max-bulk-len's default).
+MAX_VALUE_BYTES = 512 << 20
+_ENTRY = b"triptych:embedding:"
+_LOCK = b"triptych:lock:"
+_RANGE_BYTES = 1 << 20
+# Slower than these, Redis is no accelerator: bytes per second of a body.
+_MIN_READ_RATE = 100 << 20
+_MIN_WRITE_RATE = 20 << 20
+_WRITE_TIMEOUT_S = 1.0
+# Commands under way at once, which is connections: a burst shares them rather than opening more.
+_MAX_SMALL = 8
+_MAX_READS = 4
+_FIRST_PROBE_S = 0.05
+_LAST_PROBE_S = 1.0
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """What happened since the start; a service exports them as metrics.
+
+    Attributes:
+        hits: headers found.
+        misses: headers not found, and bodies that were gone, late or corrupt.
+        corrupt: entries that were not what they were said to be (deleted).
+        errors: commands that failed or were late.
+        skipped: commands not sent, because the breaker was open or too many were under way.
+        writes: entries stored.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    errors: int = 0
+    skipped: int = 0
+    writes: int = 0
+
+
+class _Failed(Exception):
+    """The command has no answer; it is counted already."""
+
+
+class RedisCache:
+    """The entries of one Redis, for one event loop. Close it with `close`.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://`.
+        ttl_s: how long an entry lives.
+        timeout_s: the most that a header, a lock or one range of a body may take.
+    """
+
+    def __init__(self, url: str, *, ttl_s: int, timeout_s: float = 0.03) -> None:
+        self.counters = CacheCounters()
+        self._ttl_s = ttl_s
+        self._timeout_s = timeout_s
+        # Without a socket timeout of its own: `_bounded` bounds connecting and answering together.
+        self._redis: Any = Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
+            url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            socket_read_size=_RANGE_BYTES,
+        )
+        self._small = asyncio.Semaphore(_MAX_SMALL)
+        self._reads = asyncio.Semaphore(_MAX_READS)
+        self._probe: asyncio.Task[None] | None = None
+        self._abandoned: set[asyncio.Task[Any]] = set()
+
+    @property
+    def available(self) -> bool:
+        """Whether commands are sent at all: the breaker is closed."""
+        return self._probe is None
+
+    async def header(self, key: bytes) -> tuple[EmbeddingSpec, bytes] | None:
+        """Spec and digest of a stored entry; None: not there, not an entry, or Redis is away.
+
+        The spec is what was stored: the caller compares it with what it expects.
+        """
+        try:
+            data = await self._command(
+                self._timeout_s, "GETRANGE", _ENTRY + key, 0, STORED_HEADER_BYTES - 1
+            )
+            found = unpack_header(data, key) if data else None
+        except _Failed:
+            found = None
+        except (CorruptEmbedding, ResponseError, TypeError):
+            await self._delete_corrupt(key)
+            found = None
+        if found is None:
+            self.counters.misses += 1
+        else:
+            self.counters.hits += 1
+        return found
+
+    async def read(self, key: bytes, spec: EmbeddingSpec, digest: bytes, into: memoryview) -> bool:
+        """Reads a body into `into` (`spec.size_bytes` bytes, contiguous) and checks it.
+
+        Returns:
+            Whether `into` now holds exactly the bytes of `digest`, all finite. If not, it holds
+            anything.
+        """
+        deadline = _now() + self._timeout_s + spec.size_bytes / _MIN_READ_RATE
+        try:
+            async with self._permit(self._reads, deadline):
+                whole = await self._read_ranges(key, into[: spec.size_bytes], deadline)
+            if whole and not await asyncio.to_thread(_is_intact, into, spec, digest):
+                raise CorruptEmbedding("the body does not match its digest")
+        except _Failed:
+            whole = False
+        except (CorruptEmbedding, ResponseError, TypeError):
+            await self._delete_corrupt(key)
+            whole = False
+        if not whole:
+            self.counters.misses += 1
+        return whole
+
+    async def write(
+        self, key: bytes, spec: EmbeddingSpec, digest: bytes, data: bytes | memoryview
+    ) -> bool:
+        """Stores an entry, best effort; not on a request's path (it may take seconds).
+
+        Returns:
+            Whether it was stored.
+        """
+        if STORED_HEADER_BYTES + spec.size_bytes > MAX_VALUE_BYTES:
+            return False
+        if not self.available:
+            self.counters.skipped += 1
+            return False
+        value = await asyncio.to_thread(b"".join, (pack_header(key, spec, digest), data))
+        try:
+            await self._send(
+                _WRITE_TIMEOUT_S + len(value) / _MIN_WRITE_RATE,
+                "SET", _ENTRY + key, value, "EX", self._ttl_s,
+            )  # fmt: skip
+        except _Failed:
+            return False
+        except ResponseError:  # out of memory, read-only, no permission
+            self.counters.errors += 1
+            return False
+        self.counters.writes += 1
+        return True
+
+    async def try_lock(self, key: bytes, owner: bytes, ttl_s: float) -> bool:
+        """Claims the making of an entry among all pods.
+
+        Returns:
+            False: another owner holds the claim. True: it is ours, or Redis cannot tell, in which
+            case two pods may do the same work and store the same result.
+        """
+        try:
+            answer = await self._command(
+                self._timeout_s, "SET", _LOCK + key, owner, "NX", "PX", max(1, int(ttl_s * 1e3))
+            )
+        except _Failed:
+            return True
+        except ResponseError:
+            self.counters.errors += 1
+            return True
+        return answer is not None
+
+    async def unlock(self, key: bytes, owner: bytes) -> None:
+        """Gives the claim back if it is still `owner`'s.
+
+        Look and delete are two commands (no scripting asked of the server): a claim that expires
+        between them costs another pod one needless encode.
+        """
+        with contextlib.suppress(_Failed, ResponseError):
+            if await self._command(self._timeout_s, "GET", _LOCK + key) == owner:
+                await self._command(self._timeout_s, "DEL", _LOCK + key)
+
+    async def delete(self, key: bytes) -> None:
+        """Forgets an entry, best effort."""
+        with contextlib.suppress(_Failed, ResponseError):
+            await self._command(self._timeout_s, "UNLINK", _ENTRY + key)
+
+    async def ping(self, timeout_s: float | None = None) -> bool:
+        """Whether Redis answers now; never opens or closes the breaker. Called once at the start
+        with a patient timeout, it spares the first request the connecting.
+        """
+        try:
+            await self._bounded(("PING",), timeout_s or self._timeout_s)
+        except Exception:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Ends the background work and the connections."""
+        tasks = [*self._abandoned, *([self._probe] if self._probe else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._redis.aclose()
+
+    async def _read_ranges(self, key: bytes, into: memoryview, deadline: float) -> bool:
+        """False: the entry is gone. One copy: from the reply's bytes into `into`."""
+        per_range_s = self._timeout_s + _RANGE_BYTES / _MIN_READ_RATE
+        for start in range(0, len(into), _RANGE_BYTES):
+            stop = min(start + _RANGE_BYTES, len(into))
+            left_s = min(per_range_s, deadline - _now())
+            first = STORED_HEADER_BYTES + start
+            data = await self._send(
+                left_s, "GETRANGE", _ENTRY + key, first, first + stop - start - 1
+            )
+            if not data:
+                return False
+            if len(data) != stop - start:
+                raise CorruptEmbedding("the body is shorter than its header says")
+            into[start:stop] = data
+        return True
+
+    async def _delete_corrupt(self, key: bytes) -> None:
+        self.counters.corrupt += 1
+        await self.delete(key)
+
+    async def _command(self, timeout_s: float, *command: Any) -> Any:  # noqa: ANN401 - a reply
+        """Sends one small command when its turn comes; raises as `_send`."""
+        deadline = _now() + timeout_s
+        async with self._permit(self._small, deadline):
+            return await self._send(deadline - _now(), *command)
+
+    @contextlib.asynccontextmanager
+    async def _permit(self, permits: asyncio.Semaphore, deadline: float) -> AsyncGenerator[None]:
+        """Raises `_Failed` when the turn does not come in time; that says nothing of Redis."""
+        if not self.available:
+            self.counters.skipped += 1
+            raise _Failed
+        try:
+            async with asyncio.timeout_at(deadline):
+                await permits.acquire()
+        except TimeoutError as error:
+            self.counters.skipped += 1
+            raise _Failed from error
+        try:
+            yield
+        finally:
+            permits.release()
+
+    async def _send(self, timeout_s: float, *command: Any) -> Any:  # noqa: ANN401 - a reply
+        """Sends one command.
+
+        Raises:
+            _Failed: no answer; the breaker is open now.
+            ResponseError: Redis answered with an error to this command.
+        """
+        if not self.available:
+            self.counters.skipped += 1
+            raise _Failed
+        try:
+            return await self._bounded(command, timeout_s)
+        except Exception as error:
+            # An authentication error is a ConnectionError, too, and opens the breaker.
+            if isinstance(error, ResponseError) and not isinstance(error, RedisConnectionError):
+                raise
+            self.counters.errors += 1
+            self._open_breaker()
+            raise _Failed from error
+
+    async def _bounded(self, command: tuple[Any, ...], timeout_s: float) -> Any:  # noqa: ANN401
+        """Runs one command; a late or cancelled one loses its connection with it (redis-py's own
+        rule), so that its reply can never be taken for another's.
+        """
+        sent: Coroutine[Any, Any, Any] = self._redis.execute_command(*command)
+        task = asyncio.create_task(sent)
+        self._abandoned.add(task)
+        task.add_done_callback(self._forget)
+        try:
+            await asyncio.wait({task}, timeout=max(timeout_s, 0.0))
+            # If it was this loop that was late, the reply lies in the socket: let it be read.
+            turns = 0
+            while not task.done() and turns < 10:
+                turns += 1
+                await asyncio.sleep(0)
+            if not task.done():
+                raise TimeoutError
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: an abandoned command's error is nobody's
+
+    def _open_breaker(self) -> None:
+        if self._probe is None:
+            self._probe = asyncio.create_task(self._close_when_answered())
+
+    async def _close_when_answered(self) -> None:
+        pause_s = _FIRST_PROBE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            if await self.ping():
+                break
+            pause_s = min(2 * pause_s, _LAST_PROBE_S)
+        self._probe = None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _is_intact(data: memoryview, spec: EmbeddingSpec, digest: bytes) -> bool:
+    body = data[: spec.size_bytes]
+    return digest_of(body) == digest and all_finite(body, spec.dtype)
+
+
+__all__ = ["MAX_VALUE_BYTES", "CacheCounters", "RedisCache"]

@@ -1,0 +1,41 @@
+"""Layers that encoder and decoder share. LayerNorm and Embedding are torch's own.
+
+Rounding points follow Hugging Face's modules, so that bf16 results can be compared with theirs.
+Functions are the plain twins of fused kernels; their boundaries are the fusions'.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalises the last axis in fp32, casts to x's dtype, then multiplies by the weight."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual addition and the norm after it: `(rms_norm(x + residual), x + residual)`."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`[..., 2 * n]`, gate then up → `silu(gate) * up`, `[..., n]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last axis."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as `x`."""
+        return rms_norm(x, self.weight, self.eps)

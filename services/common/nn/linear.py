@@ -1,0 +1,95 @@
+"""Linear layers. What the weights look like and how they multiply is a method's business.
+
+A quantization format is one `LinearMethod`; the layers, the models and the loader do not change.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class LinearMethod(Protocol):
+    """How one linear layer stores and applies its weights."""
+
+    def create_weights(self, layer: nn.Module, in_features: int, out_features: int) -> None:
+        """Registers the layer's parameters (called while the model is built on `meta`)."""
+        ...
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Brings loaded parameters into the form that `apply` wants; called once."""
+        ...
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """`[..., in_features]` → `[..., out_features]`, without the bias."""
+        ...
+
+
+class UnquantizedLinear:
+    """`weight` `[out_features, in_features]` in the model's dtype."""
+
+    def create_weights(self, layer: nn.Module, in_features: int, out_features: int) -> None:
+        """Registers `weight`."""
+        weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        layer.register_parameter("weight", weight)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing: the weight is used as it is stored."""
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """`x @ weight.T`."""
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        return F.linear(x, weight)
+
+
+class Linear(nn.Module):
+    """`y = x @ W.T + b`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        method: LinearMethod | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.method: LinearMethod = method or UnquantizedLinear()
+        self.method.create_weights(self, in_features, out_features)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in_features]` → `[..., out_features]`."""
+        if self.bias is not None and type(self.method) is UnquantizedLinear:
+            return F.linear(x, self.weight, self.bias)  # one kernel
+        y = self.method.apply(self, x)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
+
+
+class MergedLinear(Linear):
+    """Several linear layers of the same input as one matrix product.
+
+    Its parameters hold the parts' rows one after the other. The parts are named as the checkpoint
+    names them, so the loader knows where each row comes from: with
+    `self.qkv_proj = MergedLinear(hidden, {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024})` under
+    `self_attn`, the rows of `self_attn.qkv_proj.weight` are `self_attn.q_proj.weight`,
+    `self_attn.k_proj.weight` and `self_attn.v_proj.weight`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        bias: bool = False,
+        method: LinearMethod | None = None,
+    ) -> None:
+        super().__init__(in_features, sum(parts.values()), bias, method)
+        self.parts = dict(parts)

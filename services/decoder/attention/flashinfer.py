@@ -1,0 +1,209 @@
+"""Paged attention by flashinfer's kernels.
+
+Decodes go through the tensor-core path, which is the FA2 prefill kernel: one kernel per head_dim
+serves both. All wrappers share one float workspace. A plan is written to pinned memory and copied
+to the device asynchronously, so that memory is a ring: a plan's copy may still wait behind the
+previous step when the next is planned.
+"""
+
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+# (where flashinfer is not installed, pyright takes this file for it)
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor
+
+from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+
+_FLOAT_WORKSPACE_BYTES = 256 << 20
+_INT_WORKSPACE_BYTES = 8 << 20
+_RING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    decode: BatchDecodeWithPagedKVCacheWrapper | None
+    prefill: BatchPrefillWithPagedKVCacheWrapper | None
+
+
+class _PinnedRing:
+    """Host memory for plans in flight: turn k is free again when its event has passed."""
+
+    def __init__(self, size_bytes: int, count: int = _RING) -> None:
+        self._buffers = [
+            torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)
+        ]
+        self._events = [torch.cuda.Event() for _ in range(count)]
+        self._turn = 0
+
+    def take(self) -> Tensor:
+        """The next buffer; waits in the rare case that its last copy has not run."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        self._events[self._turn].synchronize()
+        return self._buffers[self._turn]
+
+    def copied(self) -> None:
+        """The copies from the buffer taken last are on the stream."""
+        self._events[self._turn].record()
+
+
+class FlashInferBackend:
+    """See `base.AttentionBackend`."""
+
+    reads_block_tables = False
+    captures_decode = True
+
+    def __init__(self, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"attention backend 'flashinfer' needs a GPU, not {device.type}")
+        if dtype == torch.float32:
+            raise ValueError("attention backend 'flashinfer' needs bfloat16 or float16")
+        self._sizes, self._device, self._dtype = sizes, device, dtype
+        self._float_workspace = torch.zeros(
+            _FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device
+        )
+        # Decodes and prefills of one step are planned before either runs: two workspaces.
+        self._int_workspaces = [
+            torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
+        self._workspace_rings = [_PinnedRing(_INT_WORKSPACE_BYTES) for _ in range(2)]
+        self._index_ring = _PinnedRing(4 * (4 * sizes.max_num_sequences + 64))
+        hopper = torch.cuda.get_device_capability(device)[0] == 9
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(
+            self._float_workspace, "NHD", backend="fa3" if hopper else "fa2"
+        )
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            self._float_workspace, "NHD", use_tensor_cores=True, backend="fa2"
+        )
+        self._captured: dict[int, BatchDecodeWithPagedKVCacheWrapper] = {}
+        self._captured_block_ids: Tensor | None = None  # [most blocks of a batch] int32
+
+    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
+        """Plans decodes and prefills apart."""
+        size = self._sizes.block_size
+        seq_lens, queries = metadata.seq_lens.numpy(), metadata.cu_query_lens.numpy()
+        num_blocks = -(-seq_lens // size)
+        last = seq_lens - (num_blocks - 1) * size
+        count, decodes = len(seq_lens), metadata.num_decodes
+        total_decode_blocks = int(num_blocks[:decodes].sum())
+        host = self._index_ring.take().numpy().view(np.int32)
+        decode = prefill = None
+        if decodes:
+            indptr, host = _cumulated(host, num_blocks[:decodes])
+            last_len, host = _copied(host, last[:decodes])
+            decode = self._captured_wrapper(decodes) if captured else self._decode
+            self._plan_decode(decode, indptr, metadata.block_ids[:total_decode_blocks], last_len)
+        if decodes < count:
+            query_indptr, host = _copied(host, queries[decodes:] - queries[decodes])
+            indptr, host = _cumulated(host, num_blocks[decodes:])
+            last_len, host = _copied(host, last[decodes:])
+            prefill = self._prefill
+            self._plan_prefill(
+                query_indptr, indptr, metadata.block_ids[total_decode_blocks:], last_len
+            )
+        self._index_ring.copied()
+        return _Plan(decode, prefill)
+
+    def forward(self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """See the contract."""
+        plan: _Plan = metadata.plan
+        decodes = metadata.num_decodes
+        output = torch.empty_like(query)
+        if plan.decode is not None:
+            plan.decode.run(query[:decodes], kv_cache, out=output[:decodes])
+        if plan.prefill is not None:
+            plan.prefill.run(query[decodes:], kv_cache, out=output[decodes:])
+        return output
+
+    def _plan_decode(
+        self,
+        wrapper: BatchDecodeWithPagedKVCacheWrapper,
+        indptr: Tensor,
+        block_ids: Tensor,
+        last_len: Tensor,
+    ) -> None:
+        self._lend_workspace(wrapper, 0)
+        wrapper.plan(
+            indptr,
+            block_ids,
+            last_len,
+            self._sizes.num_heads,
+            self._sizes.num_kv_heads,
+            self._sizes.head_dim,
+            self._sizes.block_size,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        self._workspace_rings[0].copied()
+
+    def _plan_prefill(
+        self, query_indptr: Tensor, indptr: Tensor, block_ids: Tensor, last_len: Tensor
+    ) -> None:
+        self._lend_workspace(self._prefill, 1)
+        self._prefill.plan(
+            query_indptr,
+            indptr,
+            block_ids,
+            last_len,
+            self._sizes.num_heads,
+            self._sizes.num_kv_heads,
+            self._sizes.head_dim,
+            self._sizes.block_size,
+            causal=True,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        self._workspace_rings[1].copied()
+
+    def _lend_workspace(
+        self,
+        wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper,
+        which: int,
+    ) -> None:
+        """One device and a ring of pinned workspaces for all wrappers of a kind.
+
+        flashinfer's own `reset_workspace_buffer` would allocate pinned memory at each call.
+        """
+        wrapper._int_workspace_buffer = self._int_workspaces[which]
+        wrapper._pin_memory_int_workspace_buffer = self._workspace_rings[which].take()
+
+    def _captured_wrapper(self, batch_size: int) -> BatchDecodeWithPagedKVCacheWrapper:
+        """The wrapper of one graph; what its kernels read stays in place."""
+        wrapper = self._captured.get(batch_size)
+        if wrapper is None:
+            if self._captured_block_ids is None:
+                most = self._sizes.max_num_sequences * self._sizes.max_num_blocks
+                self._captured_block_ids = torch.zeros(most, dtype=torch.int32, device=self._device)
+            wrapper = BatchDecodeWithPagedKVCacheWrapper(
+                self._float_workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                backend="fa2",
+                paged_kv_indptr_buffer=torch.zeros(
+                    batch_size + 1, dtype=torch.int32, device=self._device
+                ),
+                paged_kv_indices_buffer=self._captured_block_ids,
+                paged_kv_last_page_len_buffer=torch.zeros(
+                    batch_size, dtype=torch.int32, device=self._device
+                ),
+            )
+            self._captured[batch_size] = wrapper
+        return wrapper
+
+
+def _copied(host: np.ndarray, values: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    """Puts values at the head of pinned memory; returns them there, and the rest of the memory."""
+    host[: len(values)] = values
+    return torch.from_numpy(host[: len(values)]), host[len(values) :]
+
+
+def _cumulated(host: np.ndarray, counts: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    """As `_copied`, with the sums of the counts before each: `[len + 1]`."""
+    host[0] = 0
+    np.cumsum(counts, out=host[1 : len(counts) + 1])
+    return torch.from_numpy(host[: len(counts) + 1]), host[len(counts) + 1 :]

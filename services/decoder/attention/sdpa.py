@@ -1,0 +1,104 @@
+"""Paged attention in plain torch: the CPU path, the specification, and every backend's oracle."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """One sequence's chunk."""
+
+    start: int  # query tokens [start, stop)
+    stop: int
+    rows: Tensor  # [context] int64: rows of its keys in the pool
+    mask: Tensor | None  # [query, context] bool; None: plain causal from the start
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    num_decodes: int
+    decode_rows: Tensor  # [num_decodes, max_context] int64
+    decode_mask: Tensor  # [num_decodes, 1, 1, max_context] bool
+    prefills: list[_Prefill]
+
+
+class SdpaBackend:
+    """See `base.AttentionBackend`; for "rows" of the pool, `base.write_kv`."""
+
+    reads_block_tables = True
+    captures_decode = False
+
+    def __init__(self, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> None:
+        self._sizes = sizes
+
+    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
+        """Which rows of the pool each sequence reads."""
+        assert not captured
+        device = metadata.block_tables.device
+        seq_lens: list[int] = metadata.seq_lens.tolist()
+        starts: list[int] = metadata.cu_query_lens.tolist()
+        decodes = metadata.num_decodes
+        longest = max(seq_lens[:decodes], default=0)
+        tokens = torch.arange(longest, device=device)
+        decode_rows = self._rows(metadata.block_tables[:decodes], longest)
+        reachable = tokens < metadata.seq_lens_device[:decodes, None]
+        prefills = []
+        for index in range(decodes, len(seq_lens)):
+            context, query = seq_lens[index], starts[index + 1] - starts[index]
+            mask = None
+            if query < context:
+                order = torch.arange(context, device=device)
+                mask = order <= order[context - query :, None]
+            rows = self._rows(metadata.block_tables[index], context)
+            prefills.append(_Prefill(starts[index], starts[index + 1], rows, mask))
+        return _Plan(decodes, decode_rows, reachable[:, None, None], prefills)
+
+    def forward(self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """See the contract."""
+        plan: _Plan = metadata.plan
+        flat = kv_cache.view(-1, *kv_cache.shape[-2:])  # [rows, KVH, D]
+        output = torch.empty_like(query)
+        if plan.num_decodes:
+            output[: plan.num_decodes] = self._decode(query[: plan.num_decodes], flat, plan)
+        for part in plan.prefills:
+            output[part.start : part.stop] = self._prefill(
+                query[part.start : part.stop], flat, part
+            )
+        return output
+
+    def _rows(self, block_tables: Tensor, num_tokens: int) -> Tensor:
+        """`[..., max_blocks]` → rows of the keys of tokens 0 .. num_tokens - 1."""
+        size = self._sizes.block_size
+        first = block_tables[..., : -(-num_tokens // size)].long() * (2 * size)
+        rows = first[..., None] + torch.arange(size, device=first.device)
+        return rows.flatten(-2)[..., :num_tokens]
+
+    def _decode(self, query: Tensor, flat: Tensor, plan: _Plan) -> Tensor:
+        """All sequences with one query token, padded to the longest context.
+
+        The query heads that share a key head are passed as its queries: `[S, KVH, group, D]`.
+        """
+        rows, size = plan.decode_rows, self._sizes.block_size
+        grouped = query.unflatten(1, (self._sizes.num_kv_heads, -1))
+        keys, values = flat[rows].transpose(1, 2), flat[rows + size].transpose(1, 2)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.decode_mask)
+        return attended.flatten(1, 2)
+
+    def _prefill(self, query: Tensor, flat: Tensor, part: _Prefill) -> Tensor:
+        """One sequence's chunk against all of its context."""
+        group = self._sizes.num_heads // self._sizes.num_kv_heads
+        keys = flat[part.rows].repeat_interleave(group, dim=1).transpose(0, 1)
+        values = flat[part.rows + self._sizes.block_size].repeat_interleave(group, dim=1)
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys[None],
+            values.transpose(0, 1)[None],
+            attn_mask=part.mask,
+            is_causal=part.mask is None,
+        )
+        return attended[0].transpose(0, 1)

@@ -1,0 +1,164 @@
+"""The block manager: who owns which KV block, and which blocks' contents can be used again.
+
+Pure Python. A block is free, or owned by one or more sequences. A full block whose token ids are
+known can be registered under its hash; it can be found by it until it is given to another sequence,
+so a free block may still serve a later prompt with the same beginning.
+
+Contents are right by the order of the device's steps, not by waiting: a block is registered once
+the step that fills it was launched, and whoever finds it reads it in a later step.
+"""
+
+from collections.abc import Iterable
+
+from services.decoder.engine.prefix_hash import extend_hashes
+from services.decoder.engine.sequence import Sequence
+
+
+class BlockManager:
+    """Owner of the free list, the reference counts and the prefix cache.
+
+    Args:
+        num_blocks: blocks of the pool, ids 0 .. num_blocks - 1.
+        block_size: tokens per block.
+        prefix_caching: whether blocks are shared at all.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._prefix_caching = prefix_caching
+        self._references = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))  # free, nothing to find in them
+        self._reusable: dict[int, None] = {}  # free and registered, least recently used first
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence owns."""
+        return len(self._blank) + len(self._reusable)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """The longest run of registered blocks that the sequence begins with.
+
+        The block of the last known token is never among them: at least one token has to be
+        computed for the next to be sampled.
+        """
+        if not self._prefix_caching:
+            return []
+        most = (len(sequence.token_ids) - 1) // self.block_size
+        extend_hashes(sequence, self.block_size, most)
+        prefix: list[int] = []
+        for block_hash in sequence.block_hashes[:most]:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            prefix.append(block)
+        return prefix
+
+    def can_allocate(self, num_tokens: int, prefix: list[int], keep_free: int = 0) -> bool:
+        """Whether `num_tokens` fit, `prefix` being shared, with `keep_free` blocks left over."""
+        revived = sum(1 for block in prefix if self._references[block] == 0)
+        needed = self.num_blocks_for(num_tokens) - len(prefix) + revived
+        return needed + keep_free <= self.num_free
+
+    def allocate(self, sequence: Sequence, num_tokens: int, prefix: list[int]) -> None:
+        """Gives a sequence without blocks the prefix and enough others for `num_tokens`.
+
+        Call it only after `can_allocate`, in the same schedule.
+        """
+        assert not sequence.block_table, "the sequence has blocks already"
+        for block in prefix:
+            if self._references[block] == 0:
+                del self._reusable[block]
+            self._references[block] += 1
+        fresh = [self._take() for _ in range(self.num_blocks_for(num_tokens) - len(prefix))]
+        sequence.block_table = prefix + fresh
+        sequence.capacity = len(sequence.block_table) * self.block_size
+        sequence.num_registered_blocks = len(prefix)
+
+    def grow(self, sequence: Sequence) -> None:
+        """Gives the sequence one block more. Call it only while `num_free` is not 0."""
+        sequence.block_table.append(self._take())
+        sequence.capacity += self.block_size
+
+    def register(self, sequence: Sequence) -> None:
+        """Makes the sequence's full blocks findable, as far as their ids are known and the steps
+        that compute them were launched.
+        """
+        if not self._prefix_caching:
+            return
+        known = min(len(sequence.token_ids), sequence.num_computed_tokens)
+        num_full = known // self.block_size
+        first = sequence.num_registered_blocks
+        if num_full <= first:
+            return
+        extend_hashes(sequence, self.block_size, num_full)
+        for index in range(first, num_full):
+            block_hash = sequence.block_hashes[index]
+            # Of two blocks with equal contents the first stays the one that is found.
+            if block_hash not in self._block_of:
+                block = sequence.block_table[index]
+                self._block_of[block_hash] = block
+                self._hash_of[block] = block_hash
+        sequence.num_registered_blocks = num_full
+
+    def free(self, sequence: Sequence) -> None:
+        """Takes the sequence's blocks back; what is registered stays findable for a while."""
+        # The deepest first, so that they are also the first to be given away: without its
+        # beginning, the rest of a prompt is of no use.
+        for block in reversed(sequence.block_table):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._hash_of:
+                    self._reusable[block] = None
+                else:
+                    self._blank.append(block)
+        sequence.block_table = []
+        sequence.capacity = 0
+        sequence.num_registered_blocks = 0
+
+    def forget(self, sequence: Sequence) -> None:
+        """Makes none of the sequence's blocks findable any more: their contents are not right."""
+        for block in sequence.block_table:
+            self._unregister(block)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless `sequences` own exactly the blocks that are not free, and
+        what can be found is consistent.
+        """
+        owners = [0] * self.num_blocks
+        for sequence in sequences:
+            assert sequence.capacity == len(sequence.block_table) * self.block_size
+            assert len(set(sequence.block_table)) == len(sequence.block_table), "owned twice"
+            for block in sequence.block_table:
+                owners[block] += 1
+        assert owners == self._references, "reference counts differ from the owners"
+        free = [*self._blank, *self._reusable]
+        assert len(free) == len(set(free)), "a block is free twice"
+        assert set(free) == {b for b in range(self.num_blocks) if not owners[b]}, "a block is lost"
+        assert not any(block in self._hash_of for block in self._blank)
+        assert all(block in self._hash_of for block in self._reusable)
+        assert self._block_of == {name: block for block, name in self._hash_of.items()}
+
+    def _take(self) -> int:
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            block = next(iter(self._reusable))
+            del self._reusable[block]
+            self._unregister(block)
+        self._references[block] = 1
+        return block
+
+    def _unregister(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            if block in self._reusable:
+                del self._reusable[block]
+                self._blank.append(block)

@@ -1,0 +1,246 @@
+"""The engine: schedule → run → sample → postprocess, one step after the other.
+
+No torch, no sockets, no text: messages in, `StepDone` out, a runner for the device. With `overlap`
+the engine plans and launches step n+1 before it reads what step n sampled, so that a device that
+works by itself never waits for Python. A sequence that turns out to have ended with step n then has
+a token of step n+1 in flight, which is thrown away.
+"""
+
+import time
+from collections import deque
+
+from services.decoder.engine.batch import Batch, PendingStep, Runner, StepOutput
+from services.decoder.engine.block_manager import BlockManager
+from services.decoder.engine.messages import (
+    AbortSequence,
+    AddSequence,
+    EndOfSequence,
+    EngineStats,
+    ImageReady,
+    SequenceEvent,
+    StepDone,
+)
+from services.decoder.engine.scheduler import CannotSchedule, Scheduler
+from services.decoder.engine.sequence import Sequence, SequenceState
+
+
+class Engine:
+    """All sequences of one device.
+
+    Args:
+        runner: the device.
+        overlap: launch a step before the last one's ids are read. For a runner whose `execute`
+            does not return before the step is done, this would only delay each token by a step.
+        out_of_memory: exceptions of `Runner.execute` that cost one sequence, not the engine.
+        prefix_caching: share blocks of equal beginnings.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        overlap: bool,
+        out_of_memory: tuple[type[BaseException], ...] = (),
+        prefix_caching: bool = True,
+    ) -> None:
+        info = runner.info
+        self._runner = runner
+        self._overlap = overlap
+        self._out_of_memory = out_of_memory
+        self._blocks = BlockManager(info.num_blocks, info.block_size, prefix_caching=prefix_caching)
+        self._scheduler = Scheduler(
+            self._blocks,
+            max_num_sequences=info.max_num_sequences,
+            max_batched_tokens=info.max_batched_tokens,
+            # One sequence alone must fit: its last token is sampled, never computed.
+            max_model_len=min(info.max_model_len, info.num_blocks * info.block_size + 1),
+        )
+        self._sequences: dict[int, Sequence] = {}
+        self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
+        self._num_steps = 0
+        self._events: list[SequenceEvent] = []
+        # Ends that wait for a step in flight, because it may read the sequence's images.
+        self._delayed: list[tuple[int, SequenceEvent]] = []
+        self._num_prompt_tokens = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and completion."""
+        return self._scheduler.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do without a message from outside."""
+        return bool(self._pending or self._events or self._delayed) or self._scheduler.has_work
+
+    def handle(self, message: AddSequence | ImageReady | AbortSequence) -> None:
+        """Takes one message of the front."""
+        match message:
+            case AddSequence():
+                self.add(message)
+            case ImageReady():
+                self.image_ready(message.sequence_id, message.key, message.arena_offset)
+            case AbortSequence():
+                self.abort(message.sequence_id)
+
+    def add(self, message: AddSequence) -> None:
+        """Queues a sequence; one that can never run ends at once as failed."""
+        sequence = Sequence.from_message(message)
+        sequence.received_at = time.monotonic()
+        try:
+            self._scheduler.add(sequence)
+        except CannotSchedule as error:
+            self._end(sequence, "failed", str(error))
+            return
+        self._num_prompt_tokens += sequence.num_prompt_tokens
+        self._sequences[sequence.sequence_id] = sequence
+
+    def image_ready(self, sequence_id: int, key: bytes, arena_offset: int) -> None:
+        """An image is in the arena. Unknown sequences have ended already and are ignored."""
+        if (sequence := self._sequences.get(sequence_id)) is not None:
+            self._scheduler.image_ready(sequence, key, arena_offset)
+
+    def abort(self, sequence_id: int) -> None:
+        """Ends a sequence; its blocks are free when this returns."""
+        if (sequence := self._sequences.get(sequence_id)) is not None:
+            self._finish(sequence, "aborted")
+
+    def step(self) -> StepDone | None:
+        """Launches the next step and reads the one before; what came of it, if anything."""
+        batch, admitted = self._scheduler.schedule()
+        if batch.chunks:
+            self._launch(batch, admitted)
+        if self._pending and (not self._overlap or not batch.chunks or len(self._pending) > 1):
+            _, done, pending = self._pending.popleft()
+            self._postprocess(done, pending.result())
+        if self._delayed:
+            self._release_delayed()
+        if not self._events and not batch.chunks:
+            return None
+        events, self._events = self._events, []
+        return StepDone(events, self.stats())
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters as they are now."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=self._blocks.num_free,
+            num_blocks=self._blocks.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_steps=self._num_steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the engine's books agree."""
+        self._scheduler.check_integrity()
+        sequences = self._scheduler.sequences()
+        assert {s.sequence_id for s in sequences} == set(self._sequences)
+        launched = [c.sequence for _, b, _ in self._pending for c in b.chunks if c.samples]
+        assert all(s.num_in_flight == launched.count(s) for s in sequences)
+
+    def _launch(self, batch: Batch, admitted: list[Sequence]) -> None:
+        now = time.monotonic()
+        for sequence in admitted:
+            if sequence.first_scheduled_at == 0.0:
+                sequence.first_scheduled_at = now
+            self._runner.start_sequence(sequence)
+        try:
+            pending = self._runner.execute(batch)
+        except self._out_of_memory as error:
+            self._give_up_largest(batch, error)
+            return
+        self._num_steps += 1
+        self._pending.append((self._scheduler.step, batch, pending))
+        for chunk in reversed(batch.chunks):
+            if chunk.from_device:
+                break
+            self._blocks.register(chunk.sequence)
+
+    def _give_up_largest(self, batch: Batch, error: BaseException) -> None:
+        """The batch did not fit into the device's memory: one sequence fails, the others run on."""
+        largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
+        self._scheduler.roll_back(batch)
+        detail = f"the device is out of memory: {error}".splitlines()[0]
+        self._finish(largest.sequence, "failed", detail)
+
+    def _postprocess(self, batch: Batch, output: StepOutput) -> None:
+        """Appends the sampled ids to their sequences and finds who has ended."""
+        now = time.monotonic()
+        block_size = self._blocks.block_size
+        finished = SequenceState.FINISHED
+        events = self._events
+        logprobs = output.logprobs
+        sampled = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        for index, (sequence, token_id) in enumerate(zip(sampled, output.token_ids, strict=True)):
+            sequence.num_in_flight -= 1
+            if sequence.state is finished:
+                continue
+            if token_id < 0:
+                self._finish(sequence, "failed", "the model's output is not finite", poisoned=True)
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
+            length = len(token_ids)
+            if sequence.first_token_at == 0.0:
+                sequence.first_token_at = now
+            event = SequenceEvent(sequence.sequence_id, [token_id])
+            if logprobs and index in logprobs:
+                event.logprobs = [logprobs[index]]
+            if (
+                token_id in sequence.stop_ids
+                and length - sequence.num_prompt_tokens > sequence.sampling.min_tokens
+            ):
+                self._finish(sequence, "stop", event=event)
+            elif length >= sequence.max_length:
+                self._finish(sequence, "length", event=event)
+            else:
+                events.append(event)
+                if length % block_size <= 1:
+                    self._blocks.register(sequence)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: str,
+        message: str = "",
+        *,
+        poisoned: bool = False,
+        event: SequenceEvent | None = None,
+    ) -> None:
+        self._scheduler.finish(sequence, poisoned=poisoned)
+        del self._sequences[sequence.sequence_id]
+        self._end(sequence, reason, message, event)
+
+    def _end(
+        self, sequence: Sequence, reason: str, message: str = "", event: SequenceEvent | None = None
+    ) -> None:
+        event = event or SequenceEvent(sequence.sequence_id, [])
+        received = sequence.received_at
+        event.end = EndOfSequence(
+            reason=reason,
+            message=message,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_preemptions=sequence.num_preemptions,
+            first_scheduled_s=max(sequence.first_scheduled_at - received, 0.0),
+            first_token_s=max(sequence.first_token_at - received, 0.0),
+        )
+        if sequence.images and sequence.last_prefill_step >= self._first_in_flight():
+            self._delayed.append((sequence.last_prefill_step, event))
+        else:
+            self._events.append(event)
+
+    def _release_delayed(self) -> None:
+        first = self._first_in_flight()
+        self._events += [event for step, event in self._delayed if step < first]
+        self._delayed = [(step, event) for step, event in self._delayed if step >= first]
+
+    def _first_in_flight(self) -> int:
+        """The oldest step that was launched and not read yet; without one, the next step."""
+        return self._pending[0][0] if self._pending else self._scheduler.step + 1
+
+
+__all__ = ["Engine"]

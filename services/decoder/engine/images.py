@@ -1,0 +1,111 @@
+"""Image embeddings from the arena to a step's visual tokens."""
+
+import mmap
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.decoder.engine.batch import Chunk
+from services.decoder.models.base import VisualInput, VisualRows, VisualSegments
+
+
+@dataclass(frozen=True, slots=True)
+class VisualSegment:
+    """Part of one image in a step.
+
+    Attributes:
+        row: the step's first token of the segment.
+        num_rows: its tokens.
+        arena_offset: bytes, of the image's embedding `[levels, num_tokens, hidden]`.
+        num_tokens: of the whole image.
+        first_token: of the segment, within the image.
+    """
+
+    row: int
+    num_rows: int
+    arena_offset: int
+    num_tokens: int
+    first_token: int
+
+
+def find_segments(chunk: Chunk, first_row: int) -> list[VisualSegment]:
+    """The image tokens of a chunk whose tokens are the step's rows from `first_row` on."""
+    segments: list[VisualSegment] = []
+    end = chunk.start + chunk.length
+    for image in chunk.sequence.images:
+        start = max(chunk.start, image.offset)
+        stop = min(end, image.offset + image.num_tokens)
+        if start < stop:
+            segments.append(
+                VisualSegment(
+                    row=first_row + start - chunk.start,
+                    num_rows=stop - start,
+                    arena_offset=chunk.sequence.image_offsets[image.key],
+                    num_tokens=image.num_tokens,
+                    first_token=start - image.offset,
+                )
+            )
+    return segments
+
+
+class ImageReader:
+    """Reads embeddings out of the arena.
+
+    On a CPU a step uses them where they lie. On a GPU the arena is registered as pinned memory and
+    the rows a step needs are copied, asynchronously, to a device buffer of `max_batched_tokens`
+    rows per level.
+    """
+
+    def __init__(
+        self,
+        arena: mmap.mmap,
+        levels: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_batched_tokens: int,
+    ) -> None:
+        self._levels, self._hidden = levels, hidden
+        self._values = torch.frombuffer(arena, dtype=dtype)
+        self._buffer: Tensor | None = None
+        if device.type == "cuda":
+            _pin(self._values)
+            self._buffer = torch.empty(
+                (levels, max_batched_tokens, hidden), dtype=dtype, device=device
+            )
+
+    def read(self, segments: Seq[VisualSegment], rows: Tensor | None) -> VisualInput:
+        """The embeddings of a step's segments.
+
+        Args:
+            segments: at least one, by row.
+            rows: on a GPU, the segments' rows one after the other, `[V]` int64 on the device.
+        """
+        if self._buffer is None:
+            return VisualSegments([(part.row, self._view(part)) for part in segments])
+        assert rows is not None
+        done = 0
+        for part in segments:
+            source, target = self._view(part), self._buffer[:, done : done + part.num_rows]
+            for level in range(self._levels):  # contiguous on both sides: one asynchronous copy
+                target[level].copy_(source[level], non_blocking=True)
+            done += part.num_rows
+        return VisualRows(rows, self._buffer[:, :done])
+
+    def _view(self, part: VisualSegment) -> Tensor:
+        """`[levels, num_rows, hidden]`, in the arena."""
+        start = part.arena_offset // self._values.itemsize
+        size = self._levels * part.num_tokens * self._hidden
+        image = self._values[start : start + size].view(self._levels, part.num_tokens, self._hidden)
+        return image[:, part.first_token : part.first_token + part.num_rows]
+
+
+def _pin(values: Tensor) -> None:
+    """Registers memory that torch did not allocate, so that copies from it are asynchronous."""
+    runtime = torch.cuda.cudart()
+    assert runtime is not None
+    result = runtime.cudaHostRegister(values.data_ptr(), values.nbytes, 0)
+    if int(result) != 0:
+        raise RuntimeError(f"the arena cannot be registered as pinned memory: {result}")

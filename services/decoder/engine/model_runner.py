@@ -1,0 +1,247 @@
+"""The model runner: batches in, sampled tokens out. The only owner of its device."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.decoder.attention.base import AttentionBackend
+from services.decoder.engine import step_inputs
+from services.decoder.engine.batch import Batch, RunnerInfo, StepOutput
+from services.decoder.engine.graphs import DecodeGraphs
+from services.decoder.engine.images import ImageReader
+from services.decoder.engine.messages import Logprobs, SamplingParams
+from services.decoder.engine.sampler import Sampled, Sampler, greedy
+from services.decoder.engine.sampling import SamplingPlan, SamplingTable
+from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.staging import Staging
+from services.decoder.engine.step_inputs import HostStep, RowTable, StagedStep
+from services.decoder.models.base import CausalLM, VisualInput
+
+# Every branch of the sampler.
+_WARM_UP_PARAMS = (
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_k=20, top_p=0.8, top_logprobs=5),
+    SamplingParams(temperature=1.0, top_p=0.9, min_p=0.1),
+    SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0}, min_tokens=1, stop_token_ids=(0,)),
+)
+
+
+@dataclass(slots=True)
+class DevicePendingStep:
+    """A launched step; its results are on their way to pinned memory of its own."""
+
+    token_ids: Tensor  # [B] int32, host
+    logprobs: tuple[Tensor, Tensor, Tensor] | None  # host, as SampledLogprobs
+    plan: SamplingPlan | None
+    event: torch.cuda.Event | None
+    _output: StepOutput | None = field(default=None, init=False)
+
+    def result(self) -> StepOutput:
+        """See batch.PendingStep."""
+        if self._output is None:
+            if self.event is not None:
+                self.event.synchronize()
+            self._output = StepOutput(self.token_ids.tolist(), self._logprobs())
+        return self._output
+
+    def _logprobs(self) -> dict[int, Logprobs]:
+        if self.logprobs is None or self.plan is None:
+            return {}
+        chosen, top_ids, top = (part.tolist() for part in self.logprobs)
+        return {
+            index: Logprobs(chosen[place], top_ids[place][:count], top[place][:count])
+            for place, (index, count) in enumerate(
+                zip(self.plan.logprob_indices, self.plan.logprob_counts, strict=True)
+            )
+        }
+
+
+@dataclass(slots=True)
+class DeviceState:
+    """What lives on the device between steps."""
+
+    device: torch.device
+    kv_cache: Tensor  # [num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]
+    last_tokens: Tensor  # [rows + 1] int32: what each row sampled last; the last row is scratch
+
+
+class ModelRunner:
+    """See `batch.Runner`. Not thread-safe.
+
+    Nothing in `execute` waits for the device: a step is arrays on the host, one upload, launches,
+    and one copy back. Steps follow each other on one stream, so that step n + 1 finds what step n
+    sampled in `last_tokens`.
+    """
+
+    def __init__(
+        self,
+        info: RunnerInfo,
+        model: CausalLM,
+        backend: AttentionBackend,
+        state: DeviceState,
+        images: ImageReader | None,
+    ) -> None:
+        self.info = info
+        self._model = model
+        self._backend = backend
+        self._state = state
+        self._images = images
+        max_blocks = -(-info.max_model_len // info.block_size)
+        # One row more than the scheduler's: padding's, whose one block is the scratch block.
+        self._table = RowTable(info.max_num_sequences + 1, max_blocks)
+        self._scratch_row = info.max_num_sequences
+        self._table.blocks[self._scratch_row] = info.num_blocks
+        self._sampling = SamplingTable(info.max_num_sequences, info.vocab_size)
+        self._sampler = Sampler(info.max_num_sequences, info.vocab_size, state.device)
+        self._staging = Staging(_staging_bytes(info, max_blocks), state.device)
+        self._dtype = state.kv_cache.dtype
+        self._graphs: DecodeGraphs | None = None
+
+    def start_sequence(self, sequence: Sequence) -> None:
+        """See batch.Runner."""
+        self._table.start(sequence)
+        self._sampling.set(sequence.row, sequence.sampling)
+        if self._sampling.is_penalized(sequence.row):
+            prompt = sequence.num_prompt_tokens
+            self._sampler.start_row(
+                sequence.row, sequence.token_ids[:prompt], sequence.token_ids[prompt:]
+            )
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> DevicePendingStep:
+        """See batch.Runner."""
+        step = step_inputs.build(batch, self._table, self.info.block_size)
+        bucket = self._graphs.bucket(step) if self._graphs is not None else None
+        if bucket is not None:
+            step = step_inputs.pad(step, bucket, self._scratch_row)
+        staged = self._stage(step)
+        plan = self._sampling.plan(step.table_rows[step.samples], step.generated, self._staging)
+        self._staging.upload()
+        if bucket is not None:
+            assert self._graphs is not None
+            count = len(step.samples)
+            logits, token_ids = (out[:count] for out in self._graphs.replay(staged, bucket))
+            if plan is not None:
+                return self._sample(staged, logits, plan)
+            return self._copy_back(Sampled(token_ids, None), None)
+        hidden = self._forward(staged)
+        if len(step.samples) == 0:
+            return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, None)
+        sampled_tokens = self._staging.device(staged.sampled_tokens)
+        return self._sample(staged, self._model.logits(hidden[sampled_tokens]), plan)
+
+    @torch.inference_mode()
+    def capture_graphs(self, buckets: list[int]) -> None:
+        """Captures decode steps of these sizes (GPU, a backend that allows it)."""
+        self._graphs = DecodeGraphs(
+            self._model, self._backend, self._state.last_tokens, self._staging, self.info
+        )
+        for bucket in sorted(buckets, reverse=True):  # the largest first: the pool fits all
+            step = HostStep.scratch([1] * bucket, self._scratch_row)
+            self._graphs.capture(self._stage(step), self._state.kv_cache)
+
+    @torch.inference_mode()
+    def forward_scratch(self, lengths: list[int]) -> None:
+        """Runs model and head over sequences of meaningless tokens in the scratch block.
+
+        Warms kernels up, and shows how much memory a step of that size takes.
+        """
+        step = HostStep.scratch(lengths, self._scratch_row)
+        staged = self._stage(step)
+        self._staging.upload()
+        hidden = self._forward(staged)
+        last = self._staging.device(staged.sampled_tokens)
+        greedy(self._model.logits(hidden[last]))
+
+    @torch.inference_mode()
+    def sample_scratch(self, num_rows: int) -> None:
+        """Runs each way of sampling over rows of meaningless logits."""
+        logits = torch.zeros(
+            (num_rows, self.info.vocab_size), dtype=self._dtype, device=self._state.device
+        )
+        rows = np.zeros(num_rows, np.int64)
+        for params in _WARM_UP_PARAMS:
+            self._sampling.set(0, params)
+            if self._sampling.is_penalized(0):
+                self._sampler.start_row(0, [0], [0])
+            self._staging.begin()
+            plan = self._sampling.plan(rows, rows, self._staging)
+            self._staging.upload()
+            assert plan is not None
+            self._copy_back(self._sampler.sample(logits, plan, self._staging), plan).result()
+        self._sampling.set(0, SamplingParams())
+
+    def _stage(self, step: HostStep) -> StagedStep:
+        self._staging.begin()
+        return step_inputs.stage(
+            step,
+            self._table,
+            self._staging,
+            self.info.block_size,
+            as_tables=self._backend.reads_block_tables,
+        )
+
+    def _forward(self, staged: StagedStep) -> Tensor:
+        """Runs an uploaded step eagerly: `[T, hidden]`."""
+        metadata = step_inputs.attention_metadata(staged, self._staging)
+        metadata.plan = self._backend.plan(metadata)
+        return self._model.forward(
+            step_inputs.input_ids(staged, self._staging, self._state.last_tokens),
+            self._staging.device(staged.positions),
+            self._state.kv_cache,
+            metadata,
+            self._visual(staged),
+        )
+
+    def _visual(self, staged: StagedStep) -> VisualInput | None:
+        if staged.visual_rows is None:
+            return None
+        if self._images is None:
+            raise RuntimeError("a sequence with images, but no arena was given")
+        return self._images.read(staged.host.segments, self._staging.device(staged.visual_rows))
+
+    def _sample(
+        self, staged: StagedStep, logits: Tensor, plan: SamplingPlan | None
+    ) -> DevicePendingStep:
+        """Draws tokens, keeps them for the next step, sends them home."""
+        if plan is None:
+            sampled = Sampled(greedy(logits), None)
+        else:
+            sampled = self._sampler.sample(logits, plan, self._staging)
+        rows = self._staging.device(staged.sampled_rows)
+        # A row that failed may be in the next step already: any valid id will do for it.
+        self._state.last_tokens.index_copy_(0, rows, sampled.token_ids.clamp(min=0))
+        return self._copy_back(sampled, plan)
+
+    def _copy_back(self, sampled: Sampled, plan: SamplingPlan | None) -> DevicePendingStep:
+        parts = sampled.logprobs
+        token_ids = self._to_host(sampled.token_ids)
+        logprobs = None
+        if parts is not None:
+            logprobs = (
+                self._to_host(parts.chosen),
+                self._to_host(parts.top_ids),
+                self._to_host(parts.top),
+            )
+        event = None
+        if self._state.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return DevicePendingStep(token_ids, logprobs, plan, event)
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        """An asynchronous copy to pinned memory (which torch's allocator keeps and reuses)."""
+        if self._state.device.type != "cuda":
+            return values
+        target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return target.copy_(values, non_blocking=True)
+
+
+def _staging_bytes(info: RunnerInfo, max_blocks: int) -> int:
+    """The most a step's arrays take: per token, per chunk, and the blocks of all sequences."""
+    per_token, per_row = 48, 256
+    rows = info.max_num_sequences + 1
+    tokens = max(info.max_batched_tokens, rows)
+    return tokens * per_token + rows * (per_row + 4 * max_blocks) + np.dtype(np.int64).itemsize * 64

@@ -1,0 +1,66 @@
+"""Names of KV blocks for the prefix cache. Pure Python.
+
+The keys and values in a block follow from all tokens up to its end, what stands for them (an image
+has the same placeholder id everywhere) and their positions. So a block's name is a hash over its
+parent's name and all of these, of a kind for which nobody can find two inputs with one name. Two
+sequences of different salts share no name.
+"""
+
+from array import array
+
+import numpy as np
+from blake3 import blake3
+
+from services.decoder.engine.sequence import Sequence
+
+_ROOT = b"triptych/kv-block/v1"
+
+
+def extend_hashes(sequence: Sequence, block_size: int, num_blocks: int) -> None:
+    """Completes `sequence.block_hashes` to `num_blocks`, whose token ids must all be known."""
+    hashes = sequence.block_hashes
+    if len(hashes) >= num_blocks:
+        return
+    first, end_of_all = len(hashes) * block_size, num_blocks * block_size
+    parent = hashes[-1] if hashes else blake3(_ROOT + sequence.cache_salt).digest()
+    positions = _positions(sequence, first, end_of_all, block_size)
+    first_image = 0
+    for start in range(first, end_of_all, block_size):
+        end = start + block_size
+        parts = [parent, array("i", sequence.token_ids[start:end]).tobytes()]
+        while first_image < len(sequence.images):
+            span = sequence.images[first_image]
+            if span.offset + span.num_tokens > start:
+                break
+            first_image += 1
+        for span in sequence.images[first_image : first_image + block_size]:
+            if span.offset >= end:
+                break
+            parts.append(b"image%d,%d,%d:" % (span.offset - start, span.num_tokens, len(span.key)))
+            parts.append(span.key)
+        if positions and (own := positions[(start - first) // block_size]):
+            parts += (b"positions:", own)
+        parent = blake3(b"".join(parts)).digest()
+        hashes.append(parent)
+
+
+def _positions(sequence: Sequence, start: int, end: int, block_size: int) -> list[bytes]:
+    """Per block of tokens [start, end): its positions, or nothing where each is the token's index.
+
+    That is so before the first image, with or without positions given: a text prompt and one with
+    a picture share the blocks of their common beginning. An empty list: it is so everywhere.
+    """
+    if sequence.positions is None and sequence.position_delta == 0:
+        return []
+    index = np.arange(start, end, dtype=np.int32)[:, None]
+    positions = np.repeat(index + np.int32(sequence.position_delta), 3, axis=1)
+    num_prompt = min(end, sequence.num_prompt_tokens) - start
+    if num_prompt > 0:
+        given = sequence.positions
+        positions[:num_prompt] = (
+            index[:num_prompt] if given is None else given[:, start : start + num_prompt].T
+        )
+    plain = (positions == index).reshape(-1, 3 * block_size).all(axis=1).tolist()
+    data = positions.tobytes()
+    size = 12 * block_size
+    return [b"" if p else data[i * size : (i + 1) * size] for i, p in enumerate(plain)]

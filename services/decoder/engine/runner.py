@@ -1,0 +1,227 @@
+"""Makes a model runner from options: loads, sizes, warms up."""
+
+import logging
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from services.common.model_config import ModelConfig
+from services.common.nn.weights import Checkpoint, load_dummy, load_weights
+from services.decoder.attention import create_backend
+from services.decoder.attention.base import AttentionBackend, AttentionSizes
+from services.decoder.engine import kv_cache
+from services.decoder.engine.batch import RunnerInfo
+from services.decoder.engine.graphs import decode_buckets
+from services.decoder.engine.images import ImageReader
+from services.decoder.engine.kv_cache import KVCacheShape
+from services.decoder.engine.model_runner import DeviceState, ModelRunner
+from services.decoder.kernels.ops import create_ops
+from services.decoder.models import resolve
+from services.decoder.models.base import CausalLM
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CPU_KV_CACHE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """How a runner is made.
+
+    Attributes:
+        model_directory: checkpoint in Hugging Face layout; with load_format "dummy" only its
+            JSON files are read.
+        device: "cpu", "cuda" or "cuda:N" ("auto": cuda if there is one).
+        dtype: "float32", "bfloat16", "float16" ("auto": bfloat16 on a GPU, float32 on a CPU).
+        load_format: "auto" (safetensors) or "dummy" (random weights from `seed`).
+        attention_backend: "auto", "sdpa" or "flashinfer".
+        max_model_len: prompt + completion tokens of one sequence; None: the model's own limit, or
+            what the KV pool holds if that is less.
+        memory_fraction: share of the whole card this process may use (GPU).
+        kv_cache_bytes: size of the KV pool; None: what the fraction leaves (GPU), 512 MiB (CPU).
+        cuda_graphs: capture decode steps (GPU).
+    """
+
+    model_directory: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    attention_backend: str = "auto"
+    block_size: int = 16
+    max_num_sequences: int = 256
+    max_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    memory_fraction: float = 0.9
+    kv_cache_bytes: int | None = None
+    cuda_graphs: bool = True
+    seed: int = 0
+
+
+def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> ModelRunner:
+    """Loads the model, sizes the KV pool, runs each kernel once. Takes seconds to minutes.
+
+    Args:
+        options: see above.
+        arena: the front's shared memory with the image embeddings; None: text only.
+
+    Raises:
+        ModelConfigError, CheckpointError: the directory is not a model that can be served.
+        ValueError: an option does not fit the machine or the model (says which).
+    """
+    started = time.monotonic()
+    config = ModelConfig.from_directory(options.model_directory)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    limit = config.text.max_position_embeddings
+    wanted = options.max_model_len
+    if wanted is not None and wanted > limit:
+        raise ValueError(f"max_model_len {wanted} is over the model's limit of {limit} tokens")
+    backend = create_backend(
+        options.attention_backend, _sizes(config, options, wanted or limit), device, dtype
+    )
+    model = _load(config, backend, options, device, dtype)
+    shape = KVCacheShape(
+        config.text.num_layers,
+        options.block_size,
+        config.text.num_kv_heads,
+        config.text.head_dim,
+        dtype,
+    )
+    images = None
+    if arena is not None:
+        levels, hidden = config.vision.levels, config.text.hidden_size
+        images = ImageReader(arena, levels, hidden, dtype, device, options.max_batched_tokens)
+
+    def make(info: RunnerInfo) -> ModelRunner:
+        pool = kv_cache.allocate(shape, info.num_blocks, device)
+        last_tokens = torch.zeros(info.max_num_sequences + 1, dtype=torch.int32, device=device)
+        return ModelRunner(info, model, backend, DeviceState(device, pool, last_tokens), images)
+
+    info = _info(config, options, dtype)
+    budget = _budget(options, device, lambda: _run_largest_step(make(info)))
+    num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
+    max_model_len = wanted or min(limit, num_blocks * options.block_size)
+    runner = make(replace(info, num_blocks=num_blocks, max_model_len=max_model_len))
+    _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
+    logger.info(
+        "runner is ready",
+        extra={
+            "fields": {
+                "device": str(device),
+                "dtype": str(dtype),
+                "backend": type(backend).__name__,
+                "num_blocks": num_blocks,
+                "max_model_len": max_model_len,
+                "seconds": round(time.monotonic() - started, 2),
+            }
+        },
+    )
+    return runner
+
+
+def resolve_device(name: str) -> torch.device:
+    """What "auto" means here; raises ValueError for a device that this machine does not have."""
+    available = torch.cuda.is_available()
+    device = torch.device(("cuda" if available else "cpu") if name == "auto" else name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not available or (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {name!r} is not there: torch sees no such GPU")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What "auto" means on a device; raises ValueError for an unknown name."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _load(
+    config: ModelConfig,
+    backend: AttentionBackend,
+    options: RunnerOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> CausalLM:
+    kind = resolve(config.architecture)
+    with torch.device("meta"):
+        model = kind(config, backend, create_ops(device, config.text.head_dim))
+    if options.load_format == "dummy":
+        load_dummy(model, options.seed, device=device, dtype=dtype)
+    elif options.load_format == "auto":
+        checkpoint = Checkpoint.open(config.directory)
+        load_weights(model, checkpoint, model.weight_map, device=device, dtype=dtype)
+    else:
+        raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
+    return model.eval()
+
+
+def _sizes(config: ModelConfig, options: RunnerOptions, max_model_len: int) -> AttentionSizes:
+    return AttentionSizes(
+        num_heads=config.text.num_heads,
+        num_kv_heads=config.text.num_kv_heads,
+        head_dim=config.text.head_dim,
+        block_size=options.block_size,
+        max_num_sequences=options.max_num_sequences,
+        max_num_blocks=-(-max_model_len // options.block_size),
+    )
+
+
+def _info(config: ModelConfig, options: RunnerOptions, dtype: torch.dtype) -> RunnerInfo:
+    """With no blocks yet, and room for one sequence as long as a step."""
+    return RunnerInfo(
+        model_name=config.name,
+        dtype=str(dtype).removeprefix("torch."),
+        levels=config.vision.levels,
+        hidden=config.text.hidden_size,
+        vocab_size=config.text.vocab_size,
+        max_model_len=options.max_batched_tokens,
+        block_size=options.block_size,
+        num_blocks=0,
+        max_num_sequences=options.max_num_sequences,
+        max_batched_tokens=options.max_batched_tokens,
+    )
+
+
+def _budget(
+    options: RunnerOptions, device: torch.device, run_largest_step: Callable[[], None]
+) -> int:
+    """Bytes for the KV pool."""
+    if options.kv_cache_bytes is not None:
+        return options.kv_cache_bytes
+    if device.type != "cuda":
+        return _CPU_KV_CACHE_BYTES
+    run_largest_step()
+    return kv_cache.device_budget(device, options.memory_fraction)
+
+
+def _run_largest_step(runner: ModelRunner) -> None:
+    info = runner.info
+    ones = min(info.max_num_sequences, info.max_batched_tokens) - 1
+    runner.forward_scratch([1] * ones + [info.max_batched_tokens - ones])
+    runner.sample_scratch(info.max_num_sequences)
+    torch.cuda.synchronize()
+
+
+def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) -> None:
+    """Runs decode, prefill and mixed steps, and each way of sampling, once."""
+    info = runner.info
+    for lengths in ([1], [2], [1, 2]):
+        if len(lengths) <= info.max_num_sequences and sum(lengths) <= info.max_batched_tokens:
+            runner.forward_scratch(lengths)
+    runner.sample_scratch(1)
+    if with_graphs and backend.captures_decode:
+        runner.capture_graphs(decode_buckets(info.max_num_sequences))

@@ -1,0 +1,193 @@
+"""Logits to tokens, on the device, for a whole batch.
+
+Order of operations (vLLM's): log-probabilities are taken from the raw logits; then logit bias and
+min_tokens; repetition penalty over prompt and completion, frequency and presence penalty over the
+completion; then, if not greedy: temperature, min_p, top_k, top_p, one draw.
+
+A draw is the inverse of the cumulated distribution at one uniform number per row, so a row's token
+depends on its own logits, parameters and number alone. Tokens are ordered by logit, equal logits by
+id; top_k keeps exactly k. Without top_k and top_p the order is that of ids, and nothing is sorted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.decoder.engine.sampling import SamplingPlan
+from services.decoder.engine.staging import Staging
+
+_ROWS_AT_ONCE = 64  # bounds the sampler's memory: a few float64 copies of 64 rows of logits
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprobs:
+    """Of the g rows that asked."""
+
+    chosen: Tensor  # [g] float32
+    top_ids: Tensor  # [g, n] int32
+    top: Tensor  # [g, n] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was drawn."""
+
+    token_ids: Tensor  # [B] int32; -1: the row's logits were not finite
+    logprobs: SampledLogprobs | None
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """`[B, vocab_size]` → `[B]` int32; -1 where a row is not finite. The path of plain batches."""
+    finite = torch.isfinite(logits.sum(-1, dtype=torch.float32))
+    return logits.argmax(-1).masked_fill(~finite, -1).to(torch.int32)
+
+
+class Sampler:
+    """Samples, and keeps what penalties need: how often each row has seen each token."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        # 2 * times in the completion + (is in the prompt). Host memory is taken when first written.
+        self._seen = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
+
+    def start_row(self, row: int, prompt_ids: list[int], completion_ids: list[int]) -> None:
+        """A sequence with penalties has the row."""
+        seen = self._seen[row]
+        seen.zero_()
+        seen.index_fill_(0, self._upload(torch.tensor(prompt_ids, dtype=torch.int64)), 1)
+        if completion_ids:
+            ids = self._upload(torch.tensor(completion_ids, dtype=torch.int64))
+            seen.index_add_(0, ids, torch.full_like(ids, 2, dtype=torch.int32))
+
+    def sample(self, raw: Tensor, plan: SamplingPlan, staging: Staging) -> Sampled:
+        """Draws one token per row.
+
+        Args:
+            raw: `[B, vocab_size]`, left as it is.
+            plan: from `SamplingTable.plan`, its arrays uploaded.
+            staging: where they are.
+        """
+        finite = torch.isfinite(raw.sum(-1, dtype=torch.float32))
+        floats, rows = staging.device(plan.floats), staging.device(plan.rows)
+        logits = raw.to(torch.float32, copy=True)
+        if plan.edits is not None:
+            index, ids, values = (self._upload(torch.from_numpy(part)) for part in plan.edits)
+            logits.index_put_((index, ids), values, accumulate=True)
+        penalized = None if plan.penalized is None else staging.device(plan.penalized)
+        if penalized is not None:
+            logits[penalized] = self._penalize(
+                logits[penalized], self._seen[rows[penalized]], floats[:, penalized, None]
+            )
+        token_ids = self._draw(logits, floats, plan, staging)
+        if penalized is not None:
+            self._seen.index_put_(
+                (rows[penalized], token_ids[penalized]),
+                torch.full_like(penalized, 2, dtype=torch.int32),
+                accumulate=True,
+            )
+        logprobs = None
+        if plan.logprobs is not None:
+            index = staging.device(plan.logprobs)
+            most = min(max(plan.logprob_counts), raw.shape[-1])
+            logprobs = _logprobs(raw[index].float(), token_ids[index], most)
+        return Sampled(token_ids.masked_fill(~finite, -1).to(torch.int32), logprobs)
+
+    def _penalize(self, logits: Tensor, seen: Tensor, floats: Tensor) -> Tensor:
+        """`[g, V]` logits and `seen`; `[6, g, 1]` floats."""
+        repetition, presence, frequency = floats[3], floats[4], floats[5]
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen > 0, scaled, logits)
+        count = seen >> 1
+        return logits - frequency * count - presence * (count > 0)
+
+    def _draw(self, logits: Tensor, floats: Tensor, plan: SamplingPlan, staging: Staging) -> Tensor:
+        """`[B]` int64."""
+        num_rows, vocab_size = logits.shape
+        token_ids = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
+        uniforms, top_k = staging.device(plan.uniforms), staging.device(plan.top_k)
+        if plan.greedy is not None:
+            index = staging.device(plan.greedy)
+            token_ids[index] = logits[index].argmax(-1)
+        for group, num_candidates in (
+            (plan.free, 0),
+            (plan.candidates, plan.num_candidates),
+            (plan.sorted, vocab_size),
+        ):
+            if group is None:
+                continue
+            for index in staging.device(group).split(_ROWS_AT_ONCE):
+                part, uniform = logits[index], uniforms[index, None]
+                temperature, top_p, min_p = floats[:3, index, None]
+                if num_candidates == 0:
+                    drawn = _draw_by_id(part, temperature, min_p, uniform)
+                else:
+                    drawn = _draw_by_rank(
+                        part, num_candidates, temperature, min_p, top_k[index, None], top_p, uniform
+                    )
+                token_ids[index] = drawn
+        return token_ids
+
+    def _upload(self, values: Tensor) -> Tensor:
+        if self._device.type != "cuda":
+            return values
+        # The pinned copy goes back to torch's allocator, which waits for the stream.
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+
+def by_rank(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` first tokens by logit, then id: values `[g, count]` and ids `[g, count]` int64.
+
+    Each key is unique (the bits of the logit above the id), so that equal logits have one order
+    whichever algorithm ranks them.
+    """
+    last = logits.shape[-1] - 1
+    bits = logits.contiguous().view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    reverse_ids = torch.arange(last, -1, -1, device=logits.device)
+    keys = (ordered << 32) | reverse_ids
+    if count <= last:
+        keys = keys.topk(count, dim=-1).values
+    else:
+        keys = keys.sort(dim=-1, descending=True).values
+    ids = last - (keys & 0xFFFFFFFF)
+    return logits.gather(-1, ids), ids
+
+
+def _draw_by_id(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse of the distribution cumulated over ids: `[g, V]` → `[g]`."""
+    scaled = logits.double() / temperature
+    floor = scaled.amax(-1, keepdim=True) + min_p.double().log()
+    probabilities = torch.where(scaled >= floor, scaled, -torch.inf).softmax(-1)
+    cumulated = probabilities.cumsum(-1)
+    drawn = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
+    return drawn.squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def _draw_by_rank(
+    logits: Tensor,
+    count: int,
+    temperature: Tensor,
+    min_p: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    """Inverse of the truncated distribution cumulated over the `count` first ranks: `[g]`."""
+    values, ids = by_rank(logits, count)
+    scaled = values.double() / temperature
+    rank = torch.arange(count, device=logits.device)
+    keep = (rank < top_k) & (scaled >= scaled[:, :1] + min_p.double().log())
+    probabilities = torch.where(keep, scaled, -torch.inf).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    cumulated = torch.where(before < top_p, probabilities, 0.0).cumsum(-1)
+    drawn = (cumulated <= uniform * cumulated[:, -1:]).sum(-1, keepdim=True)
+    return ids.gather(-1, drawn.clamp(max=count - 1)).squeeze(-1)
+
+
+def _logprobs(raw: Tensor, token_ids: Tensor, count: int) -> SampledLogprobs:
+    """Of the chosen and the `count` most likely tokens, before anything was done to the logits."""
+    total = raw.logsumexp(-1, keepdim=True)
+    chosen = raw.gather(-1, token_ids[:, None]) - total
+    values, ids = by_rank(raw, count) if count else (raw[:, :0], token_ids[:, None][:, :0])
+    return SampledLogprobs(chosen.squeeze(-1), ids.to(torch.int32), values - total)

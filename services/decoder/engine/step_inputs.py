@@ -1,0 +1,233 @@
+"""A batch as arrays: numpy on the host, one upload, views on the device."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.decoder.attention.base import AttentionMetadata
+from services.decoder.engine.batch import Batch, Chunk
+from services.decoder.engine.images import VisualSegment, find_segments
+from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.staging import Staged, Staging
+
+IntArray = npt.NDArray[np.int64]
+_Number = TypeVar("_Number", np.int32, np.int64)
+
+
+class RowTable:
+    """What the host keeps per row: block ids and the position delta."""
+
+    def __init__(self, num_rows: int, max_blocks: int) -> None:
+        self.blocks = np.zeros((num_rows, max_blocks), np.int32)
+        self.position_delta = np.zeros(num_rows, np.int64)
+        self._filled = [0] * num_rows
+
+    def start(self, sequence: Sequence) -> None:
+        """The sequence has its row."""
+        self.position_delta[sequence.row] = sequence.position_delta
+        self._filled[sequence.row] = 0
+
+    def follow(self, sequence: Sequence) -> None:
+        """Takes over the blocks that the sequence has been given since."""
+        filled, count = self._filled[sequence.row], len(sequence.block_table)
+        if filled < count:
+            self.blocks[sequence.row, filled:count] = sequence.block_table[filled:]
+            self._filled[sequence.row] = count
+
+
+@dataclass(slots=True)
+class HostStep:
+    """A batch's arrays on the host, T tokens in S chunks."""
+
+    num_decodes: int
+    input_ids: npt.NDArray[np.int32]  # [T]
+    input_rows: IntArray  # [T]: row whose last sampled token is the input; -1: `input_ids` is
+    positions: npt.NDArray[np.int32]  # [3, T]
+    slot_mapping: IntArray  # [T]
+    cu_query_lens: npt.NDArray[np.int32]  # [S + 1]
+    seq_lens: npt.NDArray[np.int32]  # [S]
+    table_rows: IntArray  # [S]
+    samples: IntArray  # [B]: chunks that sample
+    generated: IntArray  # [B]
+    segments: list[VisualSegment]
+
+    @classmethod
+    def scratch(cls, lengths: list[int], scratch_row: int) -> "HostStep":
+        """A step of meaningless sequences, all of them the scratch row's."""
+        sizes = np.array(lengths, np.int64)
+        num_tokens = int(sizes.sum())
+        chunks = np.arange(len(lengths))
+        return cls(
+            num_decodes=_leading_ones(sizes),
+            input_ids=np.zeros(num_tokens, np.int32),
+            input_rows=np.full(num_tokens, -1),
+            positions=np.zeros((3, num_tokens), np.int32),
+            slot_mapping=np.full(num_tokens, -1),
+            cu_query_lens=np.concatenate(([0], sizes.cumsum())).astype(np.int32),
+            seq_lens=sizes.astype(np.int32),
+            table_rows=np.full_like(chunks, scratch_row),
+            samples=chunks,
+            generated=np.zeros_like(chunks),
+            segments=[],
+        )
+
+
+def build(batch: Batch, table: RowTable, block_size: int) -> HostStep:
+    """Lays a batch out. Python per chunk, numpy per token."""
+    chunks = batch.chunks
+    for chunk in chunks:
+        table.follow(chunk.sequence)
+    rows = np.array([chunk.sequence.row for chunk in chunks], np.int64)
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], np.int64)
+    cu_query_lens = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(lengths, out=cu_query_lens[1:])
+    num_tokens = int(cu_query_lens[-1])
+    token_rows = np.repeat(rows, lengths)
+    indices = np.arange(num_tokens) + np.repeat(starts - cu_query_lens[:-1], lengths)
+    positions = np.empty((3, num_tokens), np.int32)
+    positions[:] = indices + table.position_delta[token_rows]
+    slots = table.blocks[token_rows, indices // block_size].astype(np.int64) * block_size
+    slots += indices % block_size
+    device_fed = np.array([chunk.from_device for chunk in chunks], np.bool_)
+    step = HostStep(
+        num_decodes=_leading_ones(lengths),
+        input_ids=np.zeros(num_tokens, np.int32),
+        input_rows=np.where(np.repeat(device_fed, lengths), token_rows, -1),
+        positions=positions,
+        slot_mapping=slots,
+        cu_query_lens=cu_query_lens,
+        seq_lens=(starts + lengths).astype(np.int32),
+        table_rows=rows,
+        samples=np.flatnonzero([chunk.samples for chunk in chunks]),
+        generated=np.array([chunk.generated for chunk in chunks if chunk.samples], np.int64),
+        segments=[],
+    )
+    for index in np.flatnonzero(~device_fed):
+        _fill_known(step, chunks[index], int(cu_query_lens[index]))
+    return step
+
+
+def _fill_known(step: HostStep, chunk: Chunk, first: int) -> None:
+    """Ids, prompt positions and images of a chunk whose ids the host knows."""
+    sequence, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
+    step.input_ids[first : first + chunk.length] = sequence.token_ids[start:stop]
+    prompt_stop = min(stop, sequence.num_prompt_tokens)
+    if start < prompt_stop:
+        place = slice(first, first + prompt_stop - start)
+        if sequence.positions is None:
+            step.positions[:, place] = np.arange(start, prompt_stop)
+        else:
+            step.positions[:, place] = sequence.positions[:, start:prompt_stop]
+    if sequence.images:
+        step.segments += find_segments(chunk, first)
+
+
+def _leading_ones(lengths: IntArray) -> int:
+    other = np.flatnonzero(lengths != 1)
+    return int(other[0]) if len(other) else len(lengths)
+
+
+def pad(step: HostStep, num_chunks: int, scratch_row: int) -> HostStep:
+    """A step of decodes padded to a bucket.
+
+    Padding reads the scratch row's last token, has one token of context in the scratch block, and
+    writes to slot -1.
+    """
+    extra = num_chunks - len(step.table_rows)
+    count = np.arange(num_chunks + 1, dtype=np.int32)
+
+    def padded(array: npt.NDArray[_Number], value: int) -> npt.NDArray[_Number]:
+        widths = [(0, 0)] * (array.ndim - 1) + [(0, extra)]
+        return np.pad(array, widths, constant_values=value)
+
+    return HostStep(
+        num_decodes=num_chunks,
+        input_ids=padded(step.input_ids, 0),
+        input_rows=padded(step.input_rows, scratch_row),
+        positions=padded(step.positions, 0),
+        slot_mapping=padded(step.slot_mapping, -1),
+        cu_query_lens=count,
+        seq_lens=padded(step.seq_lens, 1),
+        table_rows=padded(step.table_rows, scratch_row),
+        samples=step.samples,
+        generated=step.generated,
+        segments=[],
+    )
+
+
+@dataclass(slots=True)
+class StagedStep:
+    """A step's arrays in the staging buffer.
+
+    Reserved in one order and first of all, so that equal numbers of tokens and chunks have equal
+    places: a CUDA graph reads them where it found them when it was captured.
+    """
+
+    host: HostStep
+    input_ids: Staged
+    input_rows: Staged
+    positions: Staged
+    slot_mapping: Staged
+    seq_lens: Staged
+    output_rows: Staged  # [S] int64: where each chunk's sampled token goes, in a captured step
+    sampled_rows: Staged  # [B] int64: rows of the table
+    sampled_tokens: Staged  # [B] int64: tokens of the step
+    visual_rows: Staged | None
+    block_ids: Staged
+    block_tables: Staged
+
+
+def stage(
+    step: HostStep, table: RowTable, staging: Staging, block_size: int, as_tables: bool
+) -> StagedStep:
+    """Puts a step's arrays into the staging buffer; block ids as a table or one after the other."""
+    last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
+    counts = -(-step.seq_lens // block_size)
+    blocks = table.blocks[step.table_rows, : int(counts.max())]
+    empty = np.empty(0, np.int32)
+    flat = empty if as_tables else blocks[np.arange(blocks.shape[1]) < counts[:, None]]
+    return StagedStep(
+        host=step,
+        input_ids=staging.add(step.input_ids),
+        input_rows=staging.add(step.input_rows),
+        positions=staging.add(step.positions),
+        slot_mapping=staging.add(step.slot_mapping),
+        seq_lens=staging.add(step.seq_lens),
+        output_rows=staging.add(step.table_rows),
+        sampled_rows=staging.add(step.table_rows[step.samples]),
+        sampled_tokens=staging.add(last_tokens[step.samples]),
+        visual_rows=_stage_visual_rows(step, staging) if step.segments else None,
+        block_ids=staging.add(flat),
+        block_tables=staging.add(blocks if as_tables else empty.reshape(0, 0)),
+    )
+
+
+def _stage_visual_rows(step: HostStep, staging: Staging) -> Staged:
+    return staging.add(
+        np.concatenate([np.arange(part.row, part.row + part.num_rows) for part in step.segments])
+    )
+
+
+def attention_metadata(staged: StagedStep, staging: Staging) -> AttentionMetadata:
+    """The uploaded step's layout; `plan` is not yet made."""
+    step = staged.host
+    return AttentionMetadata(
+        num_decodes=step.num_decodes,
+        cu_query_lens=torch.from_numpy(step.cu_query_lens),
+        seq_lens=torch.from_numpy(step.seq_lens),
+        slot_mapping=staging.device(staged.slot_mapping),
+        block_tables=staging.device(staged.block_tables),
+        block_ids=staging.device(staged.block_ids),
+        seq_lens_device=staging.device(staged.seq_lens),
+    )
+
+
+def input_ids(staged: StagedStep, staging: Staging, last_tokens: Tensor) -> Tensor:
+    """`[T]`: known ids, or what the row sampled last (`last_tokens`, `[rows + 1]` int32)."""
+    rows = staging.device(staged.input_rows)
+    return torch.where(rows >= 0, last_tokens[rows.clamp(min=0)], staging.device(staged.input_ids))

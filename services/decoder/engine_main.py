@@ -1,0 +1,102 @@
+"""The engine process: `python -m services.decoder.engine_main`, started by the decoder's front.
+
+It owns the device. It ends with status 0 when the front is gone or asks for it, and with status 1,
+having said why, when the model cannot be loaded or the device is broken; the front then ends, too.
+"""
+
+import gc
+import logging
+import sys
+
+import torch
+
+from services.common.channel import ChannelClosed, EngineChannel
+from services.common.engine_process import accept
+from services.common.model_config import ModelConfigError
+from services.common.telemetry import setup_logging
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import EngineReady, FrontMessage, Shutdown
+from services.decoder.engine.runner import ModelRunner, RunnerOptions, create_runner
+from services.decoder.settings import DecoderSettings
+
+log = logging.getLogger("services.decoder.engine")
+
+
+def run(engine: Engine, channel: EngineChannel[FrontMessage]) -> None:
+    """Serves the front until it goes away or says `Shutdown`."""
+    while True:
+        for message in channel.receive(0.0 if engine.has_work else None):
+            if isinstance(message, Shutdown):
+                return
+            engine.handle(message)
+        done = engine.step()
+        if done is not None:
+            channel.send(done)
+
+
+def runner_options(settings: DecoderSettings) -> RunnerOptions:
+    """What the runner needs to know of the settings."""
+    return RunnerOptions(
+        model_directory=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        attention_backend=settings.attention_backend,
+        max_num_sequences=settings.max_num_sequences,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_model_len=settings.max_model_len,
+        memory_fraction=settings.memory_fraction,
+        kv_cache_bytes=settings.kv_cache_bytes,
+    )
+
+
+def ready_message(engine: Engine, runner: ModelRunner) -> EngineReady:
+    """What the front may promise to gateways."""
+    info = runner.info
+    return EngineReady(
+        model_name=info.model_name,
+        dtype=info.dtype,
+        levels=info.levels,
+        hidden=info.hidden,
+        vocab_size=info.vocab_size,
+        max_model_len=engine.max_model_len,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        max_num_sequences=info.max_num_sequences,
+    )
+
+
+def main() -> int:
+    """Runs the process; its exit status."""
+    end = accept()
+    settings = DecoderSettings.model_validate_json(end.settings_json)
+    setup_logging("decoder-engine", settings.log_level)
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    channel = end.channel(FrontMessage)
+    try:
+        runner = create_runner(runner_options(settings), end.arena)
+        on_gpu = settings.device.startswith("cuda") or (
+            settings.device == "auto" and torch.cuda.is_available()
+        )
+        engine = Engine(runner, overlap=on_gpu, out_of_memory=(torch.OutOfMemoryError,))
+        # What lives now lives for ever: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
+        channel.send(ready_message(engine, runner))
+        run(engine, channel)
+    except ChannelClosed:
+        log.info("the front is gone")
+    except (ModelConfigError, ValueError) as error:
+        log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return 1
+    except Exception:
+        # After an error of the device nothing on it can be trusted, the cache least of all.
+        log.critical("the engine failed", exc_info=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

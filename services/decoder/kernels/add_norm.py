@@ -1,0 +1,62 @@
+"""Residual addition and RMSNorm in one pass over the row, as one Triton kernel.
+
+The plain twins are `rms_norm` and `add_rms_norm` of `services.common.nn.layers`; the rounding points
+are the same, the order of the sum is not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See the plain twin."""
+    out = torch.empty_like(x)
+    _launch(x, x, x, weight, out, eps, add=False)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See the plain twin. `residual` is updated in place and returned."""
+    out = torch.empty_like(x)
+    _launch(x, residual, residual, weight, out, eps, add=True)
+    return out, residual
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    *,
+    add: bool,
+) -> None:
+    num_tokens, width = x.shape
+    _kernel[(num_tokens,)](
+        x, residual, total, weight, out, width, eps,
+        ADD=add, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _kernel(
+    x_ptr, residual_ptr, total_ptr, weight_ptr, out_ptr, width, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.load(x_ptr + row + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
+        # Rounded to the stored dtype before it is normalised, as in the plain twin.
+        total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+        tl.store(total_ptr + row + column, total, mask=inside)
+    wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
+    normed = (wide * scale).to(total.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(out_ptr + row + column, normed.to(total.dtype), mask=inside)

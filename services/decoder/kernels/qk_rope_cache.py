@@ -1,0 +1,90 @@
+"""q/k norm, rotation and the write to the KV cache as one Triton kernel.
+
+Between the fused q/k/v projection and attention, plain torch launches a score of small kernels that
+each read and write q, k and v. This one reads them once. Its plain twin is
+`services.decoder.models.rope.qk_rope_cache`; the rounding points are the same.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Heads per program: few where a step is short and must fill the device, many where it is long.
+_FEW_HEADS, _MANY_HEADS = 1, 8
+_MANY_TOKENS = 128
+
+
+def qk_rope_cache(
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    rope: tuple[Tensor, Tensor],
+    kv_cache: Tensor,
+    rows: Tensor,
+) -> Tensor:
+    """See the plain twin. `head_dim / 2` is a power of two, `kv_cache` contiguous."""
+    num_kv_heads, head_dim = kv_cache.shape[-2:]
+    num_tokens = qkv.shape[0]
+    all_heads = qkv.shape[1] // head_dim
+    num_heads = all_heads - 2 * num_kv_heads
+    query = qkv.new_empty(num_tokens, num_heads, head_dim)
+    block = _MANY_HEADS if num_tokens >= _MANY_TOKENS else _FEW_HEADS
+    _kernel[(num_tokens, triton.cdiv(all_heads, block))](
+        qkv, *weights, *rope, rows, kv_cache, query,
+        num_tokens, num_heads, num_kv_heads, eps, HALF=head_dim // 2, BLOCK=block, num_warps=1,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit
+def _product(a, b):
+    """One rounding of a * b, as in torch: the compiler would fuse it with the sum."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def _kernel(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, query_ptr,
+    num_tokens, num_heads, num_kv_heads, eps, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    all_heads = num_heads + 2 * num_kv_heads
+    column = tl.arange(0, HALF)[None, :]
+    inside = (head < all_heads)[:, None]
+    is_query = (head < num_heads)[:, None]
+    is_value = (head >= num_heads + num_kv_heads)[:, None]
+
+    place = qkv_ptr + (token * all_heads + head)[:, None] * (2 * HALF) + column
+    first = tl.load(place, mask=inside, other=0.0)
+    second = tl.load(place + HALF, mask=inside, other=0.0)
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+    scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+    q_first, k_first = tl.load(q_weight_ptr + column), tl.load(k_weight_ptr + column)
+    q_second, k_second = (
+        tl.load(q_weight_ptr + HALF + column),
+        tl.load(k_weight_ptr + HALF + column),
+    )
+    one = _product((wide_first * scale).to(first.dtype), tl.where(is_query, q_first, k_first))
+    two = _product((wide_second * scale).to(first.dtype), tl.where(is_query, q_second, k_second))
+    cos = tl.load(cos_ptr + token * HALF + column)
+    sin = tl.load(sin_ptr + token * HALF + column)
+    turned = _product(one, cos).to(tl.float32) - _product(two, sin).to(tl.float32)
+    other = _product(two, cos).to(tl.float32) + _product(one, sin).to(tl.float32)
+    first = tl.where(is_value, first, turned.to(first.dtype))
+    second = tl.where(is_value, second, other.to(first.dtype))
+
+    out = query_ptr + (token * num_heads + head)[:, None] * (2 * HALF) + column
+    tl.store(out, first, mask=is_query)
+    tl.store(out + HALF, second, mask=is_query)
+    # rows: [2, T], the cache's row of the token's keys, then of its values.
+    key_row = tl.load(rows_ptr + token)
+    value_row = tl.load(rows_ptr + num_tokens + token)
+    kv_head = head[:, None] - num_heads - tl.where(is_value, num_kv_heads, 0)
+    row = tl.where(is_value, value_row, key_row) * num_kv_heads + kv_head
+    # Padding has negative rows: they count from the cache's end in torch, and go nowhere here.
+    keep = inside & (head >= num_heads)[:, None] & (key_row >= 0)
+    out = cache_ptr + row * (2 * HALF) + column
+    tl.store(out, first, mask=keep)
+    tl.store(out + HALF, second, mask=keep)

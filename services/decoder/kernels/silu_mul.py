@@ -1,0 +1,32 @@
+"""SwiGLU's `silu(gate) * up` as one Triton kernel.
+
+The plain twin is `services.common.nn.layers.silu_and_mul`; the rounding points are the same.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See the plain twin; `[T, 2 * n]` → `[T, n]`."""
+    num_tokens, width = gate_up.shape
+    width //= 2
+    out = gate_up.new_empty(num_tokens, width)
+    _kernel[(num_tokens, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK)
+    return out
+
+
+@triton.jit
+def _kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    row = gate_up_ptr + token * 2 * width
+    gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(row + width + column, mask=inside, other=0.0)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
+    product = activated.to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + token * width + column, product.to(up.dtype), mask=inside)

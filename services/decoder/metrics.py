@@ -1,0 +1,112 @@
+"""The decoder's metrics, all recorded in its front process."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from services.common.embedding_cache import CacheCounters
+from services.common.telemetry import LATENCY_BUCKETS
+from services.decoder.engine.messages import EngineStats
+
+
+class DecoderMetrics:
+    """Names and labels; `embedding_source.Observer` is part of it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"decoder_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"decoder_{name}", text, registry=registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(
+                f"decoder_{name}_seconds", text, registry=registry, buckets=LATENCY_BUCKETS
+            )
+
+        self.running = gauge("sequences_running", "Sequences in the batch.")
+        self.waiting = gauge("sequences_waiting", "Sequences that wait for the engine.")
+        self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that sequences hold.")
+        self.kv_free = gauge("kv_blocks_free", "KV blocks that no sequence holds.")
+        self.kv_used = gauge("kv_blocks_used", "KV blocks that sequences hold.")
+        self.kv_blocks = gauge("kv_blocks", "KV blocks there are.")
+        self.cache_bytes = gauge("embedding_cache_bytes", "Bytes of the arena in use.")
+        self._totals = {
+            "num_preemptions": counter("preemptions", "Sequences that lost their blocks."),
+            "num_prompt_tokens": counter("prompt_tokens", "Prompt tokens accepted."),
+            "num_prefix_hit_tokens": counter(
+                "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."
+            ),
+            "num_steps": counter("engine_steps", "Steps launched."),
+        }
+        self._seen = dict.fromkeys(self._totals, 0)
+        self.generated = counter("generated_tokens", "Completion tokens.")
+        self.outcomes = counter(
+            "sequences", "Sequences ended, by finish reason or error code.", "outcome"
+        )
+        self.queue = seconds("queue", "Submitted to first scheduled.")
+        self.transfer = seconds("transfer", "Submitted to last embedding at hand.")
+        self.prefill = seconds("prefill", "First scheduled to first token.")
+        self.ttft = seconds("ttft", "Submitted to first token.")
+        self.fetch = seconds("embedding_fetch", "One embedding from an encoder.")
+        self._hits = counter("embedding_cache_hits", "Embeddings found, by tier.", "tier")
+        self._misses = counter("embedding_cache_misses", "Embeddings not found, by tier.", "tier")
+        self._errors = counter(
+            "embedding_fetch_errors", "Encoders that did not deliver, by kind.", "kind"
+        )
+        self._bytes = counter("embedding_fetch_bytes", "Bytes of embeddings from encoders.")
+
+    def engine_step(self, stats: EngineStats, num_generated: int) -> None:
+        """Records one StepDone."""
+        used = stats.num_blocks - stats.num_free_blocks
+        self.running.set(stats.num_running)
+        self.waiting.set(stats.num_waiting)
+        self.kv_free.set(stats.num_free_blocks)
+        self.kv_used.set(used)
+        self.kv_usage.set(used / stats.num_blocks)
+        for name, counter in self._totals.items():
+            total = getattr(stats, name)
+            if total != self._seen[name]:
+                counter.inc(total - self._seen[name])
+                self._seen[name] = total
+        if num_generated:
+            self.generated.inc(num_generated)
+
+    def embedding_found(self, tier: str) -> None:
+        """See `Observer`."""
+        self._hits.labels(tier).inc()
+
+    def embedding_missed(self, tier: str) -> None:
+        """See `Observer`."""
+        self._misses.labels(tier).inc()
+
+    def embedding_failed(self, *, corrupt: bool) -> None:
+        """See `Observer`."""
+        self._errors.labels("corrupt" if corrupt else "unavailable").inc()
+
+    def embedding_fetched(self, seconds: float, size_bytes: int) -> None:
+        """See `Observer`."""
+        self.fetch.observe(seconds)
+        self._bytes.inc(size_bytes)
+
+
+class RedisCollector(Collector):
+    """Exports a RedisCache's own counters as `decoder_redis_total{event=...}`."""
+
+    def __init__(self, counters: Callable[[], CacheCounters]) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """Prometheus asks."""
+        family = CounterMetricFamily(
+            "decoder_redis", "What Redis did for the decoder.", labels=["event"]
+        )
+        counters = self._counters()
+        for event in CacheCounters.__slots__:
+            family.add_metric([event], getattr(counters, event))
+        yield family
+
+
+__all__ = ["DecoderMetrics", "RedisCollector"]

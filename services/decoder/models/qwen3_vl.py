@@ -1,0 +1,164 @@
+"""The language model of dense Qwen3-VL.
+
+A Qwen3 transformer (pre-norm, grouped-query attention with q/k norm, SwiGLU) with two things more:
+positions have three axes (interleaved M-RoPE), and the vision tower's intermediate levels are added
+to the visual tokens after the first decoder layers (DeepStack).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from services.common.model_config import ModelConfig, TextConfig
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear, MergedLinear
+from services.common.nn.weights import WeightMap
+from services.decoder.attention.base import AttentionBackend, AttentionMetadata, kv_rows
+from services.decoder.kernels.ops import Ops
+from services.decoder.models.base import VisualInput
+from services.decoder.models.rope import InterleavedMRope
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What all layers share in one forward."""
+
+    rope: tuple[Tensor, Tensor]  # cos and sin, [T, head_dim / 2]
+    kv_rows: Tensor  # [2, T]: where keys and values go
+    metadata: AttentionMetadata
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RMSNorm on each query and key head."""
+
+    def __init__(self, config: TextConfig, backend: AttentionBackend, ops: Ops) -> None:
+        super().__init__()
+        self.backend = backend
+        self.ops = ops
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        self.qkv_proj = MergedLinear(
+            config.hidden_size, {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        )
+        self.o_proj = Linear(query_size, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
+        """`[T, hidden]` → `[T, hidden]`; writes this layer's keys and values to `kv_cache`."""
+        query = self.ops.qk_rope_cache(
+            self.qkv_proj(x),
+            (self.q_norm.weight, self.k_norm.weight),
+            self.q_norm.eps,
+            step.rope,
+            kv_cache,
+            step.kv_rows,
+        )
+        attended = self.backend.forward(query, kv_cache, step.metadata)
+        return self.o_proj(attended.flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: TextConfig, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        size = config.intermediate_size
+        self.gate_up_proj = MergedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size})
+        self.down_proj = Linear(size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, hidden]` → `[T, hidden]`."""
+        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP around a residual stream.
+
+    The last addition of a layer is left to the next norm, which fuses with it: a layer takes and
+    returns `(x, residual)`, whose sum is the hidden state.
+    """
+
+    def __init__(self, config: TextConfig, backend: AttentionBackend, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.eps = config.rms_norm_eps
+        self.input_layernorm = RMSNorm(config.hidden_size, self.eps)
+        self.self_attn = Attention(config, backend, ops)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, self.eps)
+        self.mlp = MLP(config, ops)
+
+    def forward(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        kv_cache: Tensor,
+        step: StepContext,
+    ) -> tuple[Tensor, Tensor]:
+        """`x` None: `residual` alone is the hidden state."""
+        if x is None:
+            normed = self.ops.rms_norm(residual, self.input_layernorm.weight, self.eps)
+        else:
+            weight = self.input_layernorm.weight
+            normed, residual = self.ops.add_rms_norm(x, residual, weight, self.eps)
+        attended = self.self_attn(normed, kv_cache, step)
+        weight = self.post_attention_layernorm.weight
+        normed, residual = self.ops.add_rms_norm(attended, residual, weight, self.eps)
+        return self.mlp(normed), residual
+
+
+class Qwen3VLLanguageModel(nn.Module):
+    """See `models.base.CausalLM`."""
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, ops: Ops) -> None:
+        super().__init__()
+        text = config.text
+        self.ops = ops
+        self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
+        self.rope = InterleavedMRope(text.head_dim, text.rope_theta, text.mrope_section)
+        self.layers = nn.ModuleList(
+            DecoderLayer(text, backend, ops) for _ in range(text.num_layers)
+        )
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        tied = text.tie_word_embeddings
+        self.lm_head = None if tied else Linear(text.hidden_size, text.vocab_size)
+        self.weight_map = WeightMap(
+            prefixes={"": "model.language_model."} | ({} if tied else {"lm_head.": "lm_head."}),
+            ignored=frozenset({"lm_head.weight"}) if tied else frozenset(),
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        visual: VisualInput | None = None,
+    ) -> Tensor:
+        """See CausalLM."""
+        residual = F.embedding(input_ids, self.embed_tokens.weight)
+        step = StepContext(
+            self.rope(positions, residual.dtype),
+            kv_rows(metadata.slot_mapping, kv_cache.shape[3]),
+            metadata,
+        )
+        if visual is not None:
+            visual.replace(residual)
+        x: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, kv_cache[index], step)
+            if x is not None and visual is not None and index + 1 < visual.num_levels:
+                residual = residual + x
+                visual.add(residual, index + 1)
+                x = None
+        if x is None:
+            return self.ops.rms_norm(residual, self.norm.weight, self.norm.eps)
+        return self.ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See CausalLM."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        return F.linear(hidden, self.embed_tokens.weight)

@@ -1,0 +1,97 @@
+"""What waits to be written to one gateway: bounded, and merged while the gateway is slow."""
+
+import asyncio
+
+from services.common.pb import decoder_pb2 as pb
+from services.decoder.engine.messages import Logprobs
+
+# Roughly bytes. A gateway that stands still for ten seconds at 30,000 tokens/s stays below it.
+MAX_WEIGHT = 32 << 20
+_EVENT_WEIGHT = 100
+_TOKEN_WEIGHT = 8
+_LOGPROBS_WEIGHT = 100
+
+
+class Outbox:
+    """Events of one stream, in order per sequence.
+
+    While the writer keeps up, each engine step becomes one message. While it does not, a
+    sequence's tokens gather in one event, so that what waits grows by bytes a token.
+    """
+
+    def __init__(self, max_weight: int = MAX_WEIGHT) -> None:
+        self._max_weight = max_weight
+        self._weight = 0
+        self._message = pb.GenerateEvents()
+        self._open: dict[int, pb.SequenceEvent] = {}
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more waits than a gateway may leave unread."""
+        return self._weight > self._max_weight
+
+    def add_tokens(self, sequence_id: int, token_ids: list[int], logprobs: list[Logprobs]) -> None:
+        """New tokens of a sequence. Nobody is told before `flush`."""
+        event = self._event(sequence_id)
+        event.token_ids.extend(token_ids)
+        self._weight += _TOKEN_WEIGHT * len(token_ids)
+        for found in logprobs:
+            event.logprobs.add(
+                logprob=found.logprob,
+                top_token_ids=found.top_token_ids,
+                top_logprobs=found.top_logprobs,
+            )
+            self._weight += _LOGPROBS_WEIGHT + 2 * _TOKEN_WEIGHT * len(found.top_token_ids)
+
+    def add_end(self, sequence_id: int, end: pb.Finished | pb.Failed) -> None:
+        """A sequence's last event. Nobody is told before `flush`."""
+        event = self._event(sequence_id)
+        if isinstance(end, pb.Finished):
+            event.finished.CopyFrom(end)
+        else:
+            event.failed.CopyFrom(end)
+        del self._open[sequence_id]
+
+    def discard_tokens(self) -> None:
+        """Forgets the tokens that wait; ends stay."""
+        message = pb.GenerateEvents()
+        for event in self._message.events:
+            if event.WhichOneof("end"):
+                event.ClearField("token_ids")
+                event.ClearField("logprobs")
+                message.events.add().CopyFrom(event)
+        self._message = message
+        self._open.clear()
+        self._weight = _EVENT_WEIGHT * len(message.events)
+
+    def flush(self) -> None:
+        """Lets the writer have what waits."""
+        if self._message.events:
+            self._wake.set()
+
+    def close(self) -> None:
+        """No more will come: `take` gives what waits, then None."""
+        self._closed = True
+        self._wake.set()
+
+    async def take(self) -> pb.GenerateEvents | None:
+        """All that waits, as one message, once there is any; None at the end."""
+        while not self._message.events:
+            if self._closed:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        message, self._message = self._message, pb.GenerateEvents()
+        self._open.clear()
+        self._weight = 0
+        return message
+
+    def _event(self, sequence_id: int) -> pb.SequenceEvent:
+        event = self._open.get(sequence_id)
+        if event is None:
+            event = self._message.events.add(sequence_id=sequence_id)
+            self._open[sequence_id] = event
+            self._weight += _EVENT_WEIGHT
+        return event

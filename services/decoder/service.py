@@ -1,0 +1,63 @@
+"""gRPC in front of the decoder: translates and delegates. The only servicer file."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from services.common.pb import decoder_pb2 as pb
+from services.common.pb import decoder_pb2_grpc as pb_grpc
+from services.decoder.embedding_fetch import DTYPES
+from services.decoder.front import DecoderFront, Stream
+
+SERVICE_NAME = "triptych.v1.Decoder"
+
+
+class DecoderServicer(pb_grpc.DecoderServicer):
+    """The calls of proto/decoder.proto."""
+
+    def __init__(self, front: DecoderFront) -> None:
+        self._front = front
+
+    async def Describe(
+        self, request: pb.DescribeDecoderRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DescribeDecoderResponse:
+        """See the proto."""
+        engine = self._front.engine
+        return pb.DescribeDecoderResponse(
+            model_name=engine.model_name,
+            dtype=DTYPES[engine.dtype],
+            levels=engine.levels,
+            hidden=engine.hidden,
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+            block_size=engine.block_size,
+            num_blocks=engine.num_blocks,
+            max_num_sequences=engine.max_num_sequences,
+        )
+
+    async def Generate(
+        self,
+        request_iterator: AsyncIterator[pb.GenerateCommand],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """See the proto. A stream that breaks takes its sequences with it."""
+        stream = self._front.open_stream()
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            while (message := await stream.outbox.take()) is not None:
+                await context.write(message)
+        finally:
+            reader.cancel()
+            self._front.close_stream(stream)
+
+    async def _read(self, commands: AsyncIterator[pb.GenerateCommand], stream: Stream) -> None:
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "submit":
+                    self._front.submit(stream, command.submit)
+                case "cancel":
+                    self._front.cancel(stream, command.cancel.sequence_id)
+                case _:  # of a newer gateway
+                    pass
+        self._front.half_close(stream)

@@ -1,0 +1,167 @@
+"""A gateway's Submit, checked, as the engine's AddSequence.
+
+Whatever comes out of here can be computed: an engine serves many, and one bad sequence must not
+reach a place where it would harm the others.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.embedding import EmbeddingSpec
+from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.image_key import KEY_BYTES
+from services.common.pb import decoder_pb2 as pb
+from services.decoder.engine.messages import AddSequence, EngineReady, ImageSpan, SamplingParams
+
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_SALT_BYTES = 256
+_INT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRequest:
+    """One distinct image of a sequence: what its embedding must be, and who was asked for it."""
+
+    key: bytes
+    spec: EmbeddingSpec
+    encoder_address: str
+
+
+def read_submit(
+    submit: pb.Submit, sequence_id: int, engine: EngineReady
+) -> tuple[AddSequence, list[ImageRequest]]:
+    """The engine's message, under the id that the front minted, and the images it needs.
+
+    Raises:
+        InvalidRequest: the message says which field and why.
+    """
+    num_tokens = _check_prompt(submit, engine)
+    _check_positions(submit, num_tokens, engine)
+    spans = _spans(submit, num_tokens)
+    if len(submit.cache_salt) > MAX_SALT_BYTES:
+        raise InvalidRequest(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
+    if not (math.isfinite(submit.timeout_s) and submit.timeout_s >= 0):
+        raise InvalidRequest("timeout_s is not a time")
+    message = AddSequence(
+        sequence_id=sequence_id,
+        prompt_token_ids=submit.prompt_token_ids,
+        positions=submit.positions,
+        position_delta=submit.position_delta,
+        images=spans,
+        sampling=_sampling(submit.sampling, engine),
+        cache_salt=submit.cache_salt,
+    )
+    return message, _image_requests(submit, engine)
+
+
+def _check_prompt(submit: pb.Submit, engine: EngineReady) -> int:
+    data = submit.prompt_token_ids
+    if not data or len(data) % _INT_BYTES:
+        raise InvalidRequest("prompt_token_ids is not a list of int32")
+    ids = np.frombuffer(data, "<i4")
+    if len(ids) >= engine.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(ids)} tokens; prompt and completion may have "
+            f"{engine.max_model_len} together"
+        )
+    if int(ids.min()) < 0 or int(ids.max()) >= engine.vocab_size:
+        raise InvalidRequest(f"prompt_token_ids has ids outside [0, {engine.vocab_size})")
+    return len(ids)
+
+
+def _check_positions(submit: pb.Submit, num_tokens: int, engine: EngineReady) -> None:
+    # A picture's tokens share positions, so a completion never runs ahead of its index.
+    if not -num_tokens <= submit.position_delta <= 0:
+        raise InvalidRequest(f"position_delta is outside [-{num_tokens}, 0]")
+    if not submit.positions:
+        return
+    if len(submit.positions) != 3 * num_tokens * _INT_BYTES:
+        raise InvalidRequest(f"positions is not int32 [3, {num_tokens}]")
+    positions = np.frombuffer(submit.positions, "<i4")
+    if int(positions.min()) < 0 or int(positions.max()) >= engine.max_model_len:
+        raise InvalidRequest(f"positions has values outside [0, {engine.max_model_len})")
+
+
+def _spans(submit: pb.Submit, num_tokens: int) -> list[ImageSpan]:
+    spans: list[ImageSpan] = []
+    end = 0
+    for image in submit.images:
+        if len(image.image_key) != KEY_BYTES:
+            raise InvalidRequest(f"an image key has {len(image.image_key)} bytes, not {KEY_BYTES}")
+        if image.num_tokens == 0 or image.offset < end:
+            raise InvalidRequest("images are empty, overlap or are not in order of offset")
+        end = image.offset + image.num_tokens
+        if end > num_tokens:
+            raise InvalidRequest(f"an image ends at {end}, beyond the {num_tokens} prompt tokens")
+        spans.append(ImageSpan(image.image_key, image.offset, image.num_tokens))
+    return spans
+
+
+def _image_requests(submit: pb.Submit, engine: EngineReady) -> list[ImageRequest]:
+    requests: dict[bytes, ImageRequest] = {}
+    for image in submit.images:
+        spec = EmbeddingSpec(engine.dtype, engine.levels, image.num_tokens, engine.hidden)
+        known = requests.get(image.image_key)
+        if known is None:
+            requests[image.image_key] = ImageRequest(image.image_key, spec, image.encoder_address)
+        elif known.spec != spec:
+            raise InvalidRequest("one image key stands for two sizes")
+    return list(requests.values())
+
+
+def _sampling(given: pb.SamplingParams, engine: EngineReady) -> SamplingParams:
+    _check_range("temperature", given.temperature, 0.0, 1e4)
+    _check_range("min_p", given.min_p, 0.0, 1.0)
+    _check_range("presence_penalty", given.presence_penalty, -1e4, 1e4)
+    _check_range("frequency_penalty", given.frequency_penalty, -1e4, 1e4)
+    _check_range("top_p", given.top_p, 0.0, 1.0, open_below=True)
+    _check_range("repetition_penalty", given.repetition_penalty, 0.0, 1e4, open_below=True)
+    if given.max_tokens < 1:
+        raise InvalidRequest("max_tokens is less than 1")
+    if len(given.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has more than {MAX_LOGIT_BIAS} entries")
+    if len(given.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries")
+    logit_bias = dict(given.logit_bias)
+    _check_ids("logit_bias", list(logit_bias), engine)
+    _check_ids("stop_token_ids", given.stop_token_ids, engine)
+    for bias in logit_bias.values():
+        _check_range("logit_bias", bias, -1e4, 1e4)
+    top_logprobs = given.top_logprobs if given.HasField("top_logprobs") else None
+    if top_logprobs is not None and top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs is more than {MAX_TOP_LOGPROBS}")
+    return SamplingParams(
+        temperature=given.temperature,
+        top_k=given.top_k if given.top_k < engine.vocab_size else 0,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=logit_bias,
+        seed=given.seed,
+        stop_token_ids=tuple(given.stop_token_ids),
+        max_tokens=min(given.max_tokens, engine.max_model_len),
+        min_tokens=min(given.min_tokens, engine.max_model_len),
+        top_logprobs=top_logprobs,
+    )
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, open_below: bool = False
+) -> None:
+    # Written so that NaN is outside of every range.
+    inside = low < value <= high if open_below else low <= value <= high
+    if not inside:
+        bracket = "(" if open_below else "["
+        raise InvalidRequest(f"{name} is {value:g}, outside {bracket}{low:g}, {high:g}]")
+
+
+def _check_ids(name: str, ids: Sequence[int], engine: EngineReady) -> None:
+    if ids and max(ids) >= engine.vocab_size:
+        raise InvalidRequest(f"{name} has ids outside [0, {engine.vocab_size})")

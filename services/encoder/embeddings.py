@@ -1,0 +1,353 @@
+"""How an embedding is come by: memory, then Redis, then the engine; once for all who ask.
+
+A flight is the work on one key. Whoever asks for the key while it is under way joins it; when the
+last of them goes away, the flight is cancelled. Across pods, a claim in Redis does the same.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from services.common.arena import ArenaEntry
+from services.common.embedding import EmbeddingSpec
+from services.common.embedding_cache import RedisCache
+from services.common.errors import (
+    EmbeddingUnavailable,
+    InvalidRequest,
+    Overloaded,
+    TriptychError,
+)
+from services.encoder.engine_client import EngineClient, EngineJob, StageTimes
+from services.encoder.memory_tier import MemoryTier
+from services.encoder.metrics import EncoderMetrics
+from services.encoder.redis_writer import RedisWriter
+from services.encoder.sources import Grid, SourceStore
+
+# A pod that claimed a key and says nothing for this long is not waited for.
+_PEER_TIMEOUT_S = 3.0
+_LOCK_TTL_S = 10.0
+_FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.05
+_NO_TIMES = StageTimes()
+
+
+class Origin(Enum):
+    """Where an embedding came from."""
+
+    COMPUTED = "computed"
+    MEMORY = "memory"
+    REDIS = "redis"
+    JOINED = "joined"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The answer to `Embeddings.encode`.
+
+    Attributes:
+        entry: the bytes in memory; None: they are in Redis.
+    """
+
+    origin: Origin
+    entry: ArenaEntry | None = None
+    lookup_s: float = 0.0
+    times: StageTimes = _NO_TIMES
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """The work on one key, and how many wait for it."""
+
+    key: bytes
+    image: bytes
+    grid: Grid
+    spec: EmbeddingSpec
+    into_memory: bool  # Redis alone is not enough: somebody asks for the bytes
+    waiters: int = 0
+    task: asyncio.Task[Encoded] | None = None
+
+    @property
+    def num_patches(self) -> int:
+        """Patches before merging."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+class Embeddings:
+    """All embeddings this pod can give.
+
+    Args:
+        like: an embedding's dtype, levels and hidden size; its token count is ignored.
+        merge_size: patches per image-token side.
+        memory: this pod's own.
+        engine: makes them.
+        cache: shared by all pods; None: there is none.
+        writer: puts new ones there; None as `cache`.
+        metrics: counts.
+        max_queued_patches: images beyond this in work are refused at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        like: EmbeddingSpec,
+        merge_size: int,
+        memory: MemoryTier,
+        engine: EngineClient,
+        cache: RedisCache | None,
+        writer: RedisWriter | None,
+        metrics: EncoderMetrics,
+        max_queued_patches: int,
+    ) -> None:
+        self._like = like
+        self._merge_size = merge_size
+        self._memory = memory
+        self._engine = engine
+        self._cache = cache
+        self._writer = writer
+        self._metrics = metrics
+        self._max_queued_patches = max_queued_patches
+        self._sources = SourceStore()
+        self._flights: dict[bytes, _Flight] = {}
+        self._queued_patches = 0
+        self._arrivals: dict[bytes, set[asyncio.Future[None]]] = {}
+        self._owner = os.urandom(8).hex()
+        self._claims = itertools.count()
+
+    def spec_of(self, grid: Grid) -> EmbeddingSpec:
+        """The embedding of an image of that grid."""
+        tokens = grid[0] * grid[1] * grid[2] // self._merge_size**2
+        return replace(self._like, num_tokens=tokens)
+
+    async def encode(self, key: bytes, image: bytes, grid: Grid) -> Encoded:
+        """Makes the embedding available here or in Redis.
+
+        Raises:
+            Overloaded: too much is in work already.
+            TriptychError: the image's own error, or the engine's.
+        """
+        entry = self._memory.get(key)
+        self._metrics.memory_lookups.labels("hit" if entry else "miss").inc()
+        if entry:
+            self._sources.put(key, image, grid)
+            return Encoded(Origin.MEMORY, entry)
+        if flight := self._flights.get(key):
+            found = await self._join(flight)
+            return Encoded(Origin.JOINED, found.entry)
+        return await self._join(self._start(key, image, grid, into_memory=False))
+
+    @asynccontextmanager
+    async def entry(self, key: bytes, timeout_s: float) -> AsyncGenerator[ArenaEntry]:
+        """The bytes of a key, held in memory for the block; waits for work that is under way or
+        has not been asked for yet.
+
+        Raises:
+            InvalidRequest: the image can be encoded nowhere.
+            EmbeddingUnavailable: nobody asked for the key in time, or the work on it failed.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                entry = await self._held(key)
+        except TimeoutError:
+            raise EmbeddingUnavailable("the image was not encoded here in time") from None
+        except InvalidRequest:
+            raise
+        except TriptychError as error:
+            raise EmbeddingUnavailable(f"the image was not encoded: {error.message}") from None
+        try:
+            yield entry
+        finally:
+            self._memory.release(entry)
+
+    async def digest_of(self, entry: ArenaEntry) -> bytes:
+        """The digest of a held entry."""
+        return await self._memory.digest_of(entry)
+
+    def view(self, entry: ArenaEntry) -> memoryview:
+        """The bytes of a held entry."""
+        return self._memory.arena.view(entry)
+
+    async def close(self) -> None:
+        """Ends all work."""
+        tasks = [flight.task for flight in self._flights.values() if flight.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _held(self, key: bytes) -> ArenaEntry:
+        while True:
+            if entry := self._memory.get(key):
+                self._memory.arena.acquire(entry)
+                return entry
+            if flight := self._flights.get(key):
+                await self._join(flight)
+            elif source := self._sources.get(key):
+                # Answered from Redis, or evicted since: the bytes are wanted here after all.
+                await self._join(self._start(key, source.image, source.grid, into_memory=True))
+            else:
+                await self._arrival(key)
+
+    async def _arrival(self, key: bytes) -> None:
+        """Returns when somebody asks for work on the key."""
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._arrivals.setdefault(key, set())
+        waiting.add(arrived)
+        try:
+            await arrived
+        finally:
+            waiting.discard(arrived)
+            if not waiting and self._arrivals.get(key) is waiting:
+                del self._arrivals[key]
+
+    async def _join(self, flight: _Flight) -> Encoded:
+        assert flight.task is not None
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiters -= 1
+            if flight.waiters == 0 and not flight.task.done():
+                # Forgotten at once: who asks from now on starts anew.
+                self._forget(flight)
+                flight.task.cancel()
+
+    def _start(self, key: bytes, image: bytes, grid: Grid, *, into_memory: bool) -> _Flight:
+        flight = _Flight(key, image, grid, self.spec_of(grid), into_memory)
+        room = self._max_queued_patches - self._queued_patches
+        if flight.num_patches > room:
+            raise Overloaded("too many images are being encoded", retry_after_s=1.0)
+        self._flights[key] = flight
+        self._queued_patches += flight.num_patches
+        flight.task = asyncio.create_task(self._fly(flight))
+        flight.task.add_done_callback(lambda task: self._land(flight, task))
+        self._show_queue()
+        for arrived in self._arrivals.pop(key, ()):
+            if not arrived.done():
+                arrived.set_result(None)
+        return flight
+
+    def _land(self, flight: _Flight, task: asyncio.Task[Encoded]) -> None:
+        self._queued_patches -= flight.num_patches
+        self._forget(flight)
+        self._show_queue()
+        if not task.cancelled() and task.exception() is None:
+            self._sources.put(flight.key, flight.image, flight.grid)
+
+    def _forget(self, flight: _Flight) -> None:
+        if self._flights.get(flight.key) is flight:
+            del self._flights[flight.key]
+
+    def _show_queue(self) -> None:
+        self._metrics.queue_images.set(len(self._flights))
+        self._metrics.queue_patches.set(self._queued_patches)
+        self._metrics.cache_bytes.set(self._memory.arena.used_bytes)
+
+    async def _fly(self, flight: _Flight) -> Encoded:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        claim = b""
+        if self._cache is not None:
+            if found := await self._from_redis(self._cache, flight, Origin.REDIS):
+                return replace(found, lookup_s=loop.time() - start)
+            claim = await self._claim(self._cache, flight.key)
+            if not claim and (found := await self._from_peer(self._cache, flight)):
+                return replace(found, lookup_s=loop.time() - start)
+        lookup_s = loop.time() - start
+        try:
+            entry, times = await self._compute(flight)
+        except BaseException:
+            if claim and self._cache is not None:
+                await self._cache.unlock(flight.key, claim)
+            raise
+        try:
+            if self._writer is not None:
+                self._writer.put(entry, claim)
+        finally:
+            self._memory.release(entry)
+        self._metrics.observe_stage("lookup", lookup_s)
+        return Encoded(Origin.COMPUTED, entry, lookup_s, times)
+
+    async def _from_redis(
+        self, cache: RedisCache, flight: _Flight, origin: Origin
+    ) -> Encoded | None:
+        """The entry in Redis, if it is there; its bytes too, if they are wanted."""
+        header = await cache.header(flight.key)
+        if header is None:
+            return None
+        spec, digest = header
+        if spec != flight.spec:
+            await cache.delete(flight.key)
+            return None
+        if not flight.into_memory:
+            return Encoded(origin)
+        entry = await self._memory.reserve(flight.key, spec)
+        if entry.committed:
+            return Encoded(Origin.MEMORY, entry)
+        try:
+            if not await cache.read(flight.key, spec, digest, self._memory.arena.view(entry)):
+                return None
+            entry.digest = digest
+            self._memory.commit(entry)
+            return Encoded(origin, entry)
+        finally:
+            self._memory.release(entry)
+
+    async def _claim(self, cache: RedisCache, key: bytes) -> bytes:
+        """Our claim on making the key, or nothing while another pod holds one."""
+        owner = f"{self._owner}:{next(self._claims)}".encode()
+        try:
+            return owner if await cache.try_lock(key, owner, _LOCK_TTL_S) else b""
+        except asyncio.CancelledError:
+            await cache.unlock(key, owner)  # it may have been granted
+            raise
+
+    async def _from_peer(self, cache: RedisCache, flight: _Flight) -> Encoded | None:
+        """Waits for the pod that claimed the key; None: it is not worth waiting any longer."""
+        pause_s = _FIRST_POLL_S
+        deadline = asyncio.get_running_loop().time() + _PEER_TIMEOUT_S
+        while asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+            if claim := await self._claim(cache, flight.key):
+                # The other pod stored its result before it gave the claim back, or has failed.
+                await cache.unlock(flight.key, claim)
+                return await self._from_redis(cache, flight, Origin.JOINED)
+        return None
+
+    async def _compute(self, flight: _Flight) -> tuple[ArenaEntry, StageTimes]:
+        """Encodes; the caller releases the entry, which nothing can evict until then."""
+        entry = await self._memory.reserve(flight.key, flight.spec)
+        self._memory.arena.acquire(entry)
+        try:
+            if entry.committed:
+                return entry, _NO_TIMES
+            try:
+                job = self._engine.submit(flight.image, flight.grid, entry.offset)
+            except BaseException:
+                self._memory.release(entry)  # the writer's, which the engine never became
+                raise
+            job.done.add_done_callback(lambda done: self._settle(entry, done))
+            return entry, await self._awaited(job)
+        except BaseException:
+            self._memory.release(entry)
+            raise
+
+    async def _awaited(self, job: EngineJob) -> StageTimes:
+        try:
+            times = await asyncio.shield(job.done)
+        except asyncio.CancelledError:
+            self._engine.cancel(job)
+            raise
+        self._metrics.observe_stage("queue", times.queue_s)
+        self._metrics.observe_stage("preprocess", times.preprocess_s)
+        self._metrics.observe_stage("forward", times.forward_s)
+        return times
+
+    def _settle(self, entry: ArenaEntry, done: asyncio.Future[StageTimes]) -> None:
+        """The engine has let go of the memory, whether anybody still waits or not."""
+        if done.exception() is None:
+            self._metrics.images_encoded.inc()
+            self._memory.commit(entry)
+        self._memory.release(entry)

@@ -1,0 +1,256 @@
+"""The engine's loop: messages → preprocessing pool → batches → device → messages.
+
+Three kinds of thread meet in one mailbox. The receiver reads the channel and hands images to the
+pool at once, so the next batch is prepared while the device works; the pool's threads decode and
+resize; the loop alone touches the batcher, the device and the sending side of the channel.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.common.channel import ChannelClosed, EngineChannel
+from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
+from services.encoder.engine.batcher import Batcher
+from services.encoder.engine.messages import (
+    CancelImage,
+    EncodeImage,
+    EngineStats,
+    FrontMessage,
+    ImageDone,
+    Shutdown,
+)
+from services.encoder.engine.runner import LaunchedBatch, PreparedImage, Runner
+
+# Batches on the device: one runs, one waits behind it, so that the device never waits for us.
+_MAX_LAUNCHED = 2
+_POLL_S = 0.0002
+
+Prepare = Callable[[bytes, tuple[int, int, int]], Tensor]
+
+
+@dataclass(slots=True)
+class _Job:
+    """One image from its arrival to its `ImageDone`."""
+
+    message: EncodeImage
+    received_at: float
+    prepared_at: float = 0.0
+    launched_at: float = 0.0
+    preprocess_s: float = 0.0
+    pixels: Tensor | None = None
+    error: TriptychError | None = None
+    cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """The front is done with us, or gone."""
+
+
+class Engine:
+    """Runs until the front says `Shutdown` or goes away.
+
+    Args:
+        channel: to the front.
+        runner: of the device.
+        prepare: encoded file and grid → resized pixels; called in the pool's threads; raises
+            `TriptychError` for a bad image.
+        max_batch_patches: budget of one batch.
+        workers: threads of the preprocessing pool.
+    """
+
+    def __init__(
+        self,
+        channel: EngineChannel[FrontMessage],
+        runner: Runner,
+        prepare: Prepare,
+        *,
+        max_batch_patches: int,
+        workers: int,
+    ) -> None:
+        self._channel = channel
+        self._runner = runner
+        self._prepare = prepare
+        self._batcher = Batcher(max_batch_patches)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="preprocess")
+        self._mailbox: queue.SimpleQueue[_Job | CancelImage | _Stop] = queue.SimpleQueue()
+        self._jobs: dict[int, _Job] = {}  # until their end; the receiver adds, the loop removes
+        self._launched: deque[LaunchedBatch] = deque()
+        self._stopping = False
+        self._num_batches = self._num_images = self._num_patches = 0
+
+    def run(self) -> None:
+        """The loop. Returns when the front has no more use for the engine."""
+        threading.Thread(target=self._receive, name="receiver", daemon=True).start()
+        try:
+            while not self._stopping or self._launched:
+                self._read_mailbox()
+                self._launch_next()
+                self._finish_done()
+        except ChannelClosed:
+            logging.warning("the front is gone")
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # The receiver's thread.
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                for message in self._channel.receive(None):
+                    self._accept(message)
+        except ChannelClosed:
+            self._mailbox.put(_Stop())
+
+    def _accept(self, message: FrontMessage) -> None:
+        match message:
+            case EncodeImage():
+                job = _Job(message, time.monotonic())
+                self._jobs[message.job_id] = job
+                self._pool.submit(self._preprocess, job)
+            case CancelImage():
+                if job := self._jobs.get(message.job_id):
+                    job.cancelled = True
+                self._mailbox.put(message)
+            case Shutdown():
+                self._mailbox.put(_Stop())
+
+    # The pool's threads.
+
+    def _preprocess(self, job: _Job) -> None:
+        start = time.monotonic()
+        try:
+            if not job.cancelled:
+                job.pixels = self._prepare(job.message.image, job.message.grid)
+        except TriptychError as error:
+            job.error = error
+        except Exception:
+            logging.exception("preprocessing failed")
+            job.error = InternalError("preprocessing failed")
+        job.prepared_at = time.monotonic()
+        job.preprocess_s = job.prepared_at - start
+        self._mailbox.put(job)
+
+    # The loop's thread.
+
+    def _read_mailbox(self) -> None:
+        """Takes what has come; waits if there is nothing else to do."""
+        can_launch = len(self._batcher) > 0 and len(self._launched) < _MAX_LAUNCHED
+        if can_launch or (self._launched and self._runner.is_done(self._launched[0])):
+            timeout_s = 0.0
+        elif self._launched:
+            timeout_s = _POLL_S
+        else:
+            timeout_s = None
+        try:
+            while True:
+                item = self._mailbox.get(timeout_s != 0.0, timeout_s)
+                timeout_s = 0.0
+                self._take(item)
+        except queue.Empty:
+            pass
+
+    def _take(self, item: _Job | CancelImage | _Stop) -> None:
+        match item:
+            case _Stop():
+                self._stopping = True
+            case CancelImage():
+                if self._batcher.remove(item.job_id):
+                    self._end(item.job_id, Cancelled("nobody waits for this image"))
+            case _Job():
+                if item.cancelled or item.error or item.pixels is None:
+                    error = item.error or Cancelled("nobody waits for this image")
+                    self._end(item.message.job_id, error)
+                else:
+                    grid = item.message.grid
+                    self._batcher.add(item.message.job_id, grid[0] * grid[1] * grid[2])
+
+    def _launch_next(self) -> None:
+        if len(self._launched) >= _MAX_LAUNCHED or self._stopping:
+            return
+        chosen = self._batcher.next_batch()
+        if not chosen:
+            return
+        now = time.monotonic()
+        images: list[PreparedImage] = []
+        for job_id in chosen:
+            job = self._jobs[job_id]
+            job.launched_at = now
+            assert job.pixels is not None
+            message = job.message
+            images.append(PreparedImage(job_id, message.grid, job.pixels, message.arena_offset))
+        try:
+            self._launched.append(self._runner.launch(images))
+        except Exception:
+            logging.exception("a batch of %d images failed; trying smaller ones", len(images))
+            while self._launched:
+                self._finish(self._launched.popleft())
+            self._runner.recover()
+            self._run_apart(images)
+
+    def _run_apart(self, images: Sequence[PreparedImage]) -> None:
+        """After a failure: in ever smaller batches, so that in the end one image fails alone."""
+        try:
+            launched = self._runner.launch(images)
+        except Exception as error:
+            self._runner.recover()
+            if len(images) == 1:
+                self._end(images[0].job_id, _device_error(error))
+                return
+            by_size = sorted(images, key=lambda image: image.num_patches)
+            self._run_apart(by_size[: len(by_size) // 2])
+            self._run_apart(by_size[len(by_size) // 2 :])
+        else:
+            self._finish(launched)
+
+    def _finish_done(self) -> None:
+        while self._launched and self._runner.is_done(self._launched[0]):
+            self._finish(self._launched.popleft())
+
+    def _finish(self, batch: LaunchedBatch) -> None:
+        finite = self._runner.finish(batch)
+        self._num_batches += 1
+        self._num_images += len(batch.images)
+        self._num_patches += sum(image.num_patches for image in batch.images)
+        for image, is_finite in zip(batch.images, finite, strict=True):
+            error = None if is_finite else InternalError("the embedding is not finite")
+            self._end(image.job_id, error)
+        self._channel.send(
+            EngineStats(
+                num_queued=len(self._jobs),
+                queued_patches=self._batcher.queued_patches,
+                num_batches=self._num_batches,
+                num_images=self._num_images,
+                num_patches=self._num_patches,
+            )
+        )
+
+    def _end(self, job_id: int, error: TriptychError | None) -> None:
+        job = self._jobs.pop(job_id)
+        now = time.monotonic()
+        launched_at = job.launched_at or now
+        self._channel.send(
+            ImageDone(
+                job_id=job_id,
+                queue_s=max(0.0, launched_at - job.received_at - job.preprocess_s),
+                preprocess_s=job.preprocess_s,
+                forward_s=now - launched_at,
+                error_code=error.code if error else "",
+                message=error.message if error else "",
+            )
+        )
+
+
+def _device_error(error: Exception) -> TriptychError:
+    if isinstance(error, torch.OutOfMemoryError):
+        return Overloaded("the device has no memory for this image now")
+    return InternalError("the image could not be encoded")

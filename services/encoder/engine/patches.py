@@ -1,0 +1,44 @@
+"""Resized pixels → packed patches, on whatever device the pixels are."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.encoder.models.base import Grid
+
+
+def pack_patches(
+    pixels: Tensor, grids: Sequence[Grid], patch_size: int, merge_size: int, dtype: torch.dtype
+) -> Tensor:
+    """Patches of still images, normalized to [-1, 1], without the time axis.
+
+    Args:
+        pixels: the images' `[h * patch, w * patch, channels]` uint8, flat, one after the other.
+        grids: of the images, t = 1.
+        patch_size: pixels per patch side.
+        merge_size: patches per image-token side.
+        dtype: of the result; the arithmetic is float32's, as the reference processor's.
+
+    Returns:
+        `[N, channels * patch²]`, rows in merge-block order, channel-major.
+    """
+    num_patches = sum(height * width for _, height, width in grids)
+    packed = pixels.new_empty(num_patches, pixels.numel() // num_patches)
+    first_pixel, first_row = 0, 0
+    for _, height, width in grids:
+        rows = height * width
+        image = pixels[first_pixel : first_pixel + rows * packed.shape[1]]
+        blocks = image.view(
+            height // merge_size, merge_size, patch_size,
+            width // merge_size, merge_size, patch_size, -1,
+        ).permute(0, 3, 1, 4, 6, 2, 5)  # fmt: skip
+        packed[first_row : first_row + rows].view(blocks.shape).copy_(blocks)
+        first_pixel += image.numel()
+        first_row += rows
+    return normalize(packed).to(dtype)
+
+
+def normalize(values: Tensor) -> Tensor:
+    """(x / 255 - 0.5) / 0.5 as the reference processor fuses it, float32."""
+    return (values.float() - 127.5) / 127.5

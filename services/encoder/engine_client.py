@@ -1,0 +1,116 @@
+"""The engine, as the front's event loop sees it: jobs and their ends."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.channel import ChannelClosed
+from services.common.errors import Unavailable, from_code
+from services.encoder.engine.messages import (
+    CancelImage,
+    EncodeImage,
+    EngineMessage,
+    EngineStats,
+    FrontMessage,
+    ImageDone,
+    Shutdown,
+)
+
+
+class EngineLink(Protocol):
+    """What this file needs of `services.common.channel.FrontChannel`."""
+
+    async def receive(self) -> EngineMessage:
+        """The engine's next message; raises `ChannelClosed`."""
+        ...
+
+    def send(self, *messages: FrontMessage) -> None:
+        """Queues messages."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds an image spent in the engine's stages."""
+
+    queue_s: float = 0.0
+    preprocess_s: float = 0.0
+    forward_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """An image given to the engine. `done` ends when the engine no longer uses the memory."""
+
+    job_id: int
+    done: asyncio.Future[StageTimes]
+
+
+class EngineClient:
+    """Gives images to the engine.
+
+    Args:
+        link: to an engine that said it is ready.
+        on_stats: called with the gauges the engine sends after each batch.
+    """
+
+    def __init__(self, link: EngineLink, on_stats: Callable[[EngineStats], None]) -> None:
+        self._link = link
+        self._on_stats = on_stats
+        self._ids = itertools.count(1)
+        self._jobs: dict[int, EngineJob] = {}
+        self._died = False
+
+    def submit(self, image: bytes, grid: tuple[int, int, int], arena_offset: int) -> EngineJob:
+        """Starts a job. Its future ends in `StageTimes` or the image's `TriptychError`.
+
+        Raises:
+            Unavailable: the engine is gone.
+        """
+        if self._died:
+            raise Unavailable("the encoder's engine ended")
+        job = EngineJob(next(self._ids), asyncio.get_running_loop().create_future())
+        self._jobs[job.job_id] = job
+        self._link.send(EncodeImage(job.job_id, image, grid, arena_offset))
+        return job
+
+    def cancel(self, job: EngineJob) -> None:
+        """Nobody waits for the job. Its future still ends, when the engine lets go of it."""
+        if job.job_id in self._jobs and not self._died:
+            self._link.send(CancelImage(job.job_id))
+
+    def shut_down(self) -> None:
+        """Asks the engine to end."""
+        if not self._died:
+            self._link.send(Shutdown())
+
+    async def run(self) -> None:
+        """Receives until the engine is gone; then all jobs have failed."""
+        try:
+            while True:
+                self._take(await self._link.receive())
+        except ChannelClosed:
+            pass
+        finally:
+            self._died = True
+            for job in self._jobs.values():
+                if not job.done.done():
+                    job.done.set_exception(Unavailable("the encoder's engine ended"))
+            self._jobs.clear()
+
+    def _take(self, message: EngineMessage) -> None:
+        match message:
+            case ImageDone():
+                job = self._jobs.pop(message.job_id)
+                if message.error_code:
+                    job.done.set_exception(from_code(message.error_code, message.message))
+                else:
+                    job.done.set_result(
+                        StageTimes(message.queue_s, message.preprocess_s, message.forward_s)
+                    )
+            case EngineStats():
+                self._on_stats(message)
+            case _:
+                raise AssertionError(f"the engine sent {type(message).__name__}")

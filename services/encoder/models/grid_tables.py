@@ -1,0 +1,137 @@
+"""What an image's grid alone decides: interpolated position embeddings and 2-D rope angles.
+
+Rows are in merge-block order: the patches of one image token are neighbours. Tables are made once
+per grid and kept; a batch's tables are those of its images one after the other.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROPE_THETA = 10_000.0
+_CACHE_BYTES = 256 << 20
+_ROWS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class GridTable:
+    """Tables of one frame of h x w patches.
+
+    Attributes:
+        positions: `[h * w, hidden]`.
+        cos: `[h * w, head_dim / 2]` float32; quarter 0 turns by row, quarter 1 by column.
+        sin: as `cos`.
+    """
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the three."""
+        return sum(x.numel() * x.element_size() for x in (self.positions, self.cos, self.sin))
+
+
+class GridTables:
+    """The tables of the grids seen lately, at most `max_bytes` of them (and always one batch's).
+
+    Args:
+        table: the learned `[side * side, hidden]` position embeddings; its device and dtype are
+            the tables'.
+        head_dim: of the attention.
+        merge_size: patches per image-token side.
+    """
+
+    def __init__(
+        self, table: Tensor, head_dim: int, merge_size: int, max_bytes: int = _CACHE_BYTES
+    ) -> None:
+        self._table = table
+        self._merge_size = merge_size
+        self._max_bytes = max_bytes
+        quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32)
+        self._frequencies = 1.0 / ROPE_THETA ** (quarter / (head_dim // 2))  # [head_dim / 4], host
+        self._cache: OrderedDict[tuple[int, int], GridTable] = OrderedDict()
+        self._cached_bytes = 0
+
+    def of(self, frames: Sequence[tuple[int, int]]) -> GridTable:
+        """The tables of frames (h, w), packed in this order."""
+        tables = [self._one(height, width) for height, width in frames]
+        while self._cached_bytes > self._max_bytes and len(self._cache) > 1:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].size_bytes
+        if len(tables) == 1:
+            return tables[0]
+        return GridTable(
+            torch.cat([table.positions for table in tables]),
+            torch.cat([table.cos for table in tables]),
+            torch.cat([table.sin for table in tables]),
+        )
+
+    def _one(self, height: int, width: int) -> GridTable:
+        found = self._cache.get((height, width))
+        if found is not None:
+            self._cache.move_to_end((height, width))
+            return found
+        rows, columns = merge_block_order(height, width, self._merge_size)
+        angles = torch.cat(
+            [axis[:, None] * self._frequencies for axis in (rows.float(), columns.float())], dim=1
+        )
+        device = self._table.device
+        made = GridTable(
+            interpolate(self._table, height, width, rows, columns),
+            angles.cos().to(device),
+            angles.sin().to(device),
+        )
+        self._cache[height, width] = made
+        self._cached_bytes += made.size_bytes
+        return made
+
+
+def merge_block_order(height: int, width: int, merge_size: int) -> tuple[Tensor, Tensor]:
+    """Row and column of each patch, `[h * w]` int64 on the host, block by block."""
+    index = torch.arange(height * width).view(
+        height // merge_size, merge_size, width // merge_size, merge_size
+    )
+    index = index.transpose(1, 2).reshape(-1)
+    return index // width, index % width
+
+
+def interpolate(table: Tensor, height: int, width: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """Bilinear (corners aligned) samples of a square table.
+
+    Args:
+        table: `[side * side, hidden]`.
+        height: of the grid whose corners are the table's.
+        width: as `height`.
+        rows: `[n]` int64, the samples' rows in the grid.
+        columns: as `rows`.
+
+    Returns:
+        `[n, hidden]` in the table's dtype, summed in float32.
+    """
+    side = round(table.shape[0] ** 0.5)
+    low_row, high_row, row_part = _corners(rows, height, side)
+    low_column, high_column, column_part = _corners(columns, width, side)
+    corners = [
+        (row * side + column, row_weight * column_weight)
+        for row, row_weight in ((low_row, 1 - row_part), (high_row, row_part))
+        for column, column_weight in ((low_column, 1 - column_part), (high_column, column_part))
+    ]
+    index = torch.stack([index for index, _ in corners]).to(table.device)  # [4, n]
+    weight = torch.stack([weight for _, weight in corners]).to(table.device)
+    out = torch.empty(len(rows), table.shape[1], dtype=table.dtype, device=table.device)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        values = table[index[:, part]] * weight[:, part, None]  # [4, rows, hidden] float32
+        out[part] = values.sum(0)
+    return out
+
+
+def _corners(places: Tensor, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The table's lines before and after each place, and how far it lies between them (float32)."""
+    at = places.float() * (side - 1) / max(size - 1, 1)
+    low = at.floor().long().clamp(max=side - 1)
+    return low, (low + 1).clamp(max=side - 1), at - low

@@ -1,0 +1,38 @@
+"""`python -m services.gateway`: settings from the environment, then serve until told to end."""
+
+import asyncio
+import sys
+
+import uvloop
+
+from services.common.model_config import ModelConfigError
+from services.common.settings import SettingsError
+from services.common.telemetry import setup_logging
+from services.gateway.app import create_gateway
+from services.gateway.server import GatewayServer
+from services.gateway.settings import GatewaySettings
+
+
+async def _serve(settings: GatewaySettings) -> None:
+    await GatewayServer(create_gateway(settings), settings).serve()
+
+
+def main() -> int:
+    """Runs the gateway.
+
+    Returns:
+        The exit status: 0 after a signal, 2 where it cannot start.
+    """
+    try:
+        settings = GatewaySettings.from_environment()
+        setup_logging("gateway", settings.log_level)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings))
+    except (SettingsError, ModelConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Wiring: settings to the objects that serve, and these to one ASGI application."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from services.common.errors import TriptychError
+from services.common.model_config import ModelConfig
+from services.gateway.admission import Admission
+from services.gateway.chat import ChatService
+from services.gateway.clients.decoders import DecoderPool
+from services.gateway.clients.encoders import EncoderPool
+from services.gateway.edge import Edge, handle_bug, handle_http_error, handle_triptych_error
+from services.gateway.images import ImageReader
+from services.gateway.media import MediaLoader
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.prompt import PromptBuilder
+from services.gateway.routes import Routes
+from services.gateway.sampling import SamplingDefaults
+from services.gateway.settings import GatewaySettings
+from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.web_media import WebMedia
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """The application and what its server must reach."""
+
+    app: ASGIApp
+    admission: Admission
+    service: ChatService
+    metrics: GatewayMetrics
+
+
+def create_gateway(settings: GatewaySettings) -> Gateway:
+    """Builds everything; connects nothing before the application starts.
+
+    Raises:
+        ModelConfigError: the model directory cannot be served.
+    """
+    config = ModelConfig.from_directory(settings.model)
+    tokenizer = ModelTokenizer.from_directory(config.directory)
+    web = WebMedia(settings.max_image_bytes, allow_private=settings.allow_private_media_hosts)
+    loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
+    metrics = GatewayMetrics()
+    service = ChatService(
+        model_name=settings.served_model_name or config.name,
+        tokenizer=tokenizer,
+        prompts=PromptBuilder.from_directory(config, tokenizer),
+        images=ImageReader(loader, config.image_limits, settings.max_source_pixels),
+        defaults=SamplingDefaults.of_model(config),
+        encoders=EncoderPool(settings.encoders),
+        decoders=DecoderPool(settings.decoders),
+        metrics=metrics,
+        max_images=settings.max_images_per_request,
+        request_timeout_s=settings.request_timeout_s,
+    )
+    admission = Admission(settings.max_concurrent_requests)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.close()
+            await loader.close()
+
+    app = Starlette(
+        routes=Routes(service, admission, metrics).table(),
+        exception_handlers={
+            TriptychError: handle_triptych_error,
+            HTTPException: handle_http_error,
+            Exception: handle_bug,
+        },
+        lifespan=lifespan,
+    )
+    return Gateway(Edge(app, admission, settings.keys), admission, service, metrics)

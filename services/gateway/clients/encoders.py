@@ -1,0 +1,171 @@
+"""The encoders: which one an image goes to, and the call that makes its embedding available."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from services.common.errors import TriptychError, Unavailable
+from services.common.pb import encoder_pb2 as pb
+from services.common.rpc import REQUEST_ID, error_from_rpc
+from services.gateway.clients.affinity import pick
+from services.gateway.clients.pods import Pod, PodSet
+from services.gateway.mrope import Grid
+
+_DESCRIBE_TIMEOUT_S = 2.0
+_SOURCES = {
+    pb.EncodeResponse.SOURCE_COMPUTED: "computed",
+    pb.EncodeResponse.SOURCE_MEMORY: "memory",
+    pb.EncodeResponse.SOURCE_REDIS: "redis",
+    pb.EncodeResponse.SOURCE_JOINED: "joined",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDescription:
+    """What an encoder serves."""
+
+    key_prefix: bytes
+    dtype: int
+    levels: int
+    hidden: int
+    max_image_patches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A good answer to an encode call."""
+
+    source: str
+    num_tokens: int
+
+
+class EncoderPod(Pod):
+    """One encoder."""
+
+    description: EncoderDescription | None = None
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._describe = self.channel.unary_unary(
+            "/triptych.v1.Encoder/Describe",
+            request_serializer=pb.DescribeEncoderRequest.SerializeToString,
+            response_deserializer=pb.DescribeEncoderResponse.FromString,
+        )
+        self._encode = self.channel.unary_unary(
+            "/triptych.v1.Encoder/Encode",
+            request_serializer=pb.EncodeRequest.SerializeToString,
+            response_deserializer=pb.EncodeResponse.FromString,
+        )
+        self._lost = asyncio.Event()
+
+    @property
+    def connected(self) -> bool:
+        """As `Pod`."""
+        return self.description is not None
+
+    async def connect(self) -> None:
+        """As `Pod`."""
+        try:
+            answer = await self._describe(pb.DescribeEncoderRequest(), timeout=_DESCRIBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failure:
+            raise error_from_rpc(failure, self._name) from None
+        self.description = EncoderDescription(
+            answer.key_prefix, answer.dtype, answer.levels, answer.hidden, answer.max_image_patches
+        )
+        self._lost = asyncio.Event()
+
+    async def lose(self, reason: str) -> None:
+        """As `Pod`."""
+        self.description = None
+        self._lost.set()
+
+    async def encode(
+        self, key: bytes, image: bytes, grid: Grid, *, request_id: str, timeout_s: float
+    ) -> Encoded:
+        """Makes an image's embedding available at this encoder.
+
+        Raises:
+            TriptychError: as the encoder says; Unavailable or DeadlineExceeded without an answer.
+        """
+        request = pb.EncodeRequest(
+            image_key=key, image=image, grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2])
+        )
+        call = self._encode(request, timeout=timeout_s, metadata=((REQUEST_ID, request_id),))
+        lost = asyncio.ensure_future(self._lost.wait())
+        answered = asyncio.ensure_future(_answer(call))
+        self.num_in_flight += 1
+        try:
+            await asyncio.wait((answered, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not answered.done():
+                raise Unavailable(f"{self._name} does not answer")
+            answer = answered.result()
+        except grpc.aio.AioRpcError as failure:
+            error = error_from_rpc(failure, self._name)
+            if failure.code() is grpc.StatusCode.UNAVAILABLE and type(error) is Unavailable:
+                self.healthy = False  # until the next check
+            raise error from None
+        finally:
+            self.num_in_flight -= 1
+            lost.cancel()
+            if not answered.done():
+                answered.cancel()
+                call.cancel()
+        return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
+
+    @property
+    def _name(self) -> str:
+        return "the encoder"
+
+
+async def _answer(
+    call: "grpc.aio.UnaryUnaryCall[pb.EncodeRequest, pb.EncodeResponse]",
+) -> pb.EncodeResponse:
+    return await call
+
+
+class EncoderPool:
+    """All encoders that can stand in for each other."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._pods = PodSet(addresses, EncoderPod)
+
+    async def start(self) -> None:
+        """Starts watching the encoders."""
+        await self._pods.start()
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        await self._pods.close()
+
+    def description(self) -> EncoderDescription | None:
+        """What most healthy encoders serve; None without one.
+
+        While a new model is rolled out there are two kinds; images go to one of them.
+        """
+        kinds = Counter(d for pod in self._pods.healthy() if (d := pod.description))
+        if not kinds:
+            return None
+        return max(kinds, key=lambda kind: (kinds[kind], kind.key_prefix))
+
+    def choose(
+        self, description: EncoderDescription, key: bytes, exclude: Collection[str]
+    ) -> EncoderPod:
+        """The encoder for an image, of those that serve `description`.
+
+        Raises:
+            Unavailable: none is left.
+        """
+        pods = [
+            pod
+            for pod in self._pods.healthy()
+            if pod.description == description and pod.address not in exclude
+        ]
+        if not pods:
+            raise Unavailable("no encoder is available")
+        return pick(pods, key)
+
+
+__all__ = ["Encoded", "EncoderDescription", "EncoderPod", "EncoderPool", "TriptychError"]

@@ -1,0 +1,267 @@
+"""The chat completions request: OpenAI's and vLLM's names, the part of them that is served.
+
+A field that would change the answer and is not served is refused, by name, with 400; so is a field
+nobody knows. Accepted without effect, because they change no answer: `user`, `safety_identifier`,
+`metadata`, `store`, `service_tier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`,
+`parallel_tool_calls` (there are no tools), `stream_options.include_obfuscation`.
+
+`image_url.detail`: `low` resizes to at most 512 x 512 pixels' worth; `high` and `auto` mean the
+model's own limits. `min_pixels` and `max_pixels` (in the image, beside it, or for the whole
+request; also as `mm_processor_kwargs`) overrule it and are clamped to the model's limits.
+`include_stage_times: true` adds `stage_times_ms` and `images` to the response or the last chunk.
+"""
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from services.common.errors import InvalidRequest
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 1024
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_N = 8
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_TOP_LOGPROBS = 20
+
+Decoded = TypeVar("Decoded")
+_Any = msgspec.Raw
+_Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
+_TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Text, taken literally."""
+
+    text: str
+
+
+class ImageUrl(Struct, forbid_unknown_fields=True):
+    """Where a picture is."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    min_pixels: _Pixels | None = None
+    max_pixels: _Pixels | None = None
+
+
+class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    """A picture."""
+
+    image_url: ImageUrl | str
+    min_pixels: _Pixels | None = None
+    max_pixels: _Pixels | None = None
+
+
+_Parts = Annotated[list[TextPart | ImagePart], Meta(min_length=1, max_length=MAX_PARTS)]
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """One turn. The fields after `content` are what clients echo from our own answers."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | _Parts | None = None
+    name: Any = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ProcessorOptions(Struct, forbid_unknown_fields=True):
+    """vLLM's spelling of the request's pixel limits."""
+
+    min_pixels: _Pixels | None = None
+    max_pixels: _Pixels | None = None
+
+
+class TemplateOptions(Struct, forbid_unknown_fields=True):
+    """The names that a request may set in the chat template."""
+
+    add_vision_id: bool | None = None
+
+
+class ChatRequest(Struct, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    min_pixels: _Pixels | None = None
+    max_pixels: _Pixels | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    include_stage_times: bool | None = None
+    # Without effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: _Any | UnsetType = UNSET
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: _Any | UnsetType = UNSET
+    parallel_tool_calls: bool | None = None
+    # Refused unless they say what happens anyway.
+    tools: _Any | UnsetType = UNSET
+    tool_choice: _Any | UnsetType = UNSET
+    functions: _Any | UnsetType = UNSET
+    function_call: _Any | UnsetType = UNSET
+    response_format: _Any | UnsetType = UNSET
+    modalities: _Any | UnsetType = UNSET
+    audio: _Any | UnsetType = UNSET
+    reasoning_effort: _Any | UnsetType = UNSET
+    verbosity: _Any | UnsetType = UNSET
+    web_search_options: _Any | UnsetType = UNSET
+
+
+_MAX_NEUTRAL_BYTES = 64
+
+# Fields that are not served, and the values of them that ask for nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "tools": (None,),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None,),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+_NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
+    "name": (None,),
+    "refusal": (None,),
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+    "tool_calls": (None, []),
+    "tool_call_id": (None,),
+    "reasoning": (None, ""),
+    "reasoning_content": (None, ""),
+}
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+_WHERE = re.compile(r" - at `\$(?:\.)?(.*)`$", re.DOTALL)
+_FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
+_SALT = re.compile(r"[^@/\\\x00]+")
+
+
+def parse_chat_request(body: bytes) -> ChatRequest:
+    """A request body as a value in which every field is of its type and within its bounds.
+
+    Raises:
+        InvalidRequest: it is not; `param` names the field.
+    """
+    request = decode_json(_decoder, body)
+    _refuse_unserved(request)
+    for index, message in enumerate(request.messages):
+        _check_message(message, index)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        raise InvalidRequest(
+            "give max_completion_tokens or max_tokens, not both", param="max_tokens"
+        )
+    if request.logit_bias and len(request.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
+    if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):
+        raise InvalidRequest("cache_salt must not hold @, / or \\", param="cache_salt")
+    return request
+
+
+def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: bytes) -> Decoded:
+    """Decodes a body.
+
+    Raises:
+        InvalidRequest: not JSON, or not of the form; `param` names the field.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        where = _WHERE.search(text)
+        param = where[1] if where else ""
+        message = text[: where.start()] if where else text
+        if field := _FIELD.search(message):
+            param = f"{param}.{field[1]}" if param else field[1]
+        raise InvalidRequest(message[:300], param=param[:200] or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidRequest("the body is not valid JSON") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+
+
+def _refuse_unserved(request: ChatRequest) -> None:
+    for name, neutral in _NEUTRAL.items():
+        raw = getattr(request, name)
+        if raw is UNSET:
+            continue
+        if len(raw) > _MAX_NEUTRAL_BYTES or msgspec.json.decode(raw) not in neutral:
+            raise InvalidRequest(f"{name} is not supported", param=name)
+
+
+def _check_message(message: Message, index: int) -> None:
+    path = f"messages[{index}]"
+    for name, neutral in _NEUTRAL_IN_MESSAGE.items():
+        if all(getattr(message, name) != value for value in neutral):
+            raise InvalidRequest(f"{name} is not supported", param=f"{path}.{name}")
+    if message.role in ("tool", "function"):
+        raise InvalidRequest(f"role {message.role} is not supported", param=f"{path}.role")
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest("content is missing", param=f"{path}.content")
+    if message.role in ("system", "developer") and index > 0:
+        raise InvalidRequest(
+            "a system message is allowed only as the first message", param=f"{path}.role"
+        )
+    if message.role != "user" and isinstance(message.content, list):
+        for position, part in enumerate(message.content):
+            if isinstance(part, ImagePart):
+                raise InvalidRequest(
+                    f"images are not allowed in a {message.role} message",
+                    param=f"{path}.content[{position}]",
+                )

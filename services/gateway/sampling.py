@@ -1,0 +1,123 @@
+"""A request's sampling fields and the model's defaults to what the decoder is told."""
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.model_config import ModelConfig
+from services.gateway.generation import Sampling
+from services.gateway.openai import ChatRequest
+
+# Completion tokens of a request that names no number.
+DEFAULT_MAX_TOKENS = 4096
+_SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What holds where a request says nothing, from generation_config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of_model(cls, config: ModelConfig) -> "SamplingDefaults":
+        """The model's; `do_sample: false` means greedy."""
+        given: Mapping[str, Any] = config.generation
+        greedy = given.get("do_sample") is False
+        return cls(
+            temperature=0.0 if greedy else float(given.get("temperature") or 1.0),
+            top_p=float(given.get("top_p") or 1.0),
+            top_k=int(given.get("top_k") or 0),
+            min_p=float(given.get("min_p") or 0.0),
+            repetition_penalty=float(given.get("repetition_penalty") or 1.0),
+            eos_token_ids=config.eos_token_ids,
+        )
+
+
+def resolve_sampling(
+    request: ChatRequest,
+    defaults: SamplingDefaults,
+    *,
+    prompt_tokens: int,
+    max_model_len: int,
+    vocab_size: int,
+) -> Sampling:
+    """The sampling of a request's first choice; the others differ by `seed` alone.
+
+    Raises:
+        ContextLengthExceeded: prompt and completion do not fit in the context.
+        InvalidRequest: an id outside the vocabulary, or bounds that contradict each other.
+    """
+    max_tokens = _max_tokens(request, prompt_tokens, max_model_len)
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens {min_tokens} is above the {max_tokens} tokens allowed", param="min_tokens"
+        )
+    stop_ids = tuple(request.stop_token_ids or ())
+    if any(token_id >= vocab_size for token_id in stop_ids):
+        raise InvalidRequest(f"ids must be below {vocab_size}", param="stop_token_ids")
+    eos = () if request.ignore_eos else defaults.eos_token_ids
+    seed = secrets.randbits(64) if request.seed is None else request.seed & _SEED_MASK
+    return Sampling(
+        temperature=_given(request.temperature, defaults.temperature),
+        top_k=max(_given(request.top_k, defaults.top_k), 0),
+        top_p=_given(request.top_p, defaults.top_p),
+        min_p=_given(request.min_p, defaults.min_p),
+        repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        seed=seed,
+        stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def for_choice(sampling: Sampling, choice: int) -> Sampling:
+    """The sampling of one of a request's choices: its own seed."""
+    if choice == 0:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + choice) & _SEED_MASK)
+
+
+def _max_tokens(request: ChatRequest, prompt_tokens: int, max_model_len: int) -> int:
+    asked = request.max_completion_tokens or request.max_tokens
+    left = max_model_len - prompt_tokens
+    if left < 1 or (asked or 1) > left:
+        raise ContextLengthExceeded(
+            f"the model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
+            f"{asked or 1} are asked for",
+            param="messages"
+            if left < 1 or not asked
+            else ("max_completion_tokens" if request.max_completion_tokens else "max_tokens"),
+        )
+    return asked or min(left, DEFAULT_MAX_TOKENS)
+
+
+def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for name, value in given.items():
+        # No int(): it takes signs, spaces, underscores and other scripts' digits.
+        if not (name.isascii() and name.isdigit() and len(name) <= 9 and int(name) < vocab_size):
+            raise InvalidRequest(
+                f"{name[:20]!r} is no token id below {vocab_size}", param="logit_bias"
+            )
+        if not math.isfinite(value):
+            raise InvalidRequest("biases must be finite", param="logit_bias")
+        bias[int(name)] = value
+    return bias
+
+
+def _given(value: Any, default: Any) -> Any:  # noqa: ANN401 - a number of either kind
+    return default if value is None else value

@@ -1,0 +1,77 @@
+"""The HTTP server: uvicorn with limits on headers, and a shutdown that lets streams end."""
+
+import asyncio
+import logging
+import signal
+from types import FrameType
+
+import uvicorn
+
+from services.gateway.app import Gateway
+from services.gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 64 << 10
+_KEEP_ALIVE_S = 65
+_CLOSE_S = 3
+
+
+class GatewayServer(uvicorn.Server):
+    """Serves one gateway.
+
+    On the first SIGTERM or SIGINT it goes on listening, but `/ready` and new requests answer 503,
+    until the running ones have ended or the grace is over. On the second it stops at once.
+    """
+
+    def __init__(self, gateway: Gateway, settings: GatewaySettings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                gateway.app,
+                host=settings.host,
+                port=settings.port,
+                loop="uvloop",
+                http="h11",
+                ws="none",
+                lifespan="on",
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_CLOSE_S,
+                access_log=False,
+                log_config=None,
+                server_header=False,
+            )
+        )
+        self._admission = gateway.admission
+        self._grace_s = settings.shutdown_grace_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, once started."""
+        return self.servers[0].sockets[0].getsockname()[1]
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """As uvicorn; remembers the loop for signals."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)  # type: ignore[arg-type]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal that ends the server."""
+        if self._loop is None or self._draining is not None:
+            self.force_exit = self.should_exit
+            self.should_exit = True
+            return
+        log.info("draining after %s", signal.Signals(sig).name)
+        self._loop.call_soon_threadsafe(self.drain)
+
+    def drain(self) -> None:
+        """Begins to end. Call from the event loop."""
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        ended = await self._admission.drain(self._grace_s)
+        log.info("drained" if ended else "the grace is over; ending running requests")
+        self.should_exit = True

@@ -1,0 +1,71 @@
+"""The gateway's settings, `GATEWAY_<FIELD>` in the environment."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import SettingsConfigDict
+
+from services.common.settings import ServiceSettings
+
+
+class GatewaySettings(ServiceSettings):
+    """One frozen value, read at the door.
+
+    Attributes:
+        host: address to listen on.
+        port: HTTP port.
+        model: checkpoint directory; only its JSON files are read.
+        served_model_name: what requests call the model; default: the directory's name.
+        encoder_addresses: comma-separated `host:port`, or `dns:///name:port`, which is resolved
+            again and again into one address per pod.
+        decoder_addresses: likewise.
+        max_concurrent_requests: more are refused at once with 503.
+        max_images_per_request: more are a 400.
+        max_image_bytes: size of one encoded image.
+        max_source_pixels: width times height of one image as sent; not above the encoder's.
+        request_timeout_s: from arrival to the last token.
+        allowed_media_dir: where `file:` URLs may point; default: nowhere.
+        allow_private_media_hosts: lets image URLs reach private and loopback addresses.
+        api_keys: comma-separated; empty: no key is asked for.
+        shutdown_grace_s: how long running requests may go on after SIGTERM.
+        log_level: of the standard logging module.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="GATEWAY_", frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    model: Path
+    served_model_name: Annotated[str, Field(max_length=256)] = ""
+    encoder_addresses: Annotated[str, Field(min_length=1)]
+    decoder_addresses: Annotated[str, Field(min_length=1)]
+    max_concurrent_requests: Annotated[int, Field(ge=1)] = 512
+    max_images_per_request: Annotated[int, Field(ge=0, le=1024)] = 32
+    max_image_bytes: Annotated[int, Field(ge=1, le=60 << 20)] = 20 << 20
+    max_source_pixels: Annotated[int, Field(ge=1)] = 89_478_485
+    request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    allowed_media_dir: Path | None = None
+    allow_private_media_hosts: bool = False
+    api_keys: SecretStr = SecretStr("")
+    shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """The encoder addresses, split."""
+        return _split(self.encoder_addresses)
+
+    @property
+    def decoders(self) -> tuple[str, ...]:
+        """The decoder addresses, split."""
+        return _split(self.decoder_addresses)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The API keys, split."""
+        return _split(self.api_keys.get_secret_value())
+
+
+def _split(value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())

@@ -1,0 +1,130 @@
+"""The model's tokenizer in three parts: plain text to ids, added tokens by name, ids to bytes.
+
+Added tokens (`<|im_end|>`, `<|image_pad|>`, `<tool_call>` ...) are never found in plain text here:
+`encode_text` knows none of them. Who wants one says so through `added`.
+"""
+
+import json
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from services.common.errors import ContextLengthExceeded
+from services.common.model_config import ModelConfigError
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    for byte in range(256):
+        if byte not in printable:
+            table[chr(0x100 + len(table) - len(printable))] = byte
+    return table
+
+
+_BYTE_OF = _byte_of_character()
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that is not made of merges."""
+
+    token_id: int
+    content: str
+    special: bool  # left out of the text where special tokens are skipped
+
+
+class ModelTokenizer:
+    """tokenizer.json of one model. Thread-safe: encoding changes nothing and drops the lock.
+
+    Args:
+        definition: the parsed tokenizer.json, of a byte-level BPE.
+
+    Raises:
+        ModelConfigError: a kind of tokenizer whose ids we could not reproduce.
+    """
+
+    def __init__(self, definition: Mapping[str, Any]) -> None:
+        self.added = _added_tokens(definition)
+        self.special_ids = frozenset(t.token_id for t in self.added.values() if t.special)
+        self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
+        decoder = _kind(definition, "decoder")
+        if decoder != "ByteLevel":
+            raise ModelConfigError(f"tokenizer.json: decoder {decoder} is not supported")
+        self._plain = Tokenizer.from_str(json.dumps({**definition, "added_tokens": []}))
+        vocabulary = self._plain.get_vocab()
+        self.max_token_bytes = max(map(len, vocabulary))
+        self._nfc = _kind(definition, "normalizer") == "NFC"
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "ModelTokenizer":
+        """Reads `directory`/tokenizer.json.
+
+        Raises:
+            ModelConfigError: it is missing or of an unsupported kind.
+        """
+        try:
+            return cls(json.loads((directory / "tokenizer.json").read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ModelConfigError(f"{directory / 'tokenizer.json'} is missing") from None
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text; what looks like an added token is plain text too."""
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuses text that cannot fit whatever its tokens are, without tokenizing it.
+
+        Raises:
+            ContextLengthExceeded: it has more bytes than `max_tokens` of the longest token.
+        """
+        bound = max_tokens * self.max_token_bytes
+        if len(text) * 4 <= bound:
+            return
+        if self._nfc:
+            text = unicodedata.normalize("NFC", text)
+        if len(text.encode()) > bound:
+            raise ContextLengthExceeded(
+                f"the prompt is longer than the model's context of {max_tokens} tokens",
+                param="messages",
+            )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; none for an id that no token has."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._look_up(token_id)
+        return found
+
+    def _look_up(self, token_id: int) -> bytes:
+        if token_id in self._added_bytes:
+            return self._added_bytes[token_id]
+        token = self._plain.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:
+            return token.encode()
+
+
+def _kind(definition: Mapping[str, Any], part: str) -> str | None:
+    found: dict[str, Any] = definition.get(part) or {}
+    return found.get("type")
+
+
+def _added_tokens(definition: Mapping[str, Any]) -> dict[str, AddedToken]:
+    added: dict[str, AddedToken] = {}
+    for token in definition.get("added_tokens") or ():
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise ModelConfigError(f"tokenizer.json: added token {token['content']!r} strips text")
+        if len(token["content"]) < 2:
+            raise ModelConfigError(f"tokenizer.json: added token {token['content']!r} is too short")
+        added[token["content"]] = AddedToken(token["id"], token["content"], bool(token["special"]))
+    return added

@@ -1,0 +1,194 @@
+"""A real encoder front on a real port, with an engine that a test steps by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc.aio
+import numpy as np
+
+from services.common.arena import Arena
+from services.common.channel import ChannelClosed
+from services.common.embedding import EmbeddingSpec, digest
+from services.common.embedding_cache import RedisCache
+from services.common.image_key import image_key
+from services.common.pb import encoder_pb2 as pb
+from services.common.pb import encoder_pb2_grpc as pb_grpc
+from services.common.rpc import create_channel
+from services.encoder.__main__ import build_server
+from services.encoder.embeddings import Embeddings
+from services.encoder.engine.messages import (
+    CancelImage,
+    EncodeImage,
+    EngineMessage,
+    FrontMessage,
+    ImageDone,
+)
+from services.encoder.engine_client import EngineClient
+from services.encoder.memory_tier import MemoryTier
+from services.encoder.metrics import EncoderMetrics
+from services.encoder.redis_writer import RedisWriter
+from services.encoder.service import Description, EncoderServicer
+
+LIKE = EmbeddingSpec("float32", 2, 0, 64)
+PREFIX = b"p" * 32
+
+
+def embedding_of(image: bytes, spec: EmbeddingSpec) -> bytes:
+    """What the fake engine makes of an image: decided by its bytes alone."""
+    seed = int.from_bytes(digest(image)[:4], "little")
+    values = np.random.default_rng(seed).normal(size=spec.shape)
+    return values.astype(np.float32).tobytes()
+
+
+class FakeEngine:
+    """The far end of the channel. Jobs wait for `gate`; what was asked is in `jobs`."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.jobs: list[EncodeImage] = []
+        self.cancelled: set[int] = set()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.errors: dict[bytes, tuple[str, str]] = {}
+        self._out: asyncio.Queue[EngineMessage | None] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def receive(self) -> EngineMessage:
+        message = await self._out.get()
+        if message is None:
+            raise ChannelClosed
+        return message
+
+    def send(self, *messages: FrontMessage) -> None:
+        for message in messages:
+            match message:
+                case EncodeImage():
+                    self.jobs.append(message)
+                    task = asyncio.create_task(self._encode(message))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                case CancelImage():
+                    self.cancelled.add(message.job_id)
+                    self._out.put_nowait(ImageDone(message.job_id, error_code="cancelled"))
+
+    def die(self) -> None:
+        self._out.put_nowait(None)
+
+    async def _encode(self, job: EncodeImage) -> None:
+        await self.gate.wait()
+        if job.job_id in self.cancelled:
+            return
+        if job.image in self.errors:
+            code, message = self.errors[job.image]
+            self._out.put_nowait(ImageDone(job.job_id, error_code=code, message=message))
+            return
+        tokens = job.grid[1] * job.grid[2] // 4
+        spec = EmbeddingSpec(LIKE.dtype, LIKE.levels, tokens, LIKE.hidden)
+        end = job.arena_offset + spec.size_bytes
+        self.arena.memory[job.arena_offset : end] = embedding_of(job.image, spec)
+        self._out.put_nowait(ImageDone(job.job_id, 0.1, 0.2, 0.3))
+
+
+@dataclass
+class Pod:
+    """One encoder: its insides for looking at, and a client's stub."""
+
+    engine: FakeEngine
+    embeddings: Embeddings
+    memory: MemoryTier
+    metrics: EncoderMetrics
+    cache: RedisCache | None
+    writer: RedisWriter | None
+    stub: pb_grpc.EncoderStub
+    channel: grpc.aio.Channel
+    address: str
+    calls: list[grpc.aio.Call] = field(default_factory=list)
+
+    def encode(
+        self, image: bytes, grid: tuple[int, int, int] = (1, 8, 8)
+    ) -> "grpc.aio.UnaryUnaryCall[pb.EncodeRequest, pb.EncodeResponse]":
+        request = pb.EncodeRequest(
+            image_key=key_of(image, grid),
+            image=image,
+            grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]),
+        )
+        return self.stub.Encode(request, timeout=10.0)
+
+    async def fetch(
+        self, image: bytes, grid: tuple[int, int, int] = (1, 8, 8), timeout_s: float = 10.0
+    ) -> bytes:
+        """The whole embedding, checked as a decoder checks it."""
+        call = self.stub.Fetch(pb.FetchRequest(image_key=key_of(image, grid)), timeout=timeout_s)
+        header = trailer = None
+        data = bytearray()
+        async for part in call:
+            match part.WhichOneof("part"):
+                case "header":
+                    header = part.header
+                case "chunk":
+                    assert header is not None and part.chunk.offset == len(data)
+                    data += part.chunk.data
+                case "trailer":
+                    trailer = part.trailer
+        assert header is not None and trailer is not None
+        assert header.image_key == key_of(image, grid)
+        assert len(data) == header.levels * header.num_tokens * header.hidden * 4
+        assert trailer.digest == digest(bytes(data))
+        return bytes(data)
+
+    def expected(self, image: bytes, grid: tuple[int, int, int] = (1, 8, 8)) -> bytes:
+        return embedding_of(image, self.embeddings.spec_of(grid))
+
+    async def flush_writes(self) -> None:
+        assert self.writer is not None
+        await self.writer.drain(10.0)
+
+
+def key_of(image: bytes, grid: tuple[int, int, int] = (1, 8, 8)) -> bytes:
+    return image_key(PREFIX, image, grid=grid, salt=b"")
+
+
+@asynccontextmanager
+async def run_pod(
+    redis_url: str = "",
+    *,
+    arena_bytes: int = 8 << 20,
+    max_queued_patches: int = 1 << 16,
+    redis_timeout_s: float = 0.5,
+) -> AsyncIterator[Pod]:
+    arena = Arena(arena_bytes)
+    engine = FakeEngine(arena)
+    memory, metrics = MemoryTier(arena), EncoderMetrics()
+    client = EngineClient(engine, metrics.observe_batch)
+    cache = writer = None
+    if redis_url:
+        cache = RedisCache(redis_url, ttl_s=60, timeout_s=redis_timeout_s)
+        writer = RedisWriter(cache, memory, metrics.redis_writes_dropped)
+        metrics.export_redis(cache.counters)
+    embeddings = Embeddings(
+        like=LIKE, merge_size=2, memory=memory, engine=client, cache=cache, writer=writer,
+        metrics=metrics, max_queued_patches=max_queued_patches,
+    )  # fmt: skip
+    running = asyncio.create_task(client.run())
+    description = Description("tiny", PREFIX, LIKE, 2, max_image_patches=4096)
+    server, _ = await build_server(EncoderServicer(description, embeddings, metrics))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channel = create_channel(address)
+    stub = pb_grpc.EncoderStub(channel)
+    try:
+        yield Pod(engine, embeddings, memory, metrics, cache, writer, stub, channel, address)
+    finally:
+        await channel.close()
+        await server.stop(None)
+        if writer is not None:
+            await writer.drain(1.0)
+        await embeddings.close()
+        engine.die()
+        await running
+        if cache is not None:
+            await cache.close()
+        await asyncio.sleep(0)
+        await memory.close()

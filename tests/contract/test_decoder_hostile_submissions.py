@@ -1,0 +1,84 @@
+import math
+
+import numpy as np
+
+from services.common.pb import decoder_pb2 as pb
+from tests.decoder_service_harness import KEYS, Decoder, Gateway, alone, prompt_of, submit_of
+from tests.fake_runner import VOCAB_SIZE
+
+
+def _bad(**changes: object) -> pb.Submit:
+    submit = submit_of(1, prompt_of(1))
+    for name, value in changes.items():
+        setattr(submit, name, value)
+    return submit
+
+
+def _ids(*ids: int) -> bytes:
+    return np.asarray(ids, "<i8").astype("<u4").tobytes()
+
+
+def _ref(**changes: object) -> pb.ImageRef:
+    return pb.ImageRef(**{"image_key": KEYS[0], "offset": 3, "num_tokens": 4, **changes})
+
+
+HOSTILE = {
+    "no prompt": _bad(prompt_token_ids=b""),
+    "half a token": _bad(prompt_token_ids=b"\0" * 6),
+    "id beyond the vocabulary": _bad(prompt_token_ids=_ids(1, VOCAB_SIZE)),
+    "negative id": _bad(prompt_token_ids=_ids(1, 2**32 - 1)),
+    "huge id": _bad(prompt_token_ids=_ids(1, 2**31)),
+    "short positions": _bad(positions=_ids(1, 2, 3)),
+    "negative positions": _bad(positions=_ids(*[2**32 - 1] * 36)),
+    "positions beyond the context": _bad(positions=_ids(*[10**6] * 36)),
+    "positive delta": _bad(position_delta=1),
+    "delta below the prompt": _bad(position_delta=-13),
+    "short key": submit_of(1, prompt_of(1), _ref(image_key=b"short")),
+    "empty image": submit_of(1, prompt_of(1), _ref(num_tokens=0)),
+    "image beyond the prompt": submit_of(1, prompt_of(1), _ref(offset=9)),
+    "image at 2^32": submit_of(1, prompt_of(1), _ref(offset=2**32 - 1, num_tokens=2**32 - 1)),
+    "images overlap": submit_of(1, prompt_of(1), _ref(), _ref(image_key=KEYS[1], offset=6)),
+    "images out of order": submit_of(1, prompt_of(1), _ref(offset=8), _ref(offset=0)),
+    "two sizes": submit_of(1, prompt_of(1), _ref(), _ref(offset=8, num_tokens=2)),
+    "image beyond the arena": submit_of(
+        1, prompt_of(1, 250), _ref(num_tokens=240), _ref(image_key=KEYS[1], offset=243)
+    ),
+    "negative temperature": submit_of(1, prompt_of(1), temperature=-1.0),
+    "NaN temperature": submit_of(1, prompt_of(1), temperature=math.nan),
+    "infinite temperature": submit_of(1, prompt_of(1), temperature=math.inf),
+    "top_p zero": submit_of(1, prompt_of(1), top_p=0.0),
+    "top_p above one": submit_of(1, prompt_of(1), top_p=1.5),
+    "min_p above one": submit_of(1, prompt_of(1), min_p=1.5),
+    "no repetition penalty": submit_of(1, prompt_of(1), repetition_penalty=0.0),
+    "infinite presence penalty": submit_of(1, prompt_of(1), presence_penalty=math.inf),
+    "NaN frequency penalty": submit_of(1, prompt_of(1), frequency_penalty=math.nan),
+    "bias beyond the vocabulary": submit_of(1, prompt_of(1), logit_bias={VOCAB_SIZE: 1.0}),
+    "NaN bias": submit_of(1, prompt_of(1), logit_bias={1: math.nan}),
+    "too many biases": submit_of(1, prompt_of(1), logit_bias=dict.fromkeys(range(1025), 1.0)),
+    "stop id beyond the vocabulary": submit_of(1, prompt_of(1), stop_token_ids=[2**31]),
+    "too many stop ids": submit_of(1, prompt_of(1), stop_token_ids=[1] * 1025),
+    "no tokens": submit_of(1, prompt_of(1), max_tokens=0),
+    "too many logprobs": submit_of(1, prompt_of(1), top_logprobs=21),
+    "huge salt": _bad(cache_salt=b"x" * 257),
+    "negative timeout": submit_of(1, prompt_of(1), timeout_s=-1.0),
+    "NaN timeout": submit_of(1, prompt_of(1), timeout_s=math.nan),
+}
+
+
+async def test_hostile_submissions_fail_alone():
+    async with Decoder(arena_pages=2) as decoder, Gateway(decoder) as gateway:
+        for number, (name, submit) in enumerate(HOSTILE.items(), 100):
+            submit.sequence_id = number
+            for image in submit.images:
+                image.encoder_address = decoder.encoder_address
+            await gateway.submit(submit)
+            end = await gateway.end(number)
+            assert isinstance(end, pb.Failed), name
+            assert end.code == "invalid_request", (name, end)
+            assert end.message, name
+        too_long = submit_of(1, prompt_of(1, 256))
+        await gateway.submit(too_long)
+        assert (await gateway.end(1)).code == "context_length_exceeded"
+        await gateway.submit(submit_of(2, prompt_of(2)))
+        assert isinstance(await gateway.end(2), pb.Finished)
+        assert gateway.tokens[2] == alone(prompt_of(2))

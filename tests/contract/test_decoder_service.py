@@ -1,0 +1,309 @@
+"""A real gRPC client against the real servicer, front and engine; only the device is simulated."""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+
+import numpy as np
+import pytest
+
+from services.common.channel import ChannelClosed
+from services.common.pb import decoder_pb2 as pb
+from services.common.pb import encoder_pb2
+from services.decoder.engine.messages import ImageSpan
+from tests.decoder_service_harness import (
+    KEYS,
+    Decoder,
+    Gateway,
+    alone,
+    image_of,
+    prompt_of,
+    submit_of,
+    until,
+)
+from tests.fake_fetch import FAULTS
+from tests.fake_runner import VOCAB_SIZE
+
+
+async def test_describe_says_what_is_served():
+    async with Decoder() as decoder:
+        answer = await decoder.stub.Describe(pb.DescribeDecoderRequest())
+        assert answer.model_name == "fake"
+        assert answer.dtype == encoder_pb2.DTYPE_BFLOAT16
+        assert (answer.levels, answer.hidden, answer.vocab_size) == (2, 8, VOCAB_SIZE)
+        assert (answer.max_model_len, answer.block_size, answer.num_blocks) == (256, 4, 64)
+
+
+async def test_many_sequences_of_many_gateways_get_their_own_tokens():
+    async with Decoder() as decoder, contextlib.AsyncExitStack() as stack:
+        gateways = [await stack.enter_async_context(Gateway(decoder)) for _ in range(3)]
+        for number, (which, gateway) in itertools.product(range(10), enumerate(gateways)):
+            image = image_of(decoder, number % 2)
+            images = (image,) if number % 3 else ()
+            await gateway.submit(submit_of(number, prompt_of(number + 50 * which), *images))
+        for which, gateway in enumerate(gateways):
+            for number in range(10):
+                end = await gateway.end(number)
+                assert isinstance(end, pb.Finished), end
+                assert end.reason == pb.Finished.REASON_LENGTH
+                spans = (ImageSpan(KEYS[number % 2], 3, 6),) if number % 3 else ()
+                assert gateway.tokens[number] == alone(prompt_of(number + 50 * which), *spans)
+                assert (end.transfer_s > 0) == bool(spans)
+                assert end.prefill_s > 0
+        await until(decoder.is_idle)
+        assert decoder.encoder.num_calls == 2
+        assert decoder.metric("decoder_sequences_total", outcome="length") == 30
+        assert decoder.metric("decoder_generated_tokens_total") == 240
+        assert decoder.metric("decoder_kv_blocks_used") == 0
+        assert decoder.metric("decoder_kv_usage_ratio") == 0
+        assert decoder.metric("decoder_embedding_cache_hits_total", tier="encoder") == 2
+        assert decoder.metric("decoder_ttft_seconds_count") == 30
+
+
+async def test_a_step_is_one_message_for_all_sequences():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.engine.running.clear()
+        for number in range(8):
+            await gateway.submit(submit_of(number, prompt_of(number, 4), max_tokens=20))
+        await until(lambda: len(decoder.front._live) == 8)
+        decoder.engine.running.set()
+        for number in range(8):
+            await gateway.end(number)
+        assert gateway.num_messages <= 22
+
+
+async def test_stop_ids_and_logprobs_cross_the_wire():
+    expected = alone(prompt_of(1), max_tokens=30)
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        submit = submit_of(1, prompt_of(1), stop_token_ids=[expected[3]], max_tokens=30)
+        submit.sampling.top_logprobs = 1
+        await gateway.submit(submit)
+        end = await gateway.end(1)
+        assert end.reason == pb.Finished.REASON_STOP
+        assert gateway.tokens[1] == expected[: expected.index(expected[3]) + 1]
+        assert [list(p.top_token_ids) for p in gateway.logprobs[1]] == [
+            [token] for token in gateway.tokens[1]
+        ]
+
+
+async def test_extreme_but_lawful_values_are_served():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        submit = submit_of(
+            2**64 - 1, prompt_of(1), max_tokens=2**32 - 1, min_tokens=2**32 - 1, seed=1,
+            top_k=2**32 - 1, timeout_s=1e300, stop_token_ids=[0],
+        )  # fmt: skip
+        await gateway.submit(submit)
+        assert isinstance(await gateway.end(2**64 - 1), pb.Finished)
+        assert len(gateway.tokens[2**64 - 1]) == 256 - 12
+
+
+async def test_a_bad_image_fails_its_sequence_only():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        for number, fault in enumerate(f for f in FAULTS if not f.startswith("hang")):
+            decoder.encoder.fault = fault
+            await gateway.submit(submit_of(2 * number, prompt_of(3), image_of(decoder, 1)))
+            await gateway.submit(submit_of(2 * number + 1, prompt_of(4)))
+            end = await gateway.end(2 * number)
+            assert isinstance(end, pb.Failed), fault
+            assert end.code == "embedding_unavailable", fault
+            assert end.encoder_address == decoder.encoder_address
+            assert gateway.tokens[2 * number] == []
+            assert isinstance(await gateway.end(2 * number + 1), pb.Finished)
+            assert gateway.tokens[2 * number + 1] == alone(prompt_of(4))
+        await until(decoder.is_idle)
+        assert decoder.arena.used_bytes == 0
+
+
+async def test_a_hanging_encoder_is_given_up():
+    async with Decoder(timeout_s=0.2) as decoder, Gateway(decoder) as gateway:
+        decoder.encoder.fault = "hangs in the middle"
+        await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 1)))
+        assert (await gateway.end(1)).code == "embedding_unavailable"
+        await until(decoder.is_idle)
+
+
+async def test_text_before_an_image_is_computed_while_it_is_on_its_way():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.encoder.gate.clear()
+        await gateway.submit(submit_of(1, prompt_of(1, 20), image_of(decoder, 1, offset=9)))
+        await until(lambda: decoder.runner.batches)
+        assert decoder.runner.batches == [[(1, 0, 9)]]
+        decoder.encoder.gate.set()
+        assert isinstance(await gateway.end(1), pb.Finished)
+        assert gateway.tokens[1] == alone(prompt_of(1, 20), ImageSpan(KEYS[1], 9, 6))
+
+
+async def test_the_deadline_ends_a_sequence_wherever_it_is():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.encoder.gate.clear()
+        await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 1), timeout_s=0.05))
+        assert (await gateway.end(1)).code == "deadline_exceeded"
+        await until(decoder.is_idle)
+        await until(lambda: decoder.encoder.num_cancelled == 1)
+        decoder.engine.running.clear()
+        await gateway.submit(submit_of(2, prompt_of(1), timeout_s=0.05))
+        assert (await gateway.end(2)).code == "deadline_exceeded"
+
+
+async def test_cancel_ends_a_sequence_and_frees_its_blocks():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.engine.running.clear()
+        await gateway.submit(submit_of(1, prompt_of(1), max_tokens=200))
+        await gateway.submit(submit_of(2, prompt_of(2)))
+        await gateway.cancel(1)
+        await gateway.cancel(77)
+        assert (await gateway.end(1)).code == "cancelled"
+        decoder.engine.running.set()
+        assert isinstance(await gateway.end(2), pb.Finished)
+        await gateway.cancel(2)
+        await until(decoder.is_idle)
+        assert decoder.metric("decoder_sequences_total", outcome="cancelled") == 1
+
+
+async def test_a_broken_stream_takes_its_sequences_with_it_and_no_others():
+    async with Decoder() as decoder, Gateway(decoder) as survivor:
+        async with Gateway(decoder) as gateway:
+            decoder.engine.running.clear()
+            decoder.encoder.gate.clear()
+            for number in range(4):
+                images = (image_of(decoder, 1),) if number % 2 else ()
+                await gateway.submit(submit_of(number, prompt_of(number), *images, max_tokens=200))
+            await survivor.submit(submit_of(1, prompt_of(9)))
+            await until(lambda: len(decoder.front._live) == 5 and decoder.encoder.num_calls == 1)
+        await until(lambda: len(decoder.front._streams) == 1)
+        decoder.engine.running.set()
+        assert isinstance(await survivor.end(1), pb.Finished)
+        await until(decoder.is_idle)
+        await until(lambda: decoder.encoder.num_cancelled == 1)
+
+
+async def test_a_half_closed_stream_ends_after_its_last_sequence():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        await gateway.submit(submit_of(1, prompt_of(1)))
+        await gateway.call.done_writing()
+        await gateway.closed()
+        assert isinstance(gateway.ends[1], pb.Finished)
+
+
+async def test_an_id_in_use_ends_both_in_one_event():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.engine.running.clear()
+        await gateway.submit(submit_of(1, prompt_of(1)))
+        await gateway.submit(submit_of(1, prompt_of(2)))
+        end = await gateway.end(1)
+        assert end.code == "invalid_request" and "in use" in end.message
+        decoder.engine.running.set()
+        await until(decoder.is_idle)
+        assert gateway.tokens[1] == []
+
+
+async def test_more_than_may_wait_are_refused_at_once():
+    async with Decoder(max_num_sequences=2) as decoder, Gateway(decoder) as gateway:
+        decoder.engine.running.clear()
+        for number in range(10):
+            await gateway.submit(submit_of(number, prompt_of(number)))
+        assert [(await gateway.end(n)).code for n in (8, 9)] == ["overloaded"] * 2
+        decoder.engine.running.set()
+        for number in range(8):
+            assert isinstance(await gateway.end(number), pb.Finished)
+
+
+async def test_a_gateway_that_does_not_read_is_bounded_and_then_cut():
+    async with Decoder(max_model_len=4096, num_blocks=4096) as decoder, Gateway(decoder) as other:
+        stream = decoder.front.open_stream()  # nobody takes from its outbox
+        stream.outbox._max_weight = 20_000
+        for number in range(4):
+            decoder.front.submit(stream, submit_of(number, prompt_of(number, 4), max_tokens=4000))
+        await until(lambda: not stream.live)
+        await until(decoder.is_idle)
+        message = await stream.outbox.take()
+        assert [e.failed.code for e in message.events] == ["cancelled"] * 4
+        assert len(message.SerializeToString()) < 1000
+        await other.submit(submit_of(1, prompt_of(1)))
+        assert isinstance(await other.end(1), pb.Finished)
+
+
+async def test_draining_refuses_new_sequences_and_finishes_the_running_ones():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        await gateway.submit(submit_of(1, prompt_of(1), max_tokens=100))
+        await gateway.until(lambda: gateway.tokens.get(1))
+        drained = asyncio.create_task(decoder.front.drain(10.0))
+        await asyncio.sleep(0)
+        await gateway.submit(submit_of(2, prompt_of(2)))
+        assert (await gateway.end(2)).code == "overloaded"
+        await drained
+        await gateway.closed()
+        assert isinstance(gateway.ends[1], pb.Finished)
+        assert gateway.tokens[1] == alone(prompt_of(1), max_tokens=100)
+
+
+async def test_draining_ends_what_takes_too_long():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.engine.running.clear()
+        await gateway.submit(submit_of(1, prompt_of(1)))
+        await until(lambda: decoder.front._live)
+        await decoder.front.drain(0.01)
+        await gateway.closed()
+        assert gateway.ends[1].code == "unavailable"
+
+
+async def test_a_dead_engine_fails_all_sequences():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.engine.running.clear()
+        decoder.encoder.gate.clear()
+        for number in range(3):
+            await gateway.submit(submit_of(number, prompt_of(number), image_of(decoder, 1)))
+        await until(lambda: len(decoder.front._live) == 3)
+        decoder.engine.die()
+        decoder.engine.running.set()
+        for number in range(3):
+            assert (await gateway.end(number)).code == "unavailable"
+        with pytest.raises(ChannelClosed):
+            await decoder._run
+        assert not decoder.front._live
+        await gateway.submit(submit_of(9, prompt_of(9)))
+        assert (await gateway.end(9)).code == "overloaded"
+
+
+async def test_non_finite_logits_fail_the_sequence_not_its_neighbours():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.runner.poisoned.add(KEYS[2])
+        await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 2)))
+        await gateway.submit(submit_of(2, prompt_of(2), image_of(decoder, 3)))
+        end = await gateway.end(1)
+        assert end.code == "internal_error" and "finite" in end.message
+        assert isinstance(await gateway.end(2), pb.Finished)
+        await until(decoder.is_idle)
+
+
+async def test_images_wait_for_room_and_all_are_served():
+    async with Decoder(arena_pages=2) as decoder, Gateway(decoder) as gateway:
+        for number in range(12):
+            images = [image_of(decoder, (number + i) % 8, offset=2 + 5 * i, num_tokens=4)
+                      for i in range(2)]  # fmt: skip
+            await gateway.submit(submit_of(number, prompt_of(number, 14), *images))
+        for number in range(12):
+            assert isinstance(await gateway.end(number), pb.Finished)
+            spans = [ImageSpan(KEYS[(number + i) % 8], 2 + 5 * i, 4) for i in range(2)]
+            assert gateway.tokens[number] == alone(prompt_of(number, 14), *spans)
+        await until(decoder.is_idle)
+
+
+async def test_nothing_is_left_after_a_storm():
+    rng = np.random.default_rng(7)
+    async with Decoder(arena_pages=4, num_blocks=24) as decoder:
+        for _ in range(6):
+            async with Gateway(decoder) as gateway:
+                for number in range(20):
+                    images = (image_of(decoder, int(rng.integers(8))),) if number % 2 else ()
+                    decoder.encoder.fault = "dies" if rng.random() < 0.2 else None
+                    await gateway.submit(submit_of(number, prompt_of(number), *images))
+                    if rng.random() < 0.3:
+                        await gateway.cancel(int(rng.integers(number + 1)))
+                await gateway.until(lambda g=gateway: len(g.ends) >= 10)
+        await until(decoder.is_idle)
+        await until(lambda: not decoder.front._streams)
+        assert not decoder.source._flights and not decoder.source._claims
+        gc.collect()
+        assert not [t for t in decoder.front._tasks if not t.done()]

@@ -1,0 +1,344 @@
+"""The encoder's contract over real gRPC, with a real Redis and a fake engine."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import generate_latest
+
+from services.common import errors
+from services.common.pb import encoder_pb2 as pb
+from services.common.rpc import error_from_rpc
+from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
+from tests.redis_server import RedisServer, redis_server  # noqa: F401
+
+Response = pb.EncodeResponse
+GRID = (1, 8, 8)
+
+
+@pytest.fixture
+async def pod() -> AsyncIterator[Pod]:
+    async with run_pod() as pod:
+        yield pod
+
+
+async def failure(call: Awaitable[object]) -> errors.TriptychError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return error_from_rpc(caught.value, "encoder")
+
+
+async def until(condition: object, timeout_s: float = 10.0) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - state of a library, without an event
+            await asyncio.sleep(0.005)
+
+
+async def test_describe(pod: Pod) -> None:
+    found = await pod.stub.Describe(pb.DescribeEncoderRequest())
+    assert (found.model_name, found.key_prefix) == ("tiny", PREFIX)
+    assert (found.dtype, found.levels, found.hidden) == (pb.DTYPE_FLOAT32, 2, 64)
+    assert found.max_image_patches == 4096
+
+
+async def test_encode_then_fetch(pod: Pod) -> None:
+    first = await pod.encode(b"image")
+    assert (first.source, first.num_tokens) == (Response.SOURCE_COMPUTED, 16)
+    assert (first.queue_s, first.preprocess_s, first.forward_s) == (0.1, 0.2, 0.3)
+    assert await pod.fetch(b"image") == pod.expected(b"image")
+    second = await pod.encode(b"image")
+    assert second.source == Response.SOURCE_MEMORY
+    assert len(pod.engine.jobs) == 1
+
+
+async def test_a_large_embedding_comes_in_chunks(pod: Pod) -> None:
+    grid = (1, 64, 64)  # 1024 tokens: 512 KiB a level
+    await asyncio.gather(pod.encode(b"large", grid), pod.encode(b"other", grid))
+    assert await pod.fetch(b"large", grid) == pod.expected(b"large", grid)
+
+
+async def test_fetch_before_encode_waits(pod: Pod) -> None:
+    fetching = asyncio.create_task(pod.fetch(b"image"))
+    await asyncio.sleep(0.1)
+    assert not fetching.done()
+    await pod.encode(b"image")
+    assert await fetching == pod.expected(b"image")
+
+
+async def test_fetch_of_what_nobody_encodes_ends_at_its_deadline(pod: Pod) -> None:
+    start = time.monotonic()
+    error = await failure(pod.fetch(b"never", timeout_s=0.3))
+    assert isinstance(error, errors.EmbeddingUnavailable | errors.DeadlineExceeded)
+    assert time.monotonic() - start < 2.0
+    await until(lambda: not pod.embeddings._arrivals)
+
+
+async def test_many_callers_one_job(pod: Pod) -> None:
+    pod.engine.gate.clear()
+    calls = [asyncio.ensure_future(pod.encode(b"image")) for _ in range(100)]
+    fetches = [asyncio.create_task(pod.fetch(b"image")) for _ in range(5)]
+    await until(lambda: pod.engine.jobs)
+    pod.engine.gate.set()
+    sources = sorted(answer.source for answer in await asyncio.gather(*calls))
+    assert sources.count(Response.SOURCE_COMPUTED) == 1
+    # A call that arrives after the job's end finds the embedding in memory.
+    assert set(sources) <= {
+        Response.SOURCE_COMPUTED, Response.SOURCE_JOINED, Response.SOURCE_MEMORY,
+    }  # fmt: skip
+    assert len(set(await asyncio.gather(*fetches))) == 1
+    assert len(pod.engine.jobs) == 1
+
+
+async def test_followers_outlive_the_leader(pod: Pod) -> None:
+    pod.engine.gate.clear()
+    leader = pod.encode(b"image")
+    await until(lambda: pod.engine.jobs)
+    follower = asyncio.ensure_future(pod.encode(b"image"))
+    await until(lambda: pod.embeddings._flights[key_of(b"image")].waiters == 2)
+    leader.cancel()
+    await until(lambda: pod.embeddings._flights[key_of(b"image")].waiters == 1)
+    pod.engine.gate.set()
+    assert (await follower).source == Response.SOURCE_JOINED
+    assert len(pod.engine.jobs) == 1 and not pod.engine.cancelled
+
+
+async def test_a_job_nobody_waits_for_is_cancelled(pod: Pod) -> None:
+    pod.engine.gate.clear()
+    calls = [pod.encode(b"image"), pod.encode(b"image")]
+    fetching = asyncio.create_task(pod.fetch(b"image"))
+    await until(lambda: pod.engine.jobs and pod.embeddings._flights[key_of(b"image")].waiters == 3)
+    for call in calls:
+        call.cancel()
+    fetching.cancel()
+    await until(lambda: pod.engine.cancelled == {pod.engine.jobs[0].job_id})
+    await until(lambda: pod.memory.arena.used_bytes == 0)
+    # Who asks from now on starts anew.
+    pod.engine.gate.set()
+    assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
+    assert await pod.fetch(b"image") == pod.expected(b"image")
+
+
+async def test_a_bad_image_fails_alone(pod: Pod) -> None:
+    pod.engine.errors[b"bad"] = ("invalid_image", "the image is truncated or corrupt")
+    bad, good = await asyncio.gather(failure(pod.encode(b"bad")), pod.encode(b"good"))
+    assert isinstance(bad, errors.InvalidImage)
+    assert good.source == Response.SOURCE_COMPUTED
+    assert (
+        pod.memory.arena.used_bytes
+        == pod.memory.arena.view(  # the bad one's room is free
+            pod.memory.arena.get(key_of(b"good"))  # type: ignore[arg-type]
+        ).nbytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("invalid_image", errors.InvalidImage),  # no encoder can do it
+        ("overloaded", errors.EmbeddingUnavailable),  # another one may
+        ("internal_error", errors.EmbeddingUnavailable),
+    ],
+)
+async def test_fetch_of_a_failing_image_fails(
+    pod: Pod, code: str, kind: type[errors.TriptychError]
+) -> None:
+    pod.engine.gate.clear()
+    pod.engine.errors[b"bad"] = (code, "no")
+    encoding = asyncio.ensure_future(failure(pod.encode(b"bad")))
+    await until(lambda: pod.engine.jobs)
+    fetching = asyncio.ensure_future(failure(pod.fetch(b"bad")))
+    await until(lambda: pod.embeddings._flights[key_of(b"bad")].waiters == 2)
+    pod.engine.gate.set()
+    assert (await encoding).code == code
+    assert type(await fetching) is kind
+
+
+@pytest.mark.parametrize(
+    ("key", "grid"),
+    [
+        (b"short", (1, 8, 8)),
+        (b"k" * 32, (1, 0, 8)),
+        (b"k" * 32, (2, 8, 8)),
+        (b"k" * 32, (1, 7, 8)),
+        (b"k" * 32, (1, 4294967294, 4294967294)),
+    ],
+)
+async def test_malformed_requests_are_refused(
+    pod: Pod, key: bytes, grid: tuple[int, int, int]
+) -> None:
+    request = pb.EncodeRequest(
+        image_key=key, image=b"x", grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2])
+    )
+    assert isinstance(await failure(pod.stub.Encode(request)), errors.InvalidRequest)
+    assert not pod.engine.jobs
+
+
+async def test_overload_is_refused_before_any_work() -> None:
+    async with run_pod(max_queued_patches=200) as pod:
+        pod.engine.gate.clear()
+        running = [asyncio.ensure_future(pod.encode(bytes([n]))) for n in range(3)]  # 192 patches
+        await until(lambda: len(pod.engine.jobs) == 3)
+        start = time.monotonic()
+        assert isinstance(await failure(pod.encode(b"fourth")), errors.Overloaded)
+        assert time.monotonic() - start < 0.5
+        assert len(pod.engine.jobs) == 3
+        assert (await pod.stub.Describe(pb.DescribeEncoderRequest())).model_name == "tiny"
+        joined = asyncio.ensure_future(pod.encode(bytes([0])))  # costs nothing: it is in work
+        pod.engine.gate.set()
+        await asyncio.gather(*running, joined)
+        assert (await pod.encode(b"fourth")).source == Response.SOURCE_COMPUTED
+
+
+async def test_an_evicted_embedding_is_made_again() -> None:
+    async with run_pod(arena_bytes=1 << 20) as pod:  # room for eight of 128 KiB
+        grid = (1, 32, 32)
+        for n in range(20):
+            await pod.encode(bytes([n]), grid)
+        for n in range(20):
+            assert await pod.fetch(bytes([n]), grid) == pod.expected(bytes([n]), grid)
+
+
+async def test_a_full_arena_waits_for_room() -> None:
+    async with run_pod(arena_bytes=1 << 20) as pod:
+        grid = (1, 32, 32)
+        pod.engine.gate.clear()
+        calls = [asyncio.ensure_future(pod.encode(bytes([n]), grid)) for n in range(12)]
+        await until(lambda: len(pod.engine.jobs) == 8)
+        pod.engine.gate.set()
+        answers = await asyncio.gather(*calls)
+        assert {answer.source for answer in answers} == {Response.SOURCE_COMPUTED}
+
+
+async def test_the_engines_death_fails_waiting_calls(pod: Pod) -> None:
+    pod.engine.gate.clear()
+    encoding = asyncio.ensure_future(failure(pod.encode(b"image")))
+    await until(lambda: pod.engine.jobs)
+    pod.engine.die()
+    assert isinstance(await encoding, errors.Unavailable)
+    assert isinstance(await failure(pod.encode(b"other")), errors.Unavailable)
+
+
+async def test_health_and_reflection(pod: Pod) -> None:
+    health = health_pb2_grpc.HealthStub(pod.channel)
+    for name in ("", "triptych.v1.Encoder"):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    stub = reflection_pb2_grpc.ServerReflectionStub(pod.channel)
+    call = stub.ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    )
+    names = [s.name async for part in call for s in part.list_services_response.service]
+    assert "triptych.v1.Encoder" in names
+
+
+async def test_metrics_say_what_happened(pod: Pod) -> None:
+    await pod.encode(b"image")
+    await pod.encode(b"image")
+    await pod.fetch(b"image")
+    text = generate_latest(pod.metrics.registry).decode()
+    for line in (
+        "encoder_images_encoded_total 1.0",
+        'encoder_requests_total{source="computed"} 1.0',
+        'encoder_requests_total{source="memory"} 1.0',
+        "encoder_fetches_total 1.0",
+        "encoder_queue_patches 0.0",
+        'encoder_stage_seconds_count{stage="forward"} 1.0',
+    ):
+        assert line in text
+
+
+# With Redis.
+
+
+async def test_a_restarted_encoder_encodes_nothing_again(redis_server: RedisServer) -> None:  # noqa: F811
+    async with run_pod(redis_server.url) as pod:
+        await pod.encode(b"image")
+        await pod.flush_writes()
+    async with run_pod(redis_server.url) as pod:
+        assert (await pod.encode(b"image")).source == Response.SOURCE_REDIS
+        assert await pod.fetch(b"image") == pod.expected(b"image")
+        assert not pod.engine.jobs
+        assert (await pod.encode(b"image")).source == Response.SOURCE_MEMORY
+
+
+async def test_two_encoders_one_encode(redis_server: RedisServer) -> None:  # noqa: F811
+    async with run_pod(redis_server.url) as a, run_pod(redis_server.url) as b:
+        a.engine.gate.clear()
+        b.engine.gate.clear()
+        calls = [asyncio.ensure_future(pod.encode(b"image")) for pod in (a, b) * 50]
+        await until(lambda: a.engine.jobs or b.engine.jobs)
+        await asyncio.sleep(0.1)
+        a.engine.gate.set()
+        b.engine.gate.set()
+        sources = [answer.source for answer in await asyncio.gather(*calls)]
+        assert len(a.engine.jobs) + len(b.engine.jobs) == 1
+        assert sources.count(Response.SOURCE_COMPUTED) == 1
+        assert await a.fetch(b"image") == await b.fetch(b"image") == a.expected(b"image")
+        assert len(a.engine.jobs) + len(b.engine.jobs) == 1
+
+
+async def test_a_pod_that_claimed_and_died_is_not_waited_for_long(
+    redis_server: RedisServer,  # noqa: F811
+) -> None:
+    with redis_server.client() as client:
+        client.set(b"triptych:lock:" + key_of(b"image"), "dead", px=600)
+    async with run_pod(redis_server.url) as pod:
+        start = time.monotonic()
+        assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
+        assert time.monotonic() - start < 3.0
+
+
+async def test_a_corrupt_entry_costs_one_encode(redis_server: RedisServer) -> None:  # noqa: F811
+    async with run_pod(redis_server.url) as pod:
+        await pod.encode(b"image")
+        await pod.flush_writes()
+    name = b"triptych:embedding:" + key_of(b"image")
+    with redis_server.client() as client:
+        client.setrange(name, 5000, b"\xff\xff\x00")
+    async with run_pod(redis_server.url) as pod:
+        # The header is whole, so Encode answers from it; the body is not, which Fetch finds out.
+        assert (await pod.encode(b"image")).source == Response.SOURCE_REDIS
+        assert await pod.fetch(b"image") == pod.expected(b"image")
+        assert len(pod.engine.jobs) == 1
+        assert pod.cache is not None and pod.cache.counters.corrupt == 1
+
+
+async def test_an_entry_of_another_shape_is_refused(redis_server: RedisServer) -> None:  # noqa: F811
+    async with run_pod(redis_server.url) as pod:
+        assert pod.cache is not None
+        spec = pod.embeddings.spec_of((1, 4, 4))
+        await pod.cache.write(key_of(b"image"), spec, b"d" * 32, bytes(spec.size_bytes))
+        assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
+        assert spec.hidden == LIKE.hidden
+
+
+async def test_a_frozen_redis_costs_little(redis_server: RedisServer) -> None:  # noqa: F811
+    async with run_pod(redis_server.url, redis_timeout_s=0.02) as pod:
+        await pod.encode(b"warm")
+        await pod.flush_writes()
+        redis_server.freeze()
+        start = time.monotonic()
+        assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
+        assert time.monotonic() - start < 0.05 + 0.1  # and this machine's other work
+        start = time.monotonic()
+        assert (await pod.encode(b"next")).source == Response.SOURCE_COMPUTED
+        assert time.monotonic() - start < 0.1
+        assert await pod.fetch(b"image") == pod.expected(b"image")
+        redis_server.thaw()
+        assert pod.cache is not None
+        await until(lambda: pod.cache.available)  # type: ignore[union-attr]
+
+
+async def test_a_stopped_redis_is_done_without(redis_server: RedisServer) -> None:  # noqa: F811
+    async with run_pod(redis_server.url) as pod:
+        redis_server.stop()
+        assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
+        assert await pod.fetch(b"image") == pod.expected(b"image")
+        await pod.flush_writes()
+        assert pod.metrics.redis_writes_dropped._value.get() >= 1

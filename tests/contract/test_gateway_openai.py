@@ -1,0 +1,324 @@
+"""The official client against the real gateway over a real port."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import openai
+import pytest
+
+from tests.gateway_fixtures import asking, picture
+from tests.gateway_stack import MODEL
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def client(stack):
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client(stack):
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def test_answer(client):
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.model == MODEL
+    assert abs(answer.created - time.time()) < 5
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == "A red circle."
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is None
+    assert answer.usage.completion_tokens == 5
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
+    assert answer.usage.prompt_tokens_details.cached_tokens == 7
+
+
+def test_answer_about_pictures(client):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=asking(picture(300, 200), picture()), max_completion_tokens=2
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.content == "A red"
+    assert answer.usage.prompt_tokens_details.image_tokens == 70 + 70
+
+
+def test_stream_equals_the_whole_answer(client):
+    whole = client.chat.completions.create(model=MODEL, messages=HELLO, seed=1)
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=HELLO, seed=1, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == (
+        whole.choices[0].message.content
+    )
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert reasons[-1] == "stop"
+    assert set(reasons[:-1]) == {None}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_stream_without_usage_has_none(client):
+    chunks = list(client.chat.completions.create(model=MODEL, messages=HELLO, stream=True))
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+def test_continuous_usage(client):
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=HELLO, stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        )
+    )  # fmt: skip
+    counts = [c.usage.completion_tokens for c in chunks if c.usage]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+    assert len(counts) >= 4
+
+
+async def test_async_client(async_client):
+    answers = await asyncio.gather(
+        *(async_client.chat.completions.create(model=MODEL, messages=HELLO) for _ in range(20))
+    )
+    assert {a.choices[0].message.content for a in answers} == {"A red circle."}
+    stream = await async_client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(pieces) == "A red circle."
+
+
+def test_stream_helper_of_the_client(client):
+    with client.chat.completions.stream(model=MODEL, messages=HELLO) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_completion().choices[0].message.content == "A red circle."
+
+
+def test_choices(client, stack):
+    chunks = list(client.chat.completions.create(model=MODEL, messages=HELLO, n=3, stream=True))
+    texts = ["", "", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["A red circle."] * 3
+    assert sum(chunk.choices[0].finish_reason == "stop" for chunk in chunks) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client, stream):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, logprobs=True, top_logprobs=3, stream=stream
+    )
+    choices = [c.choices[0] for c in answer] if stream else answer.choices
+    entries = [e for c in choices if c.logprobs for e in c.logprobs.content]
+    assert "".join(entry.token for entry in entries) == "A red circle."
+    assert bytes(b for entry in entries for b in entry.bytes) == b"A red circle."
+    assert all(entry.logprob == -0.5 for entry in entries)
+    assert [len(entry.top_logprobs) for entry in entries] == [3] * 4
+    assert entries[0].top_logprobs[2].logprob == -9999
+
+
+def test_stop_and_extra_fields(client):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, stop=[" circle"], user="me", metadata={"a": "b"},
+        extra_body={"include_stop_str_in_output": True, "top_k": 5, "min_p": 0.1},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == "A red circle"
+
+
+def test_multi_byte_characters_stream_whole(client, stack):
+    text = "naïve 中文 🙂👩‍👧"
+    stack.decoder.reply = stack.tokenizer.encode_text(text)
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    ]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_stage_times(client):
+    url = picture(90, 80, (1, 2, 3))
+    for expected in ("computed", "memory"):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=asking(url), extra_body={"include_stage_times": True}
+        )
+        assert set(answer.stage_times_ms) == {
+            "fetch", "tokenize", "encode", "queue", "transfer", "prefill", "first_token", "total",
+        }  # fmt: skip
+        assert all(value >= 0 for value in answer.stage_times_ms.values())
+        assert (
+            answer.images
+            == [{"encode_source": expected, "num_tokens": 64, "grid_thw": [1, 16, 16]}]
+            or answer.images[0]["encode_source"] == expected
+        )
+
+
+def test_models(client, stack):
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == (MODEL, "model", "triptych")
+    assert model.max_model_len == 4096
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_errors_are_the_clients_own(client):
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="other", messages=HELLO)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model=MODEL, messages=HELLO, temperature=3)
+    assert bad.value.param == "temperature"
+    assert bad.value.type == "invalid_request_error"
+    assert bad.value.request_id.startswith("req-")
+
+
+def test_decoder_death_in_mid_stream_raises_in_the_client(client, stack):
+    stack.decoder.die_after, stack.decoder.delay_s = 2, 0.02
+    text = ""
+    with pytest.raises(openai.APIError) as broken:
+        for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, stream=True):
+            text += chunk.choices[0].delta.content or ""
+    assert text == "A red"
+    assert broken.value.code == "unavailable"
+
+
+def test_client_retries_a_dead_decoder(stack):
+    stack.decoder.die_after = 0
+    reviver = threading.Timer(0.3, lambda: setattr(stack.decoder, "die_after", None))
+    reviver.start()
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=4) as client:
+        answer = client.chat.completions.create(model=MODEL, messages=HELLO)
+    reviver.join()
+    assert answer.choices[0].message.content == "A red circle."
+
+
+# Request ids
+
+
+def test_request_id_is_echoed_and_passed_on(stack):
+    headers = {"x-request-id": "my.id-1:2_3"}
+    with stack.client(headers=headers) as client:
+        body = {"model": MODEL, "messages": asking(picture(33, 44))}
+        response = client.post("/v1/chat/completions", json=body)
+    assert response.headers["x-request-id"] == "my.id-1:2_3"
+    assert stack.decoder.submits[0].request_id == "my.id-1:2_3"
+    assert stack.encoder.request_ids == ["my.id-1:2_3"]
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a/b", "é", '"'])
+def test_bad_request_id_is_replaced(stack, given):
+    with stack.client() as client:
+        response = client.get("/health", headers={"x-request-id": given.encode()})
+    assert response.headers["x-request-id"].startswith("req-")
+
+
+# Other endpoints
+
+
+def test_tokenize(stack):
+    with stack.client() as client:
+        plain = client.post("/tokenize", json={"prompt": "hello <|im_end|>"}).json()
+        assert plain["tokens"] == stack.tokenizer.encode_text("hello <|im_end|>")
+        assert plain["count"] == len(plain["tokens"])
+        assert plain["max_model_len"] == 4096
+        chat = client.post("/tokenize", json={"messages": asking(picture())}).json()
+        assert chat["count"] > 5
+        for bad in ({}, {"prompt": "x", "messages": HELLO}, {"prompt": 1}, {"x": 1}):
+            assert client.post("/tokenize", json=bad).status_code == 400
+
+
+def test_metrics(stack):
+    stack.chat(messages=asking(picture()))
+    with stack.client() as client:
+        text = client.get("/metrics").text
+    for name in (
+        "gateway_requests_total", "gateway_ttft_seconds_bucket", "gateway_stage_seconds_bucket",
+        "gateway_running_requests", "gateway_tokens_total", "gateway_encodes_total",
+    ):  # fmt: skip
+        assert name in text
+
+
+def test_page_loads_nothing_from_elsewhere(stack):
+    with stack.client() as client:
+        response = client.get("/")
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    for forbidden in ("http://", "https://", 'src="//', "@import", "eval("):
+        assert forbidden not in response.text.replace("http://www.w3.org", "")
+
+
+# Clients that go away
+
+
+def send_raw(stack, body: dict) -> socket.socket:
+    data = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", stack.port))
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(data) + data
+    )
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_cancels_the_sequence(stack, stream):
+    stack.decoder.reply = [40] * 1000
+    stack.decoder.delay_s = 0.02
+    cancelled = stack.metric("gateway_requests_total", outcome="cancelled")
+    connection = send_raw(stack, {"model": MODEL, "messages": HELLO, "stream": stream})
+    stack.wait(lambda: len(stack.decoder.running) == 1)
+    if stream:
+        connection.recv(1000)
+    connection.close()
+    assert stack.wait(lambda: not stack.decoder.running) < 1
+    stack.wait(lambda: stack.gateway.admission.num_running == 0)
+    assert stack.metric("gateway_requests_total", outcome="cancelled") == cancelled + 1
+
+
+def test_disconnect_cancels_the_encode(stack):
+    async def slow(_):
+        await asyncio.sleep(30)
+
+    stack.encoder.before = slow
+    stack.decoder.before = slow
+    connection = send_raw(stack, {"model": MODEL, "messages": asking(picture(77, 66))})
+    stack.wait(lambda: len(stack.encoder.requests) == 1)
+    connection.close()
+    stack.wait(lambda: stack.encoder.num_cancelled == 1 and not stack.decoder.running, 2)
+
+
+def test_disconnect_in_the_body_frees_the_slot(stack):
+    connection = socket.create_connection(("127.0.0.1", stack.port))
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    )
+    stack.wait(lambda: stack.gateway.admission.num_running == 1)
+    connection.close()
+    stack.wait(lambda: stack.gateway.admission.num_running == 0)
+
+
+def test_slow_reader_holds_up_nobody(stack):
+    stack.decoder.reply = stack.tokenizer.encode_text("hello " * 500)
+    stack.decoder.tokens_per_event = 10
+    connection = send_raw(stack, {"model": MODEL, "messages": HELLO, "stream": True})
+    stack.wait(lambda: len(stack.decoder.submits) == 1)
+    start = time.monotonic()
+    for _ in range(5):
+        assert stack.chat(max_tokens=1).status_code == 200
+    assert time.monotonic() - start < 5
+    connection.close()

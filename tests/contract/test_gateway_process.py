@@ -1,0 +1,143 @@
+"""`python -m services.gateway` as a process: start, keys, SIGTERM."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx2
+import pytest
+
+from tests.fakes import FakeDecoder, FakeEncoder
+from tests.gateway_stack import MODEL
+from tests.tiny_tokenizer import vocab_size, write_model_directory
+
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture(scope="module")
+def fakes(loop_thread):
+    encoder, decoder = FakeEncoder(), FakeDecoder(vocab_size=vocab_size())
+    for fake in (encoder, decoder):
+        loop_thread.run(fake.start())
+    yield encoder, decoder
+    for fake in (encoder, decoder):
+        loop_thread.run(fake.stop())
+
+
+@contextmanager
+def gateway(fakes, directory, **settings):
+    encoder, decoder = fakes
+    decoder.reset()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "PATH": os.environ["PATH"],
+        "GATEWAY_MODEL": str(write_model_directory(directory / MODEL)),
+        "GATEWAY_ENCODER_ADDRESSES": encoder.address,
+        "GATEWAY_DECODER_ADDRESSES": f"dns:///localhost:{decoder.address.split(':')[1]}",
+        "GATEWAY_PORT": str(port),
+        **settings,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.gateway"], env=environment, stderr=subprocess.PIPE
+    )
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    if client.get("/ready").status_code == 200:
+                        break
+                except httpx2.TransportError:
+                    pass
+                assert time.monotonic() < deadline
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.02)
+            yield process, client
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_sigterm_ends_running_streams_and_refuses_new_requests(fakes, tmp_path):
+    _, decoder = fakes
+    with gateway(fakes, tmp_path) as (process, client):
+        decoder.reply, decoder.delay_s = [40] * 30, 0.05
+        texts = []
+
+        def stream():
+            with httpx2.Client(base_url=client.base_url, timeout=20) as other:
+                texts.append(other.post("/v1/chat/completions", json={**BODY, "stream": True}).text)
+
+        threads = [threading.Thread(target=stream) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        while len(decoder.submits) < 5:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        while (ready := client.get("/ready")).status_code == 200:
+            pass
+        assert ready.status_code == 503
+        assert client.get("/health").status_code == 200
+        assert ready.headers["connection"] == "close"
+        refused = client.post("/v1/chat/completions", json=BODY)
+        assert refused.status_code == 503
+        assert refused.headers["connection"] == "close"
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "overloaded"
+        for thread in threads:
+            thread.join()
+        assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+        assert process.wait(5) == 0
+
+
+def test_sigterm_ends_at_the_grace(fakes, tmp_path):
+    _, decoder = fakes
+    with gateway(fakes, tmp_path, GATEWAY_SHUTDOWN_GRACE_S="0.3") as (process, client):
+        decoder.reply, decoder.delay_s = [40] * 1000, 0.05
+        with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
+            next(answer.iter_bytes())
+            start = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+            assert time.monotonic() - start < 6
+        deadline = time.monotonic() + 2
+        while decoder.running and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not decoder.running
+
+
+def test_idle_gateway_ends_at_once(fakes, tmp_path):
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        with gateway(fakes, tmp_path) as (process, _):
+            start = time.monotonic()
+            process.send_signal(signum)
+            assert process.wait(10) == 0
+            assert time.monotonic() - start < 3
+
+
+def test_api_keys_guard_all_but_probes_and_page(fakes, tmp_path):
+    with gateway(fakes, tmp_path, GATEWAY_API_KEYS="first,second") as (_, client):
+        for path in ("/", "/health", "/ready"):
+            assert client.get(path).status_code == 200
+        for path in ("/v1/models", "/metrics", "/nope"):
+            response = client.get(path)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        for given in ("", "first", "Bearer", "Bearer fir", "Bearer first,second", "Basic first"):
+            headers = {"authorization": given}
+            assert (
+                client.post("/v1/chat/completions", json=BODY, headers=headers).status_code == 401
+            )
+        for key in ("first", "second"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (
+                client.post("/v1/chat/completions", json=BODY, headers=headers).status_code == 200
+            )

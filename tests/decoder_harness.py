@@ -1,0 +1,188 @@
+"""A runner over a tiny checkpoint, driven as the engine drives it but by hand. CPU."""
+
+import json
+import mmap
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.common.model_config import ModelConfig
+from services.common.nn import weights
+from services.decoder.engine import step_inputs
+from services.decoder.engine.batch import Batch, Chunk
+from services.decoder.engine.messages import ImageSpan, SamplingParams
+from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
+from services.decoder.engine.runner import RunnerOptions, create_runner
+from services.decoder.engine.sequence import Sequence
+from services.decoder.kernels.ops import PlainOps
+from services.decoder.models.qwen3_vl import Qwen3VLLanguageModel
+
+ARENA_BYTES = 16 << 20
+BLOCK_SIZE = 4
+
+
+class Harness:
+    """A runner, an arena and a block list without a scheduler."""
+
+    def __init__(self, directory: Path, **options: object) -> None:
+        self.arena = mmap.mmap(-1, ARENA_BYTES)
+        self._arena_used = 4096
+        chosen = {
+            "device": "cpu", "attention_backend": "sdpa", "block_size": BLOCK_SIZE,
+            "max_num_sequences": 8, "max_batched_tokens": 2048, "kv_cache_bytes": 16 << 20,
+            "max_model_len": 2048,
+        } | options  # fmt: skip
+        self.runner: ModelRunner = create_runner(
+            RunnerOptions(model_directory=directory, **chosen), self.arena
+        )
+        self._size = self.runner.info.block_size
+        # Out of order, so that a block's number never equals its index by luck.
+        rng = np.random.default_rng(0)
+        self._free = rng.permutation(self.runner.info.num_blocks).tolist()
+        self._next_id = 0
+
+    def put(self, embedding: Tensor) -> int:
+        """Puts `[levels, n, hidden]` into the arena; returns its offset."""
+        data = embedding.contiguous().view(torch.uint8).numpy().tobytes()
+        offset = self._arena_used
+        self.arena[offset : offset + len(data)] = data
+        self._arena_used += -(-len(data) // 4096) * 4096
+        return offset
+
+    def start(
+        self,
+        token_ids: Seq[int],
+        row: int = 0,
+        sampling: SamplingParams | None = None,
+        positions: np.ndarray | None = None,
+        delta: int = 0,
+        images: Seq[tuple[int, Tensor]] = (),
+    ) -> Sequence:
+        """A sequence in a row. `images`: (offset of the first placeholder, embedding)."""
+        self._next_id += 1
+        spans, offsets = [], {}
+        for index, (offset, embedding) in enumerate(images):
+            key = f"{self._next_id}/{index}".encode()
+            spans.append(ImageSpan(key, offset, embedding.shape[1]))
+            offsets[key] = self.put(embedding)
+        sequence = Sequence(
+            sequence_id=self._next_id, token_ids=list(token_ids), num_prompt_tokens=len(token_ids),
+            positions=positions, position_delta=delta, images=spans,
+            sampling=sampling or SamplingParams(), image_offsets=offsets,
+        )  # fmt: skip
+        return self.restart(sequence, row)
+
+    def restart(self, sequence: Sequence, row: int) -> Sequence:
+        """Gives a sequence (new, or preempted) a row and no blocks."""
+        self._free += sequence.block_table
+        sequence.block_table = []
+        sequence.row = row
+        sequence.num_computed_tokens = 0
+        self.runner.start_sequence(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes the blocks back."""
+        self._free += sequence.block_table
+        sequence.block_table = []
+
+    def chunk(self, sequence: Sequence, length: int | None = None) -> Chunk:
+        """The next chunk: a decode where only in-flight or last tokens are left."""
+        start = sequence.num_computed_tokens
+        left = sequence.num_tokens - start
+        length = left if length is None else min(length, left)
+        while len(sequence.block_table) * self._size < start + length:
+            sequence.block_table.append(self._free.pop())
+        sequence.num_computed_tokens += length
+        generated = sequence.num_generated
+        from_device = start >= len(sequence.token_ids)
+        samples = start + length == sequence.num_tokens
+        if samples:
+            sequence.num_in_flight += 1
+        return Chunk(sequence, start, length, from_device, samples, generated)
+
+    def launch(self, *chunks: Chunk) -> DevicePendingStep:
+        """One step; decodes first."""
+        ordered = sorted(chunks, key=lambda chunk: chunk.length != 1)
+        pending = self.runner.execute(Batch(ordered, sum(chunk.length for chunk in ordered)))
+        self._order = [chunk for chunk in ordered if chunk.samples]
+        return pending
+
+    def take(self, pending: DevicePendingStep, chunks: Seq[Chunk]) -> None:
+        """Appends a step's tokens to the sequences of its sampling chunks, in their order."""
+        for chunk, token_id in zip(chunks, pending.result().token_ids, strict=True):
+            chunk.sequence.token_ids.append(token_id)
+            chunk.sequence.num_in_flight -= 1
+
+    def step(self, *chunks: Chunk) -> DevicePendingStep:
+        """Launch and take."""
+        pending = self.launch(*chunks)
+        self.take(pending, self._order)
+        return pending
+
+    def logits(self, *chunks: Chunk) -> Tensor:
+        """`[T, V]` of a step's tokens, those that nobody samples from included."""
+        runner = self.runner
+        step = step_inputs.build(
+            Batch(list(chunks), sum(chunk.length for chunk in chunks)), runner._table, self._size
+        )
+        with torch.inference_mode():
+            staged = runner._stage(step)
+            runner._staging.upload()
+            return runner._model.logits(runner._forward(staged)).clone()
+
+    def generate(
+        self, sequence: Sequence, num_tokens: int, chunk_size: int | None = None
+    ) -> list[int]:
+        """Runs a sequence alone to its end; returns the completion."""
+        while sequence.num_generated < num_tokens:
+            self.step(self.chunk(sequence, chunk_size))
+        return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+def write_checkpoint(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """A tiny language model's checkpoint without Hugging Face; logits spread over about ±15."""
+    config = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "image_token_id": 95, "video_token_id": 96, "vision_start_token_id": 97,
+        "vision_end_token_id": 98, "tie_word_embeddings": tied,
+        "text_config": {
+            "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "eos_token_id": 99,
+            "rope_theta": 1e4, "rope_scaling": {"mrope_section": [4, 2, 2]},
+        },
+        "vision_config": {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+            "patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2,
+            "num_position_embeddings": 16, "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    }  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "preprocessor_config.json").write_text(
+        json.dumps({"size": {"shortest_edge": 256, "longest_edge": 65536}})
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(directory).items():
+        if len(shape) == 1:
+            tensors[name] = torch.rand(shape, generator=generator) + 0.5
+        else:
+            scale = 4.0 if "embed" in name or "lm_head" in name else 1.5
+            tensors[name] = torch.randn(shape, generator=generator) * scale / shape[1] ** 0.5
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the language model's tensors in a checkpoint."""
+    config = ModelConfig.from_directory(directory)
+    with torch.device("meta"):
+        model = Qwen3VLLanguageModel(config, backend=None, ops=PlainOps())  # type: ignore[arg-type]
+    return {part.name: part.shape for part in weights._sources(model, model.weight_map)}

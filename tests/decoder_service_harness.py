@@ -1,0 +1,164 @@
+"""The decoder's servicer and front over real gRPC; the device and the encoder are fakes."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from services.common.arena import Arena
+from services.common.pb import decoder_pb2 as pb
+from services.common.pb import decoder_pb2_grpc as pb_grpc
+from services.common.rpc import create_channel, create_server
+from services.decoder.embedding_fetch import EncoderFetcher
+from services.decoder.embedding_source import EmbeddingSource
+from services.decoder.engine.messages import ImageSpan
+from services.decoder.front import DecoderFront
+from services.decoder.metrics import DecoderMetrics
+from services.decoder.service import DecoderServicer
+from tests.fake_fetch import FakeFetchServicer, serve_fetch
+from tests.fake_runner import VOCAB_SIZE, FakeRunner, add_message, expected_tokens, runner_info
+from tests.in_process_engine import InProcessEngine
+
+KEYS = [bytes([n]) * 32 for n in range(1, 9)]
+
+
+class Decoder:
+    """The system under test and everything around it."""
+
+    def __init__(self, *, arena_pages: int = 16, timeout_s: float = 5.0, **info: int) -> None:
+        self.runner = FakeRunner(runner_info(**info))
+        self.engine = InProcessEngine(self.runner)
+        self.registry = CollectorRegistry()
+        metrics = DecoderMetrics(self.registry)
+        self.arena = Arena(arena_pages * 4096)
+        self.source = EmbeddingSource(
+            self.arena, EncoderFetcher(timeout_s=timeout_s), None, metrics
+        )
+        self.front = DecoderFront(self.engine.ready, self.engine, self.source, metrics)
+        self.encoder = FakeFetchServicer()
+        self.encoder_address = ""
+        self._exit = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Decoder":
+        self.encoder_address = await self._exit.enter_async_context(serve_fetch(self.encoder))
+        self._server = create_server()
+        pb_grpc.add_DecoderServicer_to_server(DecoderServicer(self.front), self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self._run = asyncio.create_task(self.front.run())
+        self._channel = create_channel(f"127.0.0.1:{port}")
+        self.stub = pb_grpc.DecoderStub(self._channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._run.cancel()
+        await asyncio.gather(self._run, return_exceptions=True)
+        await self._channel.close()
+        await self._server.stop(None)
+        await self.front.close()
+        await self._exit.aclose()
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def is_idle(self) -> bool:
+        stats = self.engine.engine.stats()
+        unreferenced = all(e.references == 0 for e in self.arena._entries.values())
+        return not self.front._live and stats.num_free_blocks == stats.num_blocks and unreferenced
+
+
+class Gateway:
+    """One Generate stream and what came over it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[pb.TokenLogprobs]] = {}
+        self.ends: dict[int, pb.Finished | pb.Failed] = {}
+        self.num_messages = 0
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> "Gateway":
+        self.call = self._decoder.stub.Generate()
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.call.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def submit(self, submit: pb.Submit) -> None:
+        await self.call.write(pb.GenerateCommand(submit=submit))
+
+    async def cancel(self, sequence_id: int) -> None:
+        await self.call.write(pb.GenerateCommand(cancel=pb.Cancel(sequence_id=sequence_id)))
+
+    async def end(self, sequence_id: int) -> pb.Finished | pb.Failed:
+        await self.until(lambda: sequence_id in self.ends)
+        return self.ends[sequence_id]
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def closed(self) -> None:
+        async with asyncio.timeout(10):
+            await self._reader
+
+    async def _read(self) -> None:
+        async for message in self.call:
+            self.num_messages += 1
+            for event in message.events:
+                number = event.sequence_id
+                assert number not in self.ends, "an event after the end"
+                self.tokens.setdefault(number, []).extend(event.token_ids)
+                self.logprobs.setdefault(number, []).extend(event.logprobs)
+                if (kind := event.WhichOneof("end")) is not None:
+                    self.ends[number] = getattr(event, kind)
+            self._changed.set()
+
+
+def prompt_of(seed: int, length: int = 12) -> list[int]:
+    return [(seed * 31 + i * 7) % VOCAB_SIZE for i in range(length)]
+
+
+def submit_of(
+    sequence_id: int,
+    prompt: list[int],
+    *images: pb.ImageRef,
+    timeout_s: float = 0.0,
+    **sampling: object,
+) -> pb.Submit:
+    fields = {"top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 8, "seed": 1, **sampling}
+    return pb.Submit(
+        sequence_id=sequence_id,
+        request_id=f"request-{sequence_id}",
+        prompt_token_ids=np.asarray(prompt, "<i4").tobytes(),
+        images=images,
+        sampling=pb.SamplingParams(**fields),
+        timeout_s=timeout_s,
+    )
+
+
+def image_of(decoder: Decoder, number: int, offset: int = 3, num_tokens: int = 6) -> pb.ImageRef:
+    decoder.encoder.sizes[KEYS[number]] = num_tokens
+    return pb.ImageRef(
+        image_key=KEYS[number],
+        offset=offset,
+        num_tokens=num_tokens,
+        encoder_address=decoder.encoder_address,
+    )
+
+
+def alone(prompt: list[int], *spans: ImageSpan, max_tokens: int = 8) -> list[int]:
+    message = add_message(1, prompt, images=spans, max_tokens=max_tokens, seed=1)
+    return expected_tokens(message, 256)[0]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - of things that have no event
+            await asyncio.sleep(0.001)

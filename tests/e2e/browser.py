@@ -1,0 +1,171 @@
+"""Headless Chromium, driven through its DevTools protocol: just what the chat page's test needs."""
+
+import base64
+import itertools
+import json
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import websocket
+
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-default-apps", "--disable-extensions", "--disable-dev-shm-usage",
+    "--remote-allow-origins=*", "--remote-debugging-port=0", "--window-size=1280,900",
+)  # fmt: skip
+_START_TIMEOUT_S = 60.0
+
+
+class BrowserError(Exception):
+    """The browser, or a script in the page, failed."""
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, socket_url: str) -> None:
+        self._socket = websocket.create_connection(socket_url, timeout=30)
+        self._ids = itertools.count(1)
+        self.console: list[str] = []
+        self.requests: list[str] = []
+        for domain in ("Page", "Runtime", "DOM", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    def close(self) -> None:
+        """Ends the connection; the browser ends with its process."""
+        self._socket.close()
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command of the protocol and its result."""
+        number = next(self._ids)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self._socket.recv())
+            if message.get("id") == number:
+                if error := message.get("error"):
+                    raise BrowserError(f"{method}: {error['message']}")
+                return message["result"]
+            self._note(message)
+
+    def open(self, url: str) -> None:
+        """Loads a page and waits until it is complete."""
+        self.call("Page.navigate", url=url)
+        self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def evaluate(self, script: str) -> Any:
+        """The value of an expression; a promise is awaited."""
+        answer = self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        if failure := answer.get("exceptionDetails"):
+            raise BrowserError(f"{script}: {failure.get('exception', failure)}")
+        return answer["result"].get("value")
+
+    def wait_for(self, script: str, timeout_s: float = 30.0) -> Any:
+        """Evaluates until the value is truthy, and returns it."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := self.evaluate(script)):
+            if time.monotonic() > deadline:
+                text = self.evaluate("document.body.innerText")
+                raise BrowserError(f"never became true: {script}\npage: {text}\n{self.console}")
+            time.sleep(0.05)
+        return value
+
+    def choose_files(self, selector: str, paths: Sequence[Path]) -> None:
+        """Puts files into a file input, as its dialog would."""
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path) for path in paths])
+
+    def drop_file(self, selector: str, path: Path, kind: str = "image/png") -> None:
+        """Drops a file onto an element, as a person with a mouse would."""
+        data = base64.b64encode(path.read_bytes()).decode()
+        self.evaluate(
+            f"""(() => {{
+              const bytes = Uint8Array.from(atob({json.dumps(data)}), c => c.charCodeAt(0));
+              const file = new File([bytes], {json.dumps(path.name)}, {{type: {json.dumps(kind)}}});
+              const carried = new DataTransfer();
+              carried.items.add(file);
+              const target = document.querySelector({json.dumps(selector)});
+              for (const name of ["dragenter", "dragover", "drop"])
+                target.dispatchEvent(new DragEvent(
+                  name, {{dataTransfer: carried, bubbles: true, cancelable: true}}));
+            }})()"""
+        )
+
+    def type(self, selector: str, text: str) -> None:
+        """Focuses an element and types into it."""
+        self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
+        self.call("Input.insertText", text=text)
+
+    def press_enter(self) -> None:
+        """The Enter key, in the focused element."""
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **key)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    def screenshot(self, path: Path) -> None:
+        """What the window shows, as a PNG."""
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+    def _note(self, event: dict[str, Any]) -> None:
+        parameters = event.get("params", {})
+        match event.get("method"):
+            case "Runtime.exceptionThrown":
+                self.console.append(json.dumps(parameters["exceptionDetails"])[:500])
+            case "Log.entryAdded" if parameters["entry"]["level"] == "error":
+                self.console.append(parameters["entry"]["text"])
+            case "Runtime.consoleAPICalled" if parameters["type"] == "error":
+                self.console.append(json.dumps(parameters["args"])[:500])
+            case "Network.requestWillBeSent":
+                self.requests.append(parameters["request"]["url"])
+
+
+@contextmanager
+def open_browser(directory: Path) -> Iterator[Page]:
+    """A browser with a fresh profile in `directory`.
+
+    Raises:
+        BrowserError: none is installed, or it does not start.
+    """
+    binary = shutil.which("chromium") or shutil.which("google-chrome")
+    if binary is None:
+        raise BrowserError("chromium is needed: apt-get install chromium")
+    profile = directory / "profile"
+    profile.mkdir()
+    with (directory / "chromium.log").open("wb") as log:
+        process = subprocess.Popen(
+            [binary, *_FLAGS, f"--user-data-dir={profile}", "about:blank"], stdout=log, stderr=log
+        )
+    try:
+        page = Page(_page_socket(profile / "DevToolsActivePort", process))
+        try:
+            yield page
+        finally:
+            page.close()
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _page_socket(port_file: Path, process: subprocess.Popen[bytes]) -> str:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if port_file.exists() and (lines := port_file.read_text().splitlines()):
+            with urllib.request.urlopen(f"http://127.0.0.1:{lines[0]}/json", timeout=10) as answer:
+                pages = [t for t in json.loads(answer.read()) if t["type"] == "page"]
+            if pages:
+                return pages[0]["webSocketDebuggerUrl"]
+        time.sleep(0.05)
+    raise BrowserError(f"chromium did not start (exit status {process.poll()})")

@@ -1,0 +1,203 @@
+"""Real services as real processes, each of which a test may kill, freeze or restart."""
+
+import base64
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+from PIL import Image
+
+from tests.redis_server import RedisServer, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO_MODEL = ROOT / "demo" / "model"
+_READY_TIMEOUT_S = 120.0
+
+
+class Service:
+    """One `python -m services.<kind>` with its settings."""
+
+    def __init__(self, kind: str, log: Path, **settings: object) -> None:
+        self.kind = kind
+        self.port = free_port()
+        self.metrics_port = self.port if kind == "gateway" else free_port()
+        self._log = log
+        prefix = kind.upper() + "_"
+        self._settings = {"HOST": "127.0.0.1", "PORT": self.port, **settings}
+        if kind != "gateway":
+            self._settings["METRICS_PORT"] = self.metrics_port
+        self._settings = {prefix + name.upper(): str(v) for name, v in self._settings.items()}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        environment = {**os.environ, **self._settings, "OMP_NUM_THREADS": "1"}
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"services.{self.kind}"],
+                env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def signal(self, number: int) -> None:
+        """To the whole process group: front and engine alike."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+    def terminate(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM to the front alone, as Kubernetes does; returns the exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(timeout_s)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.signal(signal.SIGCONT)
+            self.kill()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of `name` that carry all `labels`; 0 where there is none."""
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith((f"{name} ", f"{name}{{")) and all(w in line for w in wanted)
+        )
+
+
+class Cluster:
+    """Redis, encoders, decoders and a gateway. Use as a context manager."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        encoders: int = 1,
+        decoders: int = 1,
+        model: Path = DEMO_MODEL,
+        encoder: dict[str, object] | None = None,
+        decoder: dict[str, object] | None = None,
+        gateway: dict[str, object] | None = None,
+    ) -> None:
+        self.redis = RedisServer("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru")
+        common = {"model": model, "device": "cpu", "dtype": "float32", "redis_url": self.redis.url}
+        self.encoders = [
+            Service("encoder", directory / f"encoder-{i}.log", **common, **(encoder or {}))
+            for i in range(encoders)
+        ]
+        self.decoders = [
+            Service("decoder", directory / f"decoder-{i}.log", **common, **(decoder or {}))
+            for i in range(decoders)
+        ]
+        self.gateway = Service(
+            "gateway",
+            directory / "gateway.log",
+            model=model,
+            served_model_name="demo",
+            encoder_addresses=",".join(e.address for e in self.encoders),
+            decoder_addresses=",".join(d.address for d in self.decoders),
+            **(gateway or {}),
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.gateway.address}"
+
+    def __enter__(self) -> "Cluster":
+        self.redis.start()
+        try:
+            for service in (*self.encoders, *self.decoders, self.gateway):
+                service.start()
+            wait_until(self.is_ready, _READY_TIMEOUT_S, "the cluster is ready")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for service in (self.gateway, *self.decoders, *self.encoders):
+            service.stop()
+        self.redis.stop()
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=2) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options
+        )
+
+    def ask(self, question: str, *images: bytes, **fields: Any) -> str:
+        """The whole greedy answer."""
+        with self.client() as client:
+            answer = client.chat.completions.create(
+                model="demo",
+                messages=[message(question, *images)],
+                **{"temperature": 0, "max_tokens": 24, **fields},
+            )
+        return answer.choices[0].message.content or ""
+
+    def num_encodes(self) -> float:
+        return sum(e.metric("encoder_images_encoded_total") for e in self.encoders)
+
+    def used_blocks(self) -> float:
+        return sum(d.metric("decoder_kv_blocks_used") for d in self.decoders)
+
+
+def message(question: str, *images: bytes) -> Any:
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": data_url(image)}} for image in images
+    ]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+
+
+def data_url(image: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(image).decode()
+
+
+def picture(seed: int, height: int = 192, width: int = 192) -> bytes:
+    """A PNG that no other seed gives: big coloured cells."""
+    cells = np.random.default_rng(seed).integers(0, 255, (height // 32, width // 32, 3), np.uint8)
+    image = Image.fromarray(cells).resize((width, height), Image.Resampling.NEAREST)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Polls until true; returns the seconds it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - start

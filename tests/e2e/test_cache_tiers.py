@@ -1,0 +1,128 @@
+"""Redis and the caches: a picture is encoded once, and a bad Redis changes no answer."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster, picture
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+QUESTION = "Describe the picture."
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(Path(tmp_path_factory.mktemp("cluster")), encoders=2) as cluster:
+        yield cluster
+
+
+def test_second_request_with_the_same_picture_encodes_nothing(cluster: Cluster) -> None:
+    first = cluster.ask(QUESTION, picture(1))
+    encodes = cluster.num_encodes()
+    assert cluster.ask(QUESTION, picture(1)) == first
+    assert cluster.ask("What is it?", picture(1))
+    assert cluster.num_encodes() == encodes
+
+
+def test_restarted_services_encode_nothing_again(cluster: Cluster) -> None:
+    first = cluster.ask(QUESTION, picture(2))
+    wait_for_write(cluster, num_keys=1)
+    for service in (*cluster.encoders, *cluster.decoders):
+        service.kill()
+        service.start()
+    wait_until_ready(cluster)
+    assert cluster.ask(QUESTION, picture(2)) == first
+    assert cluster.num_encodes() == 0  # counters start anew with the process
+
+
+def test_100_simultaneous_requests_for_a_new_picture_encode_it_once(cluster: Cluster) -> None:
+    encodes = cluster.num_encodes()
+    with ThreadPoolExecutor(100) as pool:
+        answers = list(pool.map(lambda _: cluster.ask(QUESTION, picture(3)), range(100)))
+    assert len(set(answers)) == 1
+    assert cluster.num_encodes() == encodes + 1
+
+
+def test_garbage_in_redis_changes_no_answer(cluster: Cluster) -> None:
+    pictures = [picture(seed) for seed in (10, 11, 12)]
+    expected = [cluster.ask(QUESTION, image) for image in pictures]
+    wait_for_write(cluster, num_keys=3)
+    with cluster.redis.client() as client:
+        keys = list(client.scan_iter())
+        for n, key in enumerate(keys):
+            value = bytearray(client.get(key) or b"")
+            if n % 3 == 0:
+                value = bytearray(b"garbage")
+            elif n % 3 == 1:
+                value = value[: len(value) // 2]
+            else:
+                value[-7] ^= 0xFF
+            client.set(key, bytes(value))
+    restart_all(cluster)  # memory tiers are empty: only Redis could answer
+    assert [cluster.ask(QUESTION, image) for image in pictures] == expected
+
+
+def test_flushed_and_stopped_redis_change_no_answer(cluster: Cluster) -> None:
+    expected = cluster.ask(QUESTION, picture(20))
+    cluster.redis.flush()
+    assert cluster.ask(QUESTION, picture(20)) == expected
+    cluster.redis.stop()
+    try:
+        restart_all(cluster)
+        assert cluster.ask(QUESTION, picture(20)) == expected
+        assert cluster.ask(QUESTION, picture(21))
+    finally:
+        cluster.redis.start()
+
+
+def test_frozen_redis_adds_at_most_50_ms(cluster: Cluster) -> None:
+    def seconds(seed: int) -> float:
+        image = picture(seed)
+        start = time.perf_counter()
+        assert cluster.ask(QUESTION, image, max_tokens=1)
+        return time.perf_counter() - start
+
+    seconds(100)
+    usual = [seconds(seed) for seed in range(101, 113)]
+    cluster.redis.freeze()
+    try:
+        frozen = [seconds(seed) for seed in range(201, 213)]
+    finally:
+        cluster.redis.thaw()
+    # The worst of them is the first, which finds out; the machine's own noise is in both.
+    assert statistics.median(frozen) - statistics.median(usual) <= 0.050
+    assert min(frozen[:1]) - max(usual) <= 0.050
+
+
+def wait_for_write(cluster: Cluster, num_keys: int) -> None:
+    """The write to Redis is behind the answer."""
+    deadline = time.monotonic() + 5
+    while len(cluster.redis.keys()) < num_keys:
+        assert time.monotonic() < deadline, "nothing was written to Redis"
+        time.sleep(0.02)
+
+
+def restart_all(cluster: Cluster) -> None:
+    for service in (*cluster.encoders, *cluster.decoders):
+        service.kill()
+        service.start()
+    wait_until_ready(cluster)
+
+
+def wait_until_ready(cluster: Cluster) -> None:
+    """Each restarted service serves again and the gateway knows it."""
+    deadline = time.monotonic() + 120
+    while not (all(map(answers, (*cluster.encoders, *cluster.decoders))) and cluster.is_ready()):
+        assert time.monotonic() < deadline, "the cluster did not come back"
+        time.sleep(0.1)
+
+
+def answers(service: object) -> bool:
+    try:
+        return service.metric("python_info") >= 0  # type: ignore[attr-defined]
+    except OSError:
+        return False

@@ -1,0 +1,105 @@
+"""The chat page, in a real browser, over the real stack with the demonstration model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.browser import Page, open_browser
+from tests.e2e.serve_command import serve_command
+from triptych.samples import SAMPLES
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+# Where the screenshot of the last run is left for people; not part of the repository.
+SCREENSHOT = Path(__file__).resolve().parents[2] / "build" / "chat-page.png"
+_LAST_ANSWER = "[...document.querySelectorAll('.turn.assistant .bubble')].at(-1)?.textContent"
+_LAST_TIMES = "[...document.querySelectorAll('.turn.assistant')].at(-1)?.querySelector('.times')"
+_IDLE = "document.getElementById('send').textContent === 'Send'"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serve_command(tmp_path_factory.mktemp("stack")) as command:
+        yield command.url
+
+
+@pytest.fixture
+def page(url: str, tmp_path: Path) -> Iterator[Page]:
+    with open_browser(tmp_path) as page:
+        page.open(url + "/")
+        page.wait_for("document.getElementById('model').textContent.startsWith('triptych-demo')")
+        yield page
+        assert page.console == []
+
+
+def send(page: Page, question: str) -> None:
+    page.type("#text", question)
+    page.press_enter()
+
+
+def finish(page: Page) -> tuple[str, str]:
+    """Waits for the end of the answer; returns it and the stage times under it."""
+    page.wait_for(f"{_LAST_TIMES} && {_IDLE}")
+    return page.evaluate(_LAST_ANSWER), page.evaluate(f"{_LAST_TIMES}.innerText")
+
+
+def num_attached(page: Page, number: int) -> None:
+    page.wait_for(f"document.querySelectorAll('#attached img').length === {number}")
+
+
+def test_the_page_needs_nothing_from_outside(page: Page, url: str) -> None:
+    assert page.evaluate("document.title") == "Triptych"
+    assert page.requests
+    assert all(request.startswith((url, "data:", "blob:")) for request in page.requests)
+
+
+def test_a_dropped_picture_is_answered_in_a_stream_with_times(page: Page) -> None:
+    page.evaluate(
+        f"""(() => {{
+          window.seen = [];
+          new MutationObserver(() => window.seen.push({_LAST_ANSWER} ?? ""))
+            .observe(document.getElementById("turns"), {{childList: true, subtree: true}});
+        }})()"""
+    )
+    page.drop_file("main", SAMPLES / "shapes.png")
+    num_attached(page, 1)
+    send(page, "What do you see?")
+    answer, times = finish(page)
+    assert "red circle" in answer
+    grown = [text for text in page.evaluate("window.seen") if text]
+    assert len(set(grown)) >= 3
+    assert all(answer.startswith(text) for text in grown)
+    for stage in ("encode", "transfer", "prefill", "first token", "total", "tokens"):
+        assert stage in times
+    assert "picture 1 encoded" in times
+    num_attached(page, 0)
+    send(page, "What colour is the circle?")
+    answer, times = finish(page)
+    assert "red" in answer
+    assert "picture 1 cached" in times
+    SCREENSHOT.parent.mkdir(exist_ok=True)
+    page.screenshot(SCREENSHOT)
+    assert SCREENSHOT.read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_pictures_can_be_attached_and_taken_away(page: Page) -> None:
+    names = ("first.png", "second.png", "word.png")
+    page.choose_files("#file", [SAMPLES / name for name in names])
+    num_attached(page, 3)
+    page.evaluate("document.querySelector('#attached figure:nth-child(3) button').click()")
+    num_attached(page, 2)
+    send(page, "Which picture has a red cross?")
+    answer, times = finish(page)
+    assert "picture" in answer
+    assert "picture 2" in times
+    assert "picture 3" not in times
+
+
+def test_a_question_without_a_picture_shows_no_encode(page: Page) -> None:
+    send(page, "Who are you?")
+    answer, times = finish(page)
+    assert answer
+    assert "encode" not in times
+    page.evaluate("document.getElementById('clear').click()")
+    assert page.evaluate("document.querySelectorAll('.turn').length") == 0

@@ -1,0 +1,256 @@
+"""The encoder as real processes on the CPU, with a tiny checkpoint: pictures in, embeddings out."""
+
+import asyncio
+import io
+import json
+import os
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from services.common import errors
+from services.common.image_geometry import image_grid
+from services.common.image_key import image_key
+from services.common.model_config import ModelConfig
+from services.common.nn.weights import Checkpoint, load_weights
+from services.common.pb import encoder_pb2 as pb
+from services.common.pb import encoder_pb2_grpc as pb_grpc
+from services.common.rpc import create_channel, error_from_rpc
+from services.encoder.attention import create
+from services.encoder.engine.patches import pack_patches
+from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from services.encoder.preprocess import preprocess
+from tests.redis_server import RedisServer, free_port, redis_server  # noqa: F401
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4,
+    "text_config": {
+        "vocab_size": 10, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 512,
+    },
+    "vision_config": {
+        "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "in_channels": 3,
+        "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
+        "num_position_embeddings": 64, "out_hidden_size": 48, "deepstack_visual_indexes": [0, 1],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    sizes = {"shortest_edge": 1024, "longest_edge": 262144}
+    (directory / "preprocessor_config.json").write_text(json.dumps({"size": sizes}))
+    tower = build(ModelConfig.from_directory(directory))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, parameter in tower.named_parameters():
+        shape = tower.weight_map.shapes.get(name, tuple(parameter.shape))
+        values = torch.randn(shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
+        tensors[tower.weight_map.checkpoint_name(name)] = values
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def build(config: ModelConfig) -> Qwen3VLVisionModel:
+    attention = create("sdpa", num_heads=4, head_dim=16, dtype=torch.float32)
+    with torch.device("meta"):
+        return Qwen3VLVisionModel(config.vision, attention)
+
+
+@dataclass
+class Encoder:
+    """A running encoder and a client of it."""
+
+    process: asyncio.subprocess.Process
+    stub: pb_grpc.EncoderStub
+    config: ModelConfig
+    prefix: bytes
+    metrics_port: int
+
+    def request(self, data: bytes) -> pb.EncodeRequest:
+        with Image.open(io.BytesIO(data)) as image:
+            grid = image_grid(image.height, image.width, self.config.image_limits)
+        key = image_key(self.prefix, data, grid=grid, salt=b"")
+        return pb.EncodeRequest(
+            image_key=key, image=data, grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2])
+        )
+
+    async def embedding(self, data: bytes) -> torch.Tensor:
+        """Asks for both at once, as gateway and decoder do."""
+        request = self.request(data)
+        encoding = self.stub.Encode(request, timeout=30)
+        parts = [
+            part
+            async for part in self.stub.Fetch(
+                pb.FetchRequest(image_key=request.image_key), timeout=30
+            )
+        ]
+        await encoding
+        header = parts[0].header
+        body = b"".join(part.chunk.data for part in parts)
+        values = torch.frombuffer(bytearray(body), dtype=torch.float32)
+        return values.view(header.levels, header.num_tokens, header.hidden)
+
+    def metric(self, name: str) -> float:
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " "))
+
+
+def environment(model_dir: Path, **settings: object) -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ENCODER_MODEL": str(model_dir),
+        "ENCODER_DEVICE": "cpu",
+        "ENCODER_CACHE_BYTES": str(64 << 20),
+        "ENCODER_PREPROCESS_WORKERS": "2",
+        **{f"ENCODER_{name.upper()}": str(value) for name, value in settings.items()},
+    }
+
+
+@asynccontextmanager
+async def run_encoder(model_dir: Path, **settings: object) -> AsyncIterator[Encoder]:
+    port, metrics_port = free_port(), free_port()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.encoder", cwd=ROOT,
+        env=environment(model_dir, port=port, metrics_port=metrics_port, **settings),
+    )  # fmt: skip
+    channel = create_channel(f"127.0.0.1:{port}")
+    try:
+        stub = pb_grpc.EncoderStub(channel)
+        known = await stub.Describe(pb.DescribeEncoderRequest(), wait_for_ready=True, timeout=60)
+        config = ModelConfig.from_directory(model_dir)
+        yield Encoder(process, stub, config, known.key_prefix, metrics_port)
+    finally:
+        await channel.close()
+        if process.returncode is None:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), 20)
+
+
+def picture(height: int, width: int, seed: int = 0, kind: str = "PNG") -> bytes:
+    rng = np.random.default_rng(seed)
+    file = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, kind)
+    return file.getvalue()
+
+
+def expected(config: ModelConfig, data: bytes) -> torch.Tensor:
+    """The same tower in this process, alone with the image."""
+    tower = build(config)
+    checkpoint = Checkpoint.open(config.directory)
+    load_weights(tower, checkpoint, tower.weight_map, device="cpu", dtype=torch.float32)
+    with Image.open(io.BytesIO(data)) as image:
+        grid = image_grid(image.height, image.width, config.image_limits)
+    pixels = preprocess(data, grid, config.image_limits, max_source_pixels=1 << 24)
+    patches = pack_patches(pixels.reshape(-1), [grid], 16, 2, torch.float32)
+    with torch.inference_mode():
+        return tower(patches, tower.layout([grid]))
+
+
+async def test_pictures_of_many_sizes_at_once(model_dir: Path) -> None:
+    sizes = [(64, 96), (33, 200), (300, 300), (64, 96), (512, 40), (100, 101)] * 3
+    kinds = ["PNG", "JPEG", "WEBP"]
+    pictures = [picture(*size, n, kinds[n % 3]) for n, size in enumerate(sizes)]
+    damaged = pictures[1][: len(pictures[1]) // 2]  # a JPEG whose header is whole
+    async with run_encoder(model_dir, max_batch_patches=600) as encoder:
+        answers = await asyncio.gather(*map(encoder.embedding, pictures), failure(encoder, damaged))
+        assert isinstance(answers.pop(), errors.InvalidImage)
+        for data, found in zip(pictures, answers, strict=True):
+            truth = expected(encoder.config, data)
+            assert (found - truth).abs().max() < 2e-5 * truth.abs().max()
+        encoded = await asyncio.to_thread(encoder.metric, "encoder_images_encoded_total")
+        batches = await asyncio.to_thread(encoder.metric, "encoder_batch_images_count")
+        assert encoded == len(pictures) and batches < len(pictures)
+        encoder.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(encoder.process.wait(), 20) == 0
+
+
+async def failure(encoder: Encoder, data: bytes) -> errors.TriptychError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await encoder.stub.Encode(encoder.request(data), timeout=30)
+    return error_from_rpc(caught.value, "encoder")
+
+
+async def test_a_restart_encodes_nothing_again(
+    model_dir: Path,
+    redis_server: RedisServer,  # noqa: F811
+) -> None:
+    data = picture(100, 100)
+    async with run_encoder(model_dir, redis_url=redis_server.url) as encoder:
+        before = await encoder.embedding(data)
+    assert len(redis_server.keys()) == 1  # SIGTERM waited for the write behind
+    async with run_encoder(model_dir, redis_url=redis_server.url) as encoder:
+        answer = await encoder.stub.Encode(encoder.request(data), timeout=30)
+        assert answer.source == pb.EncodeResponse.SOURCE_REDIS
+        assert torch.equal(await encoder.embedding(data), before)
+        assert await asyncio.to_thread(encoder.metric, "encoder_images_encoded_total") == 0
+
+
+async def test_the_engines_death_ends_the_service(model_dir: Path) -> None:
+    async with run_encoder(model_dir) as encoder:
+        (engine,) = psutil.Process(encoder.process.pid).children()
+        engine.kill()
+        assert await asyncio.wait_for(encoder.process.wait(), 20) == 1
+
+
+async def test_the_fronts_death_ends_the_engine(model_dir: Path) -> None:
+    async with run_encoder(model_dir) as encoder:
+        (engine,) = psutil.Process(encoder.process.pid).children()
+        encoder.process.kill()
+        await encoder.process.wait()
+        await asyncio.to_thread(engine.wait, 20)
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "text"),
+    [
+        ({"prot": 1}, 2, "ENCODER_PROT"),
+        ({"model": "/nowhere"}, 2, "/nowhere/config.json is missing"),
+        ({"attention_backend": "flashinfer"}, 1, "it runs on CUDA"),
+        ({"attention_backend": "magic"}, 1, "no attention backend 'magic'"),
+    ],
+)
+async def test_a_start_that_fails_says_why(
+    model_dir: Path, settings: dict[str, object], status: int, text: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.encoder", cwd=ROOT, stderr=asyncio.subprocess.PIPE,
+        env=environment(model_dir, **settings),
+    )  # fmt: skip
+    _, log = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == status and text in log.decode()
+
+
+async def test_a_checkpoint_that_lacks_a_tensor_names_it(model_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_bytes((model_dir / name).read_bytes())
+    save_file({"model.visual.merger.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.encoder", cwd=ROOT, stderr=asyncio.subprocess.PIPE,
+        env=environment(tmp_path),
+    )  # fmt: skip
+    _, log = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 1
+    assert "missing tensors: model.visual.blocks.0.attn.proj.bias" in log.decode()

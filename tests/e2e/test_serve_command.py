@@ -1,0 +1,47 @@
+"""`triptych serve` with real services: it starts, answers, and leaves nothing behind."""
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.serve_command import serve_command
+from triptych import cli
+from triptych.samples import SAMPLES
+
+pytestmark = pytest.mark.e2e
+
+
+def test_one_command_answers_about_a_picture_and_ctrl_c_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = str(SAMPLES / "shapes.png")
+    with serve_command(tmp_path, ["--encoders", "2"]) as command:
+        assert cli.main(["ask", picture, "What colour is the circle?", "--url", command.url]) == 0
+        assert "red" in capsys.readouterr().out
+        services = command.services()
+        assert {"services.gateway", "services.decoder", "services.encoder"} <= services.keys()
+        processes = psutil.Process(command.process.pid).children(recursive=True)
+        start = time.monotonic()
+        command.process.send_signal(signal.SIGINT)
+        assert command.process.wait(5) == 0
+        assert time.monotonic() - start < 5
+    assert psutil.wait_procs(processes, timeout=1)[1] == []
+
+
+def test_a_dead_engine_ends_the_stack_and_is_named(tmp_path: Path) -> None:
+    with serve_command(tmp_path) as command:
+        command.services()["services.decoder.engine_main"].kill()
+        assert command.process.wait(15) != 0
+        assert "decoder-0 ended while serving" in command.log_path.read_text()
+
+
+def test_a_killed_supervisor_leaves_no_process(tmp_path: Path) -> None:
+    with serve_command(tmp_path) as command:
+        processes = psutil.Process(command.process.pid).children(recursive=True)
+        assert len(processes) >= 5
+        command.process.kill()
+        command.process.wait(5)
+        assert psutil.wait_procs(processes, timeout=10)[1] == []

@@ -1,0 +1,243 @@
+"""An encoder and a decoder that speak the real protocol and compute nothing.
+
+Each is a real gRPC server; tests set what it does. Kept in step with proto/*.proto.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.common import rpc
+from services.common.errors import TriptychError
+from services.common.pb import decoder_pb2, decoder_pb2_grpc, encoder_pb2, encoder_pb2_grpc
+
+
+class _Health(health.aio.HealthServicer):
+    """The standard service, which can also fall silent."""
+
+    silent = False
+
+    async def Check(self, request, context):
+        if self.silent:
+            await asyncio.sleep(60)
+        return await super().Check(request, context)
+
+
+class _FakeServer:
+    """Start, stop, kill and health of a fake."""
+
+    server: grpc.aio.Server | None = None
+    address = ""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        raise NotImplementedError
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        """Listens; returns host:port."""
+        self.server = rpc.create_server()
+        self.health = _Health()
+        await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        self.register(self.server)
+        port = self.server.add_insecure_port(address)
+        await self.server.start()
+        self.address = f"127.0.0.1:{port}"
+        return self.address
+
+    async def drain(self) -> None:
+        """Says NOT_SERVING and goes on."""
+        await self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def stop(self) -> None:
+        """Ends at once; running calls break."""
+        if self.server is not None:
+            server, self.server = self.server, None
+            await server.stop(None)
+
+
+class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
+    """Knows embeddings by key only.
+
+    Attributes:
+        before: awaited before each answer; may sleep, or raise a TriptychError to be sent.
+        requests: all that came.
+        num_cancelled: calls that the caller gave up.
+    """
+
+    def __init__(self, **description: object) -> None:
+        self.description = encoder_pb2.DescribeEncoderResponse(
+            **{
+                "model_name": "fake", "key_prefix": b"prefix".ljust(32, b"."),
+                "dtype": encoder_pb2.DTYPE_FLOAT32, "levels": 3, "hidden": 32,
+                "max_image_patches": 16384, **description,
+            }
+        )  # fmt: skip
+        self.reset()
+
+    def reset(self) -> None:
+        self.before: Callable[[encoder_pb2.EncodeRequest], Awaitable[None]] | None = None
+        self.requests: list[encoder_pb2.EncodeRequest] = []
+        self.request_ids: list[str] = []
+        self.known: set[bytes] = set()
+        self.num_tokens_error = 0
+        self.num_cancelled = 0
+
+    def register(self, server):
+        encoder_pb2_grpc.add_EncoderServicer_to_server(self, server)
+
+    async def Describe(self, request, context):
+        return self.description
+
+    async def Encode(self, request, context):
+        self.requests.append(request)
+        metadata = dict(context.invocation_metadata())
+        self.request_ids.append(metadata.get(rpc.REQUEST_ID, ""))
+        try:
+            if self.before is not None:
+                await self.before(request)
+        except TriptychError as error:
+            await rpc.abort(context, error)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        source = "MEMORY" if request.image_key in self.known else "COMPUTED"
+        self.known.add(request.image_key)
+        grid = request.grid
+        return encoder_pb2.EncodeResponse(
+            source=f"SOURCE_{source}",
+            num_tokens=grid.t * grid.h * grid.w // 4 + self.num_tokens_error,
+        )
+
+
+class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
+    """Answers every prompt with `reply`.
+
+    Attributes:
+        reply: token ids; a `stop` end is sent after them unless `max_tokens` comes first.
+        end_token: sampled at a `stop` end.
+        tokens_per_event, delay_s: the pace.
+        before: awaited before a sequence's first token; may raise a TriptychError to be sent.
+        die_after: break the stream after as many tokens of a sequence.
+        submits: all that came; `running` are those not ended; `cancelled` were by the gateway.
+    """
+
+    def __init__(self, **description: object) -> None:
+        self.description = decoder_pb2.DescribeDecoderResponse(
+            **{
+                "model_name": "fake", "dtype": encoder_pb2.DTYPE_FLOAT32, "levels": 3,
+                "hidden": 32, "vocab_size": 1000, "max_model_len": 4096, "block_size": 16,
+                "num_blocks": 1024, "max_num_sequences": 256, **description,
+            }
+        )  # fmt: skip
+        self.end_token = 0
+        self.default_reply: list[int] = [40, 41, 42]
+        self.reset()
+
+    def reset(self) -> None:
+        self.reply = list(self.default_reply)
+        self.tokens_per_event = 1
+        self.delay_s = 0.0
+        self.before: Callable[[decoder_pb2.Submit], Awaitable[None]] | None = None
+        self.fail_encoder_address = ""
+        self.fail_after: tuple[int, str] | None = None
+        self.die_after: int | None = None
+        self.submits: list[decoder_pb2.Submit] = []
+        self.cancelled: list[int] = []
+        self.running: dict[int, asyncio.Task[None]] = {}
+
+    def register(self, server):
+        decoder_pb2_grpc.add_DecoderServicer_to_server(self, server)
+
+    async def Describe(self, request, context):
+        return self.description
+
+    async def Generate(self, request_iterator, context):
+        events: asyncio.Queue[decoder_pb2.SequenceEvent | None] = asyncio.Queue()
+        running: dict[int, asyncio.Task[None]] = {}
+        reader = asyncio.create_task(self._read(request_iterator, events, running))
+        try:
+            while (event := await events.get()) is not None:
+                await context.write(decoder_pb2.GenerateEvents(events=[event]))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
+        finally:
+            for task in (reader, *running.values()):
+                task.cancel()
+            for sequence_id in running:
+                self.running.pop(sequence_id, None)
+
+    async def _read(self, commands, events, running) -> None:
+        with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            async for command in commands:
+                if command.HasField("submit"):
+                    submit = command.submit
+                    self.submits.append(submit)
+                    task = asyncio.create_task(self._run(submit, events))
+                    running[submit.sequence_id] = self.running[submit.sequence_id] = task
+                    task.add_done_callback(
+                        lambda _, i=submit.sequence_id: self.running.pop(i, None)
+                    )
+                elif command.cancel.sequence_id in running:
+                    self.cancelled.append(command.cancel.sequence_id)
+                    running[command.cancel.sequence_id].cancel()
+
+    async def _run(self, submit, events) -> None:
+        sequence_id, sampling = submit.sequence_id, submit.sampling
+        try:
+            if self.before is not None:
+                await self.before(submit)
+            reply = self.reply[: sampling.max_tokens]
+            stops = len(self.reply) < sampling.max_tokens
+            if stops:
+                reply = [*reply, self.end_token]
+            for start in range(0, len(reply), self.tokens_per_event):
+                if self.die_after is not None and start >= self.die_after:
+                    await events.put(None)
+                    return
+                if self.fail_after is not None and start >= self.fail_after[0]:
+                    raise _Fail(self.fail_after[1])
+                ids = reply[start : start + self.tokens_per_event]
+                logprobs = [self._logprobs(i, sampling) for i in ids]
+                event = decoder_pb2.SequenceEvent(
+                    sequence_id=sequence_id,
+                    token_ids=ids,
+                    logprobs=logprobs if sampling.HasField("top_logprobs") else [],
+                )
+                if start + self.tokens_per_event >= len(reply):
+                    event.finished.CopyFrom(
+                        decoder_pb2.Finished(
+                            reason="REASON_STOP" if stops else "REASON_LENGTH",
+                            num_cached_tokens=7, queue_s=0.001, transfer_s=0.002, prefill_s=0.003,
+                        )
+                    )  # fmt: skip
+                await events.put(event)
+                await asyncio.sleep(self.delay_s)
+        except _Fail as failure:
+            await self._fail(events, sequence_id, failure.code, "made to fail")
+        except TriptychError as error:
+            await self._fail(events, sequence_id, error.code, error.message)
+        except asyncio.CancelledError:
+            await self._fail(events, sequence_id, "cancelled", "cancelled")
+            raise
+
+    async def _fail(self, events, sequence_id: int, code: str, message: str) -> None:
+        failed = decoder_pb2.Failed(
+            code=code, message=message, encoder_address=self.fail_encoder_address
+        )
+        await events.put(decoder_pb2.SequenceEvent(sequence_id=sequence_id, failed=failed))
+
+    def _logprobs(self, token_id: int, sampling):
+        count = sampling.top_logprobs
+        return decoder_pb2.TokenLogprobs(
+            logprob=-0.5,
+            top_token_ids=[token_id + i for i in range(count)],
+            top_logprobs=[float("-inf") if i == 2 else -0.5 - i for i in range(count)],
+        )
+
+
+class _Fail(Exception):
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code

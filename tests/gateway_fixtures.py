@@ -1,0 +1,68 @@
+"""Session-wide gateway stacks; import the fixtures by name."""
+
+import base64
+import io
+from collections.abc import Iterator
+
+import pytest
+from PIL import Image
+
+from tests.gateway_stack import GatewayStack, LoopThread
+
+
+@pytest.fixture(scope="session")
+def loop_thread() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+@pytest.fixture(scope="session")
+def _stack(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
+    directory = tmp_path_factory.mktemp("stack")
+    stack = GatewayStack(
+        loop_thread, directory, max_images_per_request=4, max_image_bytes=1 << 20,
+        max_source_pixels=4_000_000, log_level="ERROR",
+    )  # fmt: skip
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+def stack(_stack) -> Iterator[GatewayStack]:
+    """One encoder and one decoder, as new."""
+    _stack.reset()
+    yield _stack
+    _stack.wait(lambda: _stack.gateway.admission.num_running == 0)
+
+
+@pytest.fixture(scope="session")
+def _pair(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
+    stack = GatewayStack(
+        loop_thread, tmp_path_factory.mktemp("pair"), num_encoders=2, num_decoders=2,
+        request_timeout_s=10,
+    )  # fmt: skip
+    stack.gateway.service.encode_timeout_s = 0.5
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+def pair(_pair) -> Iterator[GatewayStack]:
+    """Two encoders and two decoders, as new."""
+    _pair.reset()
+    yield _pair
+    _pair.wait(lambda: _pair.gateway.admission.num_running == 0)
+
+
+def picture(width: int = 40, height: int = 30, color: tuple[int, int, int] = (255, 0, 0)) -> str:
+    """A PNG as a data URL."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def asking(*urls: str, text: str = "what?") -> list[dict]:
+    """Messages: pictures, then a question."""
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]

@@ -1,0 +1,154 @@
+"""The real gateway on a real port, over fake services, in a thread with its own event loop."""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from services.gateway.app import Gateway, create_gateway
+from services.gateway.server import GatewayServer
+from services.gateway.settings import GatewaySettings
+from services.gateway.tokenizer import ModelTokenizer
+from tests.fakes import FakeDecoder, FakeEncoder
+from tests.tiny_tokenizer import added_ids, vocab_size, write_model_directory
+
+MODEL = "tiny"
+
+
+class LoopThread:
+    """An event loop in a thread; gRPC's asyncio side lives in one loop per process."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 30) -> Any:
+        """Runs a coroutine there and returns its result."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+class GatewayStack:
+    """A gateway, its encoders and its decoders."""
+
+    def __init__(
+        self,
+        thread: LoopThread,
+        directory: Path,
+        *,
+        num_encoders: int = 1,
+        num_decoders: int = 1,
+        generation: dict[str, object] | None = None,
+        **settings: object,
+    ) -> None:
+        self.thread = thread
+        self.model_directory = write_model_directory(directory / MODEL, **(generation or {}))
+        self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
+        self.encoders = [FakeEncoder() for _ in range(num_encoders)]
+        self.decoders = [FakeDecoder(vocab_size=vocab_size()) for _ in range(num_decoders)]
+        for decoder in self.decoders:
+            decoder.end_token = added_ids()["<|im_end|>"]
+            decoder.default_reply = self.tokenizer.encode_text("A red circle.")
+            decoder.reset()
+        self._settings = settings
+        thread.run(self._start())
+
+    @property
+    def encoder(self) -> FakeEncoder:
+        return self.encoders[0]
+
+    @property
+    def decoder(self) -> FakeDecoder:
+        return self.decoders[0]
+
+    async def _start(self) -> None:
+        fakes: Sequence[FakeEncoder | FakeDecoder] = (*self.encoders, *self.decoders)
+        for fake in fakes:
+            await fake.start()
+        self.settings = GatewaySettings(
+            **{
+                "port": 0,
+                "model": self.model_directory,
+                "encoder_addresses": ",".join(e.address for e in self.encoders),
+                "decoder_addresses": ",".join(d.address for d in self.decoders),
+                **self._settings,
+            }
+        )
+        self.gateway: Gateway = create_gateway(self.settings)
+        self.server = GatewayServer(self.gateway, self.settings)
+        self._serving = asyncio.create_task(self.server.serve())
+        async with asyncio.timeout(20):
+            while not (self.server.started and self.all_healthy()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        self.port = self.server.port
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def all_healthy(self) -> bool:
+        service = self.gateway.service
+        return len(service.encoders._pods.healthy()) == len(self.encoders) and len(
+            service.decoders._pods.healthy()
+        ) == len(self.decoders)
+
+    def reset(self) -> None:
+        """Fakes as new; dead ones come back at their address."""
+
+        async def reset() -> None:
+            for fake in (*self.encoders, *self.decoders):
+                fake.reset()
+                if fake.server is None:
+                    await fake.start(fake.address)
+            async with asyncio.timeout(20):
+                while not self.all_healthy():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+        self.thread.run(reset())
+
+    def close(self) -> None:
+        async def close() -> None:
+            self.server.should_exit = True
+            await self._serving
+            for fake in (*self.encoders, *self.decoders):
+                await fake.stop()
+
+        self.thread.run(close())
+
+    def client(self, **options: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=20, **options)
+
+    def chat(self, **fields: object) -> httpx2.Response:
+        """Posts a chat request: a model and a greeting unless `fields` say otherwise."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **fields}
+        with self.client() as client:
+            return client.post("/v1/chat/completions", json=body)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def on_loop(self, call: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            return call()
+
+        return self.thread.run(run())
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> float:
+        """Waits until `condition`; returns how long it took."""
+        start = time.monotonic()
+        while not self.on_loop(condition):
+            assert time.monotonic() - start < timeout_s, "condition not met"
+            time.sleep(0.005)
+        return time.monotonic() - start

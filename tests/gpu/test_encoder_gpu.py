@@ -1,0 +1,209 @@
+"""The vision tower on a CUDA device, at the 2B's shape with random bf16 weights.
+
+Metric: the root mean square of the difference from a float32 run with the same (bf16) weights,
+relative to that run's root mean square, for each level. All bf16 runs round the same function in
+different orders, so none can be asked to equal another; what can be asked is that ours is no
+farther from the truth than Hugging Face's, and both attention backends alike. The allowance of a
+tenth covers chance.
+"""
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.model_config import VisionConfig
+from services.common.nn.weights import load_dummy
+from services.encoder.attention import create, resolve
+from services.encoder.engine.patches import pack_patches
+from services.encoder.engine.runner import PreparedImage, Runner
+from services.encoder.models.base import Grid
+from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+
+pytestmark = pytest.mark.gpu
+
+TWO_B = VisionConfig(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
+EIGHT_B = VisionConfig(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24))
+GRIDS: list[Grid] = [(1, 28, 28), (1, 64, 64), (1, 16, 40), (1, 28, 28), (1, 4, 2)]
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+    torch.cuda.empty_cache()
+
+
+def build(config: VisionConfig, backend: str, dtype: torch.dtype) -> Qwen3VLVisionModel:
+    head_dim = config.hidden_size // config.num_heads
+    attention = create(backend, num_heads=config.num_heads, head_dim=head_dim, dtype=dtype)
+    with torch.device("meta"):
+        model = Qwen3VLVisionModel(config, attention)
+    load_dummy(model, device=CUDA, dtype=torch.bfloat16)
+    if dtype == torch.float32:
+        model = model.to(torch.float32)
+        proj = model.patch_embed.proj
+        proj.method.process_weights_after_loading(proj)
+        model.reset_buffers(CUDA)
+    return model
+
+
+def run(model: Qwen3VLVisionModel, patches: Tensor, grids: list[Grid]) -> Tensor:
+    with torch.inference_mode():
+        return model(patches, model.layout(grids)).float()
+
+
+def make_patches(grids: list[Grid], seed: int = 0) -> Tensor:
+    """Whole patches, `[N, 1536]` float32, of still images with structure."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = [
+        torch.nn.functional.interpolate(
+            torch.rand(1, 3, h, w, generator=generator), scale_factor=16, mode="bicubic"
+        )[0].clamp(0, 1).mul(255).to(torch.uint8).permute(1, 2, 0).reshape(-1)
+        for _, h, w in grids
+    ]  # fmt: skip
+    still = pack_patches(torch.cat(pixels).to(CUDA), grids, 16, 2, torch.float32)
+    return still.unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1).flatten(1)
+
+
+def distance(actual: Tensor, truth: Tensor) -> Tensor:
+    """`[levels]`: relative root mean square of the difference."""
+    difference = (actual - truth).square().mean(dim=(1, 2)).sqrt()
+    return difference / truth.square().mean(dim=(1, 2)).sqrt()
+
+
+def hugging_face(model: Qwen3VLVisionModel, patches: Tensor, grids: list[Grid]) -> Tensor:
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as HfModel
+
+    c = model.config
+    # Not `.to(bfloat16)`, which would round the rope frequencies.
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with CUDA:
+            theirs = HfModel(
+                Qwen3VLVisionConfig(
+                    depth=c.depth, hidden_size=c.hidden_size, num_heads=c.num_heads,
+                    intermediate_size=c.intermediate_size, out_hidden_size=c.out_hidden_size,
+                    num_position_embeddings=c.num_position_embeddings, patch_size=c.patch_size,
+                    deepstack_visual_indexes=list(c.deepstack_indexes),
+                    attn_implementation="sdpa",
+                )
+            ).eval()  # fmt: skip
+    finally:
+        torch.set_default_dtype(torch.float32)
+    state = model.state_dict()
+    for name, parameter in theirs.named_parameters():
+        parameter.data.copy_(state[name].view(parameter.shape))
+    with torch.inference_mode():
+        out = theirs(patches.to(torch.bfloat16), grid_thw=torch.tensor(grids, device=CUDA))
+    return torch.stack([out.pooler_output, *out.deepstack_features]).float()
+
+
+def test_two_b_shape_is_as_exact_as_hugging_face() -> None:
+    patches = make_patches(GRIDS)
+    truth = run(build(TWO_B, "sdpa", torch.float32), patches, GRIDS)
+    sdpa = build(TWO_B, "sdpa", torch.bfloat16)
+    theirs = distance(hugging_face(sdpa, patches, GRIDS), truth)
+    ours = distance(run(sdpa, patches, GRIDS), truth)
+    print(f"\nrelative rms from float32: HF {theirs.tolist()}\n  sdpa {ours.tolist()}")
+    assert (ours < 1.1 * theirs).all()
+    still = patches.unflatten(1, (3, 2, -1))[:, :, 0].flatten(1)
+    summed = distance(run(sdpa, still, GRIDS), truth)
+    print(f"  sdpa, weights summed over time {summed.tolist()}")
+    assert (summed < 1.1 * theirs).all()
+    if resolve("auto", CUDA, 64, torch.bfloat16) != "flashinfer":
+        pytest.skip("flashinfer is not installed")
+    fast = distance(run(build(TWO_B, "flashinfer", torch.bfloat16), patches, GRIDS), truth)
+    print(f"  flashinfer {fast.tolist()}")
+    assert (fast < 1.1 * theirs).all()
+
+
+def test_eight_b_shape_runs_on_sdpa() -> None:
+    assert resolve("auto", CUDA, 72, torch.bfloat16) == "sdpa"
+    patches = make_patches(GRIDS[:3])
+    truth = run(build(EIGHT_B, "sdpa", torch.float32), patches, GRIDS[:3])
+    model = build(EIGHT_B, "sdpa", torch.bfloat16)
+    theirs = distance(hugging_face(model, patches, GRIDS[:3]), truth)
+    assert (distance(run(model, patches, GRIDS[:3]), truth) < 1.1 * theirs).all()
+
+
+def images(grids: list[Grid]) -> list[PreparedImage]:
+    offset = 0
+    found: list[PreparedImage] = []
+    for job_id, grid in enumerate(grids):
+        generator = torch.Generator().manual_seed(job_id)
+        shape = (grid[1] * 16, grid[2] * 16, 3)
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        found.append(PreparedImage(job_id, grid, pixels, offset))
+        size = grid[1] * grid[2] // 4 * 4 * 2048 * 2
+        offset += -(-size // 4096) * 4096
+    return found
+
+
+@dataclass
+class Running:
+    runner: Runner
+    arena: mmap.mmap
+    model: Qwen3VLVisionModel
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    backend = resolve("auto", CUDA, 64, torch.bfloat16)
+    model = build(TWO_B, backend, torch.bfloat16)
+    arena = mmap.mmap(-1, 256 << 20)
+    runner = Runner(model, CUDA, torch.bfloat16, arena)
+    yield Running(runner, arena, model)
+    runner.close()
+
+
+def test_the_runner_writes_what_the_model_says(running: Running) -> None:
+    runner, arena, model = running.runner, running.arena, running.model
+    runner.warm_up(4096)
+    batches = [images(GRIDS), images([(1, 64, 64)] * 2)]
+    for batch in batches:
+        launched = runner.launch(batch)
+        assert runner.finish(launched) == [True] * len(batch)
+        grids = [image.grid for image in launched.images]
+        pixels = torch.cat([image.pixels.reshape(-1) for image in launched.images]).to(CUDA)
+        with torch.inference_mode():
+            expected = model(
+                pack_patches(pixels, grids, 16, 2, torch.bfloat16), model.layout(grids)
+            ).cpu()
+        start = 0
+        for image in launched.images:
+            tokens = image.num_patches // 4
+            stored = torch.frombuffer(
+                arena, dtype=torch.bfloat16, count=4 * tokens * 2048, offset=image.arena_offset
+            )
+            assert torch.equal(stored.view(4, tokens, 2048), expected[:, start : start + tokens]), (
+                image.grid
+            )
+            start += tokens
+
+
+def test_out_of_memory_is_survived(running: Running) -> None:
+    runner = running.runner
+    small = images([(1, 32, 32)])
+    runner.finish(runner.launch(small))
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(CUDA).total_memory
+    allowed = torch.cuda.memory_reserved() + (512 << 20)
+    torch.cuda.set_per_process_memory_fraction(allowed / total)
+    large = images([(1, 96, 96)] * 16)
+    for image in large:
+        image.arena_offset = 0  # what they write does not matter here
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.launch(large)
+        runner.recover()
+        assert runner.finish(runner.launch(small)) == [True]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,61 @@
+"""A decoder engine in the front's own event loop, in place of an engine process."""
+
+import asyncio
+
+from services.common.channel import ChannelClosed
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import EngineMessage, EngineReady, FrontMessage, ImageReady
+from tests.fake_runner import FakeRunner
+
+
+class InProcessEngine:
+    """Implements `services.decoder.front.Channel` with an Engine on a FakeRunner.
+
+    Attributes:
+        paused: cleared, the engine takes no steps.
+        arena: arena offset → key, kept for the FakeRunner.
+    """
+
+    def __init__(self, runner: FakeRunner, *, overlap: bool = True) -> None:
+        self.runner = runner
+        self.engine = Engine(runner, overlap=overlap)
+        self.running = asyncio.Event()
+        self.running.set()
+        self._inbox: list[FrontMessage] = []
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    @property
+    def ready(self) -> EngineReady:
+        info = self.runner.info
+        return EngineReady(
+            info.model_name, info.dtype, info.levels, info.hidden, info.vocab_size,
+            self.engine.max_model_len, info.block_size, info.num_blocks, info.max_num_sequences,
+        )  # fmt: skip
+
+    def send(self, *messages: FrontMessage) -> None:
+        self._inbox += messages
+        self._wake.set()
+
+    async def receive(self) -> EngineMessage:
+        while True:
+            await asyncio.sleep(0)
+            await self.running.wait()
+            if self._closed:
+                raise ChannelClosed
+            inbox, self._inbox = self._inbox, []
+            for message in inbox:
+                if isinstance(message, ImageReady):
+                    self.runner.arena[message.arena_offset] = message.key
+                self.engine.handle(message)  # type: ignore[arg-type]
+            if self.engine.has_work:
+                done = self.engine.step()
+                if done is not None:
+                    return done
+            elif not self._inbox:
+                self._wake.clear()
+                await self._wake.wait()
+
+    def die(self) -> None:
+        self._closed = True
+        self._wake.set()

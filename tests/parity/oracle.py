@@ -1,0 +1,193 @@
+"""Tiny random Qwen3-VL checkpoints, and what Hugging Face's implementation makes of them.
+
+Weights are scaled so that the largest logits are 60 to 105: an absolute tolerance then means as
+much as it would on a real model.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import tests.parity.torchvision_ops  # noqa: F401 - before transformers
+
+# isort: split
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from services.common.model_config import ModelConfig
+
+VOCAB_SIZE = 320
+IMAGE_ID, VIDEO_ID, VISION_START_ID, VISION_END_ID, EOS_ID = 311, 312, 313, 314, 315
+NUM_TEXT_IDS = 300
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One configuration."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    section: tuple[int, int, int]
+    taps: tuple[int, ...]
+    tied: bool
+    hidden: int = 64
+    layers: int = 3
+    intermediate: int = 96
+    theta: float = 5e6
+
+
+CONFIGS = {
+    "gqa1-hd16-one-level": Tiny(4, 4, 16, (4, 2, 2), (1,), True, layers=2),
+    "gqa3-hd32-odd-heads": Tiny(3, 1, 32, (6, 5, 5), (0, 2), False),
+    "gqa4-hd64-three-levels": Tiny(8, 2, 64, (12, 10, 10), (0, 1, 3), True, layers=4),
+    "five-heads-hd16": Tiny(5, 5, 16, (2, 3, 3), (2,), False, hidden=80, theta=1e4),
+    "gqa3-narrow-hidden": Tiny(6, 2, 32, (8, 4, 4), (1, 2), True, hidden=48, layers=4),
+    "gqa4-hd64-time-heavy": Tiny(4, 1, 64, (24, 4, 4), (0, 1, 2), False, hidden=96, layers=5),
+    "as-many-levels-as-layers": Tiny(2, 1, 16, (4, 2, 2), (0, 1, 2), True, layers=3),
+}
+
+
+@dataclass
+class Prompt:
+    """Token ids with expanded placeholders; `grids` (h, w) in patches, by image."""
+
+    token_ids: list[int]
+    grids: list[tuple[int, int]]
+    offsets: list[int]  # first placeholder of each image
+    pixel_values: Tensor | None
+
+
+@dataclass
+class Answer:
+    """What Hugging Face computes for a prompt."""
+
+    logits: Tensor  # [T, V]
+    positions: np.ndarray  # [3, T] int32
+    delta: int
+    embeddings: list[Tensor]  # of each image, [levels, n, hidden]
+
+
+@dataclass
+class Oracle:
+    """One checkpoint on disk and in memory."""
+
+    tiny: Tiny
+    directory: Path
+    model: Qwen3VLForConditionalGeneration
+    config: ModelConfig
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    def prompt(self, *parts: int | tuple[int, int], seed: int = 0) -> Prompt:
+        """`5` is five text tokens, `(4, 6)` an image of 4 x 6 patches."""
+        rng = np.random.default_rng(seed)
+        token_ids: list[int] = []
+        grids: list[tuple[int, int]] = []
+        offsets: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                token_ids += rng.integers(0, NUM_TEXT_IDS, part).tolist()
+            else:
+                grids.append(part)
+                offsets.append(len(token_ids) + 1)
+                count = part[0] * part[1] // 4
+                token_ids += [VISION_START_ID, *[IMAGE_ID] * count, VISION_END_ID]
+        pixels = None
+        if grids:
+            vision = self.config.vision
+            width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            num_patches = sum(h * w for h, w in grids)
+            pixels = torch.from_numpy(rng.uniform(-1, 1, (num_patches, width)).astype(np.float32))
+        return Prompt(token_ids, grids, offsets, pixels)
+
+    def _inputs(self, prompt: Prompt) -> dict[str, Tensor]:
+        ids = torch.tensor([prompt.token_ids])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if prompt.pixel_values is not None:
+            inputs["pixel_values"] = prompt.pixel_values
+            inputs["image_grid_thw"] = torch.tensor([(1, h, w) for h, w in prompt.grids])
+            inputs["mm_token_type_ids"] = (ids == IMAGE_ID).int()
+        return inputs
+
+    @torch.no_grad()
+    def answer(self, prompt: Prompt) -> Answer:
+        """The whole model's logits, and what the language model takes beside the ids."""
+        inputs = self._inputs(prompt)
+        logits = self.model(**inputs).logits[0]
+        if prompt.pixel_values is None:
+            positions = np.broadcast_to(np.arange(len(prompt.token_ids)), (3, len(logits)))
+            return Answer(logits, positions.astype(np.int32), 0, [])
+        positions, delta = self.model.model.get_rope_index(
+            inputs["input_ids"],
+            inputs["mm_token_type_ids"],
+            image_grid_thw=inputs["image_grid_thw"],
+            attention_mask=inputs["attention_mask"],
+        )
+        out = self.model.model.visual(prompt.pixel_values, grid_thw=inputs["image_grid_thw"])
+        levels = torch.stack([out.pooler_output, *out.deepstack_features])
+        embeddings = levels.split([h * w // 4 for h, w in prompt.grids], dim=1)
+        return Answer(
+            logits,
+            np.ascontiguousarray(positions[:, 0].numpy().astype(np.int32)),
+            int(delta),
+            [part.contiguous() for part in embeddings],
+        )
+
+    @torch.no_grad()
+    def generate(self, prompt: Prompt, num_tokens: int) -> tuple[list[int], Tensor]:
+        """Greedy tokens, and the logits they were chosen from: `[num_tokens, V]`."""
+        out = self.model.generate(
+            **self._inputs(prompt), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+            do_sample=False, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        tokens = out.sequences[0, len(prompt.token_ids) :].tolist()
+        return tokens, torch.cat(out.logits)
+
+
+def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
+    """Makes the model with Hugging Face's classes and saves it as they do."""
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": VOCAB_SIZE, "hidden_size": tiny.hidden, "num_hidden_layers": tiny.layers,
+            "intermediate_size": tiny.intermediate, "num_attention_heads": tiny.heads,
+            "num_key_value_heads": tiny.kv_heads, "head_dim": tiny.head_dim,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": tiny.theta, "mrope_interleaved": True,
+                "mrope_section": list(tiny.section),
+            },
+            "tie_word_embeddings": tiny.tied, "bos_token_id": None, "eos_token_id": EOS_ID,
+            "pad_token_id": None,
+        },
+        vision_config={
+            "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+            "patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3,
+            "num_position_embeddings": 64, "out_hidden_size": tiny.hidden,
+            "deepstack_visual_indexes": list(tiny.taps),
+        },
+        image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, vision_start_token_id=VISION_START_ID,
+        vision_end_token_id=VISION_END_ID, tie_word_embeddings=tiny.tied,
+    )  # fmt: skip
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    _fill(model, torch.Generator().manual_seed(seed))
+    model.save_pretrained(directory)
+    preprocessor = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}
+    (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    model.generation_config.eos_token_id = None
+    return Oracle(tiny, directory, model, ModelConfig.from_directory(directory))
+
+
+@torch.no_grad()
+def _fill(model: Qwen3VLForConditionalGeneration, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and name.endswith("weight"):
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        elif "embed_tokens" in name or "lm_head" in name:
+            # Logits are sums of `hidden` products with a normed state: their spread is 13.
+            parameter.normal_(0.0, 13 / parameter.shape[1] ** 0.5, generator=generator)
+        else:
+            fan_in = parameter[0].numel() if parameter.ndim > 1 else 16
+            parameter.normal_(0.0, 1.2 / fan_in**0.5, generator=generator)

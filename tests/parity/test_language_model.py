@@ -1,0 +1,205 @@
+"""The language model agrees with Hugging Face's on random weights, float32, CPU.
+
+Tolerance: 2e-4 where the largest logits are 60 to 105. A whole prompt in one chunk is often equal
+to the last bit, because on one CPU both run the same operations; chunks and decode steps differ by
+rounding. The controls show that the check can fail. A shift of *all* positions by the same amount
+is not among them: rotary attention sees differences of positions only, so that changes nothing.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from services.decoder.models import rope
+from tests.decoder_harness import Harness
+from tests.parity.oracle import CONFIGS, Answer, Oracle, Prompt, make_oracle
+
+TOLERANCE = 2e-4
+CLEARLY_WRONG = 0.05  # a control must be off by this much, 250 tolerances
+
+PROMPTS = {
+    "text": (23,),
+    "one image": (5, (4, 6), 7),
+    "image first": ((6, 4), 9),
+    "three images": (3, (4, 4), 2, (8, 4), 5, (2, 6), 4),
+    "interleaved turns": (9, (4, 4), 12, 6, (6, 6), 11, 3, (2, 2), 8),
+    "very wide": (4, (2, 40), 6),
+    "very tall": (4, (40, 2), 6),
+}
+LARGE = (5, (64, 96), 7)
+
+
+class Pair:
+    """One checkpoint, in Hugging Face's hands and in ours."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.oracle: Oracle = make_oracle(CONFIGS[name], directory)
+        self.ours = Harness(directory)
+
+    def start(self, prompt: Prompt, answer: Answer, **changes: object):
+        given = {
+            "positions": answer.positions, "delta": answer.delta,
+            "images": list(zip(prompt.offsets, answer.embeddings, strict=True)),
+        } | changes  # fmt: skip
+        return self.ours.start(prompt.token_ids, **given)
+
+    def logits(
+        self, prompt: Prompt, answer: Answer, chunk_size: int | None = None, **changes: object
+    ) -> Tensor:
+        """All of a prompt's logits, computed in chunks."""
+        sequence = self.start(prompt, answer, **changes)
+        parts = []
+        while sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            parts.append(self.ours.logits(self.ours.chunk(sequence, chunk_size)))
+        self.ours.finish(sequence)
+        return torch.cat(parts)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair("gqa4-hd64-three-levels", tmp_path_factory.mktemp("deep"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    return float((actual - expected).abs().max())
+
+
+@pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS)
+def test_prompt_logits_agree(pair: Pair, parts: tuple) -> None:
+    prompt = pair.oracle.prompt(*parts)
+    answer = pair.oracle.answer(prompt)
+    assert answer.logits.abs().max() > 30
+    assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 5, 16, 31])
+def test_chunks_that_cut_images_agree(pair: Pair, chunk_size: int) -> None:
+    prompt = pair.oracle.prompt(*PROMPTS["three images"], seed=1)
+    answer = pair.oracle.answer(prompt)
+    assert error(pair.logits(prompt, answer, chunk_size), answer.logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS)
+def test_greedy_tokens_are_equal(pair: Pair, parts: tuple) -> None:
+    prompt = pair.oracle.prompt(*parts, seed=2)
+    expected, _ = pair.oracle.generate(prompt, 8)
+    sequence = pair.start(prompt, pair.oracle.answer(prompt))
+    assert pair.ours.generate(sequence, 8) == expected
+    pair.ours.finish(sequence)
+
+
+def test_decode_logits_agree(pair: Pair) -> None:
+    prompt = pair.oracle.prompt(*PROMPTS["three images"], seed=3)
+    tokens, expected = pair.oracle.generate(prompt, 6)
+    sequence = pair.start(prompt, pair.oracle.answer(prompt))
+    pair.ours.step(pair.ours.chunk(sequence))
+    for index in range(1, 6):
+        assert sequence.token_ids[-1] == tokens[index - 1]
+        row = pair.ours.logits(pair.ours.chunk(sequence))
+        sequence.num_in_flight -= 1
+        assert error(row, expected[index : index + 1]) < TOLERANCE
+        sequence.token_ids.append(tokens[index])
+    pair.ours.finish(sequence)
+
+
+def test_a_large_grid_agrees_in_chunks(deep: Pair) -> None:
+    prompt = deep.oracle.prompt(*LARGE)
+    answer = deep.oracle.answer(prompt)
+    assert error(deep.logits(prompt, answer), answer.logits) < TOLERANCE
+    assert error(deep.logits(prompt, answer, 1000), answer.logits) < TOLERANCE
+
+
+# Controls.
+
+
+def controlled(pair: Pair, **changes: object) -> float:
+    prompt = pair.oracle.prompt(*PROMPTS["one image"], seed=4)
+    answer = pair.oracle.answer(prompt)
+    assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
+    given = {key: change(prompt, answer) for key, change in changes.items()}  # type: ignore[operator]
+    return error(pair.logits(prompt, answer, **given), answer.logits)
+
+
+def _without_deepstack(prompt: Prompt, answer: Answer) -> list[tuple[int, Tensor]]:
+    embeddings = [part.clone() for part in answer.embeddings]
+    for part in embeddings:
+        part[1:] = 0
+    return list(zip(prompt.offsets, embeddings, strict=True))
+
+
+def _last_level_off(prompt: Prompt, answer: Answer) -> list[tuple[int, Tensor]]:
+    embeddings = [part.clone() for part in answer.embeddings]
+    for part in embeddings:
+        part[-1] = 0
+    return list(zip(prompt.offsets, embeddings, strict=True))
+
+
+def _image_shifted(prompt: Prompt, answer: Answer) -> np.ndarray:
+    positions = answer.positions.copy()
+    start = prompt.offsets[0]
+    positions[1, start : start + answer.embeddings[0].shape[1]] += 1
+    return positions
+
+
+def test_control_deepstack_off(pair: Pair) -> None:
+    assert controlled(pair, images=_without_deepstack) > CLEARLY_WRONG
+
+
+def test_control_last_deepstack_level_off(pair: Pair) -> None:
+    assert controlled(pair, images=_last_level_off) > CLEARLY_WRONG
+
+
+def test_control_image_shifted_by_one_row(pair: Pair) -> None:
+    assert controlled(pair, positions=_image_shifted) > CLEARLY_WRONG
+
+
+def test_control_text_positions(pair: Pair) -> None:
+    assert controlled(pair, positions=lambda *_: None) > CLEARLY_WRONG
+
+
+def test_control_chunked_mrope(pair: Pair) -> None:
+    module: rope.InterleavedMRope = pair.ours.runner._model.rope
+    interleaved = module.axis
+    try:
+        counts = torch.tensor(module.section)
+        module.axis = torch.arange(3).repeat_interleave(counts)  # t t t … h h h … w w w
+        assert controlled_without_check(pair) > CLEARLY_WRONG
+    finally:
+        module.axis = interleaved
+
+
+def controlled_without_check(pair: Pair) -> float:
+    prompt = pair.oracle.prompt(*PROMPTS["one image"], seed=4)
+    answer = pair.oracle.answer(prompt)
+    return error(pair.logits(prompt, answer), answer.logits)
+
+
+def test_control_wrong_delta(pair: Pair) -> None:
+    prompt = pair.oracle.prompt(*PROMPTS["three images"], seed=3)
+    answer = pair.oracle.answer(prompt)
+    tokens, expected = pair.oracle.generate(prompt, 2)
+    sequence = pair.start(prompt, answer, delta=answer.delta + 3)
+    pair.ours.step(pair.ours.chunk(sequence))
+    assert sequence.token_ids[-1] == tokens[0]
+    row = pair.ours.logits(pair.ours.chunk(sequence))
+    assert error(row, expected[1:2]) > CLEARLY_WRONG
+    pair.ours.finish(sequence)

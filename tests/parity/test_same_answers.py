@@ -1,0 +1,167 @@
+"""A batch-mate, a chunk boundary, a preemption or a prefix hit never changes an answer.
+
+The real engine over the real runner, float32 on the CPU, token for token. Greedy and seeded
+sequences alike: a draw depends on the sequence's own seed and place, not on its neighbours.
+"""
+
+import mmap
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.embedding import EmbeddingSpec
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
+from services.decoder.engine.runner import RunnerOptions, create_runner
+from tests.parity.oracle import CONFIGS, Oracle, make_oracle
+
+NUM_TOKENS = 12
+NUM_REQUESTS = 64
+# Parts of a prompt: text tokens, or an image's grid in patches.
+SHAPES: Seq[Seq[int | tuple[int, int]]] = (
+    (20,),
+    (7, (4, 6), 9),
+    (3, (8, 12), 5, (6, 4), 4, (4, 4), 6),
+    (40, (16, 20), 8),
+    (5, (4, 4), 30, (12, 8), 3),
+)
+
+
+@dataclass
+class Question:
+    """One request: its message without an id, and its embeddings' places in the arena."""
+
+    message: AddSequence
+    offsets: dict[bytes, int]
+
+
+class Bench:
+    """Sixty-four mixed requests over one tiny checkpoint."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+        self.arena = mmap.mmap(-1, 32 << 20)
+        self._used = 0
+        self.questions = [self._question(i) for i in range(NUM_REQUESTS)]
+
+    def _question(self, number: int) -> Question:
+        # Every fifth has the prompt of its predecessor by ten: equal prompts meet in one batch.
+        seed = number if number % 5 or number < 10 else number - 10
+        prompt = self.oracle.prompt(*SHAPES[seed % len(SHAPES)], seed=seed)
+        answer = self.oracle.answer(prompt)
+        spans, offsets = [], {}
+        for index, embedding in enumerate(answer.embeddings):
+            key = b"%032d" % (seed * 10 + index)
+            spans.append(ImageSpan(key, prompt.offsets[index], embedding.shape[1]))
+            offsets[key] = self._put(embedding)
+        sampling = SamplingParams(max_tokens=NUM_TOKENS)
+        if number % 3 == 0:
+            sampling = SamplingParams(
+                temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.05, seed=seed,
+                max_tokens=NUM_TOKENS,
+            )  # fmt: skip
+        message = AddSequence(
+            0, np.array(prompt.token_ids, np.int32).tobytes(), answer.positions.tobytes(),
+            answer.delta, spans, sampling,
+        )  # fmt: skip
+        return Question(message, offsets)
+
+    def _put(self, embedding: torch.Tensor) -> int:
+        spec = EmbeddingSpec("float32", *embedding.shape)
+        start = self._used
+        self.arena[start : start + spec.size_bytes] = embedding.numpy().tobytes()
+        self._used += -(-spec.size_bytes // 4096) * 4096
+        return start
+
+    def engine(self, *, prefix_caching: bool = True, overlap: bool = False, **options) -> Engine:
+        chosen = {
+            "device": "cpu", "dtype": "float32", "attention_backend": "sdpa", "block_size": 16,
+            "max_num_sequences": 64, "max_batched_tokens": 8192, "kv_cache_bytes": 64 << 20,
+            "max_model_len": 512,
+        } | options  # fmt: skip
+        runner = create_runner(
+            RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
+        )
+        return Engine(runner, overlap=overlap, prefix_caching=prefix_caching)
+
+    def ask(self, engine: Engine, numbers: Seq[int]) -> dict[int, list[int]]:
+        """All at once; the tokens of each."""
+        answers: dict[int, list[int]] = {number: [] for number in numbers}
+        for number in numbers:
+            question = self.questions[number]
+            m = question.message
+            engine.add(
+                AddSequence(
+                    number, m.prompt_token_ids, m.positions, m.position_delta, m.images, m.sampling
+                )
+            )
+            for key, offset in question.offsets.items():
+                engine.image_ready(number, key, offset)
+        ended = set()
+        while len(ended) < len(numbers):
+            done = engine.step()
+            assert done is not None, "the engine has stopped with work left"
+            for event in done.events:
+                answers[event.sequence_id] += event.token_ids
+                if event.end is not None:
+                    assert event.end.reason == "length", event.end
+                    ended.add(event.sequence_id)
+        engine.check_integrity()
+        return answers
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    torch.set_num_threads(1)
+    directory = Path(tmp_path_factory.mktemp("checkpoint"))
+    yield Bench(make_oracle(CONFIGS["gqa4-hd64-three-levels"], directory, seed=3))
+
+
+@pytest.fixture(scope="module")
+def alone(bench: Bench) -> dict[int, list[int]]:
+    """Each request by itself, nothing shared, whole prompts."""
+    engine = bench.engine(prefix_caching=False)
+    answers = {}
+    for number in range(NUM_REQUESTS):
+        answers |= bench.ask(engine, [number])
+    assert len({tuple(tokens) for tokens in answers.values()}) > NUM_REQUESTS // 2
+    return answers
+
+
+def test_in_a_batch_of_64_mixed_requests(bench: Bench, alone: dict[int, list[int]]) -> None:
+    assert bench.ask(bench.engine(prefix_caching=False), range(NUM_REQUESTS)) == alone
+
+
+@pytest.mark.parametrize("tokens", [16, 17, 64, 300, 2048, 8192])
+def test_any_chunk_size(bench: Bench, alone: dict[int, list[int]], tokens: int) -> None:
+    engine = bench.engine(max_batched_tokens=tokens, max_num_sequences=min(16, tokens))
+    assert bench.ask(engine, range(NUM_REQUESTS)) == alone
+
+
+def test_with_the_next_step_launched_before_the_last_is_read(
+    bench: Bench, alone: dict[int, list[int]]
+) -> None:
+    assert bench.ask(bench.engine(overlap=True), range(NUM_REQUESTS)) == alone
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted(bench: Bench, alone: dict[int, list[int]], overlap: bool) -> None:
+    config = bench.oracle.config.text
+    block = 2 * 16 * config.num_kv_heads * config.head_dim * 4 * config.num_layers
+    engine = bench.engine(kv_cache_bytes=24 * block, max_model_len=256, overlap=overlap)
+    answers = bench.ask(engine, range(NUM_REQUESTS))
+    assert engine.stats().num_preemptions > 0
+    assert answers == alone
+
+
+def test_prefix_hit(bench: Bench, alone: dict[int, list[int]]) -> None:
+    engine = bench.engine()
+    assert bench.ask(engine, range(NUM_REQUESTS)) == alone
+    hits = engine.stats().num_prefix_hit_tokens
+    assert bench.ask(engine, range(NUM_REQUESTS)) == alone
+    assert engine.stats().num_prefix_hit_tokens > hits + 16 * NUM_REQUESTS // 2

@@ -1,0 +1,227 @@
+"""The vision tower agrees with Hugging Face's on random weights, float32, CPU.
+
+Tolerance: 2e-5 of the largest value, about a hundred roundings of float32. The controls show that
+the check can fail.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import tests.parity.torchvision_ops  # noqa: F401 - before transformers
+
+# isort: split
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as HfVisionModel
+
+from services.common.model_config import VisionConfig
+from services.common.nn.weights import Checkpoint, load_weights
+from services.encoder.attention.sdpa import SdpaAttention
+from services.encoder.models import grid_tables, qwen3_vl
+from services.encoder.models.base import Grid, VisionModel
+
+TOLERANCE = 2e-5
+
+CONFIGS = {
+    "one tap, 3 heads of 16": VisionConfig(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (1,)),
+    "two taps, 1 head of 32": VisionConfig(4, 32, 72, 1, 3, 16, 2, 2, 64, 64, (0, 2)),
+    "three taps, 5 heads of 16": VisionConfig(5, 80, 100, 5, 3, 16, 2, 2, 144, 48, (0, 2, 4)),
+    "head_dim 64": VisionConfig(3, 128, 256, 2, 3, 16, 2, 2, 2304, 96, (0, 1)),
+    "head_dim 72, 8B's": VisionConfig(3, 216, 430, 3, 3, 16, 2, 2, 2304, 128, (0, 1, 2)),
+    "patch 14, 7 heads of 8": VisionConfig(2, 56, 64, 7, 3, 14, 2, 2, 49, 32, (1,)),
+    "merge 1, one channel": VisionConfig(2, 32, 64, 2, 1, 8, 2, 1, 100, 32, (0,)),
+}
+IMAGES: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 10, 8), (1, 2, 26), (1, 4, 6)]
+
+
+@dataclass
+class Pair:
+    """One set of weights, as Hugging Face's module and as ours."""
+
+    config: VisionConfig
+    theirs: HfVisionModel
+    ours: VisionModel
+
+    def expected(self, patches: Tensor, grids: list[Grid]) -> Tensor:
+        with torch.no_grad():
+            out = self.theirs(patches, grid_thw=torch.tensor(grids))
+        return torch.stack([out.pooler_output, *out.deepstack_features])
+
+    def actual(self, patches: Tensor, grids: list[Grid]) -> Tensor:
+        with torch.inference_mode():
+            return self.ours(patches, self.ours.layout(grids))
+
+    def patches(self, grids: list[Grid], seed: int = 0) -> Tensor:
+        config = self.config
+        pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        num_patches = sum(t * h * w for t, h, w in grids)
+        return torch.rand(num_patches, pixels, generator=_generator(seed)) * 2 - 1
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_pair(config: VisionConfig, directory: Path) -> Pair:
+    hf_config = Qwen3VLVisionConfig(
+        depth=config.depth, hidden_size=config.hidden_size, num_heads=config.num_heads,
+        intermediate_size=config.intermediate_size, in_channels=config.in_channels,
+        patch_size=config.patch_size, temporal_patch_size=config.temporal_patch_size,
+        spatial_merge_size=config.spatial_merge_size, out_hidden_size=config.out_hidden_size,
+        num_position_embeddings=config.num_position_embeddings,
+        deepstack_visual_indexes=list(config.deepstack_indexes),
+    )  # fmt: skip
+    theirs = HfVisionModel(hf_config).eval()
+    generator = _generator(1)
+    for parameter in theirs.parameters():
+        wide = 0.5 if parameter.ndim == 1 else 1.5 / parameter[0].numel() ** 0.5
+        parameter.data.normal_(0.0, wide, generator=generator)
+    tensors = {f"model.visual.{k}": v.contiguous() for k, v in theirs.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors")
+    head_dim = config.hidden_size // config.num_heads
+    with torch.device("meta"):
+        ours = qwen3_vl.Qwen3VLVisionModel(
+            config, SdpaAttention(config.num_heads, head_dim, torch.float32)
+        )
+    load_weights(
+        ours, Checkpoint.open(directory), ours.weight_map, device="cpu", dtype=torch.float32
+    )
+    return Pair(config, theirs, ours)
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=lambda name: name.replace(" ", "-"))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(CONFIGS[request.param], tmp_path_factory.mktemp("tower"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    config = CONFIGS["two taps, 1 head of 32"]
+    return make_pair(config, tmp_path_factory.mktemp("small"))
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest value of its level."""
+    assert actual.shape == expected.shape
+    scale = expected.abs().amax(dim=(1, 2), keepdim=True)
+    return float(((actual - expected).abs() / scale).max())
+
+
+def test_a_packed_batch_agrees(pair: Pair) -> None:
+    patches = pair.patches(IMAGES)
+    assert error(pair.actual(patches, IMAGES), pair.expected(patches, IMAGES)) < TOLERANCE
+
+
+def test_a_video_is_frames_apart(pair: Pair) -> None:
+    grids: list[Grid] = [(3, 4, 6), (1, 4, 4)]
+    patches = pair.patches(grids)
+    assert error(pair.actual(patches, grids), pair.expected(patches, grids)) < TOLERANCE
+
+
+def test_an_image_is_the_same_alone_and_in_a_batch(pair: Pair) -> None:
+    patches = pair.patches(IMAGES)
+    together = pair.actual(patches, IMAGES)
+    merge = pair.config.spatial_merge_size**2
+    start = 0
+    for grid in IMAGES:
+        count = grid[1] * grid[2]
+        alone = pair.actual(patches[start : start + count], [grid])
+        rows = slice(start // merge, (start + count) // merge)
+        assert error(alone, together[:, rows]) < TOLERANCE
+        start += count
+
+
+def test_still_patches_without_their_time_axis(pair: Pair) -> None:
+    config = pair.config
+    whole = pair.patches(IMAGES).unflatten(1, (config.in_channels, config.temporal_patch_size, -1))
+    whole[:, :, 1:] = whole[:, :, :1]
+    expected = pair.expected(whole.flatten(1), IMAGES)
+    assert error(pair.actual(whole[:, :, 0].flatten(1), IMAGES), expected) < TOLERANCE
+
+
+def test_a_grid_larger_than_the_table(small: Pair) -> None:
+    grids: list[Grid] = [(1, 64, 96)]
+    patches = small.patches(grids)
+    assert error(small.actual(patches, grids), small.expected(patches, grids)) < TOLERANCE
+
+
+def test_the_table_itself_at_its_own_size(small: Pair) -> None:
+    side = 8
+    rows, columns = grid_tables.merge_block_order(side, side, 2)
+    table = small.ours.pos_embed.weight
+    found = grid_tables.interpolate(table, side, side, rows, columns)
+    assert torch.equal(found, table[rows * side + columns])
+
+
+def test_levels_come_as_their_blocks_are_done(small: Pair) -> None:
+    grids: list[Grid] = [(1, 4, 4)]
+    with torch.inference_mode():
+        levels = small.ours.levels(small.patches(grids), small.ours.layout(grids))
+        assert [level for level, _ in levels] == [1, 2, 0]
+
+
+def test_tables_are_dropped_when_they_take_too_much(small: Pair) -> None:
+    tables = grid_tables.GridTables(small.ours.pos_embed.weight, 32, 2, max_bytes=20_000)
+    frames = [(2 * n, 4) for n in range(1, 9)]
+    whole = tables.of(frames)
+    assert tables._cached_bytes <= 20_000 and len(whole.positions) == sum(h * w for h, w in frames)
+    again = grid_tables.GridTables(small.ours.pos_embed.weight, 32, 2).of(frames)
+    assert torch.equal(whole.positions, again.positions) and torch.equal(whole.cos, again.cos)
+
+
+Break = Callable[[pytest.MonkeyPatch, Pair], Pair]
+
+
+def _swap_gelu(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    original = torch.nn.functional.gelu
+    patch.setattr(qwen3_vl.F, "gelu", lambda x, approximate="tanh": original(x, approximate="tanh"))
+    return pair
+
+
+def _raster_order(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    patch.setattr(
+        grid_tables, "merge_block_order",
+        lambda h, w, _: (torch.arange(h * w) // w, torch.arange(h * w) % w),
+    )  # fmt: skip
+    pair.ours.reset_buffers(torch.device("cpu"))
+    return pair
+
+
+def _other_taps(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    patch.setattr(pair.ours, "config", replace(pair.config, deepstack_indexes=(1, 3)))
+    return pair
+
+
+def _unrotated(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    patch.setattr(qwen3_vl, "rotate", lambda x, cos, sin: x)
+    return pair
+
+
+def _one_segment(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    patch.setattr(pair.ours.attention, "plan", lambda lengths, device: [(1, sum(lengths))])
+    return pair
+
+
+@pytest.fixture
+def restored_tables(small: Pair) -> Iterator[None]:
+    small.ours.reset_buffers(torch.device("cpu"))
+    yield
+    small.ours.reset_buffers(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("restored_tables")
+@pytest.mark.parametrize(
+    "broken", [_swap_gelu, _raster_order, _other_taps, _unrotated, _one_segment]
+)
+def test_control_a_wrong_tower_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, small: Pair, broken: Break
+) -> None:
+    patches = small.patches(IMAGES)
+    expected = small.expected(patches, IMAGES)
+    actual = broken(monkeypatch, small).actual(patches, IMAGES)
+    assert error(actual, expected) > 4 * TOLERANCE

@@ -1,0 +1,86 @@
+"""Our vision tower and our language model together against Hugging Face's whole model, float32.
+
+The tolerance is the language model's own: what the tower rounds differently goes through it, too.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.nn.weights import Checkpoint, load_weights
+from services.encoder.attention.sdpa import SdpaAttention
+from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from tests.decoder_harness import Harness
+from tests.parity.oracle import CONFIGS, Oracle, Prompt, make_oracle
+from tests.parity.test_language_model import LARGE, PROMPTS, TOLERANCE
+
+
+class Whole:
+    """Both halves of one checkpoint."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.oracle: Oracle = make_oracle(CONFIGS[name], directory)
+        self.language = Harness(directory)
+        vision = self.oracle.config.vision
+        head_dim = vision.hidden_size // vision.num_heads
+        with torch.device("meta"):
+            self.tower = Qwen3VLVisionModel(
+                vision, SdpaAttention(vision.num_heads, head_dim, torch.float32)
+            )
+        load_weights(
+            self.tower, Checkpoint.open(directory), self.tower.weight_map,
+            device="cpu", dtype=torch.float32,
+        )  # fmt: skip
+
+    def embeddings(self, prompt: Prompt) -> list[Tensor]:
+        if prompt.pixel_values is None:
+            return []
+        grids = [(1, h, w) for h, w in prompt.grids]
+        with torch.inference_mode():
+            levels = self.tower(prompt.pixel_values, self.tower.layout(grids))
+        parts = levels.split([h * w // 4 for h, w in prompt.grids], dim=1)
+        return [part.contiguous() for part in parts]
+
+    def start(self, prompt: Prompt, positions, delta: int):
+        images = list(zip(prompt.offsets, self.embeddings(prompt), strict=True))
+        return self.language.start(
+            prompt.token_ids, positions=positions, delta=delta, images=images
+        )
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return Whole(request.param, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("parts", [*PROMPTS.values(), LARGE], ids=[*PROMPTS, "64 x 96"])
+def test_pixels_to_logits_agree(whole: Whole, parts: tuple) -> None:
+    prompt = whole.oracle.prompt(*parts, seed=7)
+    answer = whole.oracle.answer(prompt)
+    sequence = whole.start(prompt, answer.positions, answer.delta)
+    actual = whole.language.logits(whole.language.chunk(sequence))
+    error = float((actual - answer.logits).abs().max())
+    whole.language.finish(sequence)
+    print(f"{error:.1e}")
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("parts", [PROMPTS["three images"], PROMPTS["interleaved turns"]])
+def test_greedy_tokens_are_equal(whole: Whole, parts: tuple) -> None:
+    prompt = whole.oracle.prompt(*parts, seed=8)
+    expected, _ = whole.oracle.generate(prompt, 8)
+    answer = whole.oracle.answer(prompt)
+    sequence = whole.start(prompt, answer.positions, answer.delta)
+    assert whole.language.generate(sequence, 8, chunk_size=11) == expected
+    whole.language.finish(sequence)

@@ -1,0 +1,106 @@
+"""A real redis-server for tests: start, stop, freeze, flush."""
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+import redis
+
+_START_TIMEOUT_S = 10.0
+
+
+class RedisServer:
+    """One redis-server on a free port of 127.0.0.1, without persistence.
+
+    Use as a context manager, or through the fixture `redis_server`. `port` stays the same over
+    `stop` and `start`, so that a client may be pointed at a server that comes and goes.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
+        self._directory = Path(tempfile.mkdtemp(prefix="triptych-redis-"))
+        self.port = free_port()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def client(self) -> redis.Redis:
+        """A new synchronous client; close it (`with server.client() as client`)."""
+        return redis.Redis(port=self.port, socket_timeout=5.0)
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+             "--appendonly", "no", "--dir", str(self._directory), "--logfile", "redis.log",
+             "--enable-debug-command", "yes", *self._arguments],
+        )  # fmt: skip
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            try:
+                with self.client() as client:
+                    client.ping()
+                return
+            except redis.RedisError:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise RuntimeError("redis-server did not start") from None
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Ends it at once; nothing is kept."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def freeze(self) -> None:
+        """SIGSTOP: connections stay open and nothing answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def flush(self) -> None:
+        with self.client() as client:
+            client.flushall()
+
+    def keys(self) -> list[bytes]:
+        with self.client() as client:
+            return sorted(client.keys())  # type: ignore[arg-type]
+
+    def __enter__(self) -> "RedisServer":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """A running server of this test's own."""
+    with RedisServer() as server:
+        yield server

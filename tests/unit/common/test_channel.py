@@ -1,0 +1,110 @@
+"""Messages cross between the processes whole and in order; a peer's end is noticed."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from services.common.channel import (
+    ChannelClosed,
+    EngineChannel,
+    FrontChannel,
+    create_socket_pair,
+)
+
+
+class Text(msgspec.Struct, tag="text"):
+    number: int
+    body: str = ""
+
+
+class Blob(msgspec.Struct, tag="blob"):
+    data: bytes
+
+
+Message = Text | Blob
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ends = create_socket_pair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+async def test_both_ways(pair: Pair) -> None:
+    front = await FrontChannel.open(pair[0], Message)
+    engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
+    front.send(Text(1), Blob(b"\x00\xff"), Text(2, "ü"))
+    assert await asyncio.to_thread(engine.receive, 5.0) == [
+        Text(1), Blob(b"\x00\xff"), Text(2, "ü"),
+    ]  # fmt: skip
+    engine.send(Text(3))
+    engine.send(Blob(b"x"))
+    assert [await front.receive(), await front.receive()] == [Text(3), Blob(b"x")]
+    front.close()
+
+
+async def test_a_message_larger_than_any_buffer(pair: Pair) -> None:
+    front = await FrontChannel.open(pair[0], Message)
+    engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
+    large = Blob(bytes(range(256)) * (120_000))  # 30 MB
+    front.send(large, Text(1))
+    received: list[Message] = []
+    while len(received) < 2:
+        received += await asyncio.to_thread(engine.receive, 5.0)
+    assert received == [large, Text(1)]
+    sender = threading.Thread(target=engine.send, args=(large,))
+    sender.start()
+    assert await front.receive() == large
+    await asyncio.to_thread(sender.join)
+    front.close()
+
+
+def test_polling_does_not_wait(pair: Pair) -> None:
+    engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
+    assert engine.receive(0.0) == []
+    assert engine.receive(0.01) == []
+
+
+def test_messages_in_pieces(pair: Pair) -> None:
+    engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
+    body = msgspec.msgpack.encode(Text(7, "piecewise"))
+    frame = len(body).to_bytes(4, "little") + body
+    for byte in frame * 2:
+        pair[0].send(bytes([byte]))
+        engine_has = engine.receive(0.0)
+        if engine_has:
+            assert engine_has == [Text(7, "piecewise")]
+    assert engine.receive(0.0) == []
+
+
+async def test_the_engines_end_is_noticed(pair: Pair) -> None:
+    front = await FrontChannel.open(pair[0], Message)
+    pair[1].close()
+    with pytest.raises(ChannelClosed):
+        await front.receive()
+    front.close()
+
+
+def test_the_fronts_end_is_noticed(pair: Pair) -> None:
+    engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
+    pair[0].close()
+    with pytest.raises(ChannelClosed):
+        engine.receive(5.0)
+    with pytest.raises(ChannelClosed):
+        for _ in range(100):
+            engine.send(Blob(bytes(1 << 20)))
+
+
+def test_only_the_known_messages_are_decoded(pair: Pair) -> None:
+    engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
+    body = msgspec.msgpack.encode({"type": "exec", "code": "1"})
+    pair[0].sendall(len(body).to_bytes(4, "little") + body)
+    with pytest.raises(msgspec.ValidationError):
+        engine.receive(5.0)

@@ -1,0 +1,97 @@
+"""Two images share a key only if they must get the same embedding."""
+
+import io
+import subprocess
+import sys
+from itertools import combinations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from services.common.image_key import KEY_BYTES, image_key, key_prefix
+
+PREFIX = bytes(32)
+
+
+def prefix(**changes: object) -> bytes:
+    fields = {"model": "m", "weights": b"w", "vision_config": b"{}", "dtype": "bfloat16"}
+    return key_prefix(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_golden_digests() -> None:
+    """A change here makes every stored entry unreachable: is that what is meant?"""
+    assert prefix().hex() == "1bd3670040660d922b92260454b08443a034b34f44c92dc704db892d192ff155"
+    assert (
+        image_key(PREFIX, b"image", grid=(1, 16, 16), salt=b"").hex()
+        == "904f89107520650ef32431d282567c2e6b5539ad6d4695e16429f80e127bad4e"
+    )
+
+
+def test_each_field_of_the_prefix_counts() -> None:
+    prefixes = [
+        prefix(), prefix(model="n"), prefix(weights=b"v"), prefix(vision_config=b"{ }"),
+        prefix(dtype="float32"), prefix(model="mw", weights=b""), prefix(model="", weights=b"mw"),
+    ]  # fmt: skip
+    assert len(set(prefixes)) == len(prefixes)
+    assert {len(p) for p in prefixes} == {KEY_BYTES}
+
+
+def test_each_field_of_the_key_counts() -> None:
+    keys = [
+        image_key(PREFIX, b"image", grid=(1, 16, 16), salt=b""),
+        image_key(b"\1" * 32, b"image", grid=(1, 16, 16), salt=b""),
+        image_key(PREFIX, b"imagf", grid=(1, 16, 16), salt=b""),
+        image_key(PREFIX, b"image", grid=(1, 8, 32), salt=b""),
+        image_key(PREFIX, b"image", grid=(1, 32, 8), salt=b""),
+        image_key(PREFIX, b"image", grid=(1, 1, 616), salt=b""),
+        image_key(PREFIX, b"image", grid=(11, 6, 16), salt=b""),
+        image_key(PREFIX, b"image", grid=(1, 16, 16), salt=b"tenant"),
+        image_key(PREFIX, b"mage", grid=(1, 16, 16), salt=b"i"),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=6), st.binary(max_size=6)), max_size=8, unique=True))
+def test_no_two_concatenations_meet(pairs: list[tuple[bytes, bytes]]) -> None:
+    keys = {image_key(PREFIX, image, grid=(1, 2, 2), salt=salt) for image, salt in pairs}
+    assert len(keys) == len(pairs)
+
+
+def encoded(image: Image.Image, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def test_images_whose_pixel_bytes_are_equal_differ() -> None:
+    pixels = np.arange(3000, dtype=np.uint8)
+    wide = Image.fromarray(pixels.reshape(30, 100))
+    tall = Image.fromarray(pixels.reshape(100, 30))
+    assert wide.tobytes() == tall.tobytes()
+    palettes = []
+    for shift in (0, 1):
+        image = Image.new("P", (8, 8), 3)
+        image.putpalette([(n + shift) % 256 for n in range(768)])
+        palettes.append(image)
+    assert palettes[0].tobytes() == palettes[1].tobytes()
+    files = [encoded(wide), encoded(tall), *map(encoded, palettes)]
+    keys = [image_key(PREFIX, file, grid=(1, 4, 4), salt=b"") for file in files]
+    for one, other in combinations(keys, 2):
+        assert one != other
+
+
+def test_every_process_finds_the_same_key() -> None:
+    code = (
+        "from services.common.image_key import image_key;"
+        "print(image_key(bytes(32), b'image', grid=(1, 16, 16), salt=b'').hex())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True,
+            text=True, check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert found == {image_key(PREFIX, b"image", grid=(1, 16, 16), salt=b"").hex()}

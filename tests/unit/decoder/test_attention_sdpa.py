@@ -1,0 +1,163 @@
+"""The sdpa backend against attention written out token by token, and its registry."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.decoder.attention import create_backend, resolve
+from services.decoder.attention.base import AttentionMetadata, AttentionSizes, kv_rows, write_kv
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS = 4, 40
+SIZES = AttentionSizes(6, 2, 16, BLOCK_SIZE, max_num_sequences=8, max_num_blocks=16)
+
+
+def layout(lengths: list[tuple[int, int]], seed: int = 0) -> AttentionMetadata:
+    """Sequences of (context, query) tokens on shuffled blocks."""
+    order = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(seed)).tolist()
+    tables = torch.zeros(len(lengths), 16, dtype=torch.int32)
+    slots: list[int] = []
+    for index, (context, query) in enumerate(lengths):
+        blocks = [order.pop() for _ in range(-(-context // BLOCK_SIZE))]
+        tables[index, : len(blocks)] = torch.tensor(blocks)
+        slots += [
+            blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE
+            for t in range(context - query, context)
+        ]
+    queries = [query for _, query in lengths]
+    seq_lens = torch.tensor([context for context, _ in lengths], dtype=torch.int32)
+    num_decodes = next((i for i, q in enumerate(queries) if q != 1), len(queries))
+    return AttentionMetadata(
+        num_decodes=num_decodes,
+        cu_query_lens=torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()]).int(),
+        seq_lens=seq_lens,
+        slot_mapping=torch.tensor(slots),
+        block_tables=tables,
+        block_ids=torch.empty(0, dtype=torch.int32),
+        seq_lens_device=seq_lens,
+    )
+
+
+def expected(query: Tensor, pool: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Softmax written out, in float64, one token and head at a time."""
+    out = torch.zeros_like(query, dtype=torch.float64)
+    group = query.shape[1] // pool.shape[3]
+    for s, context in enumerate(metadata.seq_lens.tolist()):
+        start, stop = metadata.cu_query_lens[s : s + 2].tolist()
+        tokens = pool[metadata.block_tables[s].long()].double()  # [blocks, 2, size, KVH, D]
+        keys, values = tokens.transpose(0, 1).flatten(1, 2)[:, :context]
+        for t in range(start, stop):
+            reach = context - (stop - 1 - t)
+            for h in range(query.shape[1]):
+                scores = keys[:reach, h // group] @ query[t, h].double() / query.shape[-1] ** 0.5
+                out[t, h] = scores.softmax(0) @ values[:reach, h // group]
+    return out
+
+
+def run(metadata: AttentionMetadata, sizes: AttentionSizes, dtype: torch.dtype):
+    torch.manual_seed(1)
+    pool = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, sizes.num_kv_heads, sizes.head_dim).to(dtype)
+    num_tokens = int(metadata.cu_query_lens[-1])
+    query = torch.randn(num_tokens, sizes.num_heads, sizes.head_dim).to(dtype)
+    key, value = torch.randn(2, num_tokens, sizes.num_kv_heads, sizes.head_dim).to(dtype)
+    write_kv(pool, kv_rows(metadata.slot_mapping, BLOCK_SIZE), key, value)
+    backend = create_backend("sdpa", sizes, CPU, dtype)
+    metadata.plan = backend.plan(metadata)
+    return backend.forward(query, pool, metadata), query, pool, (key, value)
+
+
+BATCHES = {
+    "decodes": [(1, 1), (9, 1), (16, 1), (17, 1)],
+    "prefill": [(11, 11)],
+    "chunk": [(23, 6)],
+    "mixed": [(5, 1), (30, 1), (7, 7), (20, 3), (13, 12)],
+}
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (4, 1)])
+def test_agrees_with_attention_written_out(lengths, heads: int, kv_heads: int) -> None:
+    sizes = replace(SIZES, num_heads=heads, num_kv_heads=kv_heads)
+    metadata = layout(lengths)
+    actual, query, pool, _ = run(metadata, sizes, torch.float32)
+    assert (actual - expected(query, pool, metadata)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_half_precision_agrees(dtype: torch.dtype, tolerance: float) -> None:
+    metadata = layout(BATCHES["mixed"])
+    actual, query, pool, _ = run(metadata, SIZES, dtype)
+    assert actual.dtype == dtype
+    assert (actual.double() - expected(query, pool, metadata)).abs().max() < tolerance
+
+
+def test_new_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
+    metadata = layout(BATCHES["mixed"])
+    torch.manual_seed(1)
+    before = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, 2, 16)
+    _, _, pool, (key, value) = run(metadata, SIZES, torch.float32)
+    written = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
+    for t, slot in enumerate(metadata.slot_mapping.tolist()):
+        block, offset = divmod(slot, BLOCK_SIZE)
+        assert torch.equal(pool[block, 0, offset], key[t])
+        assert torch.equal(pool[block, 1, offset], value[t])
+        written[block, offset] = True
+    kept = ~written[:, None].expand(-1, 2, -1)
+    assert torch.equal(pool[kept], before[kept])
+
+
+def test_padding_writes_to_the_last_slot_only() -> None:
+    pool = torch.zeros(5, 2, BLOCK_SIZE, 2, 16)
+    write_kv(pool, kv_rows(torch.tensor([-1, 2]), BLOCK_SIZE), torch.ones(2, 2, 16),
+             torch.ones(2, 2, 16))  # fmt: skip
+    touched = pool.any(-1).any(-1).nonzero().tolist()
+    assert touched == [[0, 0, 2], [0, 1, 2], [4, 0, 3], [4, 1, 3]]
+
+
+def test_unused_pool_contents_do_not_matter() -> None:
+    metadata = layout([(6, 1), (9, 1), (5, 5)])
+    base, *_ = run(metadata, SIZES, torch.float32)
+    torch.manual_seed(1)
+    pool = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, 2, 16)
+    query = torch.randn(7, 6, 16)
+    key, value = torch.randn(2, 7, 2, 16)
+    write_kv(pool, kv_rows(metadata.slot_mapping, BLOCK_SIZE), key, value)
+    used = {
+        int(b)
+        for s, n in enumerate(metadata.seq_lens.tolist())
+        for b in metadata.block_tables[s, : -(-n // BLOCK_SIZE)]
+    }
+    unused = [b for b in range(NUM_BLOCKS) if b not in used]
+    pool[unused] = 1e4
+    backend = create_backend("sdpa", SIZES, CPU, torch.float32)
+    metadata.plan = backend.plan(metadata)
+    assert torch.equal(backend.forward(query, pool, metadata), base)
+
+
+def test_auto_is_sdpa_on_a_cpu() -> None:
+    assert resolve("auto", SIZES, CPU, torch.float32) == "sdpa"
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="known: auto, sdpa, flashinfer"):
+        create_backend("fancy", SIZES, CPU, torch.float32)
+
+
+def test_auto_falls_back_where_no_kernel_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    fits = replace(SIZES, head_dim=64)
+    assert resolve("auto", fits, gpu, torch.bfloat16) == "flashinfer"
+    assert resolve("auto", fits, gpu, torch.float32) == "sdpa"
+    assert resolve("auto", replace(SIZES, head_dim=32), gpu, torch.bfloat16) == "sdpa"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert resolve("auto", fits, gpu, torch.bfloat16) == "sdpa"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="it is installed")
+def test_an_absent_package_says_what_to_install() -> None:
+    with pytest.raises(ValueError, match=r"flashinfer-python.*triptych\[gpu\]"):
+        create_backend("flashinfer", SIZES, CPU, torch.bfloat16)

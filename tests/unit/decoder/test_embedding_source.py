@@ -1,0 +1,337 @@
+import asyncio
+import contextlib
+from collections import Counter
+
+import pytest
+
+from services.common.arena import Arena, ArenaEntry
+from services.common.embedding import EmbeddingSpec, digest
+from services.common.errors import InvalidImage, InvalidRequest
+from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
+from services.decoder.embedding_source import EmbeddingSource
+from services.decoder.submission import ImageRequest
+from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
+
+PAGE = 4096
+KEYS = [bytes([n]) * 32 for n in range(8)]
+
+
+class CountingObserver:
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self.missed: Counter[str] = Counter()
+        self.failed: Counter[bool] = Counter()
+
+    def embedding_found(self, tier: str) -> None:
+        self.found[tier] += 1
+
+    def embedding_missed(self, tier: str) -> None:
+        self.missed[tier] += 1
+
+    def embedding_failed(self, *, corrupt: bool) -> None:
+        self.failed[corrupt] += 1
+
+    def embedding_fetched(self, seconds: float, size_bytes: int) -> None:
+        assert seconds >= 0 and size_bytes > 0
+
+
+class FakeCache:
+    def __init__(self) -> None:
+        self.entries: dict[bytes, tuple[EmbeddingSpec, bytes]] = {}
+        self.broken = False
+
+    async def header(self, key: bytes):
+        if key not in self.entries:
+            return None
+        spec, data = self.entries[key]
+        return spec, digest(data)
+
+    async def read(self, key, spec, expected, into) -> bool:
+        data = self.entries[key][1]
+        into[:] = bytes(len(data)) if self.broken else data
+        return not self.broken
+
+
+def spec_of(num_tokens: int) -> EmbeddingSpec:
+    return EmbeddingSpec("bfloat16", 2, num_tokens, 8)
+
+
+class World:
+    """A source between an arena, a cache and two encoders."""
+
+    def __init__(self, pages: int = 16, timeout_s: float = 5.0) -> None:
+        self.arena = Arena(pages * PAGE)
+        self.cache = FakeCache()
+        self.observer = CountingObserver()
+        self.servicers = [FakeFetchServicer(), FakeFetchServicer()]
+        self.addresses: list[str] = []
+        self.fetcher = EncoderFetcher(timeout_s=timeout_s)
+        self.source = EmbeddingSource(self.arena, self.fetcher, self.cache, self.observer)
+        self.held: list[ArenaEntry] = []
+        self._exit = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "World":
+        for servicer in self.servicers:
+            self.addresses.append(await self._exit.enter_async_context(serve_fetch(servicer)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.source.close()
+        await self._exit.aclose()
+
+    def request(self, number: int, num_tokens: int = 10, encoder: int = 0) -> ImageRequest:
+        for servicer in self.servicers:
+            servicer.sizes[KEYS[number]] = num_tokens
+        return ImageRequest(KEYS[number], spec_of(num_tokens), self.addresses[encoder])
+
+    async def obtain(self, *requests: ImageRequest) -> list[ArenaEntry]:
+        found: list[ArenaEntry] = []
+
+        def ready(key: bytes, entry: ArenaEntry) -> None:
+            assert entry.key == key and entry.committed and entry.references > 0
+            found.append(entry)
+            self.held.append(entry)
+
+        await self.source.obtain(requests, ready)
+        for entry in found:
+            assert bytes(self.arena.view(entry)) == embedding_bytes(entry.key, entry.spec)
+        return found
+
+    def release_all(self) -> None:
+        held, self.held = self.held, []
+        for entry in held:
+            self.source.release(entry)
+
+    def assert_unreferenced(self) -> None:
+        assert all(e.references == 0 and e.committed for e in self.arena._entries.values())
+        assert not self.source._flights and not self.source._claims
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - of things that have no event
+            await asyncio.sleep(0.001)
+
+
+async def test_a_new_image_comes_from_the_encoder_and_then_from_memory():
+    async with World() as world:
+        await world.obtain(world.request(1))
+        await world.obtain(world.request(1))
+        assert world.servicers[0].num_calls == 1
+        assert world.observer.found == {"encoder": 1, "memory": 1}
+        assert world.observer.missed == {"memory": 1, "redis": 1}
+        world.release_all()
+        world.assert_unreferenced()
+
+
+async def test_the_cache_spares_the_encoder():
+    async with World() as world:
+        request = world.request(1)
+        world.cache.entries[KEYS[1]] = (request.spec, embedding_bytes(KEYS[1], request.spec))
+        await world.obtain(request)
+        assert world.servicers[0].num_calls == 0
+        assert world.observer.found == {"redis": 1}
+
+
+@pytest.mark.parametrize("lie", ["body", "spec"])
+async def test_a_cache_that_lies_is_a_miss(lie):
+    async with World() as world:
+        request = world.request(1)
+        data = embedding_bytes(KEYS[1], request.spec)
+        world.cache.entries[KEYS[1]] = (spec_of(9) if lie == "spec" else request.spec, data)
+        world.cache.broken = lie == "body"
+        await world.obtain(request)
+        assert world.observer.found == {"encoder": 1}
+        assert world.observer.missed["redis"] == 1
+
+
+async def test_many_who_want_one_image_cause_one_fetch():
+    async with World() as world:
+        world.servicers[0].gate.clear()
+        tasks = [asyncio.create_task(world.obtain(world.request(1))) for _ in range(20)]
+        await until(lambda: world.servicers[0].num_calls == 1)
+        world.servicers[0].gate.set()
+        await asyncio.gather(*tasks)
+        assert world.servicers[0].num_calls == 1
+        assert world.held[0].references == 20
+        world.release_all()
+        world.assert_unreferenced()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_an_encoder_that_fails_is_named_and_leaves_nothing_behind(fault):
+    async with World(timeout_s=0.3 if fault.startswith("hang") else 5.0) as world:
+        world.servicers[0].fault = fault
+        with pytest.raises(EncoderFailed) as failure:
+            await world.obtain(world.request(1))
+        assert failure.value.encoder_address == world.addresses[0]
+        assert failure.value.code == "embedding_unavailable"
+        world.assert_unreferenced()
+        assert world.arena.used_bytes == 0
+        assert sum(world.observer.failed.values()) == 1
+        # Another encoder, or the same one recovered, has it.
+        await world.obtain(world.request(1, encoder=1))
+
+
+async def test_an_image_that_cannot_be_encoded_is_the_callers_fault():
+    async with World() as world:
+        world.servicers[0].fault = "invalid image"
+        with pytest.raises(InvalidImage, match="truncated"):
+            await world.obtain(world.request(1))
+
+
+async def test_an_encoder_that_is_not_there_is_named():
+    async with World() as world:
+        request = ImageRequest(KEYS[1], spec_of(4), "127.0.0.1:1")
+        with pytest.raises(EncoderFailed) as failure:
+            await world.obtain(request)
+        assert failure.value.encoder_address == "127.0.0.1:1"
+
+
+async def test_who_asked_another_encoder_is_not_failed_by_the_first():
+    async with World() as world:
+        world.servicers[0].gate.clear()
+        world.servicers[0].fault = "error"
+        first = asyncio.create_task(world.obtain(world.request(1)))
+        await until(lambda: world.servicers[0].num_calls == 1)
+        second = asyncio.create_task(world.obtain(world.request(1, encoder=1)))
+        await asyncio.sleep(0)
+        world.servicers[0].gate.set()
+        with pytest.raises(EncoderFailed):
+            await first
+        await second
+        assert world.servicers[1].num_calls == 1
+        world.release_all()
+        world.assert_unreferenced()
+
+
+async def test_a_cancelled_waiter_harms_nobody_and_the_last_one_ends_the_fetch():
+    async with World() as world:
+        servicer = world.servicers[0]
+        servicer.gate.clear()
+        tasks = [asyncio.create_task(world.obtain(world.request(1))) for _ in range(3)]
+        await until(lambda: servicer.num_calls == 1)
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        assert servicer.num_cancelled == 0
+        servicer.gate.set()
+        await asyncio.gather(*tasks[1:])
+        world.release_all()
+
+        servicer.gate.clear()
+        tasks = [asyncio.create_task(world.obtain(world.request(2))) for _ in range(3)]
+        await until(lambda: servicer.num_calls == 2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: servicer.num_cancelled == 1)
+        await until(lambda: not world.source._flights)
+        world.assert_unreferenced()
+        servicer.gate.set()
+        await world.obtain(world.request(2))
+
+
+async def test_who_comes_while_a_fetch_is_being_cancelled_gets_the_image():
+    async with World() as world:
+        world.servicers[0].gate.clear()
+        first = asyncio.create_task(world.obtain(world.request(1)))
+        await until(lambda: world.servicers[0].num_calls == 1)
+        first.cancel()
+        world.servicers[0].gate.set()
+        second = asyncio.create_task(world.obtain(world.request(1)))
+        await second
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+
+async def test_without_room_sequences_wait_in_order():
+    async with World(pages=2) as world:
+        await world.obtain(world.request(1), world.request(2))
+        order: list[int] = []
+
+        async def want(number: int, *images: int) -> None:
+            await world.obtain(*(world.request(image) for image in images))
+            order.append(number)
+
+        tasks = [
+            asyncio.create_task(want(0, 3, 4)),
+            asyncio.create_task(want(1, 1)),  # there is room for this one, but it is behind
+        ]
+        await asyncio.sleep(0.02)
+        assert order == []
+        first, second = world.held
+        world.held = []
+        world.source.release(second)
+        await asyncio.sleep(0.02)
+        assert order == []
+        world.source.release(first)
+        await until(lambda: order == [0])
+        world.release_all()
+        await asyncio.gather(*tasks)
+        assert order == [0, 1]
+        world.release_all()
+        world.assert_unreferenced()
+
+
+async def test_a_waiter_for_room_that_goes_away_lets_the_next_one_pass():
+    async with World(pages=2) as world:
+        await world.obtain(world.request(1))
+        big = asyncio.create_task(world.obtain(world.request(2), world.request(3)))
+        small = asyncio.create_task(world.obtain(world.request(4)))
+        await asyncio.sleep(0.01)
+        assert not small.done()
+        big.cancel()
+        await small
+        await asyncio.gather(big, return_exceptions=True)
+        world.release_all()
+        world.assert_unreferenced()
+
+
+async def test_what_does_not_fit_at_all_is_refused_at_once():
+    async with World(pages=2) as world:
+        with pytest.raises(InvalidRequest, match="room for 8192"):
+            await world.obtain(world.request(1), world.request(2), world.request(3))
+        with pytest.raises(InvalidRequest, match="room for 8192"):
+            await world.obtain(world.request(1, num_tokens=1000))
+
+
+async def test_a_size_that_is_not_the_images_is_refused():
+    async with World() as world:
+        await world.obtain(world.request(1, num_tokens=10))
+        with pytest.raises(InvalidRequest, match="10 tokens, not 11"):
+            await world.obtain(world.request(2), world.request(1, num_tokens=11))
+        world.release_all()
+        world.assert_unreferenced()
+
+
+async def test_least_recently_used_images_make_room():
+    async with World(pages=2) as world:
+        for number in (1, 2, 1, 3):
+            await world.obtain(world.request(number))
+            world.release_all()
+        await world.obtain(world.request(1))
+        assert world.observer.found == {"encoder": 3, "memory": 2}
+
+
+async def test_unused_channels_are_closed():
+    async with World() as world:
+        world.fetcher.idle_s = 0.02
+        await world.obtain(world.request(1))
+        assert len(world.fetcher._channels) == 1
+        await until(lambda: not world.fetcher._channels)
+        await world.obtain(world.request(2))
+
+
+async def test_a_caller_cancelled_twice_leaves_nothing_behind():
+    async with World() as world:
+        world.servicers[0].gate.clear()
+        for turns in range(12):
+            task = asyncio.create_task(world.obtain(world.request(1), world.request(2)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: not world.source._flights)
+            assert world.arena.used_bytes == 0

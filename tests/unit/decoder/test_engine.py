@@ -1,0 +1,249 @@
+import pytest
+
+from services.decoder.engine.messages import ImageSpan
+from tests.engine_harness import KEYS, Harness, prompt_of
+from tests.fake_runner import add_message, expected_tokens, failing
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("budget", [8, 11, 64])
+@pytest.mark.parametrize("blocks", [16, 64])
+def test_tokens_do_not_depend_on_chunks_blocks_or_overlap(overlap, budget, blocks):
+    harness = Harness(overlap=overlap, max_batched_tokens=budget, num_blocks=blocks)
+    for number in range(6):
+        spans = (ImageSpan(KEYS[number % 2], 3, 9),) if number % 2 else ()
+        harness.add(
+            add_message(number, prompt_of(number, 14 + number), images=spans, max_tokens=25)
+        )
+    harness.run()
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+    if blocks == 16:
+        assert harness.engine.stats().num_preemptions > 0
+
+
+def test_a_stop_id_ends_a_sequence_and_its_extra_token_is_thrown_away():
+    message = add_message(1, prompt_of(1, 9), max_tokens=30)
+    tokens, _ = expected_tokens(message, 256)
+    stop = tokens[4]
+    harness = Harness()
+    harness.add(add_message(1, prompt_of(1, 9), max_tokens=30, stop_token_ids=(stop,)))
+    harness.run()
+    assert harness.tokens[1] == tokens[: tokens.index(stop) + 1]
+    assert harness.ends[1] == "stop"
+    computed = max(start + length for batch in harness.runner.batches for _, start, length in batch)
+    assert computed == 9 + tokens.index(stop) + 1  # one token more than needed: the overlap's
+    harness.assert_empty()
+
+
+def test_stop_ids_do_not_count_before_min_tokens():
+    tokens, _ = expected_tokens(add_message(1, prompt_of(1, 9), max_tokens=30), 256)
+    harness = Harness()
+    harness.add(
+        add_message(1, prompt_of(1, 9), max_tokens=9, stop_token_ids=(tokens[2],), min_tokens=5)
+    )
+    harness.run()
+    assert harness.ends[1] == "length"
+    assert harness.tokens[1] == tokens[:9]
+
+
+def test_nothing_is_scheduled_beyond_max_tokens():
+    harness = Harness()
+    harness.add(add_message(1, prompt_of(1, 5), max_tokens=3))
+    harness.run()
+    assert [batch for batch in harness.runner.batches] == [[(1, 0, 5)], [(1, 5, 1)], [(1, 6, 1)]]
+
+
+def test_the_model_length_ends_a_sequence():
+    harness = Harness(max_model_len=20)
+    harness.add(add_message(1, prompt_of(1, 12), max_tokens=1000))
+    harness.run()
+    assert (len(harness.tokens[1]), harness.ends[1]) == (8, "length")
+
+
+@pytest.mark.parametrize(
+    ("length", "info", "words"),
+    [
+        (0, {}, "empty"),
+        (256, {}, "256 together"),
+        (33, {"num_blocks": 8, "max_model_len": 1000}, "33 together"),
+    ],
+)
+def test_a_sequence_that_can_never_run_fails_at_once(length, info, words):
+    harness = Harness(**info)
+    harness.add(add_message(1, prompt_of(1, length), max_tokens=5))
+    harness.add(add_message(2, prompt_of(2, 5), max_tokens=2))
+    harness.run()
+    assert harness.ends == {1: "failed", 2: "length"}
+    assert words in harness.messages[1]
+
+
+def test_a_sequence_that_fills_all_blocks_runs():
+    harness = Harness(num_blocks=8, max_model_len=1000)
+    harness.add(add_message(1, prompt_of(1, 30), max_tokens=500))
+    harness.add(add_message(2, prompt_of(2, 20), max_tokens=500))
+    harness.run()
+    harness.assert_all_as_alone()
+    assert len(harness.tokens[1]) == 3
+
+
+def test_prefill_waits_before_an_image_that_is_not_there():
+    harness = Harness()
+    spans = (ImageSpan(KEYS[0], 6, 4), ImageSpan(KEYS[1], 12, 4))
+    harness.add(add_message(1, prompt_of(1, 20), images=spans, max_tokens=2), images_ready=False)
+    for _ in range(4):
+        harness.step()
+    assert harness.runner.batches == [[(1, 0, 6)]]
+    assert not harness.engine.has_work
+    harness.image(1, KEYS[1])
+    assert not harness.engine.has_work
+    harness.image(1, KEYS[0])
+    harness.run()
+    assert harness.runner.batches[1] == [(1, 6, 14)]
+    harness.assert_all_as_alone()
+
+
+def test_a_stalled_sequence_makes_room_for_one_that_can_run():
+    harness = Harness(num_blocks=10, max_num_sequences=2)
+    span = (ImageSpan(KEYS[0], 8, 8),)
+    harness.add(add_message(1, prompt_of(1, 24), images=span, max_tokens=4), images_ready=False)
+    harness.step()
+    harness.add(add_message(2, prompt_of(2, 28), max_tokens=4))
+    harness.run()
+    assert harness.ends == {2: "length"}
+    harness.image(1, KEYS[0])
+    harness.run()
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+
+
+def test_a_sequence_that_has_just_stalled_makes_room_in_the_next_step():
+    harness = Harness(num_blocks=10, max_num_sequences=2)
+    span = (ImageSpan(KEYS[0], 8, 8),)
+    harness.add(add_message(1, prompt_of(1, 24), images=span, max_tokens=4), images_ready=False)
+    harness.add(add_message(2, prompt_of(2, 28), max_tokens=4))
+    harness.run()
+    assert harness.ends == {2: "length"}
+
+
+def test_a_sequence_waiting_for_its_image_does_not_hold_up_those_behind_it():
+    harness = Harness(max_num_sequences=1)
+    span = (ImageSpan(KEYS[0], 0, 8),)
+    harness.add(add_message(1, prompt_of(1, 24), images=span, max_tokens=4), images_ready=False)
+    harness.add(add_message(2, prompt_of(2, 28), max_tokens=4))
+    harness.run()
+    assert harness.ends == {2: "length"}
+
+
+def test_a_long_prompt_leaves_half_of_the_budget_to_those_behind_it():
+    harness = Harness(max_batched_tokens=16)
+    harness.add(add_message(1, prompt_of(1, 100), max_tokens=2))
+    harness.add(add_message(2, prompt_of(2, 8), max_tokens=2))
+    harness.step()
+    assert sorted(harness.runner.batches[0]) == [(1, 0, 8), (2, 0, 8)]
+    harness.run()
+    harness.assert_all_as_alone()
+
+
+def test_prompts_never_starve_decoding():
+    harness = Harness(max_batched_tokens=16, overlap=False)
+    harness.add(add_message(1, prompt_of(1, 4), max_tokens=20))
+    harness.step()
+    harness.add(add_message(2, prompt_of(2, 200), max_tokens=2))
+    for _ in range(10):
+        harness.step()
+        assert harness.runner.batches[-1][0][0] == 1
+    harness.run()
+    harness.assert_all_as_alone()
+
+
+def test_an_aborted_sequence_frees_its_blocks_before_the_next_step():
+    harness = Harness()
+    harness.add(add_message(1, prompt_of(1, 40), max_tokens=50))
+    for _ in range(5):
+        harness.step()
+    harness.engine.abort(1)
+    stats = harness.engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    harness.run()
+    assert harness.ends == {1: "aborted"}
+    harness.engine.abort(1)
+    assert not harness.engine.has_work
+
+
+def test_an_aborted_sequence_ends_only_when_no_step_reads_its_images():
+    harness = Harness()
+    span = (ImageSpan(KEYS[0], 2, 8),)
+    harness.add(add_message(1, prompt_of(1, 40), images=span, max_tokens=50))
+    harness.step()
+    harness.engine.abort(1)
+    harness.run()  # the runner asserts that the image is there when the step runs
+    assert harness.ends == {1: "aborted"}
+
+
+def test_a_non_finite_sequence_fails_alone_and_is_never_found_again():
+    harness = Harness()
+    harness.runner.poisoned.add(KEYS[0])
+    for number, key in ((1, KEYS[0]), (2, KEYS[1])):
+        harness.add(
+            add_message(number, prompt_of(1, 20), images=(ImageSpan(key, 4, 8),), max_tokens=4)
+        )
+    harness.run()
+    assert harness.ends == {1: "failed", 2: "length"}
+    assert "not finite" in harness.messages[1]
+    harness.runner.poisoned.clear()
+    harness.add(add_message(3, prompt_of(1, 20), images=(ImageSpan(KEYS[0], 4, 8),), max_tokens=4))
+    harness.run()
+    assert harness.ends[3] == "length"
+    assert [(3, 4, 16)] in harness.runner.batches  # only the text before the image was found
+    assert harness.tokens[3] == expected_tokens(harness.added[3], 256)[0]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_out_of_memory_costs_the_largest_chunk_only(overlap):
+    harness = Harness(overlap=overlap)
+    harness.add(add_message(1, prompt_of(1, 8), max_tokens=12))
+    harness.add(add_message(2, prompt_of(2, 6), max_tokens=12))
+    for _ in range(3):
+        harness.step()
+    with failing(harness.runner, lambda batch: batch.num_tokens > 20, MemoryError("too big")):
+        harness.add(add_message(3, prompt_of(3, 30), max_tokens=5))
+        harness.add(add_message(4, prompt_of(4, 7), max_tokens=5))
+        harness.run()
+    assert harness.ends == {1: "length", 2: "length", 3: "failed", 4: "length"}
+    assert "out of memory" in harness.messages[3]
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+
+
+def test_other_exceptions_are_the_callers():
+    harness = Harness()
+    harness.add(add_message(1, prompt_of(1, 8), max_tokens=12))
+    with (
+        failing(harness.runner, lambda batch: True, RuntimeError("device lost")),
+        pytest.raises(RuntimeError, match="device lost"),
+    ):
+        harness.step()
+
+
+def test_logprobs_go_to_those_who_asked():
+    harness = Harness()
+    harness.add(add_message(1, prompt_of(1, 8), max_tokens=2))
+    harness.add(add_message(2, prompt_of(2, 8), max_tokens=2, top_logprobs=1))
+    found: dict[int, int] = {1: 0, 2: 0}
+    while harness.engine.has_work:
+        done = harness.engine.step()
+        for event in done.events if done else ():
+            assert all(lp.top_token_ids == [event.token_ids[0]] for lp in event.logprobs)
+            found[event.sequence_id] += len(event.logprobs)
+    assert found == {1: 0, 2: 2}
+
+
+def test_times_are_counted_from_the_arrival():
+    harness = Harness()
+    harness.engine.add(add_message(1, prompt_of(1, 8), max_tokens=2))
+    end = None
+    while end is None:
+        done = harness.engine.step()
+        end = next((e.end for e in done.events if e.end), None) if done else None
+    assert 0 <= end.first_scheduled_s <= end.first_token_s

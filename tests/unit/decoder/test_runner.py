@@ -1,0 +1,289 @@
+"""The runner: a sequence's tokens do not depend on how its work was cut up or who ran beside it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.decoder.engine import step_inputs
+from services.decoder.engine.batch import Batch
+from services.decoder.engine.images import find_segments
+from services.decoder.engine.messages import SamplingParams
+from services.decoder.engine.runner import RunnerOptions, create_runner, resolve_device
+from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.staging import Staging
+from tests.decoder_harness import Harness, write_checkpoint
+
+LEVELS, HIDDEN, NUM_TOKENS = 3, 32, 10
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("runner"))
+
+
+@pytest.fixture(scope="module")
+def harness(directory: Path) -> Harness:
+    return Harness(directory)
+
+
+def start(harness: Harness, kind: int, row: int, sampling: SamplingParams | None = None):
+    """Three kinds of sequence: text, an image with its own positions, two images."""
+    rng = np.random.default_rng(kind)
+    images = {0: [], 1: [(4, 6)], 2: [(2, 9), (15, 4)]}[kind % 3]
+    length = 19 + kind
+    token_ids = rng.integers(0, 90, length).tolist()
+    positions, delta, placed = None, 0, []
+    if images:
+        positions = np.sort(rng.integers(0, length, (3, length))).astype(np.int32)
+        delta = int(positions.max()) + 1 - length
+        for offset, count in images:
+            token_ids[offset : offset + count] = [95] * count
+            embedding = torch.from_numpy(rng.normal(0, 2, (LEVELS, count, HIDDEN))).float()
+            placed.append((offset, embedding))
+    return harness.start(token_ids, row, sampling, positions=positions, delta=delta, images=placed)
+
+
+@pytest.fixture(scope="module")
+def alone(harness: Harness) -> dict[int, list[int]]:
+    """Completions of six sequences, each run by itself, prompts in one chunk."""
+    found = {}
+    for kind in range(6):
+        sequence = start(harness, kind, 0)
+        found[kind] = harness.generate(sequence, NUM_TOKENS)
+        harness.finish(sequence)
+    return found
+
+
+def test_completions_differ(alone: dict[int, list[int]]) -> None:
+    """Otherwise equality below would mean little."""
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
+    assert all(len(set(tokens)) > 3 for tokens in alone.values())
+
+
+def test_images_decide_the_answer(harness: Harness, alone: dict[int, list[int]]) -> None:
+    sequence = start(harness, 1, 0)
+    for offset in sequence.image_offsets.values():
+        harness.arena[offset : offset + 64] = bytes(64)
+    assert harness.generate(sequence, NUM_TOKENS) != alone[1]
+    harness.finish(sequence)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 7, 11, 16])
+def test_chunk_sizes_do_not_matter(harness: Harness, alone, chunk_size: int) -> None:
+    for kind in range(6):
+        sequence = start(harness, kind, 3)
+        assert harness.generate(sequence, NUM_TOKENS, chunk_size) == alone[kind]
+        harness.finish(sequence)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_interleaving_gives_the_same_tokens(
+    harness: Harness, alone: dict[int, list[int]], seed: int
+) -> None:
+    """Mixed batches, any chunk sizes, preemptions, and up to two steps in flight."""
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(8)
+    running = {kind: start(harness, kind, int(rows[kind])) for kind in range(6)}
+    flying: list[tuple] = []
+    while running or flying:
+        if flying and (not running or len(flying) == 2 or rng.random() < 0.5):
+            pending, chunks = flying.pop(0)
+            harness.take(pending, chunks)
+            for sequence in (chunk.sequence for chunk in chunks):
+                if sequence.num_in_flight:
+                    continue
+                if sequence.num_generated == NUM_TOKENS:
+                    kind = sequence.num_prompt_tokens - 19
+                    assert sequence.token_ids[sequence.num_prompt_tokens :] == alone[kind]
+                    harness.finish(running.pop(kind))
+                elif rng.random() < 0.1:
+                    harness.restart(sequence, sequence.row)
+        ready = [s for s in running.values() if s.num_generated < NUM_TOKENS]
+        chosen = [s for s in ready if rng.random() < 0.6]
+        if chosen:
+            chunks = [harness.chunk(s, int(rng.integers(1, 13))) for s in chosen]
+            pending = harness.launch(*chunks)
+            flying.append((pending, harness._order))
+
+
+def test_two_steps_in_flight_on_reused_rows(harness: Harness, alone) -> None:
+    """A row is given to another sequence while its former owner's step is in flight."""
+    first, second = start(harness, 0, 2), None
+    harness.step(harness.chunk(first))
+    chunk = harness.chunk(first)
+    flying = harness.launch(chunk)
+    second = start(harness, 1, 2)
+    prefill = harness.chunk(second)
+    next_flying = harness.launch(prefill)
+    harness.take(flying, [chunk])
+    assert first.token_ids[first.num_prompt_tokens :] == alone[0][:2]
+    harness.take(next_flying, [prefill])
+    harness.finish(first)
+    assert harness.generate(second, NUM_TOKENS) == alone[1]
+    harness.finish(second)
+
+
+SAMPLED = (
+    SamplingParams(temperature=1.2, seed=3),
+    SamplingParams(temperature=1.0, top_k=5, top_p=0.9, seed=2**63),
+    SamplingParams(temperature=0.9, top_p=0.8, seed=5, repetition_penalty=1.2),
+    SamplingParams(frequency_penalty=0.7, presence_penalty=0.2),
+    SamplingParams(temperature=1.5, min_p=0.05, seed=8, logit_bias={3: 2.0}, top_logprobs=2),
+    SamplingParams(min_tokens=4, stop_token_ids=(5, 6)),
+)
+
+
+def test_sampled_sequences_are_the_same_alone_together_and_preempted(harness: Harness) -> None:
+    expected = []
+    for kind, params in enumerate(SAMPLED):
+        sequence = start(harness, kind, 1, params)
+        expected.append(harness.generate(sequence, NUM_TOKENS))
+        harness.finish(sequence)
+    together = [start(harness, kind, kind, params) for kind, params in enumerate(SAMPLED)]
+    for n in range(NUM_TOKENS):
+        harness.step(*[harness.chunk(sequence) for sequence in together])
+        if n == 4:
+            for sequence in together[::2]:
+                harness.restart(sequence, sequence.row)
+    for sequence, tokens in zip(together, expected, strict=True):
+        assert sequence.token_ids[sequence.num_prompt_tokens :] == tokens
+        harness.finish(sequence)
+
+
+def test_logprobs_are_under_the_index_of_their_token(harness: Harness) -> None:
+    params = [None, SamplingParams(top_logprobs=3), None, SamplingParams(top_logprobs=0)]
+    sequences = [start(harness, kind, kind, one) for kind, one in enumerate(params)]
+    output = harness.step(*[harness.chunk(sequence) for sequence in sequences]).result()
+    assert sorted(output.logprobs) == [1, 3]
+    assert output.logprobs[1].top_token_ids[0] == output.token_ids[1]
+    assert output.logprobs[1].logprob == pytest.approx(output.logprobs[1].top_logprobs[0])
+    assert len(output.logprobs[1].top_token_ids) == 3 and not output.logprobs[3].top_token_ids
+    for sequence in sequences:
+        harness.finish(sequence)
+
+
+def test_a_step_without_samples_gives_nothing(harness: Harness) -> None:
+    sequence = start(harness, 0, 0)
+    output = harness.step(harness.chunk(sequence, 5)).result()
+    assert list(output.token_ids) == [] and output.logprobs == {}
+    harness.finish(sequence)
+
+
+def test_a_sequence_that_is_not_finite_fails_alone(harness: Harness, alone) -> None:
+    broken, sound = start(harness, 1, 0), start(harness, 2, 1)
+    offset = next(iter(broken.image_offsets.values()))
+    harness.arena[offset : offset + 4] = np.float32(np.nan).tobytes()
+    output = harness.step(harness.chunk(broken), harness.chunk(sound)).result()
+    assert list(output.token_ids) == [-1, alone[2][0]]
+    broken.token_ids[-1] = 0
+    # It may be in the next step already, fed from the device.
+    again = harness.step(harness.chunk(broken), harness.chunk(sound)).result()
+    assert list(again.token_ids) == [-1, alone[2][1]]
+    harness.finish(broken)
+    harness.finish(sound)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs(directory: Path, dtype: str) -> None:
+    harness = Harness(directory, dtype=dtype)
+    assert harness.runner.info.dtype == dtype
+    assert len(harness.generate(start_text(harness), 5)) == 5
+
+
+def start_text(harness: Harness) -> Sequence:
+    return harness.start(list(range(10)))
+
+
+def test_tied_checkpoints_run(tmp_path: Path) -> None:
+    harness = Harness(write_checkpoint(tmp_path, tied=True))
+    assert len(harness.generate(start_text(harness), 5)) == 5
+
+
+def test_dummy_weights_need_no_tensors(directory: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_text((directory / name).read_text())
+    first = Harness(tmp_path, load_format="dummy", seed=1)
+    second = Harness(tmp_path, load_format="dummy", seed=1)
+    assert first.generate(start_text(first), 5) == second.generate(start_text(second), 5)
+
+
+def test_info_says_what_is_served(harness: Harness) -> None:
+    info = harness.runner.info
+    assert (info.levels, info.hidden, info.vocab_size, info.block_size) == (3, 32, 100, 4)
+    assert info.max_model_len == 2048 and info.num_blocks * 4 >= 2048
+
+
+def test_the_models_length_bounds_max_model_len(directory: Path) -> None:
+    options = RunnerOptions(model_directory=directory, device="cpu", max_model_len=4097)
+    with pytest.raises(ValueError, match="limit of 4096"):
+        create_runner(options)
+
+
+def test_the_pool_bounds_max_model_len(directory: Path) -> None:
+    harness = Harness(directory, max_model_len=None, kv_cache_bytes=1 << 20)
+    info = harness.runner.info
+    assert info.max_model_len == info.num_blocks * 4 < 4096
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("dtype", "int8"), ("load_format", "gguf"), ("attention_backend", "x"), ("device", "tpu")],
+)
+def test_an_unknown_option_is_refused(directory: Path, option: str, value: str) -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        Harness(directory, **{option: value})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_absent_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="sees no such GPU"):
+        resolve_device("cuda:0")
+
+
+def test_image_segments_are_cut_by_chunks(harness: Harness) -> None:
+    sequence = start(harness, 2, 0)
+    first, second = sequence.images
+    chunk = harness.chunk(sequence, 8)
+    (part,) = find_segments(chunk, first_row=5)
+    assert (part.row, part.num_rows, part.first_token, part.num_tokens) == (7, 6, 0, 9)
+    chunk = harness.chunk(sequence, 9)
+    left, right = find_segments(chunk, first_row=0)
+    assert (left.row, left.num_rows, left.first_token) == (0, 3, 6)
+    assert (right.row, right.num_rows, right.first_token) == (15 - 8, 2, 0)
+    assert left.arena_offset == sequence.image_offsets[first.key]
+    assert right.arena_offset == sequence.image_offsets[second.key]
+    harness.finish(sequence)
+
+
+def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None:
+    """A padded step's arrays lie where any step of that bucket has them; its padding is scratch."""
+    runner = harness.runner
+    sequences = [start_text(harness)]
+    harness.step(harness.chunk(sequences[0]))
+    chunk = harness.chunk(sequences[0])
+    step = step_inputs.build(Batch([chunk], 1), runner._table, 4)
+    padded = step_inputs.pad(step, 4, runner._scratch_row)
+    full = step_inputs.HostStep.scratch([1] * 4, runner._scratch_row)
+    first, second = runner._stage(padded), runner._stage(full)
+    for name in ("input_ids", "input_rows", "positions", "slot_mapping", "seq_lens", "output_rows"):
+        assert getattr(first, name) == getattr(second, name)
+    assert padded.slot_mapping.tolist()[1:] == [-1] * 3
+    assert padded.table_rows.tolist()[1:] == [runner._scratch_row] * 3
+    assert runner._table.blocks[runner._scratch_row, 0] == runner.info.num_blocks
+    sequences[0].num_in_flight = 0
+    harness.finish(sequences[0])
+
+
+def test_staging_packs_apart_and_refuses_too_much() -> None:
+    staging = Staging(256, torch.device("cpu"))
+    arrays = [np.arange(3, dtype=np.int32), np.ones((2, 2)), np.empty(0, np.int64)]
+    for _ in range(5):
+        staging.begin()
+        places = [staging.add(array) for array in arrays]
+        staging.upload()
+        for place, array in zip(places, arrays, strict=True):
+            assert np.array_equal(staging.device(place).numpy(), array)
+    with pytest.raises(RuntimeError, match="staging"):
+        staging.add(np.zeros(100))

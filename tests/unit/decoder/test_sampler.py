@@ -1,0 +1,251 @@
+"""The sampler against distributions written out one row at a time in numpy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.decoder.engine.messages import SamplingParams
+from services.decoder.engine.sampler import Sampled, Sampler, by_rank, greedy
+from services.decoder.engine.sampling import SamplingTable, uniforms
+from services.decoder.engine.staging import Staging
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 50
+
+
+class Bench:
+    """Table, sampler and staging for rows 0 .. len(params) - 1."""
+
+    def __init__(self, params: list[SamplingParams], vocab_size: int = VOCAB_SIZE) -> None:
+        self.table = SamplingTable(len(params), vocab_size)
+        self.sampler = Sampler(len(params), vocab_size, CPU)
+        self.staging = Staging(1 << 22, CPU)
+        for row, one in enumerate(params):
+            self.table.set(row, one)
+
+    def draw(self, logits: torch.Tensor, rows: list[int], generated: list[int]) -> Sampled:
+        self.staging.begin()
+        plan = self.table.plan(np.array(rows), np.array(generated), self.staging)
+        self.staging.upload()
+        if plan is None:
+            return Sampled(greedy(logits), None)
+        return self.sampler.sample(logits, plan, self.staging)
+
+
+def draw(params: list[SamplingParams], logits: torch.Tensor, generated: int = 0) -> list[int]:
+    bench = Bench(params, logits.shape[-1])
+    rows = list(range(len(params)))
+    return bench.draw(logits, rows, [generated] * len(rows)).token_ids.tolist()
+
+
+def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Probability of each token: temperature, min_p, top_k, top_p, written out."""
+    scaled = logits.astype(np.float64) / params.temperature
+    weights = np.exp(scaled - scaled.max())
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    kept = [i for i in order if weights[i] >= params.min_p * (1 - 1e-12)]
+    if params.top_k:
+        kept = kept[: params.top_k]
+    total = sum(weights[i] for i in kept)
+    chosen, mass = [], 0.0
+    for i in kept:
+        if mass < params.top_p:
+            chosen.append(i)
+        mass += weights[i] / total
+    out = np.zeros(len(logits))
+    out[chosen] = weights[chosen] / weights[chosen].sum()
+    return out
+
+
+def logits_for(num_rows: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+TRUNCATIONS = {
+    "none": SamplingParams(temperature=1.0),
+    "cold": SamplingParams(temperature=0.5),
+    "hot": SamplingParams(temperature=1.7),
+    "top_k": SamplingParams(temperature=1.0, top_k=4),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.7),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.2),
+    "all": SamplingParams(temperature=1.3, top_k=9, top_p=0.9, min_p=0.05),
+    "one": SamplingParams(temperature=1.0, top_k=1),
+}
+
+
+def seeded(params: SamplingParams, seed: int) -> SamplingParams:
+    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    return SamplingParams(**fields | {"seed": seed})
+
+
+@pytest.mark.parametrize("params", TRUNCATIONS.values(), ids=TRUNCATIONS)
+def test_frequencies_are_the_distribution(params: SamplingParams) -> None:
+    num = 8000
+    one = logits_for(1)
+    tokens = draw([seeded(params, seed) for seed in range(num)], one.expand(num, -1))
+    counts = np.bincount(tokens, minlength=VOCAB_SIZE)
+    probabilities = distribution(one[0].numpy(), params)
+    assert not counts[probabilities == 0].any()
+    spread = np.sqrt(num * probabilities * (1 - probabilities))
+    assert (np.abs(counts - num * probabilities) <= 5 * spread + 1e-9).all()
+
+
+def test_temperature_zero_and_almost_zero_are_greedy() -> None:
+    logits = logits_for(2)
+    for temperature in (0.0, 1e-6):
+        params = [SamplingParams(temperature=temperature, seed=n) for n in range(2)]
+        assert draw(params, logits) == logits.argmax(-1).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_row_does_not_depend_on_its_batch(data: st.DataObject) -> None:
+    num = data.draw(st.integers(2, 9))
+    params = [
+        SamplingParams(
+            temperature=data.draw(st.sampled_from([0.0, 0.7, 1.0])),
+            top_k=data.draw(st.sampled_from([0, 1, 7, 40, 49, 200])),
+            top_p=data.draw(st.sampled_from([1.0, 0.8, 0.3])),
+            min_p=data.draw(st.sampled_from([0.0, 0.1])),
+            repetition_penalty=data.draw(st.sampled_from([1.0, 1.3])),
+            logit_bias=data.draw(st.sampled_from([{}, {3: 4.0}])),
+            seed=data.draw(st.integers(0, 2**64 - 1)),
+        )
+        for _ in range(num)
+    ]
+    # Rounded, so that equal logits are common and their order is put to the test.
+    logits = logits_for(num, data.draw(st.integers(0, 1000))).round()
+    together = draw(params, logits, generated=5)
+    alone = [draw([one], logits[i : i + 1], 5)[0] for i, one in enumerate(params)]
+    assert together == alone
+
+
+def test_top_k_steps_agree_on_equal_logits() -> None:
+    """More candidates than needed change nothing, even where all logits are equal."""
+    logits = torch.zeros(1, 3000)
+    few = SamplingParams(temperature=1.0, top_k=20, seed=5)
+    for mate in (2, 100, 900, 2000):
+        other = SamplingParams(temperature=1.0, top_k=mate, seed=1)
+        assert draw([few, other], logits.expand(2, -1))[0] == draw([few], logits)[0] < 20
+
+
+def test_seeds_and_counters_decide_alone() -> None:
+    logits = torch.zeros(1, 3000)
+    params = SamplingParams(temperature=1.0, seed=7)
+    tokens = [draw([params], logits, generated)[0] for generated in range(50)]
+    assert tokens == [draw([params], logits, generated)[0] for generated in range(50)]
+    assert len(set(tokens)) > 40
+    other = [draw([seeded(params, 8)], logits, generated)[0] for generated in range(50)]
+    assert tokens != other
+
+
+def test_uniforms_are_uniform_and_apart() -> None:
+    seeds = np.repeat(np.arange(64, dtype=np.uint64), 512)
+    counters = np.tile(np.arange(512), 64)
+    drawn = uniforms(seeds, counters)
+    assert drawn.min() > 0 and drawn.max() < 1 and len(np.unique(drawn)) == len(drawn)
+    counts = np.histogram(drawn, bins=32, range=(0, 1))[0]
+    assert np.abs(counts - 1024).max() < 5 * math.sqrt(1024)
+    grid = drawn.reshape(64, 512)
+    assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.03
+
+
+def test_ranks_are_by_logit_then_id() -> None:
+    logits = torch.tensor([[1.0, 3.0, -2.0, 3.0, 0.0, -torch.inf, 1.0, -2.0]])
+    for count in (3, 8):
+        values, ids = by_rank(logits, count)
+        assert ids[0].tolist() == [1, 3, 0, 6, 4, 2, 7, 5][:count]
+        assert torch.equal(values[0], logits[0, ids[0]])
+
+
+def test_penalties_follow_vllm() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3, top_logprobs=0
+    )
+    bench = Bench([params])
+    prompt, completion = [1, 2, 2], [2, 3, 3]
+    bench.sampler.start_row(0, prompt, completion)
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 1:5] = torch.tensor([3.0, -1.0, 4.0, 2.2])
+    # 1: 3 / 1.5 = 2. 2: -1 * 1.5 - 0.3 - 0.4. 3: 4 / 1.5 - 0.6 - 0.4 = 1.67. 4: untouched.
+    assert bench.draw(logits, [0], [3]).token_ids.tolist() == [4]
+    # Now 4 has been seen once: 2.2 / 1.5 - 0.7 = 0.77, and 1 is the best at 2.
+    assert bench.draw(logits, [0], [4]).token_ids.tolist() == [1]
+    # Then 1: 2 - 0.7 = 1.3, less than 3 at 1.67.
+    assert bench.draw(logits, [0], [5]).token_ids.tolist() == [3]
+
+
+def test_counts_of_a_row_start_anew() -> None:
+    params = SamplingParams(frequency_penalty=1.0)
+    bench = Bench([params])
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 7] = 0.5
+    for _ in range(2):
+        bench.sampler.start_row(0, [7], [])
+        assert bench.draw(logits, [0], [0]).token_ids.tolist() == [7]
+        assert bench.draw(logits, [0], [1]).token_ids.tolist() != [7]
+
+
+def test_logit_bias_and_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 4] = 5.0
+    assert draw([SamplingParams(logit_bias={9: 6.0})], logits) == [9]
+    assert draw([SamplingParams(logit_bias={4: -100.0, 8: 0.1})], logits) == [8]
+    assert draw([SamplingParams(logit_bias={VOCAB_SIZE + 5: 100.0})], logits) == [4]
+    waiting = SamplingParams(min_tokens=2, stop_token_ids=(4, 4000))
+    bench = Bench([waiting])
+    tokens = [bench.draw(logits, [0], [n]).token_ids.item() for n in range(3)]
+    assert tokens[0] != 4 and tokens[1] != 4 and tokens[2] == 4
+    sampled = [
+        draw([SamplingParams(temperature=1.0, min_tokens=1, stop_token_ids=(4,), seed=n)], logits)
+        for n in range(40)
+    ]
+    assert [4] not in sampled
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits = logits_for(3)
+    params = [
+        SamplingParams(temperature=1.0, top_k=3, logit_bias={2: 50.0}, top_logprobs=4),
+        SamplingParams(),
+        SamplingParams(top_logprobs=0),
+    ]
+    bench = Bench(params)
+    sampled = bench.draw(logits, [0, 1, 2], [0, 0, 0])
+    raw = logits.log_softmax(-1)
+    assert sampled.logprobs is not None and sampled.token_ids[0] == 2
+    chosen = raw[[0, 2], sampled.token_ids[[0, 2]].long()]
+    assert torch.allclose(sampled.logprobs.chosen, chosen, atol=1e-6)
+    best = raw[0].topk(4)
+    assert sampled.logprobs.top_ids[0].tolist() == best.indices.tolist()
+    assert torch.allclose(sampled.logprobs.top[0], best.values, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_row_that_is_not_finite_fails_alone(value: float, plain: bool) -> None:
+    logits = logits_for(3)
+    expected = logits.argmax(-1).tolist()
+    logits[1, 11] = value
+    params = [SamplingParams(top_logprobs=None if plain else 1)] * 3
+    bench = Bench(params)
+    tokens = bench.draw(logits, [0, 1, 2], [0, 0, 0]).token_ids.tolist()
+    assert tokens == [expected[0], -1, expected[2]]
+
+
+def test_many_rows_are_drawn_in_parts() -> None:
+    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=n) for n in range(150)]
+    logits = logits_for(150)
+    together = draw(params, logits)
+    assert together == [draw([params[n]], logits[n : n + 1])[0] for n in range(150)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits(dtype: torch.dtype) -> None:
+    logits = logits_for(4).to(dtype)
+    params = [*list(TRUNCATIONS.values())[:3], SamplingParams()]
+    assert draw(params, logits) == draw(params, logits.float())

@@ -1,0 +1,98 @@
+import numpy as np
+
+from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.prefix_hash import extend_hashes
+from services.decoder.engine.sequence import Sequence, SequenceState
+from tests.fake_runner import add_message
+
+KEY, OTHER = b"a" * 32, b"b" * 32
+
+
+def sequence_of(length: int = 12, **fields: object) -> Sequence:
+    return Sequence.from_message(add_message(1, list(range(length)), **fields))
+
+
+def hashes_of(sequence: Sequence, num_blocks: int = 3) -> list[bytes]:
+    extend_hashes(sequence, 4, num_blocks)
+    return sequence.block_hashes
+
+
+def test_a_message_becomes_a_waiting_sequence():
+    positions = np.arange(36).reshape(3, 12)
+    sequence = sequence_of(positions=positions, delta=-2, stop_token_ids=(7, 9), salt=b"s")
+    assert sequence.state is SequenceState.WAITING
+    assert sequence.token_ids == list(range(12))
+    assert sequence.positions is not None and (sequence.positions == positions).all()
+    assert sequence.stop_ids == {7, 9}
+    assert (sequence.num_tokens, sequence.num_generated, sequence.row) == (12, 0, -1)
+
+
+def test_tokens_in_flight_count():
+    sequence = sequence_of()
+    sequence.num_in_flight = 2
+    assert (sequence.num_tokens, sequence.num_generated) == (14, 2)
+
+
+def test_computable_until_the_first_image_that_is_missing():
+    spans = (ImageSpan(OTHER, 8, 2), ImageSpan(KEY, 3, 4))
+    sequence = sequence_of(images=spans)
+    assert [s.offset for s in sequence.images] == [3, 8]
+    assert sequence.computable_until(0) == 3
+    assert sequence.computable_until(5) == 5  # in the middle of an image that is not there
+    assert sequence.computable_until(7) == 8  # what is behind is not needed any more
+    sequence.image_offsets[KEY] = 0
+    assert sequence.computable_until(0) == 8
+    sequence.image_offsets[OTHER] = 0
+    assert sequence.computable_until(0) == 12
+
+
+def test_hashes_do_not_depend_on_how_many_are_asked_for_at_once():
+    positions = np.arange(12) - np.array([[0], [3], [1]])
+    fields = {"images": (ImageSpan(KEY, 2, 5),), "positions": positions, "delta": -3}
+    whole = sequence_of(**fields)
+    slowly = sequence_of(**fields)
+    for sequence in (whole, slowly):
+        sequence.token_ids += [5, 6, 7, 8]
+    for count in (1, 1, 2, 4):
+        extend_hashes(slowly, 4, count)
+    assert hashes_of(whole, 4) == slowly.block_hashes
+    assert len(set(whole.block_hashes)) == 4
+
+
+def test_completion_and_prompt_hash_alike():
+    positions = np.arange(12) - 3 * (np.arange(12) >= 6)
+    first = sequence_of(8, positions=np.tile(positions[:8], (3, 1)), delta=-3)
+    first.token_ids += [8, 9, 10, 11]
+    second = sequence_of(12, positions=np.tile(positions, (3, 1)), delta=-3)
+    assert hashes_of(first) == hashes_of(second)
+
+
+def test_positions_that_are_the_index_need_not_be_given():
+    assert hashes_of(sequence_of()) == hashes_of(
+        sequence_of(positions=np.tile(np.arange(12), (3, 1)))
+    )
+
+
+def test_everything_that_decides_contents_decides_the_hash():
+    variants = [
+        sequence_of(),
+        sequence_of(salt=b"x"),
+        sequence_of(images=(ImageSpan(KEY, 1, 2),)),
+        sequence_of(images=(ImageSpan(KEY, 1, 3),)),
+        sequence_of(images=(ImageSpan(KEY, 0, 3),)),
+        sequence_of(images=(ImageSpan(OTHER, 1, 2),)),
+        sequence_of(images=(ImageSpan(KEY, 1, 1), ImageSpan(KEY, 2, 1))),
+        sequence_of(positions=np.tile(np.arange(12) + 1, (3, 1))),
+        sequence_of(positions=np.stack([np.arange(12), np.arange(12), np.zeros(12)])),
+    ]
+    assert len({hashes_of(v)[0] for v in variants}) == len(variants)
+    # A difference stays in all that follows.
+    assert len({hashes_of(v)[2] for v in variants}) == len(variants)
+
+
+def test_an_image_across_a_block_edge_is_in_both_blocks():
+    base = sequence_of(images=(ImageSpan(KEY, 2, 4),))
+    other = sequence_of(images=(ImageSpan(KEY, 3, 4),))
+    same_tail = sequence_of(images=(ImageSpan(KEY, 4, 2),))
+    assert hashes_of(base)[0] != hashes_of(other)[0]
+    assert hashes_of(base)[1] != hashes_of(same_tail)[1]

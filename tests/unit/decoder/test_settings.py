@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+
+from services.common.settings import SettingsError
+from services.decoder.settings import DecoderSettings
+
+
+def read(**variables: str) -> DecoderSettings:
+    return DecoderSettings.from_environment(
+        {"DECODER_MODEL": "/model", **{f"DECODER_{k}": v for k, v in variables.items()}}
+    )
+
+
+def test_only_the_model_has_no_default():
+    settings = read()
+    assert settings.model == Path("/model")
+    assert (settings.host, settings.device, settings.kv_cache_bytes) == ("127.0.0.1", "auto", None)
+    with pytest.raises(SettingsError, match="DECODER_MODEL"):
+        DecoderSettings.from_environment({})
+
+
+def test_an_unknown_variable_is_named():
+    with pytest.raises(SettingsError, match="DECODER_PROT"):
+        read(PROT="1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PORT", "70000"),
+        ("DEVICE", "gpu"),
+        ("DTYPE", "int8"),
+        ("LOAD_FORMAT", "gguf"),
+        ("MEMORY_FRACTION", "1.5"),
+        ("MAX_NUM_SEQUENCES", "0"),
+        ("EMBEDDING_CACHE_BYTES", "1000"),
+        ("SHUTDOWN_GRACE_S", "-1"),
+        ("LOG_LEVEL", "LOUD"),
+    ],
+)
+def test_a_bad_value_is_named(name, value):
+    with pytest.raises(SettingsError, match=f"DECODER_{name}"):
+        read(**{name: value})
+
+
+def test_a_step_must_be_able_to_advance_each_sequence():
+    with pytest.raises(SettingsError, match="max_batched_tokens"):
+        read(MAX_NUM_SEQUENCES="64", MAX_BATCHED_TOKENS="32")
+
+
+def test_settings_cross_to_the_engine_process_unchanged():
+    settings = read(MAX_MODEL_LEN="4096", KV_CACHE_BYTES="1000000", DEVICE="cuda:1")
+    assert DecoderSettings.model_validate_json(settings.model_dump_json()) == settings

@@ -1,0 +1,231 @@
+"""Loading: right values, errors that name tensors, bounded memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear, MergedLinear
+from services.common.nn.weights import WeightMap, load_dummy, load_weights
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(8, 1e-6)
+        self.qkv = MergedLinear(8, {"q": 6, "k": 2, "v": 2}, bias=True)
+        self.out = Linear(6, 8)
+        self.register_buffer("table", None, persistent=False)
+
+    def reset_buffers(self, device: torch.device) -> None:
+        self.table = torch.arange(3, dtype=torch.float32, device=device) / 3
+
+
+class Model(nn.Module):
+    weight_map = WeightMap(
+        prefixes={"": "model.", "head.": "head."},
+        shapes={"patch.weight": (4, 2, 3)},
+        ignored=frozenset({"model.unused"}),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.patch = Linear(6, 4)
+        self.head = Linear(8, 5)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    made = {"model.patch.weight": torch.randn(4, 2, 3), "head.weight": torch.randn(5, 8)}
+    for n in range(2):
+        head = f"model.layers.{n}."
+        made[head + "norm.weight"] = torch.randn(8)
+        made[head + "out.weight"] = torch.randn(8, 6)
+        for part, rows in {"q": 6, "k": 2, "v": 2}.items():
+            made[f"{head}{part}.weight"] = torch.randn(rows, 8)
+            made[f"{head}{part}.bias"] = torch.randn(rows)
+    return made | {"model.unused": torch.zeros(1), "other.weight": torch.zeros(1)}
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
+    with torch.device("meta"):
+        model = Model()
+    load_weights(model, Checkpoint.open(directory), model.weight_map, device="cpu", dtype=dtype)
+    return model
+
+
+def save(directory: Path, made: dict[str, torch.Tensor]) -> None:
+    save_file(made, directory / "model.safetensors")
+
+
+def check(model: Model, made: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    for n, layer in enumerate(model.layers):
+        head = f"model.layers.{n}."
+        for kind in ("weight", "bias"):
+            fused = torch.cat([made[f"{head}{part}.{kind}"] for part in "qkv"]).to(dtype)
+            assert torch.equal(getattr(layer.qkv, kind), fused)
+        assert torch.equal(layer.out.weight, made[head + "out.weight"].to(dtype))
+    assert torch.equal(model.patch.weight, made["model.patch.weight"].reshape(4, 6).to(dtype))
+    assert torch.equal(model.head.weight, made["head.weight"].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_and_reshaped_tensors_have_their_values(tmp_path: Path, dtype: torch.dtype) -> None:
+    made = tensors()
+    save(tmp_path, made)
+    check(load(tmp_path, dtype), made, dtype)
+
+
+def test_each_tensor_is_cast_from_its_own_dtype(tmp_path: Path) -> None:
+    made = tensors()
+    made["model.layers.0.k.weight"] = made["model.layers.0.k.weight"].bfloat16()
+    made["head.weight"] = made["head.weight"].half()
+    save(tmp_path, made)
+    check(load(tmp_path), made, torch.float32)
+
+
+def test_buffers_stay_float32(tmp_path: Path) -> None:
+    save(tmp_path, tensors())
+    layer = load(tmp_path, torch.bfloat16).layers[0]
+    assert layer.table.dtype == torch.float32 and layer.table[1] == torch.tensor(1 / 3)
+
+
+def test_sharded_checkpoints_load(tmp_path: Path) -> None:
+    made, index = tensors(), {}
+    names = sorted(made)
+    for n, part in enumerate((names[::2], names[1::2])):
+        save_file({name: made[name] for name in part}, tmp_path / f"m-{n}.safetensors")
+        index |= dict.fromkeys(part, f"m-{n}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    check(load(tmp_path), made, torch.float32)
+
+
+def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
+    made = tensors()
+    del made["model.layers.1.v.bias"], made["head.weight"]
+    made["model.layers.0.surplus"] = torch.zeros(1)
+    made["model.layers.0.out.weight"] = torch.zeros(6, 8)
+    save(tmp_path, made)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    assert "missing tensors: head.weight, model.layers.1.v.bias" in message
+    assert "unexpected tensors: model.layers.0.surplus" in message
+    assert "model.layers.0.out.weight is [6, 8], the model wants [8, 6]" in message
+    assert "other.weight" not in message and "unused" not in message
+
+
+def test_long_lists_of_names_are_capped(tmp_path: Path) -> None:
+    save(tmp_path, tensors() | {f"model.x{n:03}": torch.zeros(1) for n in range(100)})
+    with pytest.raises(CheckpointError, match=r"model\.x019 and 80 more"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b"short"),
+        lambda path: path.write_bytes(b"\xff" * 64),
+        lambda path: path.write_bytes(path.read_bytes()[:-8]),
+    ],
+    ids=["missing", "short", "garbage", "truncated"],
+)
+def test_a_spoilt_file_is_an_error_that_names_it(tmp_path: Path, spoil) -> None:
+    save(tmp_path, tensors())
+    spoil(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "../../etc/passwd"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="not a file name"):
+        Checkpoint.open(tmp_path)
+
+
+def test_fingerprint_depends_on_every_byte_and_name_under_the_prefix(tmp_path: Path) -> None:
+    made = tensors()
+
+    def of(changed: dict[str, torch.Tensor]) -> str:
+        save(tmp_path, changed)
+        return fingerprint(Checkpoint.open(tmp_path), "model.")
+
+    base = of(made)
+    assert of(dict(reversed(made.items()))) == base
+    assert of(made | {"other.weight": torch.ones(1)}) == base
+    value = made["model.layers.0.q.weight"].clone()
+    value.view(torch.int32)[3, 3] ^= 1
+    assert of(made | {"model.layers.0.q.weight": value}) != base
+    assert of(made | {"model.patch.weight": made["model.patch.weight"].view(4, 3, 2)}) != base
+    renamed = made | {"model.z": made["model.layers.0.q.bias"]}
+    del renamed["model.layers.0.q.bias"]
+    assert of(renamed) != base
+
+
+def test_dummy_weights_are_reproducible() -> None:
+    models = []
+    for seed in (3, 3, 4):
+        with torch.device("meta"):
+            model = Model()
+        load_dummy(model, seed, device="cpu", dtype=torch.bfloat16)
+        models.append(model)
+    first, same, other = (model.layers[0].qkv.weight for model in models)
+    assert torch.equal(first, same) and not torch.equal(first, other)
+    assert torch.equal(models[0].layers[0].norm.weight, torch.ones(8, dtype=torch.bfloat16))
+    assert models[0].layers[0].table.dtype == torch.float32
+
+
+_MEMORY_PROBE = """
+import sys, torch
+from torch import nn
+from services.common.nn.linear import MergedLinear
+from services.common.nn.weights import Checkpoint, WeightMap, load_weights
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both = MergedLinear(1024, {"a": 4096, "b": 4096})
+
+def memory(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
+
+torch.set_num_threads(1)
+dtype = getattr(torch, sys.argv[2])
+with torch.device("meta"):
+    model = nn.ModuleList([Block() for _ in range(6)])
+torch.ones(1 << 20).to(dtype)  # what the first cast costs is not the loader's
+before = memory("VmRSS")
+load_weights(model, Checkpoint.open(sys.argv[1]), WeightMap({"": ""}), device="cpu", dtype=dtype)
+peak = memory("VmHWM") - before
+assert all(float(p.data[0, 0]) == 1.0 and float(p.data[-1, -1]) == 1.0 for p in model.parameters())
+print(peak, sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory_is_the_model_and_at_most_two_tensors(tmp_path: Path, dtype: str) -> None:
+    largest = torch.ones(4096, 1024)  # 16 MiB, of 192
+    save(tmp_path, {f"{n}.{part}.weight": largest.clone() for n in range(6) for part in "ab"})
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY_PROBE, str(tmp_path), dtype],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    peak, size = map(int, done.stdout.split())
+    assert size * 0.9 < peak <= size + 2 * largest.nbytes
+
+
+def test_loaded_bytes_are_the_files(tmp_path: Path) -> None:
+    save(tmp_path, tensors())
+    read = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(load(tmp_path).head.weight, read["head.weight"])

@@ -1,0 +1,348 @@
+"""The manifests are valid, agree with each other, and agree with the code."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate.utils as kubernetes_validate
+import pytest
+import yaml
+
+from services.common.settings import ServiceSettings
+from services.decoder.settings import DecoderSettings
+from services.encoder.settings import EncoderSettings
+from services.gateway.settings import GatewaySettings
+from tests.unit.deploy.kustomize import Resource, render
+from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
+
+ROOT = Path(__file__).resolve().parents[3]
+K8S = ROOT / "deploy" / "k8s"
+VARIANTS = ("base", "overlays/local", "overlays/gpu")
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "gateway": GatewaySettings,
+    "encoder": EncoderSettings,
+    "decoder": DecoderSettings,
+}
+GRPC_SERVICES = {"encoder": ENCODER_SERVICE, "decoder": DECODER_SERVICE}
+# Who calls whom, and on which port.
+CALLS = {
+    ("gateway", "encoder", 50051),
+    ("gateway", "decoder", 50052),
+    ("decoder", "encoder", 50051),
+    ("encoder", "redis", 6379),
+    ("decoder", "redis", 6379),
+}
+KUBERNETES_VERSION = "1.34"
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def resources(request: pytest.FixtureRequest) -> list[Resource]:
+    return render(K8S / request.param)
+
+
+def of_kind(resources: list[Resource], kind: str) -> dict[str, Resource]:
+    return {r["metadata"]["name"]: r for r in resources if r["kind"] == kind}
+
+
+def pods(resources: list[Resource]) -> dict[str, dict[str, Any]]:
+    return {
+        name: deployment["spec"]["template"]
+        for name, deployment in of_kind(resources, "Deployment").items()
+    }
+
+
+def container_of(pod: dict[str, Any]) -> dict[str, Any]:
+    (container,) = pod["spec"]["containers"]
+    return container
+
+
+def container_ports(pod: dict[str, Any]) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container_of(pod)["ports"]}
+
+
+def environment(resources: list[Resource], pod: dict[str, Any]) -> dict[str, str]:
+    """What the container will see; a secret's value stands as its reference."""
+    container = container_of(pod)
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        found |= of_kind(resources, "ConfigMap")[source["configMapRef"]["name"]]["data"]
+    for variable in container.get("env", ()):
+        found[variable["name"]] = variable.get("value", json.dumps(variable.get("valueFrom")))
+    return found
+
+
+def own_settings(name: str, variables: dict[str, str]) -> dict[str, str]:
+    return {k: v for k, v in variables.items() if k.startswith(name.upper() + "_")}
+
+
+def test_every_resource_is_valid(resources: list[Resource]) -> None:
+    for resource in resources:
+        kubernetes_validate.validate(resource, KUBERNETES_VERSION, strict=True)
+
+
+def test_names_are_unique(resources: list[Resource]) -> None:
+    names = [(r["kind"], r["metadata"]["name"]) for r in resources]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl where there is")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_our_rendering_is_that_of_kubectl(variant: str) -> None:
+    command = ["kubectl", "kustomize", str(K8S / variant)]
+    theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def by_name(documents: Any) -> dict[tuple[str, str], Resource]:
+        return {(d["kind"], d["metadata"]["name"]): d for d in documents}
+
+    assert by_name(render(K8S / variant)) == by_name(yaml.safe_load_all(theirs))
+
+
+def test_everything_lives_in_one_namespace_under_the_strictest_policy(
+    resources: list[Resource],
+) -> None:
+    (namespace,) = of_kind(resources, "Namespace").values()
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    others = [r["metadata"]["namespace"] for r in resources if r["kind"] != "Namespace"]
+    assert set(others) == {namespace["metadata"]["name"]}
+
+
+def test_selectors_select_exactly_their_own_pods(resources: list[Resource]) -> None:
+    deployments, services = of_kind(resources, "Deployment"), of_kind(resources, "Service")
+    assert deployments.keys() == services.keys() == {"gateway", "encoder", "decoder", "redis"}
+    for name, deployment in deployments.items():
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        for selector in (
+            deployment["spec"]["selector"]["matchLabels"],
+            services[name]["spec"]["selector"],
+            *(
+                constraint["labelSelector"]["matchLabels"]
+                for constraint in deployment["spec"]["template"]["spec"].get(
+                    "topologySpreadConstraints", ()
+                )
+            ),
+        ):
+            assert selector.items() <= labels.items()
+            matching = [n for n, p in pods(resources).items()
+                        if selector.items() <= p["metadata"]["labels"].items()]  # fmt: skip
+            assert matching == [name]
+
+
+def test_service_ports_exist_in_the_containers(resources: list[Resource]) -> None:
+    for name, service in of_kind(resources, "Service").items():
+        ports = container_ports(pods(resources)[name])
+        assert all(len(port) <= 15 for port in ports)
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in ports
+            assert len(port["name"]) <= 15
+
+
+def test_grpc_services_are_headless_and_keep_their_port(resources: list[Resource]) -> None:
+    for name in GRPC_SERVICES:
+        service = of_kind(resources, "Service")[name]["spec"]
+        assert service["clusterIP"] == "None"
+        ports = container_ports(pods(resources)[name])
+        # A headless name resolves to pods: no proxy translates the port.
+        assert all(port["port"] == ports[port["targetPort"]] for port in service["ports"])
+
+
+def test_ports_are_those_of_the_settings(resources: list[Resource]) -> None:
+    for name, settings in SETTINGS.items():
+        pod = pods(resources)[name]
+        ports = container_ports(pod)
+        variables = environment(resources, pod)
+        for field, port_name in (("port", "http" if name == "gateway" else "grpc"),
+                                 ("metrics_port", "metrics")):  # fmt: skip
+            if port_name not in ports:
+                continue
+            assert variables[f"{name.upper()}_{field.upper()}"] == str(ports[port_name])
+            default = settings.model_fields[field].default
+            assert default in (0, ports[port_name]), f"{name}: default {field}"
+
+
+def test_probes_ask_the_right_questions(resources: list[Resource]) -> None:
+    for name, pod in pods(resources).items():
+        container = container_of(pod)
+        probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
+        assert probes[1] != probes[2]
+        for probe in probes:
+            (target,) = (probe[k] for k in ("httpGet", "grpc", "tcpSocket") if k in probe)
+            port = target["port"]
+            ports = container_ports(pod)
+            assert port in ports or port in ports.values()
+        if service := GRPC_SERVICES.get(name):
+            assert [p["grpc"].get("service") for p in probes] == [service, service, None]
+        if name == "gateway":
+            paths = [p["httpGet"]["path"] for p in probes]
+            assert paths == ["/health", "/ready", "/health"]
+
+
+def test_every_variable_is_a_known_setting_and_none_is_missing(resources: list[Resource]) -> None:
+    for name, settings in SETTINGS.items():
+        variables = own_settings(name, environment(resources, pods(resources)[name]))
+        settings.from_environment(variables)
+
+
+def test_variables_in_the_config_map_belong_to_a_service(resources: list[Resource]) -> None:
+    (config_map,) = of_kind(resources, "ConfigMap").values()
+    known = {f"{n.upper()}_{f.upper()}" for n, s in SETTINGS.items() for f in s.model_fields}
+    assert set(config_map["data"]) <= known
+
+
+def test_addresses_name_the_headless_services(resources: list[Resource]) -> None:
+    variables = environment(resources, pods(resources)["gateway"])
+    for name in GRPC_SERVICES:
+        service = of_kind(resources, "Service")[name]["spec"]
+        address = variables[f"GATEWAY_{name.upper()}_ADDRESSES"]
+        assert address == f"dns:///{name}:{service['ports'][0]['port']}"
+
+
+def test_no_service_links_collide_with_settings(resources: list[Resource]) -> None:
+    for pod in pods(resources).values():
+        assert pod["spec"]["enableServiceLinks"] is False
+
+
+def test_redis_is_bounded_in_memory_and_behind_a_password(resources: list[Resource]) -> None:
+    pod = pods(resources)["redis"]
+    args = container_of(pod)["args"]
+    options = dict(zip(args[::2], args[1::2], strict=True))
+    assert options["--save"] == ""
+    assert options["--appendonly"] == "no"
+    assert options["--maxmemory-policy"] == "allkeys-lru"
+    assert bytes_of(options["--maxmemory"]) < bytes_of(
+        container_of(pod)["resources"]["limits"]["memory"]
+    )
+    assert options["--aclfile"].startswith(container_of(pod)["volumeMounts"][0]["mountPath"])
+    for name in ("encoder", "decoder"):
+        url = json.loads(environment(resources, pods(resources)[name])[f"{name.upper()}_REDIS_URL"])
+        assert url["secretKeyRef"]["name"] == pod["spec"]["volumes"][0]["secret"]["secretName"]
+
+
+def bytes_of(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)(Gi|Mi|gb|mb)", text).groups()  # type: ignore[union-attr]
+    return int(number) << (30 if unit[0] in "Gg" else 20)
+
+
+def test_memory_and_gpu_are_requested_as_they_are_limited(resources: list[Resource]) -> None:
+    for pod in pods(resources).values():
+        resource = container_of(pod)["resources"]
+        assert resource["requests"]["memory"] == resource["limits"]["memory"]
+        assert resource["requests"]["cpu"]
+        gpu = "nvidia.com/gpu"
+        assert resource["requests"].get(gpu) == resource["limits"].get(gpu)
+
+
+def test_the_gpu_overlay_gives_a_gpu_to_the_engines_only() -> None:
+    found = {
+        name: container_of(pod)["resources"]["limits"].get("nvidia.com/gpu")
+        for name, pod in pods(render(K8S / "overlays/gpu")).items()
+    }
+    assert found == {"gateway": None, "encoder": "1", "decoder": "1", "redis": None}
+
+
+def test_pods_are_restricted(resources: list[Resource]) -> None:
+    for pod in pods(resources).values():
+        context = pod["spec"]["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["runAsUser"] > 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        inner = container_of(pod)["securityContext"]
+        assert inner["allowPrivilegeEscalation"] is False
+        assert inner["capabilities"] == {"drop": ["ALL"]}
+        assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+def test_service_accounts_exist_and_mount_no_token(resources: list[Resource]) -> None:
+    accounts = of_kind(resources, "ServiceAccount")
+    assert {p["spec"]["serviceAccountName"] for p in pods(resources).values()} == set(accounts)
+    assert all(a["automountServiceAccountToken"] is False for a in accounts.values())
+
+
+def test_images_are_pinned(resources: list[Resource]) -> None:
+    for pod in pods(resources).values():
+        assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*", container_of(pod)["image"])
+
+
+def test_there_is_time_to_drain(resources: list[Resource]) -> None:
+    for name in SETTINGS:
+        pod = pods(resources)[name]
+        sleep_s = container_of(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
+        grace_s = float(environment(resources, pod)[f"{name.upper()}_SHUTDOWN_GRACE_S"])
+        assert pod["spec"]["terminationGracePeriodSeconds"] > sleep_s + grace_s
+
+
+def test_mounts_have_volumes_and_claims_exist(resources: list[Resource]) -> None:
+    claims = of_kind(resources, "PersistentVolumeClaim")
+    for name, pod in pods(resources).items():
+        volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", ())}
+        mounts = {m["name"]: m["mountPath"] for m in container_of(pod).get("volumeMounts", ())}
+        assert mounts.keys() == volumes.keys()
+        for volume in volumes.values():
+            if claim := volume.get("persistentVolumeClaim"):
+                assert claim["claimName"] in claims
+                assert (
+                    mounts[volume["name"]] == environment(resources, pod)[f"{name.upper()}_MODEL"]
+                )
+
+
+def test_network_policies_are_the_call_graph(resources: list[Resource]) -> None:
+    policies = of_kind(resources, "NetworkPolicy")
+    deny = policies.pop("default-deny")["spec"]
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    policies.pop("dns")
+    label = "app.kubernetes.io/name"
+
+    def edges(direction: str, side: str) -> set[tuple[str, str, int]]:
+        return {
+            (name, peer["podSelector"]["matchLabels"][label], port["port"])
+            for name, policy in policies.items()
+            for rule in policy["spec"].get(direction, ())
+            for peer in rule.get(side, ())
+            if "podSelector" in peer
+            for port in rule["ports"]
+        }
+
+    assert edges("egress", "to") == CALLS
+    assert {(a, b, port) for b, a, port in edges("ingress", "from")} == CALLS
+    for name, policy in policies.items():
+        assert policy["spec"]["podSelector"]["matchLabels"] == {label: name}
+        for rule in policy["spec"].get("ingress", ()):
+            allowed = {port["port"] for port in rule["ports"]}
+            assert allowed <= set(container_ports(pods(resources)[name]).values())
+
+
+def test_only_the_gateway_reaches_the_internet_and_nothing_near(resources: list[Resource]) -> None:
+    blocks = {
+        name: peer["ipBlock"]
+        for name, policy in of_kind(resources, "NetworkPolicy").items()
+        for rule in policy["spec"].get("egress", ())
+        for peer in rule["to"]
+        if "ipBlock" in peer
+    }
+    assert blocks.keys() == {"gateway"}
+    near = {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "127.0.0.0/8"}
+    assert near <= set(blocks["gateway"]["except"])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_dockerfiles_set_known_variables_and_run_as_nobody_in_particular(name: str) -> None:
+    text = (ROOT / "services" / name / "Dockerfile").read_text()
+    variables = dict(re.findall(rf"({name.upper()}_[A-Z_]+)=(\S+)", text))
+    settings = SETTINGS[name]
+    fields = {f"{name.upper()}_{field.upper()}": field for field in settings.model_fields}
+    assert set(variables) <= set(fields)
+    port = variables[f"{name.upper()}_PORT"]
+    assert port == str(settings.model_fields["port"].default)
+    exposed = re.search(r"^EXPOSE (.*)$", text, re.MULTILINE)
+    assert exposed is not None
+    ports = {value for key, value in variables.items() if key.endswith("PORT")}
+    assert set(exposed[1].split()) == ports
+    final_stage = text[text.rindex("\nFROM ") :]
+    user = re.search(r"^USER (\d+):(\d+)$", final_stage, re.MULTILINE)
+    assert user is not None
+    pod = pods(render(K8S / "base"))[name]
+    assert user[1] == str(pod["spec"]["securityContext"]["runAsUser"])
+    assert f'"services.{name}"' in text
+    assert ":latest" not in text

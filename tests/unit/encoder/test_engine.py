@@ -1,0 +1,242 @@
+"""The engine's loop: one end per job, bad images fail alone, cancelled ones are not run."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+
+import msgspec
+import pytest
+import torch
+
+from services.common.channel import EngineChannel, create_socket_pair
+from services.common.errors import InvalidImage
+from services.encoder.engine.engine import Engine
+from services.encoder.engine.messages import (
+    CancelImage,
+    EncodeImage,
+    EngineMessage,
+    EngineStats,
+    FrontMessage,
+    ImageDone,
+    Shutdown,
+)
+from services.encoder.engine.runner import LaunchedBatch, PreparedImage
+
+GRID = (1, 4, 4)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class FakeRunner:
+    """Records batches; fails those with a poisoned image, or with more than `room` patches."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.poisoned: set[int] = set()
+        self.not_finite: set[int] = set()
+        self.room = 1 << 30
+        self.may_run = threading.Event()
+        self.may_run.set()
+        self.recovered = 0
+
+    def launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
+        self.may_run.wait(10)
+        if sum(image.num_patches for image in images) > self.room:
+            raise torch.OutOfMemoryError("no room")
+        if any(image.job_id in self.poisoned for image in images):
+            raise ValueError("poisoned")
+        self.batches.append([image.job_id for image in images])
+        return LaunchedBatch(list(images), torch.ones(1, dtype=torch.bool), None)
+
+    def is_done(self, batch: LaunchedBatch) -> bool:
+        return True
+
+    def finish(self, batch: LaunchedBatch) -> list[bool]:
+        return [image.job_id not in self.not_finite for image in batch.images]
+
+    def recover(self) -> None:
+        self.recovered += 1
+
+
+class Front:
+    """The test's end of the channel."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._channel: EngineChannel[EngineMessage] = EngineChannel(end, EngineMessage)
+        self.stats = EngineStats(0, 0, 0, 0, 0)
+        self.done: dict[int, ImageDone] = {}
+
+    def send(self, *messages: FrontMessage) -> None:
+        for message in messages:
+            self._channel.send(message)
+
+    def encode(self, *job_ids: int, grid: tuple[int, int, int] = GRID) -> None:
+        self.send(*(EncodeImage(job_id, b"%d" % job_id, grid, 0) for job_id in job_ids))
+
+    def receive_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            messages = self._channel.receive(10.0)
+            assert messages, "the engine said nothing for too long"
+            for message in messages:
+                match message:
+                    case ImageDone():
+                        assert message.job_id not in self.done, "a job ended twice"
+                        self.done[message.job_id] = message
+                    case EngineStats():
+                        self.stats = message
+
+    def codes(self, *job_ids: int) -> list[str]:
+        self.receive_until(lambda: set(job_ids) <= set(self.done))
+        return [self.done[job_id].error_code for job_id in job_ids]
+
+
+class Running:
+    """An engine in a thread."""
+
+    def __init__(self) -> None:
+        front_end, engine_end = create_socket_pair()
+        self._ends = (front_end, engine_end)
+        self.runner = FakeRunner()
+        self.may_prepare = threading.Event()
+        self.may_prepare.set()
+        self.prepared: list[bytes] = []
+        self.front = Front(front_end)
+        self.engine = Engine(
+            EngineChannel(engine_end, FrontMessage),
+            self.runner,  # type: ignore[arg-type]
+            self._prepare,
+            max_batch_patches=64,
+            workers=2,
+        )
+        self.thread = threading.Thread(target=self.engine.run)
+        self.thread.start()
+
+    def _prepare(self, image: bytes, grid: tuple[int, int, int]) -> torch.Tensor:
+        self.may_prepare.wait(10)
+        self.prepared.append(image)
+        if image == b"666":
+            raise InvalidImage("the image is truncated or corrupt")
+        if image == b"667":
+            raise RuntimeError("a bug")
+        return torch.zeros(grid[1] * 16, grid[2] * 16, 3, dtype=torch.uint8)
+
+    def stop(self) -> None:
+        self.may_prepare.set()
+        self.runner.may_run.set()
+        self.front.send(Shutdown())
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        self._ends[0].shutdown(socket.SHUT_RDWR)
+        for thread in threading.enumerate():
+            if thread.name == "receiver":
+                thread.join(10)
+        for end in self._ends:
+            end.close()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    running = Running()
+    yield running
+    running.stop()
+
+
+def test_each_job_ends_once(running: Running) -> None:
+    ids = list(range(1, 40))
+    running.front.encode(*ids)
+    assert running.front.codes(*ids) == [""] * 39
+    running.front.receive_until(lambda: running.front.stats.num_images == 39)
+    assert sorted(chain.from_iterable(running.runner.batches)) == ids
+    assert running.front.stats.num_patches == 39 * 16
+
+
+def test_waiting_images_share_batches(running: Running) -> None:
+    running.runner.may_run.clear()
+    running.front.encode(*range(1, 10))
+    wait_until(lambda: len(running.prepared) == 9)
+    running.runner.may_run.set()
+    running.front.codes(*range(1, 10))
+    # 64 patches of budget, 16 an image; whatever the first batch took, the rest is full.
+    assert len(running.runner.batches) <= 4
+    assert max(len(batch) for batch in running.runner.batches) == 4
+
+
+def test_a_bad_image_fails_alone(running: Running) -> None:
+    running.front.encode(1, 666, 2, 667, 3)
+    assert running.front.codes(1, 2, 3) == ["", "", ""]
+    assert running.front.codes(666, 667) == ["invalid_image", "internal_error"]
+    assert "bug" not in running.front.done[667].message
+
+
+def test_an_image_the_device_cannot_take_fails_alone(running: Running) -> None:
+    running.runner.poisoned.add(3)
+    running.runner.may_run.clear()
+    running.front.encode(*range(1, 9))
+    wait_until(lambda: len(running.prepared) == 8)
+    running.runner.may_run.set()
+    assert running.front.codes(*range(1, 9)) == ["", "", "internal_error", "", "", "", "", ""]
+    assert running.runner.recovered > 0
+
+
+def test_out_of_memory_costs_only_the_largest(running: Running) -> None:
+    running.runner.room = 40
+    running.runner.may_run.clear()
+    running.front.encode(1, 2)
+    running.front.encode(3, grid=(1, 8, 8))
+    running.front.encode(4)
+    wait_until(lambda: len(running.prepared) == 4)
+    running.runner.may_run.set()
+    assert running.front.codes(1, 2, 3, 4) == ["", "", "overloaded", ""]
+
+
+def test_an_image_that_is_not_finite_fails(running: Running) -> None:
+    running.runner.not_finite.add(2)
+    running.front.encode(1, 2, 3)
+    assert running.front.codes(1, 2, 3) == ["", "internal_error", ""]
+
+
+def test_a_cancelled_image_is_not_run(running: Running) -> None:
+    running.may_prepare.clear()
+    running.front.encode(1, 2, 3, 4)
+    running.front.send(CancelImage(4), CancelImage(3), CancelImage(99))
+    wait_until(lambda: 4 in running.engine._jobs and running.engine._jobs[4].cancelled)
+    running.may_prepare.set()
+    assert running.front.codes(1, 2, 4) == ["", "", "cancelled"]
+    assert b"4" not in running.prepared
+    assert 4 not in chain.from_iterable(running.runner.batches)
+
+
+def test_a_cancelled_image_leaves_the_queue(running: Running) -> None:
+    running.runner.may_run.clear()
+    running.front.encode(*range(1, 10))  # the first batch holds the loop, the rest queue
+    wait_until(lambda: len(running.prepared) == 9)
+    running.front.send(CancelImage(9))
+    wait_until(lambda: running.engine._jobs[9].cancelled)
+    running.runner.may_run.set()
+    assert running.front.codes(*range(1, 9)) == [""] * 8
+    assert running.front.codes(9) in (["cancelled"], [""])
+
+
+def test_the_fronts_end_ends_the_loop() -> None:
+    running = Running()
+    running._ends[0].close()
+    running.thread.join(10)
+    assert not running.thread.is_alive()
+    running._ends[1].close()
+
+
+def test_messages_survive_the_wire() -> None:
+    for message in (
+        EncodeImage(1, b"\x00\xff", (1, 2, 3), 4096),
+        CancelImage(1),
+        Shutdown(),
+    ):
+        data = msgspec.msgpack.encode(message)
+        assert msgspec.msgpack.decode(data, type=FrontMessage) == message

@@ -1,0 +1,171 @@
+"""Decoding: every format and mode, upright, on white; hostile bytes are the caller's error."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from services.common.errors import InvalidImage
+from services.common.image_geometry import ImageLimits, image_grid, open_image, upright_size
+from services.encoder.preprocess import decode, preprocess
+
+LIMITS = ImageLimits(16, 2, 1024, 1 << 20)
+WHITE = (255, 255, 255)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def pixels_of(data: bytes) -> np.ndarray:
+    return decode(open_image(data, max_source_pixels=1 << 24)).numpy()
+
+
+def picture(width: int = 40, height: int = 30) -> Image.Image:
+    rng = np.random.default_rng(0)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB"])
+def test_opaque_png_modes(mode: str) -> None:
+    image = picture().convert(mode)
+    assert np.array_equal(pixels_of(encoded(image)), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparency_is_white(mode: str) -> None:
+    image = picture().convert(mode)
+    alpha = Image.new("L", image.size, 0)
+    alpha.paste(255, (0, 0, 20, 30))
+    image.putalpha(alpha)
+    found = pixels_of(encoded(image))
+    assert (found[:, 20:] == 255).all()
+    assert np.array_equal(found[:, :20], np.asarray(image.convert("RGB"))[:, :20])
+
+
+def test_half_transparency_is_blended() -> None:
+    found = pixels_of(encoded(Image.new("RGBA", (4, 4), (0, 0, 0, 128))))
+    assert abs(int(found[0, 0, 0]) - 127) <= 1
+
+
+def test_palette_with_transparent_entry() -> None:
+    image = Image.new("P", (8, 8), 0)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.paste(1, (0, 0, 4, 8))
+    found = pixels_of(encoded(image, transparency=0))
+    assert tuple(found[0, 7]) == WHITE and tuple(found[0, 0]) == (200, 100, 50)
+
+
+def test_color_key_transparency() -> None:
+    image = Image.new("RGB", (4, 4), (1, 2, 3))
+    image.putpixel((0, 0), (9, 9, 9))
+    found = pixels_of(encoded(image, transparency=(1, 2, 3)))
+    assert tuple(found[0, 0]) == (9, 9, 9) and tuple(found[1, 1]) == WHITE
+
+
+def test_sixteen_bits_keep_their_upper_eight() -> None:
+    values = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
+    found = pixels_of(encoded(Image.fromarray(values)))
+    assert np.array_equal(found[..., 0], values >> 8)
+
+
+def test_cmyk_jpeg() -> None:
+    image = picture().convert("CMYK")
+    data = encoded(image, "JPEG", quality=100)
+    assert np.array_equal(pixels_of(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_the_first_frame_of_several(kind: str) -> None:
+    frames = [Image.new("RGB", (16, 16), color) for color in ("red", "lime", "blue")]
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], lossless=True)
+    assert Image.open(io.BytesIO(data)).n_frames == 3
+    assert tuple(pixels_of(data)[8, 8]) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_every_orientation_is_made_upright(orientation: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(picture(), kind, exif=exif.tobytes())
+    image = Image.open(io.BytesIO(data))
+    stored = np.asarray(image.convert("RGB"))
+    turned = {
+        1: stored, 2: stored[:, ::-1], 3: stored[::-1, ::-1], 4: stored[::-1],
+        5: stored.transpose(1, 0, 2), 6: stored[::-1].transpose(1, 0, 2),
+        7: stored[::-1, ::-1].transpose(1, 0, 2), 8: stored[:, ::-1].transpose(1, 0, 2),
+    }[orientation]  # fmt: skip
+    found = pixels_of(data)
+    assert np.array_equal(found, turned)
+    assert upright_size(open_image(data, max_source_pixels=10_000)) == found.shape[:2]
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*\xff\xff\xff\xff", b""])
+def test_a_broken_exif_block_counts_as_none(exif: bytes) -> None:
+    image = picture()
+    data = encoded(image, "JPEG", exif=exif)
+    assert pixels_of(data).shape == (30, 40, 3)
+
+
+def test_a_grid_that_is_not_the_images_is_refused() -> None:
+    data = encoded(picture(64, 96))
+    grid = image_grid(96, 64, LIMITS)
+    preprocess(data, grid, LIMITS, max_source_pixels=10_000)
+    with pytest.raises(InvalidImage, match="grid"):
+        preprocess(data, (1, grid[2], grid[1]), LIMITS, max_source_pixels=10_000)
+
+
+def test_the_pixel_cap_holds_before_decoding() -> None:
+    data = encoded(Image.new("RGB", (500, 500)))
+    with pytest.raises(InvalidImage, match="500x500"):
+        preprocess(data, (1, 2, 2), LIMITS, max_source_pixels=10_000)
+
+
+def hostile() -> dict[str, bytes]:
+    rng = np.random.default_rng(0)
+    whole = {kind: encoded(picture(200, 200), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")}
+    cases: dict[str, bytes] = {"empty": b"", "text": b"not an image", "nul": bytes(1000)}
+    for kind, data in whole.items():
+        for share in (0.1, 0.5, 0.9):
+            cases[f"{kind} cut at {share}"] = data[: int(len(data) * share)]
+        for seed in range(30):
+            damaged = bytearray(data)
+            for place in rng.integers(10, len(data), 20):
+                damaged[place] ^= 1 << (seed % 8)
+            cases[f"{kind} damaged {seed}"] = bytes(damaged)
+    cases["bmp"] = encoded(picture(), "BMP")
+    cases["tiff"] = encoded(picture(), "TIFF")
+    cases["ppm"] = encoded(picture(), "PPM")
+    return cases
+
+
+def test_hostile_bytes_are_invalid_images_or_pixels() -> None:
+    """Nothing else escapes, and no text of Pillow's."""
+    refused = 0
+    for name, data in hostile().items():
+        try:
+            image = open_image(data, max_source_pixels=1 << 20)
+            grid = image_grid(*upright_size(image), LIMITS)
+            pixels = preprocess(data, grid, LIMITS, max_source_pixels=1 << 20)
+            assert pixels.dtype == torch.uint8 and pixels.is_contiguous()
+            assert pixels.shape == (grid[1] * 16, grid[2] * 16, 3)
+        except InvalidImage as error:
+            refused += 1
+            assert not re.search(r"0x[0-9a-f]{6,}|PIL|object at", error.message), name
+    assert refused > 20
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_truncated_files_are_refused(kind: str) -> None:
+    data = encoded(picture(300, 200), kind)
+    with pytest.raises(InvalidImage):
+        preprocess(
+            data[: len(data) // 2], image_grid(200, 300, LIMITS), LIMITS, max_source_pixels=1 << 20
+        )

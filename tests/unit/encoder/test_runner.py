@@ -1,0 +1,135 @@
+"""The runner writes each image's embedding to its place, whatever runs beside it."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.model_config import VisionConfig
+from services.common.nn.weights import load_dummy
+from services.encoder.attention import AttentionUnavailable, create, resolve
+from services.encoder.engine.patches import pack_patches
+from services.encoder.engine.runner import PreparedImage, Runner
+from services.encoder.models import model_class
+from services.encoder.models.base import Grid, VisionModel
+
+CONFIG = VisionConfig(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))
+GRIDS: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 4, 6)]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionModel:
+    attention = create("sdpa", num_heads=3, head_dim=16, dtype=torch.float32)
+    with torch.device("meta"):
+        model = model_class("Qwen3VLForConditionalGeneration")(CONFIG, attention)
+    assert isinstance(model, torch.nn.Module)
+    load_dummy(model, device=CPU, dtype=torch.float32)
+    return model  # type: ignore[return-value]
+
+
+def image(job_id: int, grid: Grid, offset: int = 0, seed: int = 0) -> PreparedImage:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (grid[1] * 16, grid[2] * 16, 3)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return PreparedImage(job_id, grid, pixels, offset)
+
+
+def read(arena: mmap.mmap, place: PreparedImage) -> torch.Tensor:
+    tokens = place.num_patches // 4
+    shape = (CONFIG.levels, tokens, CONFIG.out_hidden_size)
+    count = shape[0] * shape[1] * shape[2]
+    return torch.frombuffer(
+        arena, dtype=torch.float32, count=count, offset=place.arena_offset
+    ).reshape(shape).clone()  # fmt: skip
+
+
+def expected(model: VisionModel, place: PreparedImage) -> torch.Tensor:
+    patches = pack_patches(place.pixels.reshape(-1), [place.grid], 16, 2, torch.float32)
+    with torch.inference_mode():
+        return model(patches, model.layout([place.grid]))
+
+
+def test_each_image_lands_in_its_place(model: VisionModel) -> None:
+    arena = mmap.mmap(-1, 1 << 20)
+    runner = Runner(model, CPU, torch.float32, arena)
+    images = [image(n, grid, n * 65536, seed=n) for n, grid in enumerate(GRIDS)]
+    batch = runner.launch(images)
+    assert runner.is_done(batch)
+    assert runner.finish(batch) == [True] * 4
+    assert sorted(i.job_id for i in batch.images) == [0, 1, 2, 3]
+    for place in images:
+        torch.testing.assert_close(read(arena, place), expected(model, place), atol=2e-5, rtol=0)
+
+
+def test_nothing_else_is_written(model: VisionModel) -> None:
+    arena = mmap.mmap(-1, 1 << 20)
+    runner = Runner(model, CPU, torch.float32, arena)
+    place = image(1, (1, 4, 6), offset=65536)
+    size = read(arena, place).nbytes
+    runner.finish(runner.launch([place]))
+    assert not any(arena[:65536]) and not any(arena[65536 + size :])
+
+
+def test_an_image_that_is_not_finite_is_told_apart(
+    model: VisionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
+    levels = type(model).levels
+
+    def spoiled(self: VisionModel, patches: torch.Tensor, layout: object):
+        for level, rows in levels(self, patches, layout):  # type: ignore[arg-type]
+            if level == 1:
+                rows[0, 3] = float("nan")  # the first image in packing order
+            yield level, rows
+
+    monkeypatch.setattr(type(model), "levels", spoiled)
+    images = [image(n, grid, n * 65536) for n, grid in enumerate(GRIDS)]
+    batch = runner.launch(images)
+    assert runner.finish(batch) == [False, True, True, True]
+
+
+def test_warm_up_leaves_a_small_arena_in_peace(model: VisionModel) -> None:
+    Runner(model, CPU, torch.float32, mmap.mmap(-1, 4096)).warm_up(1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "head_dim", "dtype", "found"),
+    [
+        ("auto", "cpu", 64, torch.float32, "sdpa"),
+        ("auto", "cuda", 72, torch.bfloat16, "sdpa"),
+        ("auto", "cuda", 64, torch.float32, "sdpa"),
+        ("sdpa", "cuda", 64, torch.bfloat16, "sdpa"),
+    ],
+)
+def test_auto_takes_what_runs(
+    name: str, device: str, head_dim: int, dtype: torch.dtype, found: str
+) -> None:
+    assert resolve(name, torch.device(device), head_dim, dtype) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "head_dim", "reason"),
+    [
+        ("flashinfer", "cpu", 64, "CUDA"),
+        ("flashinfer", "cuda", 72, "head_dim 72"),
+        ("flash_attn_9", "cpu", 64, "no attention backend"),
+    ],
+)
+def test_a_backend_that_cannot_run_says_why(
+    name: str, device: str, head_dim: int, reason: str
+) -> None:
+    with pytest.raises(AttentionUnavailable, match=reason):
+        resolve(name, torch.device(device), head_dim, torch.bfloat16)
+
+
+def test_a_missing_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(AttentionUnavailable, match="not installed"):
+        resolve("flashinfer", torch.device("cuda"), 64, torch.bfloat16)
+
+
+def test_an_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Qwen3VLForConditionalGeneration"):
+        model_class("LlavaForConditionalGeneration")

@@ -1,0 +1,35 @@
+import time
+
+import pytest
+
+from services.encoder.sources import SourceStore
+
+GRID = (1, 2, 2)
+
+
+def test_a_file_is_kept_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    store = SourceStore(max_bytes=100, ttl_s=10.0)
+    store.put(b"a", b"x" * 10, GRID)
+    now = 105.0
+    store.put(b"b", b"y" * 10, GRID)
+    found = store.get(b"a")
+    assert found is not None and (found.image, found.grid) == (b"x" * 10, GRID)
+    now = 110.5
+    assert store.get(b"a") is None and store.get(b"b") is not None
+    now = 120.0
+    assert store.get(b"b") is None and len(store) == 0
+
+
+def test_the_oldest_make_room() -> None:
+    store = SourceStore(max_bytes=30)
+    for key in (b"a", b"b", b"c"):
+        store.put(key, b"x" * 10, GRID)
+    store.put(b"a", b"x" * 10, GRID)  # asked for again: the youngest now
+    store.put(b"d", b"x" * 15, GRID)
+    assert [store.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [
+        True, False, False, True,
+    ]  # fmt: skip
+    store.put(b"e", b"x" * 31, GRID)
+    assert store.get(b"e") is None and store.get(b"d") is not None

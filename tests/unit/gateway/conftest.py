@@ -1,0 +1,33 @@
+"""Fixtures of the gateway's tests: a tiny model directory and stacks over fake services."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.model_config import ModelConfig
+from services.gateway.prompt import PromptBuilder
+from services.gateway.tokenizer import ModelTokenizer
+from tests.gateway_fixtures import _pair, _stack, loop_thread, pair, stack
+from tests.tiny_tokenizer import write_model_directory
+
+__all__ = ["_pair", "_stack", "loop_thread", "pair", "stack"]
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory) -> Path:
+    return write_model_directory(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def config(model_directory) -> ModelConfig:
+    return ModelConfig.from_directory(model_directory)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_directory) -> ModelTokenizer:
+    return ModelTokenizer.from_directory(model_directory)
+
+
+@pytest.fixture(scope="session")
+def prompts(config, tokenizer) -> PromptBuilder:
+    return PromptBuilder.from_directory(config, tokenizer)

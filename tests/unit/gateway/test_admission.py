@@ -1,0 +1,60 @@
+"""Slots and bytes are bounded and come back, whatever happens."""
+
+import asyncio
+
+import pytest
+
+from services.common.errors import Overloaded
+from services.gateway.admission import Admission
+
+
+async def test_full_refuses_at_once_and_recovers():
+    admission = Admission(2)
+    with admission.slot():
+        with admission.slot():
+            with pytest.raises(Overloaded) as refused, admission.slot():
+                pass
+            assert refused.value.retry_after_s == 1
+        with admission.slot():
+            assert admission.num_running == 2
+    assert admission.num_running == 0
+
+
+async def test_slot_comes_back_after_an_error():
+    admission = Admission(1)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="x"), admission.slot() as slot:
+            slot.hold(5)
+            raise ValueError("x")
+    assert admission.num_running == 0
+    assert admission._held_bytes == 0
+
+
+async def test_bytes_are_bounded_over_all_requests():
+    admission = Admission(10, max_held_bytes=100)
+    with admission.slot() as first, admission.slot() as second:
+        first.hold(60)
+        with pytest.raises(Overloaded):
+            second.hold(41)
+        second.hold(40)
+    with admission.slot() as third:
+        third.hold(100)
+
+
+async def test_drain_refuses_new_and_waits_for_running():
+    admission = Admission(10)
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def request():
+        with admission.slot():
+            entered.set()
+            await leave.wait()
+
+    task = asyncio.create_task(request())
+    await entered.wait()
+    assert not await admission.drain(0.01)
+    with pytest.raises(Overloaded), admission.slot():
+        pass
+    leave.set()
+    assert await admission.drain(5)
+    await task

@@ -1,0 +1,268 @@
+"""Pods: which are known, which are well, which gets the work, and how a stream's end is felt."""
+
+import asyncio
+import collections
+
+import numpy as np
+import pytest
+
+from services.common.errors import Cancelled, TriptychError, Unavailable
+from services.gateway.clients import pods
+from services.gateway.clients.affinity import pick
+from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
+from services.gateway.clients.encoders import EncoderPool
+from services.gateway.clients.pods import Pod, PodSet
+from services.gateway.generation import Finished, Generation, Mailbox, Sampling
+from tests.fakes import FakeDecoder, FakeEncoder
+
+
+def generation(**sampling) -> Generation:
+    return Generation(
+        "req-1", np.arange(5, dtype=np.int32), None, 0, (), Sampling(**sampling), b"", 10.0
+    )
+
+
+async def until(condition, timeout_s=5.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - conditions lie in other tasks
+            await asyncio.sleep(0.005)
+
+
+async def take_all(mailbox, choices=1):
+    """Events until as many ends."""
+    events = []
+    async with asyncio.timeout(5):
+        while sum(event.end is not None for event in events) < choices:
+            events += await mailbox.take()
+    return events
+
+
+def in_loop(test):
+    """Runs a test in the one loop that gRPC lives in."""
+
+    def run(loop_thread):
+        loop_thread.run(test())
+
+    run.__doc__ = test.__doc__
+    return run
+
+
+class StillPod(Pod):
+    """A pod that nobody dials."""
+
+    def __init__(self, address):
+        self.address, self.num_in_flight, self.healthy = address, 0, True
+
+
+def test_equal_keys_meet_and_different_ones_spread():
+    some = [StillPod(f"10.0.0.{i}:1") for i in range(4)]
+    chosen = [pick(some, b"%d" % i) for i in range(2000)]
+    assert [pick(some[::-1], b"%d" % i) for i in range(2000)] == chosen
+    counts = collections.Counter(pod.address for pod in chosen)
+    assert all(400 < count < 600 for count in counts.values())
+    # One pod less moves only that pod's keys.
+    moved = sum(pick(some[:3], b"%d" % i) is not pod for i, pod in enumerate(chosen))
+    assert moved == counts[some[3].address]
+
+
+def test_a_key_that_everybody_wants_overflows_to_others():
+    some = [StillPod(f"10.0.0.{i}:1") for i in range(4)]
+    for _ in range(400):
+        pick(some, b"hot").num_in_flight += 1
+    loads = sorted(pod.num_in_flight for pod in some)
+    assert loads[-1] < 150
+    assert sum(loads) == 400
+
+
+async def test_names_are_resolved_into_pods(monkeypatch):
+    answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.3"], OSError("no DNS"), ["10.0.0.3"]]
+    closed = []
+
+    class Known(StillPod):
+        connected = True
+
+        async def check(self):
+            return pods.PodState.SERVING
+
+        async def close(self):
+            closed.append(self.address)
+
+    async def getaddrinfo(host, port, type):
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(found, OSError):
+            raise found
+        return [(2, 1, 6, "", (address, port)) for address in found]
+
+    monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    known = PodSet(["dns:///encoder:50051", "fixed:1"], Known)
+    await known.start()
+    assert set(known._pods) == {"10.0.0.1:50051", "10.0.0.2:50051", "fixed:1"}
+    await until(lambda: set(known._pods) == {"10.0.0.3:50051", "fixed:1"})
+    await until(lambda: closed == ["10.0.0.1:50051", "10.0.0.2:50051"])
+    await known.close()
+    assert len(closed) == 4
+
+
+@in_loop
+async def test_stream_carries_many_sequences():
+    fake = FakeDecoder()
+    pool = DecoderPool([await fake.start()])
+    await pool.start()
+    await until(pool.description)
+    pod = pool.choose(b"", ())
+    fake.reply = [1, 2, 3]
+    mailboxes = [Mailbox() for _ in range(50)]
+    for index, mailbox in enumerate(mailboxes):
+        pod.submit(generation(max_tokens=2 + index % 3), index, mailbox.put)
+    assert pod.num_in_flight == 50
+    for index, mailbox in enumerate(mailboxes):
+        events = await take_all(mailbox)
+        assert {event.choice for event in events} == {index}
+        ids = [i for event in events for i in event.token_ids]
+        assert ids == [[1, 2], [1, 2, 3], [1, 2, 3, 0]][index % 3]
+        assert isinstance(events[-1].end, Finished)
+        assert events[-1].end.reason == ("stop" if index % 3 == 2 else "length")
+    assert pod.num_in_flight == 0
+    await pool.close()
+    await fake.stop()
+
+
+@in_loop
+async def test_cancel_ends_the_sequence_and_its_events():
+    fake = FakeDecoder()
+    fake.delay_s, fake.reply = 0.01, [1] * 1000
+    pool = DecoderPool([await fake.start()])
+    await pool.start()
+    await until(pool.description)
+    pod, mailbox = pool.choose(b"", ()), Mailbox()
+    sequence_id = pod.submit(generation(max_tokens=900), 0, mailbox.put)
+    await mailbox.take()
+    pod.cancel(sequence_id)
+    pod.cancel(sequence_id)
+    await until(lambda: fake.cancelled == [sequence_id] and not fake.running)
+    await asyncio.sleep(0.03)
+    assert not any(event.end for event in list(mailbox._items))
+    await pool.close()
+    await fake.stop()
+
+
+@in_loop
+async def test_broken_stream_fails_its_sequences_and_comes_back():
+    fake = FakeDecoder()
+    address = await fake.start()
+    pool = DecoderPool([address])
+    await pool.start()
+    await until(pool.description)
+    pod = pool.choose(b"", ())
+    fake.delay_s, fake.reply = 10, [1] * 10
+    mailboxes = [Mailbox() for _ in range(3)]
+    for mailbox in mailboxes:
+        pod.submit(generation(), 0, mailbox.put)
+    await until(lambda: len(fake.running) == 3)
+    await fake.stop()
+    for mailbox in mailboxes:
+        events = await take_all(mailbox)
+        assert isinstance(events[-1].end, Unavailable)
+        assert not isinstance(events[-1].end, Cancelled)
+    with pytest.raises(Unavailable):
+        pool.choose(b"", ())
+    fake.reset()
+    await fake.start(address)
+    await until(pool.description)
+    mailbox = Mailbox()
+    pool.choose(b"", ()).submit(generation(), 0, mailbox.put)
+    assert isinstance((await take_all(mailbox))[-1].end, Finished)
+    await pool.close()
+    await fake.stop()
+
+
+@in_loop
+async def test_failures_keep_their_code_and_the_encoder_to_avoid():
+    fake = FakeDecoder()
+    pool = DecoderPool([await fake.start()])
+    await pool.start()
+    await until(pool.description)
+    for code in ("overloaded", "deadline_exceeded", "embedding_unavailable", "never heard of"):
+        fake.fail_after, fake.fail_encoder_address = (0, code), "enc:1"
+        mailbox = Mailbox()
+        pool.choose(b"", ()).submit(generation(), 0, mailbox.put)
+        end = (await take_all(mailbox))[-1].end
+        assert isinstance(end, TriptychError)
+        assert end.code == (code if " " not in code else "internal_error")
+        if isinstance(end, EmbeddingLost):
+            assert end.encoder_address == "enc:1"
+    await pool.close()
+    await fake.stop()
+
+
+@in_loop
+async def test_silent_pod_loses_its_calls_to_others():
+    """As a stopped process: the connection stands, and nobody answers."""
+    fake = FakeEncoder()
+    pool = EncoderPool([await fake.start()])
+    original = pods.CHECK_TIMEOUT_S, pods.CHECK_PERIOD_S
+    pods.CHECK_TIMEOUT_S, pods.CHECK_PERIOD_S = 0.05, 0.05
+    try:
+        await pool.start()
+        await until(pool.description)
+
+        async def never(*_):
+            await asyncio.sleep(60)
+
+        fake.before = never
+        pod = pool.choose(pool.description(), b"k", ())
+        call = asyncio.create_task(
+            pod.encode(b"k" * 32, b"", (1, 2, 2), request_id="r", timeout_s=30)
+        )
+        await until(lambda: fake.requests)
+        fake.health.silent = True
+        with pytest.raises(Unavailable):
+            async with asyncio.timeout(5):
+                await call
+        assert pool.description() is None
+        await until(lambda: fake.num_cancelled == 1)
+    finally:
+        pods.CHECK_TIMEOUT_S, pods.CHECK_PERIOD_S = original
+        await pool.close()
+        await fake.stop()
+
+
+@in_loop
+async def test_encoders_of_another_kind_are_not_mixed():
+    fakes = [FakeEncoder(), FakeEncoder(), FakeEncoder(key_prefix=b"z" * 32)]
+    pool = EncoderPool([await fake.start() for fake in fakes])
+    await pool.start()
+    await until(lambda: len(pool._pods.healthy()) == 3)
+    description = pool.description()
+    assert description.key_prefix == fakes[0].description.key_prefix
+    chosen = {pool.choose(description, b"%d" % i, ()).address for i in range(50)}
+    assert chosen == {fakes[0].address, fakes[1].address}
+    assert pool.choose(description, b"", {fakes[0].address}).address == fakes[1].address
+    with pytest.raises(Unavailable):
+        pool.choose(description, b"", chosen)
+    await pool.close()
+    for fake in fakes:
+        await fake.stop()
+
+
+async def test_mailbox_hands_out_all_at_once_and_in_order():
+    mailbox = Mailbox()
+    taking = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    for item in range(3):
+        mailbox.put(item)
+    assert await taking == [0, 1, 2]
+    mailbox.put(3)
+    assert await mailbox.take() == [3]
+    taking = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    mailbox.put(4)
+    assert await mailbox.take() == [4]
+
+
+def test_pod_is_abstract_where_it_must_be():
+    for name in ("connected", "connect", "lose"):
+        assert name in DecoderPod.__dict__

@@ -1,0 +1,153 @@
+"""URLs to bytes: bounds before work, no way into our own network, text never fetched."""
+
+import base64
+import io
+
+import pytest
+from PIL import Image
+
+from services.common.errors import (
+    InvalidImage,
+    InvalidRequest,
+)
+from services.common.image_geometry import ImageLimits
+from services.gateway.images import LOW_DETAIL_PIXELS, ImageReader, ImageSource
+from services.gateway.media import MediaLoader, decode_data_url
+from services.gateway.web_media import WebMedia
+
+LIMITS = ImageLimits(16, 2, 65536, 1 << 20)
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def png(width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+# data: URLs
+
+
+def test_data_url_round_trip():
+    for kind in ("image/png", "image/jpeg", "", "application/octet-stream", "IMAGE/PNG;charset=x"):
+        assert decode_data_url(data_url(b"abc", kind), 3) == b"abc"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:", "data:,", "data:image/png,abc", "data:image/png;base64", "data:;base64,####",
+        "data:image/png;base64,YWJj\n", "data:image/png;base64, YWJj", "data:image/png;base64,YWJ",
+        "data:image/png;base64,YW-_", "data:image/png;base64,YWJj====", "data:image/png;base64,é",
+        "data:video/jpeg;base64,YWJj", "data:image/svg+xml;base64,YWJj",
+        "data:text/html;base64,YWJj", "data:image/png;base64,YW%4Aj", "data:" + ";x" * 200 + ",",
+        "data:image/png;base64;x,YWJj",
+    ],
+)  # fmt: skip
+def test_bad_data_url_is_the_callers_fault(url):
+    with pytest.raises(InvalidRequest):
+        decode_data_url(url, 100)
+
+
+def test_data_url_size_is_checked_before_decoding():
+    with pytest.raises(InvalidImage, match="more than 3"):
+        decode_data_url("data:;base64," + "!" * 100, 3)
+    with pytest.raises(InvalidImage):
+        decode_data_url(data_url(b"abcd"), 3)
+    with pytest.raises(InvalidImage):
+        decode_data_url("data:;base64,", 3)
+
+
+# file: URLs
+
+
+@pytest.fixture
+def files(tmp_path):
+    allowed = tmp_path / "allowed"
+    allowed.mkdir()
+    (allowed / "a b.png").write_bytes(b"picture")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (allowed / "link").symlink_to(tmp_path / "secret")
+    (allowed / "big").write_bytes(b"x" * 101)
+    return allowed
+
+
+def loader(directory=None) -> MediaLoader:
+    return MediaLoader(100, WebMedia(100), directory)
+
+
+async def test_file_under_the_allowed_directory(files):
+    for url in (f"file://{files}/a%20b.png", f"file:{files}/a b.png", f"FILE://{files}/a b.png"):
+        assert await loader(files).load(url) == b"picture"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../secret", "link", "%2e%2e/secret", "..%2fsecret", "", "missing", "a b.png/x", "big", "%00"],
+)
+async def test_file_elsewhere_is_refused(files, path):
+    with pytest.raises(InvalidRequest):
+        await loader(files).load(f"file://{files}/{path}")
+
+
+async def test_files_are_refused_by_default(files):
+    for url in (f"file://{files}/a b.png", "/etc/passwd", "../x", "file:relative", "ftp://x/y"):
+        with pytest.raises(InvalidRequest):
+            await loader().load(url)
+    with pytest.raises(InvalidRequest):
+        await loader(files).load("file://host/etc/passwd")
+    with pytest.raises(InvalidRequest):
+        await loader(files).load("file:///dev/zero")
+
+
+# From bytes to a grid
+
+
+def reader(**options) -> ImageReader:
+    source = MediaLoader(1 << 20, WebMedia(100), None)
+    return ImageReader(source, LIMITS, options.get("max_source_pixels", 10**7))
+
+
+def nothing(_: int) -> None:
+    pass
+
+
+async def test_grid_and_key_follow_from_the_bytes():
+    sources = [ImageSource(data_url(png(300, 200)), "p0"), ImageSource(data_url(png(64, 64)), "p1")]
+    images = await reader().read(sources, nothing, 1 << 20)
+    assert [image.grid for image in images] == [(1, 14, 20), (1, 16, 16)]
+    keys = {await image.key(prefix, salt) for image in images for prefix in (b"a", b"b")
+            for salt in (b"", b"s")}  # fmt: skip
+    assert len(keys) == 8
+    assert all(len(key) == 32 for key in keys)
+
+
+async def test_detail_and_pixel_limits_narrow_the_grid():
+    url = data_url(png(1000, 800))
+
+    async def area(**fields):
+        (image,) = await reader().read([ImageSource(url, "p", **fields)], nothing, 1 << 20)
+        return image.grid[1] * image.grid[2] * 256
+
+    assert await area() == await area(detail="high") > LOW_DETAIL_PIXELS
+    assert await area(detail="low") <= LOW_DETAIL_PIXELS
+    assert await area(max_pixels=100_000) <= 100_000
+    assert await area(max_pixels=1) <= LIMITS.min_pixels
+    assert 1 << 20 > await area(min_pixels=900_000) >= 900_000
+    assert await area(min_pixels=1 << 31) < 1.1 * LIMITS.max_pixels  # HF's formula rounds up
+    assert await area(detail="low", max_pixels=1 << 20) > LOW_DETAIL_PIXELS
+    with pytest.raises(InvalidRequest):
+        await area(min_pixels=200_000, max_pixels=100_000)
+
+
+async def test_failure_names_the_picture():
+    sources = [ImageSource(data_url(png(9, 9)), "first"), ImageSource(data_url(b"no"), "second")]
+    with pytest.raises(InvalidImage) as failed:
+        await reader().read(sources, nothing, 1 << 20)
+    assert failed.value.param == "second"
+    for options, limit in (({}, 10), ({"max_source_pixels": 80}, 1 << 20)):
+        with pytest.raises(InvalidImage):
+            await reader(**options).read(sources[:1], nothing, limit)

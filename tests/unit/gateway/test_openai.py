@@ -1,0 +1,164 @@
+"""Requests: what is taken, what is refused and by which name; and the sampling that follows."""
+
+import json
+
+import pytest
+
+from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.gateway.conversation import read_conversation
+from services.gateway.openai import MAX_PARTS, parse_chat_request
+from services.gateway.sampling import SamplingDefaults, for_choice, resolve_sampling
+
+HELLO = [{"role": "user", "content": "hello"}]
+LIMITS = {"prompt_tokens": 10, "max_model_len": 100, "vocab_size": 1000}
+DEFAULTS = SamplingDefaults(0.7, 0.8, 20, 0.0, 1.05, (7, 8))
+
+
+def parse(**fields):
+    return parse_chat_request(json.dumps({"model": "m", "messages": HELLO, **fields}).encode())
+
+
+def sampling(**fields):
+    return resolve_sampling(parse(**fields), DEFAULTS, **LIMITS)
+
+
+def test_fields_without_effect_are_taken():
+    parse(
+        user="u", metadata={"a": [1, {"b": None}]}, store=True, service_tier="auto",
+        safety_identifier="x", prompt_cache_key="k", prompt_cache_retention="24h",
+        prediction={"type": "content", "content": "x"}, parallel_tool_calls=True,
+        stream=True, stream_options={"include_obfuscation": False},
+    )  # fmt: skip
+
+
+def test_unserved_fields_may_say_what_happens_anyway():
+    parse(
+        tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"],
+        functions=None, function_call="auto", audio=None, reasoning_effort=None, verbosity=None,
+        web_search_options=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", []), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}), ("modalities", ["text", "audio"]),
+        ("audio", {}), ("functions", []), ("reasoning_effort", "high"), ("verbosity", "low"),
+        ("web_search_options", {}), ("best_of", 2), ("guided_json", {}), ("echo", False),
+    ],
+)  # fmt: skip
+def test_unserved_field_is_refused_by_name(field, value):
+    with pytest.raises(InvalidRequest) as refused:
+        parse(**{field: value})
+    assert refused.value.param == field
+
+
+def test_our_own_answer_can_be_sent_back():
+    parse(
+        messages=[
+            *HELLO,
+            {"role": "assistant", "content": None, "refusal": None, "annotations": [],
+             "tool_calls": None, "function_call": None, "audio": None, "reasoning": ""},
+            *HELLO,
+        ]
+    )  # fmt: skip
+
+
+def test_defaults_are_the_models():
+    found = sampling()
+    assert (found.temperature, found.top_p, found.top_k) == (0.7, 0.8, 20)
+    assert found.repetition_penalty == 1.05
+    assert found.stop_token_ids == (7, 8)
+    assert found.max_tokens == 90
+    assert found.top_logprobs is None
+
+
+def test_given_fields_overrule_the_defaults():
+    found = sampling(
+        temperature=0, top_p=0.5, top_k=-1, min_p=0.1, repetition_penalty=1, seed=-1,
+        presence_penalty=-2, frequency_penalty=2, logit_bias={"5": -100, "999": 1.5},
+        stop_token_ids=[9, 7], max_tokens=5, min_tokens=2, logprobs=True,
+    )  # fmt: skip
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0, 0.5, 0, 0.1)
+    assert found.logit_bias == {5: -100, 999: 1.5}
+    assert found.stop_token_ids == (7, 8, 9)
+    assert (found.max_tokens, found.min_tokens, found.top_logprobs) == (5, 2, 0)
+    assert found.seed == (1 << 64) - 1
+    assert for_choice(found, 1).seed == 0
+    assert sampling(ignore_eos=True).stop_token_ids == ()
+
+
+def test_seed_is_drawn_when_none_is_given():
+    assert sampling().seed != sampling().seed
+    assert sampling(seed=5) == sampling(seed=5)
+
+
+def test_greedy_model_stays_greedy(config):
+    import dataclasses
+
+    greedy = dataclasses.replace(config, generation={"do_sample": False, "temperature": 0.9})
+    assert SamplingDefaults.of_model(greedy).temperature == 0.0
+
+
+def test_context_bounds():
+    assert sampling(max_tokens=90).max_tokens == 90
+    for field in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(ContextLengthExceeded) as refused:
+            sampling(**{field: 91})
+        assert refused.value.param == field
+    with pytest.raises(ContextLengthExceeded):
+        resolve_sampling(parse(), DEFAULTS, **{**LIMITS, "prompt_tokens": 100})
+
+
+def image(**fields):
+    return {"type": "image_url", "image_url": {"url": "data:,", **fields}}
+
+
+def conversation(content, max_images=8, **fields):
+    request = parse(messages=[{"role": "user", "content": content}], **fields)
+    return read_conversation(request, max_images)
+
+
+def test_images_keep_their_order_and_place():
+    found = conversation([image(), {"type": "text", "text": "x"}, image(detail="low")])
+    assert [i.param for i in found.images] == ["messages[0].content[0]", "messages[0].content[2]"]
+    assert [p["type"] for p in found.messages[0]["content"]] == ["image", "text", "image"]
+    assert found.images[1].detail == "low"
+
+
+def test_too_many_images_are_refused():
+    with pytest.raises(InvalidRequest, match="at most 1"):
+        conversation([image(), image()], max_images=1)
+    with pytest.raises(InvalidRequest):
+        conversation([{"type": "text", "text": ""}] * (MAX_PARTS + 1))
+
+
+def test_innermost_pixel_limit_holds():
+    inner = image(min_pixels=1)
+    inner["min_pixels"] = 2
+    part = image()
+    part["min_pixels"] = 2
+    for content, expected in ((inner, 1), (part, 2), (image(), 3)):
+        found = conversation([content], min_pixels=3, mm_processor_kwargs={"min_pixels": 4})
+        assert found.images[0].min_pixels == expected
+    found = conversation([image()], mm_processor_kwargs={"max_pixels": 4})
+    assert found.images[0].max_pixels == 4
+
+
+def test_developer_is_system_and_null_is_empty():
+    request = parse(
+        messages=[{"role": "developer", "content": "x"}, {"role": "assistant", "content": None}]
+    )
+    assert read_conversation(request, 0).messages == [
+        {"role": "system", "content": "x"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+def test_template_options():
+    found = conversation("x", chat_template_kwargs={"add_vision_id": True})
+    assert found.template_options == {"add_vision_id": True}
+    with pytest.raises(InvalidRequest) as refused:
+        conversation("x", chat_template_kwargs={"tokenize": False})
+    assert refused.value.param == "chat_template_kwargs.tokenize"

@@ -1,0 +1,212 @@
+# ruff: noqa: RUF001 - look-alike characters are the point
+"""Rendering, tokenizing, expanding: HF's ids for ordinary text, plain text for all else."""
+
+import json
+import random
+
+import jinja2
+import pytest
+
+from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.model_config import ModelConfigError
+from services.gateway.prompt import PromptBuilder, read_template
+from services.gateway.tokenizer import ModelTokenizer
+from tests.tiny_tokenizer import ADDED, SPECIAL, added_ids, tokenizer_json
+
+MANY = 100_000
+IMAGE = {"type": "image"}
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def user(*content):
+    return {"role": "user", "content": list(content)}
+
+
+@pytest.fixture(scope="session")
+def hf(model_directory):
+    transformers = pytest.importorskip("transformers")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(model_directory / "tokenizer.json"),
+        chat_template=read_template(model_directory),
+    )
+
+
+CONVERSATIONS = {
+    "string": [{"role": "user", "content": "What is in the picture?"}],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
+    "system parts": [{"role": "system", "content": [text("Be "), text("brief.")]}, user(text("x"))],
+    "one image": [user(IMAGE, text("What is this?"))],
+    "interleaved": [user(text("a"), IMAGE, text(" b "), IMAGE, IMAGE, text("c"))],
+    "turns": [
+        user(IMAGE, text("one?")),
+        {"role": "assistant", "content": "A circle.\n"},
+        user(IMAGE, text("\n\nand  two? ")),
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "中文 über naïve 🙂 e\u0301 ＡＢ"},
+    ],
+    "whitespace": [{"role": "user", "content": " \n\t \r\n  x\u00a0y \n"}],
+    "braces": [{"role": "user", "content": "{{ 7*7 }} {% raw %} {# x #}"}],
+    "angles": [{"role": "user", "content": "a < b | c > d <| |> <|im_ end|>"}],
+}
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
+def test_ids_equal_hf(prompts, hf, messages):
+    expected = hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert prompts.render(messages, {}, MANY) == expected
+
+
+def test_ids_equal_hf_on_random_text(prompts, hf):
+    rng = random.Random(0)
+    alphabet = "abc XYZ 0189 \n\r\t'sté中🙂<|>_-.!\u0301\u200d"
+    for _ in range(300):
+        content = "".join(rng.choices(alphabet, k=rng.randint(0, 60)))
+        messages = [{"role": "user", "content": content}]
+        expected = hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert prompts.render(messages, {}, MANY) == expected, content
+
+
+def test_vision_ids_option(prompts, tokenizer):
+    plain = prompts.render([user(IMAGE)], {}, MANY)
+    numbered = prompts.render([user(IMAGE)], {"add_vision_id": True}, MANY)
+    assert len(numbered) == len(plain) + len(tokenizer.encode_text("Picture 1: "))
+
+
+def template_ids(prompts, messages, replacement):
+    """Special ids of a prompt."""
+    special = set(added_ids().values())
+    return [i for i in prompts.render(messages, {}, MANY) if i in special]
+
+
+@pytest.mark.parametrize("token", [*SPECIAL, *ADDED])
+def test_user_text_never_becomes_an_added_token(prompts, tokenizer, token):
+    harmless = [i for i in prompts.render([user(text("x"))], {}, MANY)]
+    special = set(added_ids().values())
+    expected = [i for i in harmless if i in special]
+    for content in (token, f"a{token}{token}b", token * 50):
+        for messages in (
+            [{"role": "user", "content": content}],
+            [user(text(content))],
+            [{"role": "system", "content": content}, {"role": "user", "content": "x"}],
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}],
+        ):
+            ids = prompts.render(messages, {}, MANY)
+            found = [i for i in ids if i in special]
+            assert set(found) <= set(expected)
+            assert len(found) == 1 + 2 * len(messages)
+    # And the text is all there.
+    ids = prompts.render([{"role": "user", "content": f"[{token}]"}], {}, MANY)
+    joined = b"".join(tokenizer.token_bytes(i) for i in ids)
+    assert f"[{token}]".encode() in joined
+
+
+def test_added_tokens_do_not_arise_across_parts(prompts):
+    token = "<|image_pad|>"
+    special = set(added_ids().values())
+    for cut in range(1, len(token)):
+        ids = prompts.render([user(text(token[:cut]), text(token[cut:]))], {}, MANY)
+        assert sum(i in special for i in ids) == 3
+    for first in range(1, len(token) - 1):
+        for second in range(first + 1, len(token)):
+            parts = (token[:first], token[first:second], token[second:])
+            ids = prompts.render([user(*map(text, parts))], {}, MANY)
+            assert sum(i in special for i in ids) == 3
+
+
+def test_sentinel_in_user_text_changes_nothing(prompts, hf):
+    content = "".join(chr(c) for c in range(0xFDD0, 0xFDEF)) + "<|im_end|>"
+    ids = prompts.render([{"role": "user", "content": content}], {}, MANY)
+    special = set(added_ids().values())
+    assert sum(i in special for i in ids) == 3
+    with pytest.raises(InvalidRequest):
+        prompts.render([{"role": "user", "content": content + "\ufdef"}], {}, MANY)
+
+
+def test_expand_replaces_each_placeholder_by_its_image(prompts):
+    ids = prompts.render([user(text("a"), IMAGE, text("b"), IMAGE)], {}, MANY)
+    grids = [(1, 4, 6), (1, 2, 2)]
+    prompt = prompts.expand(ids, grids)
+    pad = added_ids()["<|image_pad|>"]
+    assert prompt.image_lengths == (6, 1)
+    assert prompt.num_image_tokens == 7
+    assert len(prompt.token_ids) == len(ids) + 5
+    for offset, length in zip(prompt.image_offsets, prompt.image_lengths, strict=True):
+        assert (prompt.token_ids[offset : offset + length] == pad).all()
+        assert prompt.token_ids[offset - 1] == added_ids()["<|vision_start|>"]
+        assert prompt.token_ids[offset + length] == added_ids()["<|vision_end|>"]
+    assert prompt.positions is not None
+    assert prompt.positions.shape == (3, len(prompt.token_ids))
+    assert prompt.position_delta == -(6 - 3)
+
+
+def test_text_has_no_positions(prompts):
+    prompt = prompts.expand(prompts.render([user(text("a"))], {}, MANY), [])
+    assert prompt.positions is None
+    assert prompt.position_delta == 0
+
+
+def test_count_of_placeholders_must_be_that_of_images(prompts):
+    ids = prompts.render([user(IMAGE)], {}, MANY)
+    for grids in ([], [(1, 2, 2)] * 2):
+        with pytest.raises(InvalidRequest):
+            prompts.expand(ids, grids)
+
+
+def test_text_that_cannot_fit_is_refused_untokenized(prompts, tokenizer):
+    content = "a" * (100 * tokenizer.max_token_bytes + 1)
+    with pytest.raises(ContextLengthExceeded):
+        prompts.render([{"role": "user", "content": content}], {}, 100)
+    # Composed, this is a third as long and fits.
+    tokenizer.check_length("e\u0301" * 100, 200 // tokenizer.max_token_bytes + 1)
+
+
+def test_template_refusal_is_the_callers_fault(config, tokenizer):
+    builder = PromptBuilder(config, tokenizer, "{{ raise_exception('no such thing') }}")
+    with pytest.raises(InvalidRequest, match="no such thing"):
+        builder.render([{"role": "user", "content": "x"}], {}, MANY)
+
+
+def test_template_is_sandboxed(config, tokenizer):
+    for template in (
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__bases__[0].__subclasses__() }}",
+        "{% set _ = messages.append({}) %}",
+    ):
+        builder = PromptBuilder(config, tokenizer, template)
+        with pytest.raises(InvalidRequest):
+            builder.render([{"role": "user", "content": "x"}], {}, MANY)
+
+
+def test_template_has_hf_semantics(config, tokenizer):
+    template = (
+        "{%- for m in messages %}\n    {% if loop.index == 2 %}{% continue %}{% endif %}\n"
+        "    {{ {'b': '<é>', 'a': 1} | tojson }}\n{% endfor %}"
+    )
+    builder = PromptBuilder(config, tokenizer, template)
+    ids = builder.render([{"role": "user", "content": "x"}] * 3, {}, MANY)
+    line = '    {"b": "<é>", "a": 1}\n'
+    joined = b"".join(tokenizer.token_bytes(i) for i in ids).decode()
+    assert joined == line * 2
+    assert isinstance(jinja2.__version__, str)
+
+
+def test_template_is_found_in_each_place(tmp_path):
+    with pytest.raises(ModelConfigError):
+        read_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one"}))
+    assert read_template(tmp_path) == "one"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "two"}))
+    assert read_template(tmp_path) == "two"
+    (tmp_path / "chat_template.jinja").write_text("three")
+    assert read_template(tmp_path) == "three"
+
+
+def test_unsupported_tokenizers_are_named():
+    definition = json.loads(tokenizer_json())
+    with pytest.raises(ModelConfigError, match="Metaspace"):
+        ModelTokenizer({**definition, "decoder": {"type": "Metaspace"}})
+    broken = [{**definition["added_tokens"][0], "lstrip": True}]
+    with pytest.raises(ModelConfigError, match="strips"):
+        ModelTokenizer({**definition, "added_tokens": broken})

@@ -1,0 +1,46 @@
+"""The environment becomes one frozen value, or an error that names the variable."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.settings import SettingsError
+from services.gateway.settings import GatewaySettings
+
+GOOD = {
+    "GATEWAY_MODEL": "/models/x",
+    "GATEWAY_ENCODER_ADDRESSES": "a:1, b:2,",
+    "GATEWAY_DECODER_ADDRESSES": "dns:///decoder:50052",
+}
+
+
+def test_addresses_and_keys_are_split():
+    settings = GatewaySettings.from_environment({**GOOD, "GATEWAY_API_KEYS": "k1,k2", "PATH": "x"})
+    assert settings.encoders == ("a:1", "b:2")
+    assert settings.decoders == ("dns:///decoder:50052",)
+    assert settings.keys == ("k1", "k2")
+    assert settings.model == Path("/models/x")
+    assert "k1" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("GATEWAY_PORT", "http"), ("GATEWAY_PORT", "65536"), ("GATEWAY_PROT", "80"),
+        ("GATEWAY_MAX_CONCURRENT_REQUESTS", "0"), ("GATEWAY_LOG_LEVEL", "LOUD"),
+        ("GATEWAY_REQUEST_TIMEOUT_S", "0"), ("GATEWAY_ENCODER_ADDRESSES", ""),
+    ],
+)  # fmt: skip
+def test_bad_variable_is_named(name, value):
+    with pytest.raises(SettingsError, match=name):
+        GatewaySettings.from_environment({**GOOD, name: value})
+
+
+def test_missing_variable_is_named():
+    for name in GOOD:
+        with pytest.raises(SettingsError, match=name):
+            GatewaySettings.from_environment({k: v for k, v in GOOD.items() if k != name})
+
+
+def test_settings_are_few():
+    assert len(GatewaySettings.model_fields) <= 16

@@ -1,0 +1,286 @@
+"""Pictures from the web: vetted hosts, bounded bytes, and errors that say whose fault it is."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from services.common.errors import (
+    InvalidImage,
+    InvalidRequest,
+    MediaFetchFailed,
+    TriptychError,
+    Unavailable,
+)
+from services.gateway.web_media import WebMedia, is_public, parse_url
+
+
+@contextlib.asynccontextmanager
+async def origin(*answers: bytes, pause_s: float = 0.0):
+    """An HTTP server that sends canned answers, and the requests it got."""
+    requests: list[bytes] = []
+
+    handlers: set[asyncio.Task] = set()
+
+    async def serve(reader, writer):
+        handlers.add(asyncio.current_task())
+        with (
+            contextlib.closing(writer),
+            contextlib.suppress(ConnectionError, asyncio.IncompleteReadError),
+        ):
+            requests.append(await reader.readuntil(b"\r\n\r\n"))
+            answer = answers[min(len(requests), len(answers)) - 1]
+            step = len(answer) if not pause_s else 1
+            for start in range(0, len(answer), step):
+                writer.write(answer[start : start + step])
+                await writer.drain()
+                await asyncio.sleep(pause_s)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1], requests
+    finally:
+        server.close()
+        for handler in handlers:
+            handler.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+        await asyncio.sleep(0)
+
+
+def ok(body: bytes, *headers: bytes) -> bytes:
+    return b"\r\n".join(
+        (b"HTTP/1.1 200 OK", *headers, b"Content-Length: %d" % len(body), b"", body)
+    )
+
+
+def redirect(location: str, status: int = 302) -> bytes:
+    return f"HTTP/1.1 {status} Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
+
+
+@contextlib.asynccontextmanager
+async def web(addresses=("127.0.0.1",), **options):
+    looked_up: list[str] = []
+
+    async def resolver(host, port):
+        looked_up.append(host)
+        return list(addresses)
+
+    media = WebMedia(
+        options.pop("max_bytes", 1000), allow_private=options.pop("allow_private", True),
+        resolver=resolver, **options,
+    )  # fmt: skip
+    try:
+        yield media, looked_up
+    finally:
+        await media.close()
+
+
+# Addresses and hosts
+
+PRIVATE = [
+    "127.0.0.1", "127.8.8.8", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254",
+    "100.64.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255", "192.0.0.1", "198.18.0.1", "::1",
+    "::", "fc00::1", "fd12::1", "fe80::1", "fe80::1%eth0", "::ffff:127.0.0.1", "::ffff:8.8.8.8",
+    "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b:1::1", "2002:7f00:1::", "2001:0::1", "ff02::1",
+    "fec0::1", "2001:db8::1", "nonsense", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_address_is_not_public(address):
+    assert not is_public(address)
+
+
+def test_public_addresses_are():
+    assert all(map(is_public, ("8.8.8.8", "1.1.1.1", "2606:4700::1111", "2a00:1450::1")))
+
+
+BAD_URLS = [
+    "http://", "http:///x", "http:/x", "http:x", "http://user@host/", "http://user:pw@host/",
+    "http://@host/", "http://good\\@127.0.0.1/", "http://host\\x/", "http://ho st/", "http://h\tx/",
+    "http://h\n/", " http://host/", "http://host/ x", "http://host:99999/", "http://host:x/",
+    "http://host:0/", "http://2130706433/", "http://0x7f000001/", "http://0x7f.1/",
+    "http://0177.0.0.1/", "http://127.1/", "http://127.0.0.1./", "http://host./", "http://h..x/",
+    "http://1.2.3.4.5/", "http://999.1.1.1/", "http://[::1/", "http://[zz]/", "http://-/",
+    "http://%31%32%37.0.0.1/", "http://host%00/", "http://a,b/", "http://host/" + "x" * 9000,
+    "http://127.0.0.0x1/",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_odd_url_is_refused(url):
+    with pytest.raises(InvalidRequest):
+        parse_url(url)
+
+
+def test_plain_urls_are_taken():
+    for url in (
+        "http://example.com", "https://a-b.example.com:8443/p?q=1#f", "http://93.184.216.34/x",
+        "http://[2606:4700::1111]/x", "http://bücher.example/x", "HTTP://EXAMPLE.COM/",
+        "http://example.com/a@b",
+    ):  # fmt: skip
+        parse_url(url)
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+async def test_private_hosts_are_never_dialled(address):
+    async with origin(ok(b"secret")) as (port, requests):
+        async with web([address], allow_private=False) as (media, looked_up):
+            with pytest.raises(InvalidRequest):
+                await media.fetch(f"http://innocent.example:{port}/")
+            assert looked_up == ["innocent.example"]
+        assert not requests
+
+
+async def test_one_private_address_among_public_ones_refuses_the_host():
+    async with web(["93.184.216.34", "127.0.0.1"], allow_private=False) as (media, _):
+        with pytest.raises(InvalidRequest):
+            await media.fetch("http://mixed.example/")
+
+
+async def test_default_resolver_refuses_loopback_by_any_name():
+    async with origin(ok(b"secret")) as (port, requests):
+        media = WebMedia(100)
+        for host in ("localhost", "127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"):
+            with pytest.raises((InvalidRequest, Unavailable)):
+                await media.fetch(f"http://{host}:{port}/")
+        assert not requests
+        await media.close()
+
+
+# Fetching
+
+
+async def test_body_is_fetched_and_the_host_header_kept():
+    async with origin(ok(b"abc")) as (port, requests), web() as (media, looked_up):
+        assert await media.fetch(f"http://pictures.example:{port}/a?b=c") == b"abc"
+        assert looked_up == ["pictures.example"]
+        assert requests[0].startswith(b"GET /a?b=c HTTP/1.1\r\n")
+        assert f"Host: pictures.example:{port}".encode() in requests[0]
+        assert b"identity" in requests[0]
+
+
+async def test_redirects_are_followed_a_few_times():
+    hops = (redirect("/b"), redirect("c", 307), ok(b"x"))
+    async with origin(*hops) as (port, requests), web() as (media, _):
+        assert await media.fetch(f"http://h.example:{port}/a/") == b"x"
+        assert [r.split()[1] for r in requests] == [b"/a/", b"/b", b"/c"]
+    async with origin(redirect("/again")) as (port, requests), web() as (media, _):
+        with pytest.raises(MediaFetchFailed):
+            await media.fetch(f"http://h.example:{port}/")
+        assert len(requests) == 4
+
+
+async def test_each_hop_is_vetted():
+    """The first name is public; where it leads is not."""
+    async with origin(redirect("http://inner.example/")) as (port, requests):
+        hosts = {"outer.example": ["93.184.216.34"], "inner.example": ["10.0.0.1"]}
+
+        async def resolver(host, _):
+            return hosts[host]
+
+        media = WebMedia(100, resolver=resolver)
+        backend = media._pool._network_backend
+        dialled = []
+
+        class Dialler:
+            async def connect_tcp(self, host, *args):
+                import httpcore2
+
+                dialled.append(host)
+                return await httpcore2.AnyIOBackend().connect_tcp("127.0.0.1", port)
+
+        backend._dialler = Dialler()
+        with pytest.raises(InvalidRequest):
+            await media.fetch("http://outer.example/")
+        assert dialled == ["93.184.216.34"]
+        assert len(requests) == 1
+        await media.close()
+
+
+async def test_second_look_up_cannot_rebind():
+    """The address that was vetted is the one that is dialled."""
+    answers = iter([["93.184.216.34"], ["127.0.0.1"]])
+
+    async def resolver(host, port):
+        return next(answers)
+
+    media = WebMedia(100, resolver=resolver)
+    dialled = []
+
+    class Dialler:
+        async def connect_tcp(self, host, *args):
+            dialled.append(host)
+            raise OSError
+
+    media._pool._network_backend._dialler = Dialler()
+    with pytest.raises(Unavailable):
+        await media.fetch("http://rebind.example/")
+    assert dialled == ["93.184.216.34"]
+    await media.close()
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["file:///etc/passwd", "ftp://x/", "http://u@h/", "http://127.1/", "gopher://x", "\\\\x"],
+)
+async def test_redirect_to_an_odd_url_is_refused(location):
+    async with origin(redirect(location)) as (port, _), web() as (media, _):
+        with pytest.raises(InvalidRequest):
+            await media.fetch(f"http://h.example:{port}/")
+
+
+STATUSES = {
+    404: MediaFetchFailed, 403: MediaFetchFailed, 410: MediaFetchFailed, 204: MediaFetchFailed,
+    300: MediaFetchFailed, 408: Unavailable, 429: Unavailable, 500: Unavailable, 503: Unavailable,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "kind"), STATUSES.items())
+async def test_origin_status_decides_the_error(status, kind):
+    answer = f"HTTP/1.1 {status} X\r\nContent-Length: 0\r\n\r\n".encode()
+    async with origin(answer) as (port, _), web() as (media, _):
+        with pytest.raises(TriptychError) as failed:
+            await media.fetch(f"http://h.example:{port}/")
+        assert type(failed.value) is kind
+
+
+async def test_bytes_are_counted_whatever_the_header_says():
+    chunked = (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"64\r\n%s\r\n" % (b"x" * 100) * 20
+    )
+    for answer in (ok(b"x" * 1001), b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 5000, chunked):
+        async with origin(answer) as (port, _), web() as (media, _):
+            with pytest.raises(InvalidImage):
+                await media.fetch(f"http://h.example:{port}/")
+
+
+async def test_compressed_and_empty_bodies_are_refused():
+    for answer in (ok(b"x", b"Content-Encoding: gzip"), ok(b"")):
+        async with origin(answer) as (port, _), web() as (media, _):
+            with pytest.raises(MediaFetchFailed):
+                await media.fetch(f"http://h.example:{port}/")
+
+
+async def test_slow_drip_ends_at_the_deadline():
+    slow = origin(ok(b"x" * 900), pause_s=0.01)
+    async with slow as (port, _), web(timeout_s=0.2) as (media, _):
+        start = asyncio.get_running_loop().time()
+        with pytest.raises(Unavailable):
+            await media.fetch(f"http://h.example:{port}/")
+        assert asyncio.get_running_loop().time() - start < 2
+
+
+async def test_nobody_there_is_retryable():
+    async with origin(b"") as (port, _):
+        pass
+    async with web() as (media, _):
+        with pytest.raises(Unavailable):
+            await media.fetch(f"http://h.example:{port}/")
+    async with origin(b"garbage\r\n\r\n") as (port, _), web() as (media, _):
+        with pytest.raises(Unavailable):
+            await media.fetch(f"http://h.example:{port}/")
+    async with web([]) as (media, _):
+        with pytest.raises(Unavailable):
+            await media.fetch("http://h.example/")

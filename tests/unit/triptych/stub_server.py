@@ -1,0 +1,114 @@
+"""A chat server whose timing and tokens are known."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StubServer:
+    """Streams `max_tokens` tokens; `behaviour` breaks it on purpose."""
+
+    behaviour: str = "good"
+    caches: bool = True
+    bodies: list[dict] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+    url: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                if head.startswith("get "):
+                    found = self.page(head.split(" ")[1]).encode()
+                    length = f"Content-Length: {len(found)}\r\n\r\n".encode()
+                    writer.write(b"HTTP/1.1 200 OK\r\n" + length + found)
+                    continue
+                length = int(head.split("content-length: ")[1].split("\r\n")[0])
+                body = json.loads(await reader.readexactly(length))
+                self.bodies.append(body)
+                self.in_flight += 1
+                self.most_in_flight = max(self.most_in_flight, self.in_flight)
+                try:
+                    await self.answer(body, writer)
+                finally:
+                    self.in_flight -= 1
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    def page(self, path: str) -> str:
+        """What a GET answers: the models, or metrics in which each picture was encoded once."""
+        if path == "/v1/models":
+            return json.dumps({"data": [{"id": "stub"}]})
+        num_encoded = len(self.pictures()) if self.caches else sum(map(len, self.per_request()))
+        return f"# HELP x\nencoder_images_encoded_total {num_encoded}.0\n"
+
+    def per_request(self) -> list[list[str]]:
+        """The image URLs of each request."""
+        return [
+            [part["image_url"]["url"] for part in message["content"] if "image_url" in part]
+            for body in self.bodies
+            for message in body["messages"]
+        ]
+
+    def pictures(self) -> set[str]:
+        """The distinct image URLs."""
+        return {url for urls in self.per_request() for url in urls}
+
+    async def answer(self, body: dict, writer: asyncio.StreamWriter) -> None:
+        if self.behaviour == "refuse":
+            error = json.dumps({"error": {"message": "full"}}).encode()
+            head = f"HTTP/1.1 503 Busy\r\nContent-Length: {len(error)}\r\n\r\n"
+            writer.write(head.encode() + error)
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+        async def event(payload: str) -> None:
+            data = f"data: {payload}\n\n".encode()
+            frame = f"{len(data):x}\r\n".encode() + data + b"\r\n"
+            for part in (frame[:7], frame[7:]):  # chunks do not arrive whole
+                writer.write(part)
+                await writer.drain()
+
+        await event(json.dumps({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
+        for _ in range(body.get("max_tokens", 3)):
+            await asyncio.sleep(0.002)
+            await event(json.dumps({"choices": [{"delta": {"content": "x"}}]}))
+        if self.behaviour == "die":
+            writer.close()
+            return
+        if self.behaviour == "error":
+            await event(json.dumps({"error": {"message": "the decoder died"}}))
+            writer.write(b"0\r\n\r\n")
+            return
+        usage = {"prompt_tokens": 9, "completion_tokens": body.get("max_tokens", 3)}
+        times = {"stage_times_ms": {"encode": 4.5, "total": 9.0}}
+        await event(json.dumps({"choices": [], "usage": usage} | times))
+        if self.behaviour != "truncate":
+            await event("[DONE]")
+        writer.write(b"0\r\n\r\n")
+
+
+@contextmanager
+def running_stub() -> Iterator[StubServer]:
+    """The server, in a thread of its own."""
+    server = StubServer()
+    loop = asyncio.new_event_loop()
+    started = loop.run_until_complete(asyncio.start_server(server.serve, "127.0.0.1", 0))
+    server.url = f"http://127.0.0.1:{started.sockets[0].getsockname()[1]}"
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield server
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    started.close()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()

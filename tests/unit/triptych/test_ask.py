@@ -1,0 +1,77 @@
+"""`triptych ask` and its client."""
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from tests.unit.triptych.stub_server import StubServer
+from triptych import cli
+from triptych.chat import AskError, ask, first_model, image_part, question_message
+
+
+def test_ask_streams_the_answer(
+    stub: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cat.png").write_bytes(b"cat")
+    (tmp_path / "dog.jpg").write_bytes(b"dog")
+    pictures = [str(tmp_path / "cat.png"), str(tmp_path / "dog.jpg")]
+    assert cli.main(["ask", *pictures, "Which one?", "--url", stub.url, "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out == "xxxx\n"
+    (body,) = stub.bodies
+    assert body["model"] == "stub"
+    first, second, text = body["messages"][0]["content"]
+    assert first["image_url"]["url"] == "data:image/png;base64," + base64.b64encode(b"cat").decode()
+    assert second["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    assert text == {"type": "text", "text": "Which one?"}
+
+
+def test_ask_without_a_picture(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ask", "Who are you?", "--url", stub.url]) == 0
+    assert capsys.readouterr().out == "xxx\n"
+
+
+def test_a_url_is_passed_on_as_it_is() -> None:
+    url = "https://example.org/a.png"
+    assert image_part(url) == {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_a_missing_picture_is_named(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AskError, match=r"cannot read none\.png: No such file"):
+        question_message(["none.png"], "?")
+    assert cli.main(["ask", "none.png", "?", "--url", stub.url]) == 1
+    assert "cannot read none.png" in capsys.readouterr().err
+    assert stub.bodies == []
+
+
+def test_an_answer_carries_times_and_usage(stub: StubServer) -> None:
+    answer = ask(stub.url, {"messages": [question_message([], "hello")]})
+    assert answer.text == "xxx"
+    assert answer.usage == {"prompt_tokens": 9, "completion_tokens": 3}
+    assert answer.stage_times_ms == {"encode": 4.5, "total": 9.0}
+    assert answer.ttft_s is not None
+    assert 0 < answer.ttft_s <= answer.total_s
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("refuse", "HTTP 503: full"),
+        ("error", "broke off: the decoder died"),
+        ("truncate", "ended before the answer did"),
+        ("die", "ended before the answer did"),
+    ],
+)
+def test_a_broken_answer_is_never_taken_for_a_whole_one(
+    stub: StubServer, behaviour: str, message: str
+) -> None:
+    stub.behaviour = behaviour
+    with pytest.raises(AskError, match=message):
+        ask(stub.url, {"messages": [question_message([], "hello")]})
+
+
+def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ask", "hello", "--url", "http://127.0.0.1:9"]) == 1
+    assert "is `triptych serve` running?" in capsys.readouterr().err
+    with pytest.raises(AskError, match="not an http URL"):
+        first_model("ftp://x")

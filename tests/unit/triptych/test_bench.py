@@ -1,0 +1,124 @@
+"""The load generator, against a server whose timing and tokens are known."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import serve
+from benchmarks.client import Connection, Target
+from benchmarks.peers import FLOORS, TARGETS, VLLM
+from benchmarks.report import RowResult, times_better
+from benchmarks.workloads import ROWS, WORDS, random_image, request_bodies, scaled
+from tests.unit.triptych.stub_server import StubServer
+
+_ROW = {row.name: row for row in ROWS}
+
+
+def test_the_rows_are_those_of_the_peer() -> None:
+    assert {row.name for row in ROWS} == set(VLLM) == set(TARGETS)
+    assert set(FLOORS) <= set(VLLM)
+    lengths = {row.name: row.prompt_tokens for row in ROWS}
+    assert lengths["text_c64"] == 1008
+    assert lengths["img1024_c1"] == lengths["text1058_c1"] == 1058
+    assert lengths["img512_c64"] == 290
+    assert lengths["img4x640_c16"] == 1916
+
+
+def test_words_are_distinct_and_plain() -> None:
+    assert len(WORDS) == len(set(WORDS)) > 500
+    assert all(word.isascii() and word.isalpha() and word.islower() for word in WORDS)
+
+
+def test_bodies_are_new_save_where_a_row_repeats_images() -> None:
+    def images(name: str) -> list[str]:
+        row = scaled(_ROW[name], 0.25)
+        bodies = [json.loads(b) for b in request_bodies(row, "m", seed=1)][row.num_warmup :]
+        texts = [body["messages"][0]["content"][-1]["text"] for body in bodies]
+        assert len(set(texts)) == len(texts) == row.num_requests
+        assert all(len(text.split()) == row.num_words for text in texts)
+        return [p["image_url"]["url"] for b in bodies for p in b["messages"][0]["content"][:-1]]
+
+    assert len(set(images("img512_c64"))) == 96
+    assert len(set(images("img512_reuse80_c64"))) == 19
+    assert len(set(images("img1024_repeat_c1"))) == 1
+    assert len(set(images("img4x640_c16"))) == 64
+
+
+def test_equal_seeds_make_equal_bodies_and_others_differ() -> None:
+    row = scaled(_ROW["img512_c64"], 0.02)
+    first, again, other = (list(request_bodies(row, "m", seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert not set(first) & set(other)
+
+
+def test_images_are_jpeg_of_the_size_asked_for() -> None:
+    import io
+
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(random_image(np.random.default_rng(0), 96)))
+    assert (image.format, image.size) == ("JPEG", (96, 96))
+
+
+def test_a_run_measures_writes_and_succeeds(
+    stub: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--url", stub.url, "--rows", "text_c64,img512_c64", "--scale", "0.1"]
+    assert serve.main([*arguments, "--out", str(tmp_path), "--seed", "5"]) == 0
+    document = json.loads((tmp_path / "serve.json").read_text())
+    row = document["rows"]["text_c64"]
+    assert document["model"] == "stub"
+    assert row["num_errors"] == 0
+    assert row["completion_tokens"] == row["row"]["output_tokens"]
+    assert 2.0 <= row["tpot_ms"]["p50"] < 50
+    assert row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] <= row["e2e_ms"]["p99"]
+    assert stub.most_in_flight == row["row"]["concurrency"] == 6
+    assert (tmp_path / "serve.png").stat().st_size > 10_000
+    assert "text_c64" in capsys.readouterr().out
+    assert all(body["ignore_eos"] and body["temperature"] == 0 for body in stub.bodies)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error"),
+    [
+        ("refuse", "HTTP 503: full"),
+        ("die", "connection lost"),
+        ("truncate", r"ended before \[DONE\]"),
+    ],
+)
+async def test_a_broken_answer_is_an_error_and_not_a_figure(
+    stub: StubServer, behaviour: str, error: str
+) -> None:
+    stub.behaviour = behaviour
+    connection = Connection(Target.from_url(stub.url))
+    samples = [await connection.post(b'{"max_tokens": 2}', 5) for _ in range(2)]
+    connection.close()
+    for sample in samples:
+        with pytest.raises(AssertionError, match=error):
+            raise AssertionError(sample.error)
+    result = RowResult.from_samples(scaled(_ROW["text_c1"], 0.1), samples, 1.0)
+    assert (result.num_errors, result.requests_per_s) == (2, 0)
+
+
+async def test_a_request_that_takes_too_long_is_an_error(stub: StubServer) -> None:
+    connection = Connection(Target.from_url(stub.url))
+    sample = await connection.post(b'{"max_tokens": 1000}', 0.1)
+    assert sample.error.startswith("TimeoutError")
+    sample = await connection.post(b'{"max_tokens": 2}', 5)
+    assert not sample.error
+    connection.close()
+
+
+def test_nobody_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--url", "http://127.0.0.1:9", "--rows", "text_c1"]) == 2
+    assert "no models at 127.0.0.1:9" in capsys.readouterr().err
+    assert serve.main(["--url", "http://127.0.0.1:9", "--model", "m", "--rows", "x"]) == 2
+    assert "unknown row x" in capsys.readouterr().err
+
+
+def test_times_better_points_the_same_way_for_times_and_rates() -> None:
+    assert times_better(10, 20, more_is_better=False) == 2
+    assert times_better(20, 10, more_is_better=True) == 2
+    assert times_better(float("nan"), 10, more_is_better=True) is None

@@ -1,0 +1,60 @@
+"""The demonstration: what it asks, and that it tells the truth about encodes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.unit.triptych.stub_server import StubServer
+from triptych import demo
+from triptych.plan import Plan
+from triptych.samples import Sample, load_samples
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> list[Sample]:
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(name.encode())
+    listed = [
+        {"files": ["a.png"], "questions": ["What is it?", "What colour?"]},
+        {"files": ["b.png", "a.png"], "questions": ["Which one?", "And now?"]},
+        {"files": [], "questions": ["Who are you?"]},
+    ]
+    (tmp_path / "samples.json").write_text(json.dumps(listed))
+    return load_samples(tmp_path)
+
+
+def ask_all(stub: StubServer, samples: list[Sample]) -> tuple[demo.Totals, str]:
+    console = Console(record=True, quiet=True, width=200)
+    plan = Plan(stub.url, "stub", [], {"encoder-0": f"{stub.url}/metrics"})
+    totals = demo._ask_all(console, samples, plan)
+    return totals, console.export_text()
+
+
+def test_known_pictures_are_not_encoded_again(stub: StubServer, samples: list[Sample]) -> None:
+    totals, _ = ask_all(stub, samples)
+    assert totals == demo.Totals(pictures=2, questions=5, encodes=2, repeats=2, repeat_encodes=0)
+    assert all(body["include_stage_times"] for body in stub.bodies)
+
+
+def test_an_encode_too_many_is_seen(stub: StubServer, samples: list[Sample]) -> None:
+    stub.caches = False
+    totals, _ = ask_all(stub, samples)
+    assert totals.repeat_encodes == 3
+
+
+def test_the_shipped_samples_can_be_asked_about() -> None:
+    found = load_samples()
+    assert found
+    assert any(len(sample.questions) > 1 for sample in found)
+    assert any(len(sample.pictures) > 1 for sample in found)
+    for sample in found:
+        assert all(question.strip() for question in sample.questions)
+
+
+@pytest.mark.parametrize("content", ["", "[{}]", '[{"files": ["no.png"], "questions": ["?"]}]'])
+def test_bad_samples_name_their_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "samples.json").write_text(content)
+    with pytest.raises(ValueError, match=r"samples\.json: "):
+        load_samples(tmp_path)

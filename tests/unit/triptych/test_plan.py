@@ -1,0 +1,129 @@
+"""The plan of a stack: each variable is one that its service knows, and shares add up."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from services.decoder.settings import DecoderSettings
+from services.encoder.settings import EncoderSettings
+from services.gateway.settings import GatewaySettings
+from triptych.devices import count_gpus, place
+from triptych.plan import Plan, ServeOptions, plan_stack
+from triptych.stack import StackError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def plan(model: Path, environment: dict[str, str] | None = None, **options: object) -> Plan:
+    chosen = ServeOptions(model=model, port=0, **options)  # type: ignore[arg-type]
+    return plan_stack(chosen, "redis://r", environment or {"CUDA_VISIBLE_DEVICES": ""}, 8, None)
+
+
+def test_every_service_accepts_its_environment(model: Path) -> None:
+    made = plan(model, encoders=2, decoders=2, dtype="bfloat16", load_format="dummy")
+    settings = {"encoder": EncoderSettings, "decoder": DecoderSettings, "gateway": GatewaySettings}
+    names = [child.name for child in made.children]
+    assert names == ["encoder-0", "encoder-1", "decoder-0", "decoder-1", "gateway"]
+    ports: set[int] = set()
+    for child in made.children:
+        value = settings[child.name.split("-")[0]].from_environment(child.environment)
+        assert value.model == model
+        assert value.log_level == "WARNING"
+        ports.add(value.port)
+        if isinstance(value, GatewaySettings):
+            assert f"http://{value.host}:{value.port}" == made.url
+            assert len(value.encoders) == len(value.decoders) == 2
+        else:
+            assert (value.dtype, value.load_format) == ("bfloat16", "dummy")
+            assert value.redis_url == "redis://r"
+            assert made.metrics_urls[child.name].endswith(f":{value.metrics_port}/metrics")
+            ports.add(value.metrics_port)
+    assert len(ports) == 9
+
+
+def test_the_gateway_is_given_the_ports_of_the_engines(model: Path) -> None:
+    made = {child.name: child.environment for child in plan(model).children}
+    assert made["gateway"]["GATEWAY_ENCODER_ADDRESSES"].endswith(made["encoder-0"]["ENCODER_PORT"])
+    assert made["gateway"]["GATEWAY_DECODER_ADDRESSES"].endswith(made["decoder-0"]["DECODER_PORT"])
+
+
+def test_no_redis_means_none_for_all(model: Path) -> None:
+    made = plan_stack(ServeOptions(model=model, port=0), None, {}, 2, None)
+    assert made.children[0].environment["ENCODER_REDIS_URL"] == ""
+    assert made.children[1].environment["DECODER_REDIS_URL"] == ""
+
+
+def test_a_log_level_that_the_user_exported_is_kept(model: Path) -> None:
+    made = plan(model, {"DECODER_LOG_LEVEL": "DEBUG", "CUDA_VISIBLE_DEVICES": ""})
+    levels = [v for c in made.children for k, v in c.environment.items() if "LOG_LEVEL" in k]
+    assert levels == ["WARNING", "DEBUG", "WARNING"]
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match=r"no config\.json"):
+        plan(tmp_path)
+
+
+def test_a_port_in_use_is_refused(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(StackError, match=f"cannot listen on 127.0.0.1:{port}"):
+            plan_stack(ServeOptions(model=model, port=port), None, {}, 2, None)
+
+
+def test_one_gpu_is_shared_and_not_filled() -> None:
+    encoders, decoders = place("auto", "auto", encoders=1, decoders=1, gpus=1, cpus=16)
+    assert {p.device for p in encoders + decoders} == {"cuda:0"}
+    assert 0.8 < sum(p.memory_fraction for p in encoders + decoders) <= 0.9
+    assert encoders[0].memory_fraction < decoders[0].memory_fraction
+
+
+@pytest.mark.parametrize(("encoders", "decoders", "gpus"), [(1, 3, 2), (2, 2, 3), (4, 4, 4)])
+def test_no_card_is_promised_twice(encoders: int, decoders: int, gpus: int) -> None:
+    first, second = place("auto", "auto", encoders=encoders, decoders=decoders, gpus=gpus, cpus=8)
+    placements = first + second
+    assert len(placements) == encoders + decoders
+    for card in {p.device for p in placements}:
+        assert sum(p.memory_fraction for p in placements if p.device == card) <= 0.9001
+
+
+def test_two_cards_for_two_processes_are_not_shared() -> None:
+    encoders, decoders = place("auto", "auto", encoders=1, decoders=1, gpus=2, cpus=8)
+    assert (encoders[0].device, decoders[0].device) == ("cuda:1", "cuda:0")
+    assert encoders[0].memory_fraction == decoders[0].memory_fraction == 0.9
+
+
+def test_cpu_threads_are_divided() -> None:
+    encoders, decoders = place("auto", "auto", encoders=1, decoders=1, gpus=0, cpus=8)
+    assert [p.num_threads for p in encoders + decoders] == [4, 4]
+    encoders, decoders = place("cpu", "cuda:0", encoders=1, decoders=1, gpus=1, cpus=8)
+    assert (encoders[0].num_threads, decoders[0].num_threads) == (8, 0)
+    assert decoders[0].memory_fraction == 0.9
+
+
+def test_gpus_are_counted_by_the_environment_first(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus({}, tmp_path) == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == 1
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert count_gpus({}, tmp_path / "none") == 0
+
+
+def test_a_redis_of_our_own_listens_only_on_its_socket(tmp_path: Path) -> None:
+    from triptych.redis_server import redis_spec, redis_url
+
+    spec = redis_spec(tmp_path, tmp_path / "redis.log")
+    assert spec is not None
+    assert redis_url(tmp_path) == f"unix://{tmp_path}/redis.sock"
+    options = dict(zip(spec.command[1::2], spec.command[2::2], strict=True))
+    assert options["--port"] == "0"
+    assert options["--save"] == ""
+    assert options["--maxmemory-policy"] == "allkeys-lru"
+    assert os.path.isabs(options["--unixsocket"])

@@ -1,0 +1,166 @@
+"""The supervisor, with stub children in the place of services."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from triptych.stack import STOP_TIMEOUT_S, ChildSpec, Stack, StackError, exit_status
+
+_READY_THEN_SLEEP = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+_STUBBORN = (
+    "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+)
+
+
+def child(name: str, code: str, directory: Path, *, log: bool = False) -> ChildSpec:
+    """A Python one-liner that is ready when it has made its file."""
+    flag = directory / f"{name}.ready"
+
+    async def is_ready() -> bool:
+        return flag.exists()
+
+    command = [sys.executable, "-c", code, str(flag)]
+    return ChildSpec(name, command, {}, is_ready, directory / f"{name}.log" if log else None)
+
+
+def found_by_argument(directory: Path, name: str) -> psutil.Process:
+    """The child of this process that `child` described."""
+    flag = str(directory / f"{name}.ready")
+    (found,) = (p for p in psutil.Process().children() if flag in p.cmdline())
+    return found
+
+
+async def test_the_front_door_is_closed_before_what_is_behind_it(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    code = (
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n"
+        "    time.sleep(0.3)\n"
+        f"    print(sys.argv[1].split('/')[-1], file=open({str(order)!r}, 'a'))\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "time.sleep(60)"
+    )
+    async with Stack(lambda _: None) as stack:
+        specs = [child(name, code, tmp_path) for name in ("encoder-0", "gateway")]
+        await stack.start(specs, 30)
+    assert order.read_text().split() == ["gateway.ready", "encoder-0.ready"]
+
+
+async def test_start_returns_when_all_are_ready_and_stop_ends_them(tmp_path: Path) -> None:
+    lines: list[str] = []
+    async with Stack(lines.append) as stack:
+        names = ("encoder-0", "decoder-0")
+        await stack.start([child(n, _READY_THEN_SLEEP, tmp_path) for n in names], 30)
+        own = [found_by_argument(tmp_path, name) for name in names]
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in own)
+    assert sorted(line.split(" ready")[0] for line in lines) == ["decoder-0", "encoder-0"]
+
+
+async def test_a_child_that_dies_before_ready_is_named_with_its_last_words(tmp_path: Path) -> None:
+    code = "import sys; print('no such checkpoint'); sys.exit(7)"
+    async with Stack(lambda _: None) as stack:
+        with pytest.raises(StackError, match=r"decoder-0 ended before .* exit status 7") as caught:
+            await stack.start([child("decoder-0", code, tmp_path, log=True)], 30)
+    assert caught.value.status == 7
+    assert "no such checkpoint" in str(caught.value)
+
+
+async def test_a_clean_exit_before_ready_is_still_a_failure(tmp_path: Path) -> None:
+    async with Stack(lambda _: None) as stack:
+        with pytest.raises(StackError) as caught:
+            await stack.start([child("gateway", "pass", tmp_path)], 30)
+    assert caught.value.status == 1
+
+
+async def test_a_child_that_dies_while_serving_ends_the_stack_with_its_status(
+    tmp_path: Path,
+) -> None:
+    async with Stack(lambda _: None) as stack:
+        specs = [child(n, _READY_THEN_SLEEP, tmp_path) for n in ("encoder-0", "gateway")]
+        await stack.start(specs, 30)
+        found_by_argument(tmp_path, "encoder-0").kill()
+        with pytest.raises(StackError, match="encoder-0 ended while serving: killed by SIGKILL"):
+            async with asyncio.timeout(10):
+                await stack.watch()
+
+
+async def test_a_command_that_cannot_run_is_an_error(tmp_path: Path) -> None:
+    async def never() -> bool:
+        return False
+
+    async with Stack(lambda _: None) as stack:
+        with pytest.raises(StackError, match="redis cannot be started"):
+            await stack.start([ChildSpec("redis", ["/no/such/program"], {}, never)], 5)
+
+
+async def test_not_ready_in_time_is_an_error(tmp_path: Path) -> None:
+    async with Stack(lambda _: None) as stack:
+        with pytest.raises(StackError, match="encoder-0 was not ready in time"):
+            await stack.start([child("encoder-0", "import time; time.sleep(60)", tmp_path)], 0.2)
+
+
+async def test_a_child_that_ignores_the_signal_is_killed_in_time(tmp_path: Path) -> None:
+    lines: list[str] = []
+    async with Stack(lines.append) as stack:
+        await stack.start([child("decoder-0", _STUBBORN, tmp_path)], 30)
+        start = time.monotonic()
+    assert time.monotonic() - start < 5.0
+    assert lines[-1] == f"decoder-0 did not stop in {STOP_TIMEOUT_S:g} s: killed"
+
+
+@pytest.mark.parametrize(("returncode", "status"), [(0, 0), (3, 3), (-9, 137), (-15, 143)])
+def test_exit_status_is_that_of_a_shell(returncode: int, status: int) -> None:
+    assert exit_status(returncode) == status
+
+
+_SUPERVISOR = textwrap.dedent(
+    """
+    import asyncio, sys
+    from pathlib import Path
+    from tests.unit.triptych.test_stack import _READY_THEN_SLEEP, child
+    from triptych.stack import Stack, run_until_signal
+
+    specs = [child(n, _READY_THEN_SLEEP, Path(sys.argv[1])) for n in ("encoder-0", "gateway")]
+    ready = lambda: print("ready", flush=True)
+    sys.exit(asyncio.run(run_until_signal(Stack(lambda _: None), specs, 30, ready)))
+    """
+)
+
+
+def _supervisor(directory: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SUPERVISOR, str(directory)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    children = psutil.Process(process.pid).children()
+    assert len(children) == 2
+    return process, children
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_within_five_seconds(tmp_path: Path, number: signal.Signals) -> None:
+    process, children = _supervisor(tmp_path)
+    with process:
+        process.send_signal(number)
+        assert process.wait(5) == 0
+    assert psutil.wait_procs(children, timeout=0)[1] == []
+
+
+def test_a_killed_supervisor_leaves_no_orphans(tmp_path: Path) -> None:
+    process, children = _supervisor(tmp_path)
+    with process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(5)
+    assert psutil.wait_procs(children, timeout=5)[1] == []

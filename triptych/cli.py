@@ -1,0 +1,104 @@
+"""The `triptych` command: serve, ask, bench, demo."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from triptych.plan import DEMONSTRATION_MODEL, ServeOptions
+
+_DEVICE_HELP = "auto, cpu or cuda:N"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv[:1] == ["bench"]:  # its options belong to the load generator
+        from benchmarks.serve import main as bench_main
+
+        return bench_main(argv[1:])
+    options = _parser().parse_args(argv)
+    return options.run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="triptych", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_ask(commands)
+    commands.add_parser("bench", help="measure a server under load (see: triptych bench --help)")
+    demo = commands.add_parser("demo", help="start the stack and ask about the sample pictures")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    defaults = ServeOptions()
+    serve = commands.add_parser(
+        "serve",
+        help="run gateway, encoder and decoder on this machine",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = serve.add_argument
+    add("--model", type=Path, default=DEMONSTRATION_MODEL, metavar="DIR", help="checkpoint")
+    add("--host", default=defaults.host, help="address of the HTTP API")
+    add("--port", type=int, default=defaults.port, help="port of the HTTP API; 0: any free one")
+    add("--device", default=defaults.device, help=_DEVICE_HELP)
+    add("--encoder-device", default=None, metavar="DEVICE", help="instead of --device")
+    add("--decoder-device", default=None, metavar="DEVICE", help="instead of --device")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default=defaults.dtype, help="of weights and embeddings")
+    formats = ("auto", "dummy")
+    add("--load-format", choices=formats, default=defaults.load_format, help="dummy: random")
+    add("--encoders", type=_count, default=defaults.encoders, metavar="N", help="processes")
+    add("--decoders", type=_count, default=defaults.decoders, metavar="N", help="processes")
+    add("--redis-url", default=None, metavar="URL", help="instead of a Redis of our own")
+    serve.set_defaults(run=_serve)
+
+
+def _add_ask(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    ask = commands.add_parser("ask", help="ask a running server about pictures")
+    ask.add_argument("images", nargs="*", metavar="IMAGE", help="file or http(s) URL")
+    ask.add_argument("question")
+    ask.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
+    ask.add_argument("--max-tokens", type=int, default=None, metavar="N")
+    ask.set_defaults(run=_ask)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 64:
+        raise argparse.ArgumentTypeError("must be from 1 to 64")
+    return number
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from triptych.serve import serve
+
+    names = ServeOptions.__dataclass_fields__
+    return serve(ServeOptions(**{name: getattr(options, name) for name in names}))
+
+
+def _ask(options: argparse.Namespace) -> int:
+    from triptych.chat import AskError, ask, first_model, question_message
+
+    try:
+        body: dict[str, Any] = {"messages": [question_message(options.images, options.question)]}
+        if options.max_tokens is not None:
+            body["max_tokens"] = options.max_tokens
+        body["model"] = first_model(options.url)
+        ask(options.url, body, lambda text: print(text, end="", flush=True))
+    except AskError as error:
+        print(f"triptych ask: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print()
+    return 0
+
+
+def _demo(_: argparse.Namespace) -> int:
+    from triptych.demo import demo
+
+    return demo()

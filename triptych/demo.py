@@ -1,0 +1,154 @@
+"""`make demo`: the whole stack with the demonstration model, asked about the sample pictures."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from triptych.chat import Answer, AskError, ask, question_message
+from triptych.plan import Plan, ServeOptions
+from triptych.probes import metric_value
+from triptych.samples import Sample, load_samples
+from triptych.serve import READY_TIMEOUT_S, prepare
+from triptych.stack import Stack, StackError
+
+_ENCODED = "encoder_images_encoded_total"
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the demonstration counted.
+
+    Attributes:
+        pictures: distinct ones.
+        encodes: images that ran through the vision tower, by the encoders' own counters.
+        repeats: questions on pictures that had been shown before.
+        repeat_encodes: encodes during those; must be zero.
+    """
+
+    pictures: int = 0
+    questions: int = 0
+    encodes: int = 0
+    repeats: int = 0
+    repeat_encodes: int = 0
+
+
+def demo() -> int:
+    """Starts the stack, asks, stops; returns 0 when every question was answered."""
+    console = Console(highlight=False, soft_wrap=True)
+    start = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="triptych-demo-") as directory:
+            samples = load_samples()
+            _introduce(console)
+            totals = asyncio.run(_serve_and_ask(console, samples, Path(directory)))
+    except (StackError, AskError, ValueError) as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return error.status if isinstance(error, StackError) else 1
+    except KeyboardInterrupt:
+        console.print("stopped")
+        return 130
+    _conclude(console, totals, time.monotonic() - start)
+    return 1 if totals.repeat_encodes else 0
+
+
+async def _serve_and_ask(console: Console, samples: list[Sample], directory: Path) -> Totals:
+    def report(line: str) -> None:
+        console.print(f"  [dim]{escape(line)}[/]")
+
+    plan, specs = prepare(ServeOptions(port=0), directory, report, log=True)
+    async with Stack(report) as stack:
+        await stack.start(specs, READY_TIMEOUT_S)
+        console.print(f"\nReady at [cyan]{plan.url}[/]")
+        watch = asyncio.create_task(stack.watch())
+        asking = asyncio.create_task(asyncio.to_thread(_ask_all, console, samples, plan))
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.wait({watch, asking}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():  # a child ended under a question: that is the news
+            await watch
+        watch.cancel()
+        return asking.result()
+
+
+def _ask_all(console: Console, samples: Iterable[Sample], plan: Plan) -> Totals:
+    totals = Totals()
+    seen: set[Path] = set()
+    for sample in samples:
+        names = " + ".join(path.name for path in sample.pictures) or "no picture"
+        console.print(f"\n[bold]{escape(names)}[/]")
+        for question in sample.questions:
+            new = [path for path in sample.pictures if path not in seen]
+            before = _count_encodes(plan)
+            answer = _ask_one(console, sample, question, plan)
+            encodes = _count_encodes(plan) - before
+            work = _encoder_work(encodes) if sample.pictures else "the encoder was not asked"
+            console.print(f"    [dim]{_times(answer)}; {work}[/]")
+            seen.update(sample.pictures)
+            totals.pictures += len(new)
+            totals.questions += 1
+            totals.encodes += encodes
+            if sample.pictures and not new:
+                totals.repeats += 1
+                totals.repeat_encodes += encodes
+    return totals
+
+
+def _ask_one(console: Console, sample: Sample, question: str, plan: Plan) -> Answer:
+    console.print(f"  [cyan]{escape(question)}[/]\n    ", end="")
+    body = {
+        "model": plan.model_name,
+        "messages": [question_message([str(path) for path in sample.pictures], question)],
+        "temperature": 0,
+        "include_stage_times": True,
+    }
+    answer = ask(plan.url, body, lambda text: console.print(escape(text), end=""))
+    console.print()
+    return answer
+
+
+def _count_encodes(plan: Plan) -> int:
+    """Over all encoders: no answer can hide work that a counter shows."""
+    urls = [url for name, url in plan.metrics_urls.items() if name.startswith("encoder")]
+    return round(sum(metric_value(url, _ENCODED) for url in urls))
+
+
+def _times(answer: Answer) -> str:
+    first = f"{1e3 * answer.ttft_s:.0f} ms to the first word, " if answer.ttft_s else ""
+    encode = answer.stage_times_ms.get("encode")
+    stages = f" (encode {encode:.0f} ms)" if encode is not None else ""
+    return f"{first}{1e3 * answer.total_s:.0f} ms in all{stages}"
+
+
+def _encoder_work(encodes: int) -> str:
+    if encodes:
+        return f"the encoder ran on {encodes} new picture{'s' if encodes > 1 else ''}"
+    return "[green]the encoder was skipped[/]: nothing new to see"
+
+
+def _introduce(console: Console) -> None:
+    console.print("[bold]Triptych[/]: gateway, encoder and decoder as separate processes\n")
+    console.print(
+        "The model is a tiny Qwen3-VL of our own that knows a world of coloured shapes, numbers\n"
+        "and short words. It is a demonstration and a test instrument; real checkpoints load\n"
+        "through the same code.\n"
+    )
+
+
+def _conclude(console: Console, totals: Totals, elapsed_s: float) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_row("questions answered", str(totals.questions))
+    table.add_row("distinct pictures", str(totals.pictures))
+    table.add_row("pictures encoded", f"{totals.encodes} (counted by the encoder)")
+    table.add_row("questions on known pictures", str(totals.repeats))
+    table.add_row("encodes for them", str(totals.repeat_encodes))
+    console.print("\n", table, f"\nStopped. {elapsed_s:.1f} s in all.", sep="")
+    if totals.repeat_encodes:
+        console.print("[red]a picture that was known was encoded again[/]")
+    else:
+        console.print("Serve it yourself: [cyan]make serve[/], then open the chat page.")

@@ -1,0 +1,75 @@
+"""Which process runs on which device, and how much of it each may take. Pure, and without torch."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Shares of one card's memory. What is left over is for the CUDA contexts and the desktop.
+_CARD_SHARE = 0.90
+_ENCODER_SHARE_BESIDE_DECODER = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one engine runs.
+
+    Attributes:
+        device: `cpu` or `cuda:N`.
+        memory_fraction: of the card's memory; 1.0 on the CPU, where it means nothing.
+        num_threads: CPU threads for tensor work; 0: not limited, because a GPU does it.
+    """
+
+    device: str
+    memory_fraction: float
+    num_threads: int
+
+
+def count_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
+    """How many NVIDIA devices this process may use, by its device files and its environment."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return sum(1 for name in visible.split(",") if name.strip() not in ("", "-1"))
+    return sum(1 for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
+
+
+def place(
+    encoder_device: str, decoder_device: str, *, encoders: int, decoders: int, gpus: int, cpus: int
+) -> tuple[list[Placement], list[Placement]]:
+    """Resolves `auto` and divides what is shared.
+
+    `auto` is the CPU when there is no GPU. With GPUs, decoders take the first cards and encoders
+    the following ones, going round when there are more processes than cards; an explicit device
+    puts all processes of that kind there.
+
+    Returns:
+        The placements of the encoders and of the decoders.
+    """
+    decoder_devices = _spread(decoder_device, decoders, first=0, gpus=gpus)
+    encoder_devices = _spread(encoder_device, encoders, first=decoders, gpus=gpus)
+    return (
+        _share(encoder_devices, decoder_devices, _ENCODER_SHARE_BESIDE_DECODER, cpus),
+        _share(decoder_devices, encoder_devices, _CARD_SHARE - _ENCODER_SHARE_BESIDE_DECODER, cpus),
+    )
+
+
+def _spread(device: str, count: int, *, first: int, gpus: int) -> list[str]:
+    if device == "auto":
+        return [f"cuda:{(first + i) % gpus}" if gpus else "cpu" for i in range(count)]
+    return [device] * count
+
+
+def _share(
+    mine: Sequence[str], others: Sequence[str], share_beside_others: float, cpus: int
+) -> list[Placement]:
+    """Equal parts for the processes of one kind; the whole card where the other kind is not."""
+    counts = Counter(mine)
+    cpu_processes = counts["cpu"] + Counter(others)["cpu"]
+    placements: list[Placement] = []
+    for device in mine:
+        if device == "cpu":
+            placements.append(Placement(device, 1.0, max(1, cpus // max(1, cpu_processes))))
+            continue
+        share = share_beside_others if device in others else _CARD_SHARE
+        placements.append(Placement(device, round(share / counts[device], 3), 0))
+    return placements

@@ -1,0 +1,214 @@
+"""What `triptych serve` runs: the options, resolved into processes and their environments.
+
+Nothing is started here, so a test can hold every variable against the services' settings.
+"""
+
+import functools
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from triptych.devices import count_gpus, place
+from triptych.probes import grpc_ready, http_ready
+from triptych.stack import STOP_TIMEOUT_S, ChildSpec, StackError
+
+DEMONSTRATION_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+ENCODER_SERVICE = "triptych.v1.Encoder"
+DECODER_SERVICE = "triptych.v1.Decoder"
+_LOOPBACK = "127.0.0.1"
+# Running answers may go on this long after a signal; the rest of the time is for tidying up.
+_GRACE_S = f"{STOP_TIMEOUT_S - 2:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The options of `triptych serve`, as its help describes them."""
+
+    model: Path = DEMONSTRATION_MODEL
+    host: str = _LOOPBACK
+    port: int = 8000
+    device: str = "auto"
+    encoder_device: str | None = None
+    decoder_device: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    encoders: int = 1
+    decoders: int = 1
+    redis_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The services of a stack.
+
+    Attributes:
+        url: of the HTTP API, for a client on this machine.
+        model_name: what requests call the model.
+        children: the processes.
+        metrics_urls: a child's name to its Prometheus endpoint.
+    """
+
+    url: str
+    model_name: str
+    children: list[ChildSpec]
+    metrics_urls: dict[str, str]
+
+
+def plan_stack(
+    options: ServeOptions,
+    redis_url: str | None,
+    environment: Mapping[str, str],
+    cpus: int,
+    log_directory: Path | None,
+) -> Plan:
+    """The processes that serve `options`.
+
+    Args:
+        options: what the user asked for.
+        redis_url: None: the encoders cache in memory only.
+        environment: read for the GPUs that may be used.
+        cpus: to be divided among the processes.
+        log_directory: one file per child; None: standard error.
+
+    Raises:
+        StackError: there is no model, or the port is taken.
+    """
+    if not (options.model / "config.json").is_file():
+        raise StackError(f"no model at {options.model}: it has no config.json", 2)
+    ports = _Ports()
+    port = ports.claim(options.host, options.port)
+    services = _engines(options, redis_url, environment, cpus, ports)
+    ports.release()
+    model_name = options.model.resolve().name
+    if options.model.resolve() == DEMONSTRATION_MODEL:
+        model_name = "triptych-demo"
+    gateway = {
+        "MODEL": str(options.model.resolve()),
+        "HOST": options.host,
+        "PORT": str(port),
+        "SHUTDOWN_GRACE_S": _GRACE_S,
+        "SERVED_MODEL_NAME": model_name,
+        "ENCODER_ADDRESSES": _addresses(services, "encoder"),
+        "DECODER_ADDRESSES": _addresses(services, "decoder"),
+    }
+    client_host = _LOOPBACK if options.host in ("0.0.0.0", "::", "") else options.host
+    return Plan(
+        url=f"http://{client_host}:{port}",
+        model_name=model_name,
+        children=[
+            service.spec(environment, client_host, log_directory)
+            for service in (*services, _Service("gateway", "gateway", gateway))
+        ],
+        metrics_urls={
+            service.name: f"http://{_LOOPBACK}:{service.variables['METRICS_PORT']}/metrics"
+            for service in services
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    kind: str  # gateway, encoder or decoder
+    name: str
+    variables: Mapping[str, str]  # settings fields, upper-cased, without the prefix
+
+    @property
+    def address(self) -> str:
+        return f"{_LOOPBACK}:{self.variables['PORT']}"
+
+    def spec(
+        self, environment: Mapping[str, str], client_host: str, log_directory: Path | None
+    ) -> ChildSpec:
+        """The process; what the user exported for the service holds where nothing is set here."""
+        own = {f"{self.kind.upper()}_{field}": value for field, value in self.variables.items()}
+        log_level = f"{self.kind.upper()}_LOG_LEVEL"
+        own.setdefault(log_level, environment.get(log_level, "WARNING"))
+        match self.kind:
+            case "gateway":
+                port = int(self.variables["PORT"])
+                is_ready = functools.partial(http_ready, client_host, port, "/ready")
+            case "encoder":
+                is_ready = functools.partial(grpc_ready, self.address, ENCODER_SERVICE)
+            case _:
+                is_ready = functools.partial(grpc_ready, self.address, DECODER_SERVICE)
+        command = [sys.executable, "-m", f"services.{self.kind}"]
+        log_path = log_directory / f"{self.name}.log" if log_directory else None
+        return ChildSpec(self.name, command, own, is_ready, log_path)
+
+
+def _engines(
+    options: ServeOptions,
+    redis_url: str | None,
+    environment: Mapping[str, str],
+    cpus: int,
+    ports: "_Ports",
+) -> list[_Service]:
+    """The encoders, then the decoders."""
+    encoder_places, decoder_places = place(
+        options.encoder_device or options.device,
+        options.decoder_device or options.device,
+        encoders=options.encoders,
+        decoders=options.decoders,
+        gpus=count_gpus(environment),
+        cpus=cpus,
+    )
+    common = {
+        "MODEL": str(options.model.resolve()),
+        "HOST": _LOOPBACK,
+        "DTYPE": options.dtype,
+        "LOAD_FORMAT": options.load_format,
+        "REDIS_URL": redis_url or "",
+        "SHUTDOWN_GRACE_S": _GRACE_S,
+    }
+    return [
+        _Service(
+            kind,
+            f"{kind}-{index}",
+            {
+                **common,
+                "PORT": str(ports.claim(_LOOPBACK, 0)),
+                "METRICS_PORT": str(ports.claim(_LOOPBACK, 0)),
+                "DEVICE": placement.device,
+                "MEMORY_FRACTION": f"{placement.memory_fraction:g}",
+                "NUM_THREADS": str(placement.num_threads),
+            },
+        )
+        for kind, places in (("encoder", encoder_places), ("decoder", decoder_places))
+        for index, placement in enumerate(places)
+    ]
+
+
+def _addresses(services: list[_Service], kind: str) -> str:
+    return ",".join(service.address for service in services if service.kind == kind)
+
+
+class _Ports:
+    """Finds free ports; holds each until all are known, so that none is handed out twice."""
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
+
+    def claim(self, host: str, port: int) -> int:
+        """The port, or any free one for 0.
+
+        Raises:
+            StackError: somebody else listens there.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        held = socket.socket(family, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind((host, port))
+        except OSError as error:
+            held.close()
+            raise StackError(f"cannot listen on {host}:{port}: {error.strerror}", 2) from error
+        self._held.append(held)
+        return held.getsockname()[1]
+
+    def release(self) -> None:
+        """Lets the children bind what was found."""
+        for held in self._held:
+            held.close()
+        self._held.clear()

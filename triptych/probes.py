@@ -1,0 +1,70 @@
+"""Questions that the supervisor asks a child: are you ready, what have you counted?"""
+
+import asyncio
+import urllib.request
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_TIMEOUT_S = 1.0
+
+
+async def http_ready(host: str, port: int, path: str) -> bool:
+    """True when `GET path` answers 200."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                head = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+                writer.write(head.encode())
+                return b" 200 " in await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+async def grpc_ready(address: str, service: str) -> bool:
+    """True when the standard health service says that `service` is SERVING."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            check = stub.Check  # pyright: ignore[reportAttributeAccessIssue] - made at run time
+            answer = await check(request, timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def redis_ready(socket_path: str) -> bool:
+    """True when the Redis server at a Unix socket answers a ping."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(socket_path)
+            try:
+                writer.write(b"PING\r\n")
+                return (await reader.readline()).startswith(b"+PONG")
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+def metric_value(url: str, name: str) -> float:
+    """The sum of a metric's samples at a Prometheus endpoint.
+
+    Raises:
+        KeyError: the endpoint has no such metric.
+    """
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith((f"{name} ", f"{name}{{"))
+    ]
+    if not found:
+        raise KeyError(name)
+    return sum(found)

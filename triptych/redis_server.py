@@ -1,0 +1,35 @@
+"""A Redis of our own: in memory, bounded, reachable through a Unix socket only by this user."""
+
+import functools
+import shutil
+from pathlib import Path
+
+from triptych.probes import redis_ready
+from triptych.stack import ChildSpec
+
+_MAX_MEMORY = "1gb"
+
+
+def redis_url(directory: Path) -> str:
+    """The URL of the server that `redis_spec` runs in this directory."""
+    return f"unix://{directory / 'redis.sock'}"
+
+
+def redis_spec(directory: Path, log_path: Path) -> ChildSpec | None:
+    """The server process, or None where no `redis-server` is installed.
+
+    Args:
+        directory: private to this user; holds the socket. Nothing else is ever written.
+        log_path: where its output goes.
+    """
+    binary = shutil.which("redis-server")
+    if binary is None:
+        return None
+    socket_path = str(directory / "redis.sock")
+    command = [
+        binary, "--port", "0", "--unixsocket", socket_path, "--unixsocketperm", "700",
+        "--dir", str(directory), "--save", "", "--appendonly", "no",
+        "--maxmemory", _MAX_MEMORY, "--maxmemory-policy", "allkeys-lru",
+        "--loglevel", "warning", "--daemonize", "no",
+    ]  # fmt: skip
+    return ChildSpec("redis", command, {}, functools.partial(redis_ready, socket_path), log_path)

@@ -1,0 +1,60 @@
+"""`triptych serve`: the whole stack on one machine."""
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from triptych.plan import Plan, ServeOptions, plan_stack
+from triptych.redis_server import redis_spec, redis_url
+from triptych.stack import ChildSpec, Stack, StackError, run_until_signal
+
+# Loading a large checkpoint and capturing graphs takes minutes on a slow disk.
+READY_TIMEOUT_S = 900.0
+
+
+def serve(options: ServeOptions) -> int:
+    """Runs the stack until it is told to stop or a child ends; returns the exit status."""
+    with tempfile.TemporaryDirectory(prefix="triptych-") as directory:
+        try:
+            plan, specs = prepare(options, Path(directory), _say)
+            return asyncio.run(_run(plan, specs))
+        except StackError as error:
+            _say(str(error))
+            return error.status
+
+
+def prepare(
+    options: ServeOptions, directory: Path, report: Callable[[str], None], *, log: bool = False
+) -> tuple[Plan, Sequence[ChildSpec]]:
+    """All processes of a stack, Redis included; nothing is started.
+
+    Args:
+        options: what to serve.
+        directory: private, outlives the stack; for sockets and logs.
+        report: is told when there is no Redis.
+        log: send the children's output to files in `directory`.
+
+    Raises:
+        StackError: the options cannot be served.
+    """
+    logs = directory if log else None
+    redis = None if options.redis_url else redis_spec(directory, directory / "redis.log")
+    url = options.redis_url or (redis_url(directory) if redis else None)
+    if url is None:
+        report("no redis-server found: embeddings are cached in memory only")
+    plan = plan_stack(options, url, os.environ, os.cpu_count() or 1, logs)
+    return plan, [*([redis] if redis else []), *plan.children]
+
+
+async def _run(plan: Plan, specs: Sequence[ChildSpec]) -> int:
+    def on_ready() -> None:
+        print(f"Triptych is ready: {plan.url} (model {plan.model_name})", flush=True)
+
+    return await run_until_signal(Stack(_say), specs, READY_TIMEOUT_S, on_ready)
+
+
+def _say(line: str) -> None:
+    print(f"triptych: {line}", file=sys.stderr, flush=True)
