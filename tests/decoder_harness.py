@@ -45,6 +45,10 @@ class Harness:
         self._free = rng.permutation(self.runner.info.num_blocks).tolist()
         self._next_id = 0
 
+    def close(self) -> None:
+        """Due on a GPU before the arena goes: its pinning would outlive it."""
+        self.runner.close()
+
     def put(self, embedding: Tensor) -> int:
         """Puts `[levels, n, hidden]` into the arena; returns its offset."""
         data = embedding.contiguous().view(torch.uint8).numpy().tobytes()

@@ -75,6 +75,7 @@ class Gateway:
         self._decoder = decoder
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[pb.TokenLogprobs]] = {}
+        self.starts: dict[int, pb.Started] = {}
         self.ends: dict[int, pb.Finished | pb.Failed] = {}
         self.num_messages = 0
         self._changed = asyncio.Event()
@@ -116,6 +117,9 @@ class Gateway:
                 assert number not in self.ends, "an event after the end"
                 self.tokens.setdefault(number, []).extend(event.token_ids)
                 self.logprobs.setdefault(number, []).extend(event.logprobs)
+                if event.HasField("started"):
+                    assert number not in self.starts and event.token_ids, "not the first token"
+                    self.starts[number] = event.started
                 if (kind := event.WhichOneof("end")) is not None:
                     self.ends[number] = getattr(event, kind)
             self._changed.set()

@@ -205,13 +205,18 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
                     token_ids=ids,
                     logprobs=logprobs if sampling.HasField("top_logprobs") else [],
                 )
+                if start == 0:
+                    event.started.CopyFrom(
+                        decoder_pb2.Started(
+                            num_cached_tokens=7, queue_s=0.001, transfer_s=0.002, prefill_s=0.003
+                        )
+                    )
                 if start + self.tokens_per_event >= len(reply):
                     event.finished.CopyFrom(
                         decoder_pb2.Finished(
-                            reason="REASON_STOP" if stops else "REASON_LENGTH",
-                            num_cached_tokens=7, queue_s=0.001, transfer_s=0.002, prefill_s=0.003,
+                            reason="REASON_STOP" if stops else "REASON_LENGTH"
                         )
-                    )  # fmt: skip
+                    )
                 await events.put(event)
                 await asyncio.sleep(self.delay_s)
         except _Fail as failure:

@@ -44,7 +44,9 @@ class Arena:
     size_bytes: int
     fd: int = field(init=False)
     memory: mmap.mmap = field(init=False)
-    _entries: OrderedDict[bytes, ArenaEntry] = field(init=False, default_factory=OrderedDict)
+    _entries: OrderedDict[bytes, ArenaEntry] = field(
+        init=False, default_factory=OrderedDict[bytes, ArenaEntry]
+    )
     _free: list[tuple[int, int]] = field(init=False)  # (offset, size), by offset
 
     def __post_init__(self) -> None:

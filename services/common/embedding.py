@@ -85,4 +85,4 @@ def unpack_header(header: bytes, key: bytes) -> tuple[EmbeddingSpec, bytes]:
     magic, stored_key, dtype, levels, num_tokens, hidden, tensor_digest = _HEADER.unpack(header)
     if magic != _MAGIC or len(key) != KEY_BYTES or stored_key != key or dtype >= len(_DTYPES):
         raise CorruptEmbedding("not the entry of this key")
-    return EmbeddingSpec(_DTYPES[dtype], levels, num_tokens, hidden), tensor_digest
+    return EmbeddingSpec(_DTYPES[int(dtype)], levels, num_tokens, hidden), tensor_digest

@@ -53,7 +53,7 @@ class EngineProcess(Generic[Incoming]):
         assert process.stdin is not None
         process.stdin.write(settings_json.encode())
         process.stdin.close()
-        return cls(process, await FrontChannel.open(front_end, incoming))
+        return cls(process, await FrontChannel[Incoming].open(front_end, incoming))
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Closes the channel, which ends the engine's loop; kills it after `timeout_s`."""

@@ -61,12 +61,25 @@ def open_image(data: bytes, *, max_source_pixels: int) -> Image.Image:
     return image
 
 
-def upright_size(image: Image.Image) -> tuple[int, int]:
-    """(height, width) once the EXIF orientation is applied; a broken EXIF block counts as none."""
+def exif_orientation(image: Image.Image) -> int:
+    """The EXIF orientation, 1 to 8, of an opened image; 1 where there is none or it is damaged.
+
+    Decodes nothing: for a PNG, Pillow's `getexif` would load all pixels to look behind them.
+    """
     try:
-        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+        if image.format == "PNG":
+            exif = Image.Exif()
+            exif.load(image.info.get("exif", b""))
+        else:
+            exif = image.getexif()
+        return int(exif.get(_EXIF_ORIENTATION, 1))
     except Exception:  # Pillow raises many kinds on a damaged block
-        orientation = 1
+        return 1
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """(height, width) once the EXIF orientation is applied."""
+    orientation = exif_orientation(image)
     if orientation in (5, 6, 7, 8):
         return image.width, image.height
     return image.height, image.width

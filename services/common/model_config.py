@@ -1,10 +1,10 @@
-"""A Qwen3-VL checkpoint directory's JSON files as typed values. No torch: the gateway reads them."""
+"""A Qwen3-VL checkpoint directory's JSON files as typed values. No torch: the gateway has none."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from services.common.image_geometry import ImageLimits
 
@@ -130,7 +130,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelConfigError(f"{path} is not a JSON object")
-    return value
+    return cast("dict[str, Any]", value)
 
 
 def _text_config(config: Mapping[str, Any]) -> TextConfig:
@@ -138,7 +138,7 @@ def _text_config(config: Mapping[str, Any]) -> TextConfig:
     if text.get("hidden_act", "silu") != "silu" or text.get("attention_bias", False):
         raise ModelConfigError("only silu MLPs and attention without bias are supported")
     # `rope_parameters` is transformers 5's spelling of `rope_scaling` + `rope_theta`.
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope: dict[str, Any] = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if rope.get("rope_type", "default") != "default":
         raise ModelConfigError(f"rope_type {rope['rope_type']} is not supported")
     heads = text["num_attention_heads"]

@@ -1,7 +1,8 @@
 """gRPC construction shared by the services: servers, channels, and errors on the wire."""
 
+import math
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -19,6 +20,7 @@ from services.common.errors import (
 MAX_MESSAGE_BYTES = 64 << 20
 _CODE = "triptych-code"
 _PARAM = "triptych-param"
+_RETRY_AFTER = "triptych-retry-after-s"
 REQUEST_ID = "x-request-id"
 
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
@@ -49,11 +51,13 @@ def create_server() -> grpc.aio.Server:
     return grpc.aio.server(options=list(_SERVER_OPTIONS))
 
 
-async def abort(context: grpc.aio.ServicerContext, error: TriptychError) -> NoReturn:
-    """Ends the call with the error's status, and its code and field as trailing metadata."""
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TriptychError) -> NoReturn:
+    """Ends the call with the error's status; its code and details are trailing metadata."""
     trailers = [(_CODE, error.code)]
     if error.param:
         trailers.append((_PARAM, error.param))
+    if error.retry_after_s is not None:
+        trailers.append((_RETRY_AFTER, f"{error.retry_after_s:g}"))
     await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
     raise AssertionError("abort returns never")
 
@@ -64,9 +68,11 @@ def error_from_rpc(failure: grpc.aio.AioRpcError, peer: str) -> TriptychError:
     code = trailers.get(_CODE)
     if isinstance(code, str):
         param = trailers.get(_PARAM)
-        return from_code(
+        error = from_code(
             code, failure.details() or code, param=param if isinstance(param, str) else None
         )
+        error.retry_after_s = _seconds(trailers.get(_RETRY_AFTER))
+        return error
     match failure.code():
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"{peer} did not answer in time")
@@ -76,3 +82,12 @@ def error_from_rpc(failure: grpc.aio.AioRpcError, peer: str) -> TriptychError:
             return Unavailable(f"{peer} is not reachable")
         case status:
             return InternalError(f"{peer} failed: {status.name}")
+
+
+def _seconds(text: str | bytes | None) -> float | None:
+    """A peer's number; whatever else it sent counts as nothing."""
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None

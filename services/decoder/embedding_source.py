@@ -102,6 +102,20 @@ class EmbeddingSource:
     _flights: dict[bytes, _Flight] = field(default_factory=dict[bytes, _Flight])
     _claims: deque[_Claim] = field(default_factory=deque[_Claim])
 
+    def take_resident(self, requests: Sequence[ImageRequest]) -> list[ArenaEntry]:
+        """The entries of all images, each with a reference for the caller, if all are at hand and
+        nobody waits for room; else an empty list, and `obtain` is the way.
+        """
+        if self._claims or any(request.key in self._flights for request in requests):
+            return []
+        entries = [e for r in requests if (e := self.arena.get(r.key)) and e.spec == r.spec]
+        if len(entries) < len(requests):
+            return []
+        for entry in entries:
+            self.arena.acquire(entry)
+            self.observer.embedding_found("memory")
+        return entries
+
     async def obtain(self, requests: Sequence[ImageRequest], ready: Ready) -> None:
         """Brings distinct images; `ready` is called once for each, with a reference to its entry
         that the caller gives back with `release`. Cancelling it harms no other caller.

@@ -7,7 +7,6 @@ that was submitted ends in exactly one event, whatever breaks.
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -29,12 +28,14 @@ from services.decoder.embedding_fetch import EncoderFailed
 from services.decoder.embedding_source import EmbeddingSource
 from services.decoder.engine.messages import (
     AbortSequence,
+    AddSequence,
     EndOfSequence,
     EngineMessage,
     EngineReady,
     FrontMessage,
     ImageReady,
     SequenceEvent,
+    StartOfSequence,
     StepDone,
 )
 from services.decoder.metrics import DecoderMetrics
@@ -161,21 +162,12 @@ class DecoderFront:
                 raise Overloaded(f"{len(self._live)} sequences run or wait here already")
             message, images = read_submit(submit, live.number, self.engine)
         except TriptychError as error:
-            live.reported = False
             self._report(live, _failed(error), error.code)
         except Exception:
             log.exception("a submission failed", extra=_fields(live))
             self._report(live, _failed(InternalError("the submission failed")), "internal_error")
         else:
-            self._live[live.number] = live
-            self._empty.clear()
-            self._channel.send(message)
-            if images:
-                live.images = self._spawn(self._bring(live, images))
-            if submit.timeout_s:
-                live.deadline = asyncio.get_running_loop().call_later(
-                    submit.timeout_s, self._fail, live, DeadlineExceeded("the time is over")
-                )
+            self._start(live, message, images, submit.timeout_s)
         stream.outbox.flush()
 
     def cancel(self, stream: Stream, sequence_id: int) -> None:
@@ -239,7 +231,10 @@ class DecoderFront:
             if not live.reported:
                 touched.add(live.stream)
                 if event.token_ids:
-                    live.stream.outbox.add_tokens(live.sequence_id, event.token_ids, event.logprobs)
+                    outbox = live.stream.outbox
+                    outbox.add_tokens(live.sequence_id, event.token_ids, event.logprobs)
+                    if event.start is not None:
+                        outbox.add_start(live.sequence_id, self._started(live, event.start))
             if event.end is not None:
                 self._ended(live, event, event.end)
         self._metrics.engine_step(done.stats, num_generated)
@@ -251,8 +246,10 @@ class DecoderFront:
     def _ended(self, live: _Live, event: SequenceEvent, end: EndOfSequence) -> None:
         if not live.reported:
             if end.reason in _REASONS:
-                self._observe(live, end)
-                self._report(live, _finished(live, end), end.reason)
+                finished = pb.Finished(
+                    reason=_REASONS[end.reason], num_preemptions=end.num_preemptions
+                )
+                self._report(live, finished, end.reason)
             else:
                 # An abort of ours has been reported already, so this one is the engine's failure.
                 error = InternalError(end.message or "the engine gave the sequence up")
@@ -260,13 +257,20 @@ class DecoderFront:
                 self._report(live, _failed(error), error.code)
         self._forget(live)
 
-    def _observe(self, live: _Live, end: EndOfSequence) -> None:
-        metrics = self._metrics
-        metrics.queue.observe(end.first_scheduled_s)
-        metrics.ttft.observe(end.first_token_s)
-        metrics.prefill.observe(end.first_token_s - end.first_scheduled_s)
+    def _started(self, live: _Live, start: StartOfSequence) -> pb.Started:
+        """Records and tells how the sequence came to its first token."""
+        metrics, prefill_s = self._metrics, start.first_token_s - start.first_scheduled_s
+        metrics.queue.observe(start.first_scheduled_s)
+        metrics.ttft.observe(start.first_token_s)
+        metrics.prefill.observe(prefill_s)
         if live.transfer_s:
             metrics.transfer.observe(live.transfer_s)
+        return pb.Started(
+            num_cached_tokens=start.num_cached_tokens,
+            queue_s=start.first_scheduled_s,
+            transfer_s=live.transfer_s,
+            prefill_s=prefill_s,
+        )
 
     def _fail(self, live: _Live, error: TriptychError) -> None:
         """Reports a sequence as failed and has the engine end it."""
@@ -324,17 +328,35 @@ class DecoderFront:
 
     # Images.
 
+    def _start(
+        self, live: _Live, message: AddSequence, images: list[ImageRequest], timeout_s: float
+    ) -> None:
+        self._live[live.number] = live
+        self._empty.clear()
+        live.entries = self._source.take_resident(images)
+        # In one piece, so that the engine does not start on the text before such an image.
+        resident = [ImageReady(live.number, entry.key, entry.offset) for entry in live.entries]
+        self._channel.send(message, *resident)
+        if resident:
+            live.transfer_s = time.monotonic() - live.submitted_at
+        elif images:
+            live.images = self._spawn(self._bring(live, images))
+        if timeout_s:
+            live.deadline = asyncio.get_running_loop().call_later(
+                timeout_s, self._fail, live, DeadlineExceeded("the time is over")
+            )
+
     async def _bring(self, live: _Live, images: list[ImageRequest]) -> None:
         def ready(key: bytes, entry: ArenaEntry) -> None:
             if live.number not in self._live:  # ended between two turns of the loop
                 self._source.release(entry)
                 return
             live.entries.append(entry)
+            live.transfer_s = time.monotonic() - live.submitted_at
             self._channel.send(ImageReady(live.number, key, entry.offset))
 
         try:
             await self._source.obtain(images, ready)
-            live.transfer_s = time.monotonic() - live.submitted_at
         except TriptychError as error:
             log.warning("an image is not to be had: %s", error, extra=_fields(live))
             self._fail(live, error)
@@ -347,17 +369,6 @@ class DecoderFront:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _finished(live: _Live, end: EndOfSequence) -> pb.Finished:
-    return pb.Finished(
-        reason=_REASONS[end.reason],
-        num_cached_tokens=end.num_cached_tokens,
-        queue_s=end.first_scheduled_s,
-        transfer_s=live.transfer_s,
-        prefill_s=math.fabs(end.first_token_s - end.first_scheduled_s),
-        num_preemptions=end.num_preemptions,
-    )
 
 
 def _failed(error: TriptychError) -> pb.Failed:

@@ -45,6 +45,10 @@ class Outbox:
             )
             self._weight += _LOGPROBS_WEIGHT + 2 * _TOKEN_WEIGHT * len(found.top_token_ids)
 
+    def add_start(self, sequence_id: int, started: pb.Started) -> None:
+        """How a sequence came to the token added last. Nobody is told before `flush`."""
+        self._event(sequence_id).started.CopyFrom(started)
+
     def add_end(self, sequence_id: int, end: pb.Finished | pb.Failed) -> None:
         """A sequence's last event. Nobody is told before `flush`."""
         event = self._event(sequence_id)

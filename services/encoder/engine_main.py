@@ -20,6 +20,7 @@ from services.encoder.attention import create, resolve
 from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.messages import EngineReady, FrontMessage
 from services.encoder.engine.runner import Runner
+from services.encoder.kernels.rope import create_rotate
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel, dtype_named
 from services.encoder.preprocess import preprocess
@@ -109,7 +110,7 @@ def load_model(
     backend = resolve(settings.attention_backend, device, head_dim, dtype)
     attention = create(backend, num_heads=vision.num_heads, head_dim=head_dim, dtype=dtype)
     with torch.device("meta"):
-        model = model_class(config.architecture)(vision, attention)
+        model = model_class(config.architecture)(vision, attention, create_rotate(device))
     assert isinstance(model, torch.nn.Module)
     if settings.load_format == "dummy":
         load_dummy(model, device=device, dtype=dtype)

@@ -11,9 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.errors import InvalidImage
-from services.common.image_geometry import ImageLimits, image_grid, open_image, upright_size
+from services.common.image_geometry import (
+    ImageLimits,
+    exif_orientation,
+    image_grid,
+    open_image,
+    upright_size,
+)
 
-_EXIF_ORIENTATION = 0x0112
 _TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -64,7 +69,7 @@ def decode(image: Image.Image) -> Tensor:
     Raises:
         InvalidImage: the data is truncated or corrupt.
     """
-    orientation = _orientation(image)
+    orientation = exif_orientation(image)
     try:
         image.load()
         image = to_rgb(image)
@@ -105,11 +110,3 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     planes = pixels.permute(2, 0, 1)[None]
     resized = F.interpolate(planes, (height, width), mode="bicubic", antialias=True)
     return resized[0].permute(1, 2, 0).contiguous()
-
-
-def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, read as `upright_size` reads it."""
-    try:
-        return image.getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:  # Pillow raises many kinds on a damaged block
-        return 1

@@ -38,7 +38,7 @@ class EncoderSettings(ServiceSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(default=50051, ge=0, le=65535)
-    metrics_port: int = Field(default=0, ge=0, le=65535)
+    metrics_port: int = Field(default=9101, ge=0, le=65535)
     model: Path
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

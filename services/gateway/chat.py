@@ -19,7 +19,7 @@ from services.gateway.clients.decoders import DecoderDescription, DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.conversation import Conversation, read_conversation
 from services.gateway.detokenizer import Detokenizer
-from services.gateway.generation import Finished
+from services.gateway.generation import Started
 from services.gateway.images import ImageReader
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ChatRequest
@@ -168,10 +168,10 @@ class ChatService:
                     choice = job.choices[event.choice]
                     if choice.finish_reason is not None:
                         continue
+                    if event.start is not None:
+                        _note_start(job, event.start)
                     updates.append(choice.feed(event))
-                    if isinstance(event.end, Finished):
-                        _note_end(job, event.end)
-                    elif choice.finish_reason is not None:
+                    if choice.finish_reason is not None and event.end is None:
                         attempts.stop(event.choice)
                 yield updates
         if any(choice.finish_reason is None for choice in job.choices):
@@ -266,14 +266,14 @@ class ChatService:
         return Choice(index, self.tokenizer, detokenizer, include_stop)
 
 
-def _note_end(job: Job, end: Finished) -> None:
-    """The first choice to end speaks for the request: the others share its prompt."""
+def _note_start(job: Job, start: Started) -> None:
+    """The first choice to start speaks for the request: the others share its prompt."""
     if job.cached_tokens is None:
-        job.cached_tokens = end.num_cached_tokens
-        job.stages.record("queue", end.queue_s)
-        job.stages.record("prefill", end.prefill_s)
+        job.cached_tokens = start.num_cached_tokens
+        job.stages.record("queue", start.queue_s)
+        job.stages.record("prefill", start.prefill_s)
         if job.work.images:
-            job.stages.record("transfer", end.transfer_s)
+            job.stages.record("transfer", start.transfer_s)
 
 
 def _text_size(content: object) -> int:

@@ -65,14 +65,20 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """How a sequence came to its first token; times in seconds."""
+
+    num_cached_tokens: int
+    queue_s: float
+    transfer_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence's good end; times in seconds."""
+    """A sequence's good end."""
 
     reason: str  # "stop" or "length"
-    num_cached_tokens: int = 0
-    queue_s: float = 0.0
-    transfer_s: float = 0.0
-    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +88,14 @@ class TokenEvent:
     Attributes:
         choice: which of the request's sequences.
         end: None while it goes on.
+        start: with the first tokens.
     """
 
     choice: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     end: Finished | TriptychError | None
+    start: Started | None = None
 
 
 class Mailbox(Generic[Item]):

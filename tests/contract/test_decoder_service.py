@@ -49,8 +49,9 @@ async def test_many_sequences_of_many_gateways_get_their_own_tokens():
                 assert end.reason == pb.Finished.REASON_LENGTH
                 spans = (ImageSpan(KEYS[number % 2], 3, 6),) if number % 3 else ()
                 assert gateway.tokens[number] == alone(prompt_of(number + 50 * which), *spans)
-                assert (end.transfer_s > 0) == bool(spans)
-                assert end.prefill_s > 0
+                start = gateway.starts[number]
+                assert (start.transfer_s > 0) == bool(spans)
+                assert start.prefill_s > 0
         await until(decoder.is_idle)
         assert decoder.encoder.num_calls == 2
         assert decoder.metric("decoder_sequences_total", outcome="length") == 30
@@ -132,6 +133,17 @@ async def test_text_before_an_image_is_computed_while_it_is_on_its_way():
         decoder.encoder.gate.set()
         assert isinstance(await gateway.end(1), pb.Finished)
         assert gateway.tokens[1] == alone(prompt_of(1, 20), ImageSpan(KEYS[1], 9, 6))
+
+
+async def test_an_image_at_hand_costs_no_step_of_its_own():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        for number in (1, 2):
+            submit = submit_of(number, prompt_of(number, 20), image_of(decoder, 1, offset=9))
+            await gateway.submit(submit)
+            assert isinstance(await gateway.end(number), pb.Finished)
+        assert [(2, 0, 20)] in decoder.runner.batches
+        assert decoder.metric("decoder_embedding_cache_hits_total", tier="memory") == 1
+        await until(decoder.is_idle)
 
 
 async def test_the_deadline_ends_a_sequence_wherever_it_is():

@@ -198,7 +198,8 @@ def _other_taps(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
 
 
 def _unrotated(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
-    patch.setattr(qwen3_vl, "rotate", lambda x, cos, sin: x)
+    for block in pair.ours.blocks:
+        patch.setattr(block.attn, "rotate", lambda x, cos, sin: x)
     return pair
 
 

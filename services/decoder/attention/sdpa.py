@@ -85,7 +85,10 @@ class SdpaBackend:
         """
         rows, size = plan.decode_rows, self._sizes.block_size
         grouped = query.unflatten(1, (self._sizes.num_kv_heads, -1))
-        keys, values = flat[rows].transpose(1, 2), flat[rows + size].transpose(1, 2)
+        # What is masked is zeroed, too: a freed block may hold NaN, and 0 * NaN is NaN.
+        inside = plan.decode_mask[:, 0, 0, :, None, None]
+        keys = flat[rows].where(inside, 0.0).transpose(1, 2)
+        values = flat[rows + size].where(inside, 0.0).transpose(1, 2)
         attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.decode_mask)
         return attended.flatten(1, 2)
 

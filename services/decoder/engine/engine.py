@@ -18,6 +18,7 @@ from services.decoder.engine.messages import (
     EngineStats,
     ImageReady,
     SequenceEvent,
+    StartOfSequence,
     StepDone,
 )
 from services.decoder.engine.scheduler import CannotSchedule, Scheduler
@@ -185,9 +186,14 @@ class Engine:
             token_ids = sequence.token_ids
             token_ids.append(token_id)
             length = len(token_ids)
+            event = SequenceEvent(sequence.sequence_id, [token_id])
             if sequence.first_token_at == 0.0:
                 sequence.first_token_at = now
-            event = SequenceEvent(sequence.sequence_id, [token_id])
+                event.start = StartOfSequence(
+                    sequence.num_cached_tokens,
+                    sequence.first_scheduled_at - sequence.received_at,
+                    now - sequence.received_at,
+                )
             if logprobs and index in logprobs:
                 event.logprobs = [logprobs[index]]
             if (
@@ -219,15 +225,7 @@ class Engine:
         self, sequence: Sequence, reason: str, message: str = "", event: SequenceEvent | None = None
     ) -> None:
         event = event or SequenceEvent(sequence.sequence_id, [])
-        received = sequence.received_at
-        event.end = EndOfSequence(
-            reason=reason,
-            message=message,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_preemptions=sequence.num_preemptions,
-            first_scheduled_s=max(sequence.first_scheduled_at - received, 0.0),
-            first_token_s=max(sequence.first_token_at - received, 0.0),
-        )
+        event.end = EndOfSequence(reason, message, sequence.num_preemptions)
         if sequence.images and sequence.last_prefill_step >= self._first_in_flight():
             self._delayed.append((sequence.last_prefill_step, event))
         else:

@@ -76,6 +76,14 @@ class ImageReader:
                 (levels, max_batched_tokens, hidden), dtype=dtype, device=device
             )
 
+    def close(self) -> None:
+        """Gives the arena's pinning back; due before the memory is unmapped, if it ever is."""
+        if self._buffer is not None:
+            torch.cuda.synchronize(self._buffer.device)
+            runtime = torch.cuda.cudart()
+            assert runtime is not None
+            runtime.cudaHostUnregister(self._values.data_ptr())
+
     def read(self, segments: Seq[VisualSegment], rows: Tensor | None) -> VisualInput:
         """The embeddings of a step's segments.
 

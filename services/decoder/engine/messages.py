@@ -90,28 +90,33 @@ class Logprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
+class StartOfSequence(msgspec.Struct, array_like=True):
+    """How a sequence came to its first token; seconds since the engine received it."""
+
+    num_cached_tokens: int
+    first_scheduled_s: float
+    first_token_s: float
+
+
 class EndOfSequence(msgspec.Struct, array_like=True):
     """Why and how a sequence ended.
 
     `reason` is "stop", "length", "aborted" or "failed"; with "failed", `message` says why.
-    Times are seconds since the engine received the sequence.
     """
 
     reason: str
     message: str = ""
-    num_cached_tokens: int = 0
     num_preemptions: int = 0
-    first_scheduled_s: float = 0.0
-    first_token_s: float = 0.0
 
 
 class SequenceEvent(msgspec.Struct, array_like=True):
-    """New tokens of one sequence, and its end."""
+    """New tokens of one sequence; its start with the first of them, its end with the last."""
 
     sequence_id: int
     token_ids: list[int]
     logprobs: list[Logprobs] = []
     end: EndOfSequence | None = None
+    start: StartOfSequence | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True):

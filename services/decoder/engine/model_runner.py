@@ -128,9 +128,15 @@ class ModelRunner:
             return self._copy_back(Sampled(token_ids, None), None)
         hidden = self._forward(staged)
         if len(step.samples) == 0:
-            return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, None)
+            # The step still reads the arena: who waits for its result may then free it.
+            return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, self._mark())
         sampled_tokens = self._staging.device(staged.sampled_tokens)
         return self._sample(staged, self._model.logits(hidden[sampled_tokens]), plan)
+
+    def close(self) -> None:
+        """Lets go of the arena; the process may go on without the runner."""
+        if self._images is not None:
+            self._images.close()
 
     @torch.inference_mode()
     def capture_graphs(self, buckets: list[int]) -> None:
@@ -225,11 +231,15 @@ class ModelRunner:
                 self._to_host(parts.top_ids),
                 self._to_host(parts.top),
             )
-        event = None
-        if self._state.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        return DevicePendingStep(token_ids, logprobs, plan, event)
+        return DevicePendingStep(token_ids, logprobs, plan, self._mark())
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event behind all that is launched."""
+        if self._state.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _to_host(self, values: Tensor) -> Tensor:
         """An asynchronous copy to pinned memory (which torch's allocator keeps and reuses)."""

@@ -1,7 +1,7 @@
 """Residual addition and RMSNorm in one pass over the row, as one Triton kernel.
 
-The plain twins are `rms_norm` and `add_rms_norm` of `services.common.nn.layers`; the rounding points
-are the same, the order of the sum is not.
+The plain twins are `rms_norm` and `add_rms_norm` of `services.common.nn.layers`; the rounding
+points are the same, the order of the sum is not.
 """
 
 import torch

@@ -22,7 +22,8 @@ def qk_rope_cache(
     kv_cache: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """See the plain twin. `head_dim / 2` is a power of two, `kv_cache` contiguous."""
+    """See the plain twin. `head_dim / 2` is a power of two, and all tensors are contiguous."""
+    assert all(part.is_contiguous() for part in (qkv, *rope, rows, kv_cache))
     num_kv_heads, head_dim = kv_cache.shape[-2:]
     num_tokens = qkv.shape[0]
     all_heads = qkv.shape[1] // head_dim

@@ -37,7 +37,7 @@ class InterleavedMRope(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`[3, T]` → cos and sin, each `[T, head_dim / 2]`; angles in float32, then `dtype`."""
-        angles = positions.float()[self.axis].T * self.inv_freq
+        angles = positions.float()[self.axis].T.contiguous() * self.inv_freq
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from services.common.model_config import VisionConfig
 from services.common.nn.weights import WeightMap
 from services.encoder.attention.base import AttentionBackend
+from services.encoder.kernels.rope import Rotate
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
 
@@ -39,7 +40,9 @@ class VisionModel(Protocol):
     config: VisionConfig
     weight_map: WeightMap
 
-    def __init__(self, config: VisionConfig, attention: AttentionBackend) -> None: ...
+    def __init__(
+        self, config: VisionConfig, attention: AttentionBackend, rotate: Rotate
+    ) -> None: ...
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
         """Tables of a batch of images or videos, packed in this order."""

@@ -10,6 +10,7 @@ from services.common.model_config import VisionConfig
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
 from services.encoder.attention.base import AttentionBackend
+from services.encoder.kernels import rope
 from services.encoder.models.base import Grid, VisionLayout
 from services.encoder.models.grid_tables import GridTables
 
@@ -19,13 +20,18 @@ _LAYER_NORM_EPS = 1e-6
 class Qwen3VLVisionModel(nn.Module):
     """Patch embedding, pre-norm blocks, and a merger per level."""
 
-    def __init__(self, config: VisionConfig, attention: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: VisionConfig,
+        attention: AttentionBackend,
+        rotate: rope.Rotate = rope.rotate,
+    ) -> None:
         super().__init__()
         self.config = config
         self.attention = attention
         self.patch_embed = PatchEmbed(config)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList([Block(config, attention) for _ in range(config.depth)])
+        self.blocks = nn.ModuleList([Block(config, attention, rotate) for _ in range(config.depth)])
         self.merger = Merger(config, norm_after_grouping=False)
         self.deepstack_merger_list = nn.ModuleList(
             [Merger(config, norm_after_grouping=True) for _ in config.deepstack_indexes]
@@ -83,11 +89,13 @@ class Qwen3VLVisionModel(nn.Module):
 class Block(nn.Module):
     """x += attention(norm1 x); x += mlp(norm2 x)."""
 
-    def __init__(self, config: VisionConfig, attention: AttentionBackend) -> None:
+    def __init__(
+        self, config: VisionConfig, attention: AttentionBackend, rotate: rope.Rotate
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.hidden_size, eps=_LAYER_NORM_EPS)
         self.norm2 = nn.LayerNorm(config.hidden_size, eps=_LAYER_NORM_EPS)
-        self.attn = Attention(config, attention)
+        self.attn = Attention(config, attention, rotate)
         self.mlp = Mlp(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, layout: VisionLayout) -> Tensor:
@@ -99,10 +107,13 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Full attention within each frame, with 2-D rope."""
 
-    def __init__(self, config: VisionConfig, backend: AttentionBackend) -> None:
+    def __init__(
+        self, config: VisionConfig, backend: AttentionBackend, rotate: rope.Rotate
+    ) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.backend = backend
+        self.rotate = rotate
         # Fused in the checkpoint: rows are q, then k, then v, each head by head.
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=True)
         self.proj = Linear(config.hidden_size, config.hidden_size, bias=True)
@@ -110,26 +121,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, layout: VisionLayout) -> Tensor:
         """`[N, hidden]`, as `x`."""
         qkv = self.qkv(x).unflatten(1, (3, self.num_heads, -1))  # [N, 3, heads, head_dim]
-        query, key = rotate(qkv[:, :2], layout.cos, layout.sin).unbind(1)
+        query, key = self.rotate(qkv[:, :2], layout.cos, layout.sin).unbind(1)
         attended = self.backend.forward(query, key, qkv[:, 2], layout.attention_plan)
         return self.proj(attended.flatten(1))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rope over the two halves of the head, in float32 and cast once.
-
-    Args:
-        x: `[N, 2, num_heads, head_dim]`, queries and keys.
-        cos: `[N, head_dim / 2]` float32; element j turns with element j + head_dim / 2.
-        sin: as `cos`.
-    """
-    cos, sin = cos[:, None, None], sin[:, None, None]
-    halves = x.float().unflatten(-1, (2, -1))
-    first, second = halves.unbind(-2)
-    turned = torch.empty(halves.shape, dtype=halves.dtype, device=x.device)
-    torch.mul(first, cos, out=turned[..., 0, :]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=turned[..., 1, :]).addcmul_(first, sin)
-    return turned.flatten(-2).to(x.dtype)
 
 
 class Mlp(nn.Module):

@@ -15,7 +15,14 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import error_from_rpc
 from services.gateway.clients.affinity import pick
 from services.gateway.clients.pods import Pod, PodSet
-from services.gateway.generation import Finished, Generation, Sampling, TokenEvent, TokenLogprobs
+from services.gateway.generation import (
+    Finished,
+    Generation,
+    Sampling,
+    Started,
+    TokenEvent,
+    TokenLogprobs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +164,8 @@ class DecoderPod(Pod):
             TokenLogprobs(found.logprob, tuple(found.top_token_ids), tuple(found.top_logprobs))
             for found in event.logprobs
         ]
-        sink(TokenEvent(choice, list(event.token_ids), logprobs, end))
+        start = _start_of(event.started) if event.HasField("started") else None
+        sink(TokenEvent(choice, list(event.token_ids), logprobs, end, start))
 
     def _fail_all(self, error: TriptychError) -> None:
         sinks, self._sinks = self._sinks, {}
@@ -170,15 +178,17 @@ class DecoderPod(Pod):
         return "the decoder"
 
 
+def _start_of(started: pb.Started) -> Started:
+    return Started(
+        started.num_cached_tokens, started.queue_s, started.transfer_s, started.prefill_s
+    )
+
+
 def _end_of(event: pb.SequenceEvent) -> Finished | TriptychError | None:
     match event.WhichOneof("end"):
         case "finished":
-            end = event.finished
-            stopped = end.reason == pb.Finished.REASON_STOP
-            return Finished(
-                "stop" if stopped else "length",
-                end.num_cached_tokens, end.queue_s, end.transfer_s, end.prefill_s,
-            )  # fmt: skip
+            stopped = event.finished.reason == pb.Finished.REASON_STOP
+            return Finished("stop" if stopped else "length")
         case "failed":
             failed = event.failed
             if failed.code == EmbeddingUnavailable.code:

@@ -242,8 +242,9 @@ def test_logprobs_go_to_those_who_asked():
 def test_times_are_counted_from_the_arrival():
     harness = Harness()
     harness.engine.add(add_message(1, prompt_of(1, 8), max_tokens=2))
-    end = None
-    while end is None:
+    events = []
+    while not any(event.end for event in events):
         done = harness.engine.step()
-        end = next((e.end for e in done.events if e.end), None) if done else None
-    assert 0 <= end.first_scheduled_s <= end.first_token_s
+        events += done.events if done else []
+    assert [event.start is not None for event in events] == [True, False]
+    assert 0 <= events[0].start.first_scheduled_s <= events[0].start.first_token_s

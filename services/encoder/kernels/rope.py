@@ -1,0 +1,41 @@
+"""The operation that a GPU runs as one kernel, in plain torch, and the choice between the two."""
+
+import importlib.util
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Rotate(Protocol):
+    """The type of `rotate`."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `rotate`."""
+        ...
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rope over the two halves of the head, in float32 and cast once.
+
+    Args:
+        x: `[N, 2, num_heads, head_dim]`, queries and keys.
+        cos: `[N, head_dim / 2]` float32; element j turns with element j + head_dim / 2.
+        sin: as `cos`.
+    """
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    halves = x.float().unflatten(-1, (2, -1))
+    first, second = halves.unbind(-2)
+    turned = torch.empty(halves.shape, dtype=halves.dtype, device=x.device)
+    torch.mul(first, cos, out=turned[..., 0, :]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=turned[..., 1, :]).addcmul_(first, sin)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def create_rotate(device: torch.device) -> Rotate:
+    """The fused rotation on CUDA where Triton is installed, else the plain one."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return rotate
+    from services.encoder.kernels.rotate import rotate as fused
+
+    return fused
