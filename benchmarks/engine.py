@@ -8,6 +8,7 @@ captured step and the host's time in each part. Prefill: prompts of several leng
 """
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -116,13 +117,10 @@ _NOTHING = _Nothing()
 
 def device_step_s(runner: ModelRunner, batch: int, repeats: int = 30) -> float | None:
     """Seconds that the device takes for one captured step, by events; None without graphs."""
-    graphs = runner._graphs
-    if graphs is None:
+    if not runner.graphs:
         return None
-    bucket = min((size for size in graphs._captured if size >= batch), default=None)
-    if bucket is None:
-        return None
-    graph = graphs._captured[bucket].graph
+    captured = runner.graphs[0]._captured  # type: ignore[attr-defined]
+    graph = captured[min(size for size in captured if size >= batch)].graph
     taken = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -157,6 +155,9 @@ def main() -> None:
     )
     begin = time.perf_counter()
     runner = create_runner(options)
+    gc.collect()
+    gc.freeze()  # as the engine process does
+    gc.set_threshold(20_000, 20, 50)
     print(f"ready after {time.perf_counter() - begin:.1f} s; {runner.info}")
     print(f"decode, context {arguments.context}: ms per step")
     print(f"{'batch':>6} {'step':>8} {'device':>8} {'host':>8} {'floor':>8} {'x floor':>8}")

@@ -3,7 +3,7 @@
 The front owns the arena: it alone reserves, commits, references and evicts. The engine maps the
 same memory and reads or writes the byte ranges it is told of; on a GPU it registers the mapping as
 pinned memory. The memory is anonymous (a memfd), so it goes away with the last process, however
-that one dies.
+that one dies. Another service on the same machine may read it: `address` says where.
 """
 
 import mmap
@@ -12,8 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from services.common.embedding import EmbeddingSpec
-
-_ALIGNMENT = 4096
+from services.common.shared_memory import PAGE_BYTES, MemoryAddress, create_memory, map_resident
 
 
 @dataclass(slots=True)
@@ -24,7 +23,7 @@ class ArenaEntry:
         key: the image key.
         spec: shape and dtype.
         offset: first byte in the arena.
-        digest: BLAKE3 of the bytes; empty until known.
+        digest: of the bytes; empty until known.
         references: users that keep the entry from being evicted.
         committed: the bytes are complete; before that only the writer may touch them.
     """
@@ -43,6 +42,7 @@ class Arena:
 
     size_bytes: int
     fd: int = field(init=False)
+    name: str = field(init=False)
     memory: mmap.mmap = field(init=False)
     _entries: OrderedDict[bytes, ArenaEntry] = field(
         init=False, default_factory=OrderedDict[bytes, ArenaEntry]
@@ -51,10 +51,14 @@ class Arena:
 
     def __post_init__(self) -> None:
         self.size_bytes = _align(self.size_bytes)
-        self.fd = os.memfd_create("triptych-arena")
-        os.ftruncate(self.fd, self.size_bytes)
+        self.fd, self.name = create_memory(self.size_bytes)
         self.memory = mmap.mmap(self.fd, self.size_bytes)
         self._free = [(0, self.size_bytes)]
+
+    @property
+    def address(self) -> MemoryAddress:
+        """Where other processes find the memory while this one lives."""
+        return MemoryAddress(os.getpid(), self.fd, self.name, self.size_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -101,6 +105,12 @@ class Arena:
     def view(self, entry: ArenaEntry) -> memoryview:
         """The entry's bytes, writable. Release the view before the arena is closed."""
         return memoryview(self.memory)[entry.offset : entry.offset + entry.spec.size_bytes]
+
+    def map_resident(self) -> None:
+        """Maps what the engine has allocated (all, where it is pinned) into this process; may run
+        in a thread.
+        """
+        map_resident(self.fd, self.memory)
 
     def commit(self, entry: ArenaEntry) -> None:
         """Marks the bytes as complete; the writer's reference stays until released."""
@@ -149,4 +159,4 @@ class Arena:
 
 
 def _align(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // PAGE_BYTES) * PAGE_BYTES

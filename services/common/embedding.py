@@ -6,7 +6,9 @@ can be sent as soon as it is done.
 """
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from blake3 import blake3
@@ -15,14 +17,16 @@ from services.common.image_key import KEY_BYTES
 
 DIGEST_BYTES = 32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Bits of the exponent: all ones means infinity or NaN.
-_EXPONENT = {
-    "float32": (np.uint32, 0x7F800000),
-    "bfloat16": (np.uint16, 0x7F80),
-    "float16": (np.uint16, 0x7C00),
+# The least bit pattern that is infinite or NaN, and integers to compare it with.
+_NOT_FINITE = {
+    "float32": (np.int32, np.uint32, 0x7F800000),
+    "bfloat16": (np.int16, np.uint16, 0x7F80),
+    "float16": (np.int16, np.uint16, 0x7C00),
 }
+# Of the digest, which is a tree of two levels, so that threads can make it of parts.
+BLOCK_BYTES = 1 << 20
 
-_MAGIC = b"TRPTEMB1"
+_MAGIC = b"TRPTEMB2"
 _DTYPES = tuple(ITEM_BYTES)
 _HEADER = struct.Struct("<8s32sB3xIII32s")
 STORED_HEADER_BYTES = _HEADER.size
@@ -53,14 +57,47 @@ class CorruptEmbedding(ValueError):
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """BLAKE3 of a tensor's bytes; releases the interpreter lock."""
-    return blake3(data).digest(DIGEST_BYTES)
+    """Of a tensor's bytes: BLAKE3 of the BLAKE3 digests of its blocks, of which the last may be
+    short. Releases the interpreter lock.
+    """
+    return join_digests(block_digests(data))
+
+
+def block_digests(data: bytes | memoryview) -> list[bytes]:
+    """Of each block of `data`, which starts where a block of the tensor does."""
+    view = memoryview(data)
+    return [
+        blake3(view[start : start + BLOCK_BYTES]).digest(DIGEST_BYTES)
+        for start in range(0, len(view), BLOCK_BYTES)
+    ]
+
+
+def join_digests(blocks: Iterable[bytes]) -> bytes:
+    """The tensor's digest, of the digests of all its blocks in their order."""
+    return blake3(b"".join(blocks)).digest(DIGEST_BYTES)
+
+
+def split_blocks(data: memoryview, max_parts: int) -> list[memoryview]:
+    """Parts of about one size, each of whole blocks (the last: to the end)."""
+    num_blocks = -(-len(data) // BLOCK_BYTES)
+    num_parts = max(1, min(max_parts, num_blocks))
+    cuts = [BLOCK_BYTES * (num_blocks * part // num_parts) for part in range(num_parts + 1)]
+    return [data[start:stop] for start, stop in pairwise(cuts)]
 
 
 def all_finite(data: bytes | memoryview, dtype: str) -> bool:
-    """Whether no value is infinite or NaN, read from the exponent bits (numpy has no bfloat16)."""
-    kind, mask = _EXPONENT[dtype]
-    return not bool(((np.frombuffer(data, dtype=kind) & mask) == mask).any())
+    """Whether no value is infinite or NaN; releases the interpreter lock.
+
+    Read from the bits (numpy has no bfloat16), in two passes that store nothing: as signed integers
+    the greatest values are the positive ones that are not finite, as unsigned ones the negative.
+    """
+    signed, unsigned, least = _NOT_FINITE[dtype]
+    if not len(data):
+        return True
+    sign = least + np.iinfo(signed).max + 1
+    return bool(
+        np.frombuffer(data, signed).max() < least and np.frombuffer(data, unsigned).max() < sign
+    )
 
 
 def pack_header(key: bytes, spec: EmbeddingSpec, tensor_digest: bytes) -> bytes:

@@ -13,6 +13,10 @@ from PIL import Image
 
 from services.common.errors import InvalidImage
 
+# Pillow warns of damage beside the pixels, as in EXIF, and of sizes that we bound ourselves. Once
+# for the process: `catch_warnings` is not for threads, and images are opened in several.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
 ALLOWED_FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _EXIF_ORIENTATION = 0x0112
 _MAX_ASPECT_RATIO = 200
@@ -42,9 +46,7 @@ def open_image(data: bytes, *, max_source_pixels: int) -> Image.Image:
         InvalidImage: not an allowed format, unreadable, or over `max_source_pixels`.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=ALLOWED_FORMATS)
+        image = Image.open(io.BytesIO(data), formats=ALLOWED_FORMATS)
     except Exception:
         # Pillow raises many kinds on hostile bytes, and its text names objects of this process
         # by address, so it stays here.

@@ -56,7 +56,9 @@ async def serve(settings: DecoderSettings) -> int:
         metrics = DecoderMetrics(registry)
         if cache is not None:
             registry.register(RedisCollector(lambda: cache.counters))
-        source = EmbeddingSource(arena, EncoderFetcher(), cache, metrics)
+        await asyncio.to_thread(arena.map_resident)
+        fetcher = EncoderFetcher(shared_memory=settings.shared_memory)
+        source = EmbeddingSource(arena, fetcher, cache, metrics)
         front = DecoderFront(ready, engine.channel, source, metrics)
         serve_metrics(registry, settings.host, settings.metrics_port)
         return await _serve_front(settings, front, stopped)

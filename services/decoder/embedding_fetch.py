@@ -1,30 +1,35 @@
-"""One embedding from an encoder, straight into its place; nothing received is trusted."""
+"""One embedding from an encoder, straight into its place: out of shared memory where encoder and
+decoder are on one machine, over gRPC everywhere else.
+"""
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc.aio
-from blake3 import blake3
 
-from services.common.embedding import DIGEST_BYTES, ITEM_BYTES, EmbeddingSpec, all_finite
+from services.common.embedding import EmbeddingSpec
 from services.common.errors import EmbeddingUnavailable, InvalidRequest
+from services.common.fetch_wire import WireChunk
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import create_channel, error_from_rpc
+from services.common.shared_memory import (
+    ForeignMemory,
+    MemoryAddress,
+    NotReadable,
+    host_identity,
+)
+from services.decoder.embedding_receiver import Receiver, WrongContent
+from services.decoder.shared_reader import copy_embedding, num_threads
+
+log = logging.getLogger(__name__)
 
 _METHOD = "/triptych.v1.Encoder/Fetch"
-# More threads would only wait for memory.
-_CHECKING_THREADS = 2
 Result = TypeVar("Result")
-
-DTYPES = {
-    "float32": pb.DTYPE_FLOAT32,
-    "bfloat16": pb.DTYPE_BFLOAT16,
-    "float16": pb.DTYPE_FLOAT16,
-}
 
 
 class EncoderFailed(EmbeddingUnavailable):
@@ -41,8 +46,17 @@ class EncoderFailed(EmbeddingUnavailable):
         self.corrupt = corrupt
 
 
-class _WrongContent(ValueError):
-    """What the encoder sent is not the embedding."""
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """How an embedding came.
+
+    Attributes:
+        digest: of its bytes.
+        path: "shm" or "grpc".
+    """
+
+    digest: bytes
+    path: str
 
 
 @dataclass(slots=True)
@@ -51,27 +65,35 @@ class _Channel:
     fetch: Callable[..., Any]
     users: int = 0
     idle_since: float = 0.0
+    memory: ForeignMemory | None = None
+    not_readable: bool = False  # its memory, as was found out; it is not tried again
 
 
 @dataclass(slots=True)
 class EncoderFetcher:
-    """Fetches embeddings; keeps a channel per encoder and closes it when it is not used for long.
+    """Fetches embeddings; keeps a channel per encoder, and its memory mapped where that is
+    possible, and lets go of both when the encoder is not asked for long.
 
     Attributes:
         timeout_s: for one embedding, the time the encoder needs to compute it included.
         idle_s: how long an unused channel stays open.
+        shared_memory: False: all embeddings come over gRPC.
     """
 
     timeout_s: float = 30.0
     idle_s: float = 60.0
+    shared_memory: bool = True
+    _host: bytes = field(default_factory=host_identity)
     _channels: dict[str, _Channel] = field(default_factory=dict[str, _Channel])
     _closing: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_CHECKING_THREADS, "embedding-check")
+        default_factory=lambda: ThreadPoolExecutor(num_threads(), "embedding-check")
     )
 
-    async def fetch(self, address: str, key: bytes, spec: EmbeddingSpec, into: memoryview) -> bytes:
-        """Fills `into` with the embedding; its digest.
+    async def fetch(
+        self, address: str, key: bytes, spec: EmbeddingSpec, into: memoryview
+    ) -> Fetched:
+        """Fills `into` with the embedding.
 
         When this returns or raises, nobody writes to `into` any more.
 
@@ -81,16 +103,10 @@ class EncoderFetcher:
         """
         if not address:
             raise EncoderFailed("the embedding is not cached and no encoder is named", address)
-        receiver = _Receiver(key, spec, into)
         try:
             async with self._use(address) as channel:
-                call = channel.fetch(pb.FetchRequest(image_key=key), timeout=self.timeout_s)
-                try:
-                    await self._receive(call, receiver)
-                finally:
-                    call.cancel()
-            return receiver.finish()
-        except _WrongContent as error:
+                return await self._fetch(channel, address, key, spec, into)
+        except WrongContent as error:
             message = f"encoder {address} sent a wrong embedding: {error}"
             raise EncoderFailed(message, address, corrupt=True) from None
         except grpc.aio.AioRpcError as failure:
@@ -106,21 +122,83 @@ class EncoderFetcher:
             self._close(address)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def _receive(self, call: Any, receiver: "_Receiver") -> None:  # noqa: ANN401 - a call
-        """Checks a chunk in a thread while the next one arrives."""
+    async def _fetch(
+        self, channel: _Channel, address: str, key: bytes, spec: EmbeddingSpec, into: memoryview
+    ) -> Fetched:
+        now = asyncio.get_running_loop().time
+        deadline = now() + self.timeout_s
+        if self.shared_memory and not channel.not_readable:
+            try:
+                receiver = Receiver(key, spec, into)
+                return await self._call(channel, receiver, self._host, self.timeout_s)
+            except NotReadable as why:
+                channel.not_readable = True
+                log.warning("encoder %s sends over gRPC from now on: %s", address, why)
+        return await self._call(channel, Receiver(key, spec, into), b"", deadline - now())
+
+    async def _call(
+        self, channel: _Channel, receiver: Receiver, reader_host: bytes, timeout_s: float
+    ) -> Fetched:
+        """One Fetch.
+
+        Raises:
+            WrongContent: what came is not the embedding.
+            NotReadable: the encoder's memory cannot be opened; `into` is untouched.
+            grpc.aio.AioRpcError: the encoder failed.
+        """
+        request = pb.FetchRequest(image_key=receiver.key, reader_host=reader_host)
+        call = channel.fetch(request, timeout=timeout_s)
+        try:
+            return await self._receive(call, receiver, channel)
+        except grpc.aio.AioRpcError:
+            channel.memory = None  # should the encoder be dead, its memory goes, too
+            raise
+        finally:
+            call.cancel()  # tells the encoder that its memory has been read
+
+    async def _receive(self, call: Any, receiver: Receiver, channel: _Channel) -> Fetched:  # noqa: ANN401 - a call
+        """Checks a chunk in a thread while the next one arrives, or copies from shared memory while
+        the encoder digests.
+        """
         loop = asyncio.get_running_loop()
         job: asyncio.Future[None] | None = None
+        copying: asyncio.Task[bytes] | None = None
         try:
-            async for response in call:
-                chunk = receiver.accept(response)
+            async for message in call:
+                part = receiver.accept(message)
                 if job is not None:
                     await finished(job)
                     job = None
-                if chunk is not None:
-                    job = loop.run_in_executor(self._threads, receiver.store, chunk)
+                match part:
+                    case WireChunk():
+                        job = loop.run_in_executor(self._threads, receiver.store, part)
+                    case pb.FetchShared():
+                        copying = self._start_copy(part, receiver, channel)
+                    case _:
+                        pass
+                if receiver.needs_nothing:
+                    break
+            if copying is not None:
+                return Fetched(receiver.finish(await finished(copying)), "shm")
+            return Fetched(receiver.finish(), "grpc")
         finally:
             if job is not None:
                 await finished(job)
+            if copying is not None:
+                await finished(copying)
+
+    def _start_copy(
+        self, shared: pb.FetchShared, receiver: Receiver, channel: _Channel
+    ) -> asyncio.Task[bytes]:
+        memory = channel.memory
+        address = MemoryAddress(shared.pid, shared.fd, shared.name, shared.size_bytes)
+        if memory is None or memory.address != address:
+            # A restarted encoder has another one.
+            memory = channel.memory = ForeignMemory(address)
+            self._threads.submit(memory.map_resident)
+        source = memory.view(shared.offset, len(receiver.into))
+        copying = copy_embedding(source, receiver.into, receiver.spec.dtype, self._threads)
+        return asyncio.create_task(copying)
 
     @contextlib.asynccontextmanager
     async def _use(self, address: str) -> AsyncIterator[_Channel]:
@@ -130,7 +208,6 @@ class EncoderFetcher:
             fetch = channel.unary_stream(
                 _METHOD,
                 request_serializer=pb.FetchRequest.SerializeToString,
-                response_deserializer=pb.FetchResponse.FromString,
             )
             entry = self._channels[address] = _Channel(channel, fetch)
         entry.users += 1
@@ -168,96 +245,4 @@ async def finished(job: "asyncio.Future[Result]") -> Result:
     return job.result()
 
 
-class _Receiver:
-    """Puts one Fetch stream's parts in their places and checks them.
-
-    `accept` runs in the event loop, `store` in a thread, one chunk at a time.
-    """
-
-    def __init__(self, key: bytes, spec: EmbeddingSpec, into: memoryview) -> None:
-        self._key = key
-        self._spec = spec
-        self._into = into
-        self._header_seen = False
-        self._trailer: bytes | None = None
-        self._ranges: dict[int, int] = {}  # start → end, received, beyond what is hashed
-        self._num_accepted = 0
-        self._hashed = 0
-        self._hasher = blake3()
-
-    def accept(self, response: pb.FetchResponse) -> pb.FetchChunk | None:
-        """Takes one message; a chunk that must be stored, or None.
-
-        Raises:
-            _WrongContent: not what was asked for.
-        """
-        if self._trailer is not None:
-            raise _WrongContent("there is more after the trailer")
-        match response.WhichOneof("part"):
-            case "header":
-                self._check_header(response.header)
-                return None
-            case "chunk" if self._header_seen:
-                self._check_place(response.chunk)
-                return response.chunk
-            case "trailer" if self._header_seen:
-                self._trailer = response.trailer.digest
-                return None
-            case part:
-                raise _WrongContent(f"{part} before the header")
-
-    def store(self, chunk: pb.FetchChunk) -> None:
-        """Copies an accepted chunk to its place, hashes as far as there is no gap.
-
-        Raises:
-            _WrongContent: a value is infinite or not a number.
-        """
-        start, end = chunk.offset, chunk.offset + len(chunk.data)
-        if not all_finite(chunk.data, self._spec.dtype):
-            raise _WrongContent("it has values that are not finite")
-        self._into[start:end] = chunk.data
-        self._ranges[start] = end
-        while (end := self._ranges.pop(self._hashed, -1)) >= 0:
-            self._hasher.update(self._into[self._hashed : end])
-            self._hashed = end
-
-    def finish(self) -> bytes:
-        """The digest, after the stream's end.
-
-        Raises:
-            _WrongContent: parts are missing, or the digest is another's.
-        """
-        size = self._spec.size_bytes
-        if self._trailer is None or self._hashed != size:
-            raise _WrongContent(f"it ended after {self._num_accepted} of {size} bytes")
-        digest = self._hasher.digest(DIGEST_BYTES)
-        if digest != self._trailer:
-            raise _WrongContent("its digest does not match")
-        return digest
-
-    def _check_header(self, header: pb.FetchHeader) -> None:
-        spec = self._spec
-        if self._header_seen:
-            raise _WrongContent("it has two headers")
-        if header.image_key != self._key:
-            raise _WrongContent(f"it is of image {header.image_key.hex()[:16]}")
-        if header.dtype != DTYPES[spec.dtype]:
-            raise _WrongContent(f"its dtype is {header.dtype}, not {spec.dtype}")
-        shape = (header.levels, header.num_tokens, header.hidden)
-        if shape != spec.shape:
-            raise _WrongContent(f"its shape is {shape}, not {spec.shape}")
-        self._header_seen = True
-
-    def _check_place(self, chunk: pb.FetchChunk) -> None:
-        # Chunks that overlap cannot end without a gap when all of them have just the right size
-        # together; `finish` looks for the gap.
-        item = ITEM_BYTES[self._spec.dtype]
-        length = len(chunk.data)
-        if length == 0 or chunk.offset % item or length % item:
-            raise _WrongContent("a chunk is empty or cuts a value in two")
-        self._num_accepted += length
-        if max(chunk.offset + length, self._num_accepted) > self._spec.size_bytes:
-            raise _WrongContent("chunks overlap or lie outside of the embedding")
-
-
-__all__ = ["DTYPES", "EncoderFailed", "EncoderFetcher", "finished"]
+__all__ = ["EncoderFailed", "EncoderFetcher", "Fetched", "finished"]

@@ -52,8 +52,8 @@ class Observer(Protocol):
         """An encoder did not deliver, or delivered something else."""
         ...
 
-    def embedding_fetched(self, seconds: float, size_bytes: int) -> None:
-        """An encoder delivered."""
+    def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
+        """An encoder delivered, by "shm" or "grpc"."""
         ...
 
 
@@ -293,9 +293,12 @@ class EmbeddingSource:
             view = self.arena.view(entry)
             if not await self._read_cache(entry, view):
                 started = time.monotonic()
-                entry.digest = await self.fetcher.fetch(flight.address, entry.key, entry.spec, view)
+                fetched = await self.fetcher.fetch(flight.address, entry.key, entry.spec, view)
+                entry.digest = fetched.digest
                 self.observer.embedding_found("encoder")
-                self.observer.embedding_fetched(time.monotonic() - started, entry.spec.size_bytes)
+                self.observer.embedding_fetched(
+                    time.monotonic() - started, entry.spec.size_bytes, fetched.path
+                )
             self.arena.commit(entry)
             del self._flights[entry.key]
         except EncoderFailed as error:

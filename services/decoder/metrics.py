@@ -56,7 +56,9 @@ class DecoderMetrics:
         self._errors = counter(
             "embedding_fetch_errors", "Encoders that did not deliver, by kind.", "kind"
         )
-        self._bytes = counter("embedding_fetch_bytes", "Bytes of embeddings from encoders.")
+        self._bytes = counter(
+            "embedding_fetch_bytes", "Bytes of embeddings from encoders, by shm or grpc.", "path"
+        )
 
     def engine_step(self, stats: EngineStats, num_generated: int) -> None:
         """Records one StepDone."""
@@ -86,10 +88,10 @@ class DecoderMetrics:
         """See `Observer`."""
         self._errors.labels("corrupt" if corrupt else "unavailable").inc()
 
-    def embedding_fetched(self, seconds: float, size_bytes: int) -> None:
+    def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
         """See `Observer`."""
         self.fetch.observe(seconds)
-        self._bytes.inc(size_bytes)
+        self._bytes.labels(path).inc(size_bytes)
 
 
 class RedisCollector(Collector):

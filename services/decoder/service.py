@@ -7,7 +7,7 @@ import grpc.aio
 
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import decoder_pb2_grpc as pb_grpc
-from services.decoder.embedding_fetch import DTYPES
+from services.decoder.embedding_receiver import DTYPES
 from services.decoder.front import DecoderFront, Stream
 
 SERVICE_NAME = "triptych.v1.Decoder"

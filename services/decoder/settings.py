@@ -28,6 +28,8 @@ class DecoderSettings(ServiceSettings):
         kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, the runner's on a CPU.
         memory_fraction: share of the card that this process may use.
         embedding_cache_bytes: of images' embeddings, in shared memory.
+        shared_memory: read embeddings out of the memory of an encoder on this machine; false: all
+            come over gRPC.
         redis_url: where the encoders store embeddings; empty: nowhere.
         shutdown_grace_s: how long running sequences may go on after SIGTERM.
         log_level: of the standard logging module.
@@ -50,6 +52,7 @@ class DecoderSettings(ServiceSettings):
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     embedding_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    shared_memory: bool = True
     redis_url: str = ""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

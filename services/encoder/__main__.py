@@ -18,7 +18,6 @@ from services.common.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embedding_cache import RedisCache
 from services.common.engine_process import ChannelClosed, EngineDied, EngineProcess
 from services.common.model_config import ModelConfig, ModelConfigError
-from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import create_server
 from services.common.settings import SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
@@ -28,7 +27,7 @@ from services.encoder.engine_client import EngineClient
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_writer import RedisWriter
-from services.encoder.service import SERVICE, Description, EncoderServicer
+from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
 from services.encoder.settings import EncoderSettings
 
 _ENGINE_MODULE = "services.encoder.engine_main"
@@ -104,6 +103,7 @@ async def _serve_engine(
     stack: AsyncExitStack,
 ) -> None:
     metrics = EncoderMetrics()
+    await asyncio.to_thread(memory.arena.map_resident)
     engine = EngineClient(process.channel, metrics.observe_batch)
     cache = writer = None
     if settings.redis_url:
@@ -160,7 +160,7 @@ async def build_server(
 ) -> tuple[grpc.aio.Server, aio_health.HealthServicer]:
     """The server with its servicer, health (serving) and reflection; no port yet."""
     server = create_server()
-    pb_grpc.add_EncoderServicer_to_server(servicer, server)
+    add_to_server(servicer, server)
     healthy = aio_health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((SERVICE, HEALTH, _SERVICES[-1]), server)

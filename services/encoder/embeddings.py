@@ -21,6 +21,7 @@ from services.common.errors import (
     Overloaded,
     TriptychError,
 )
+from services.common.shared_memory import MemoryAddress
 from services.encoder.engine_client import EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
@@ -168,6 +169,11 @@ class Embeddings:
     def view(self, entry: ArenaEntry) -> memoryview:
         """The bytes of a held entry."""
         return self._memory.arena.view(entry)
+
+    @property
+    def address(self) -> MemoryAddress:
+        """Where other processes on this machine find the bytes."""
+        return self._memory.arena.address
 
     async def close(self) -> None:
         """Ends all work."""

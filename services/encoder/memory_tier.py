@@ -1,13 +1,15 @@
 """The embeddings in this pod's arena: reserving with patience, digests, references."""
 
 import asyncio
+from itertools import chain
 
 from services.common.arena import Arena, ArenaEntry
-from services.common.embedding import EmbeddingSpec, digest
+from services.common.embedding import EmbeddingSpec, block_digests, join_digests, split_blocks
 from services.common.errors import Overloaded
 
 _RESERVE_TIMEOUT_S = 5.0
 _CLOSE_ATTEMPTS = 50
+_DIGEST_THREADS = 4  # of one embedding; a reader that has copied it waits for the digest
 
 
 class MemoryTier:
@@ -81,7 +83,9 @@ class MemoryTier:
     async def _digest(self, entry: ArenaEntry) -> bytes:
         """Releases the reference that `commit` took."""
         try:
-            entry.digest = await asyncio.to_thread(digest, self.arena.view(entry))
+            parts = split_blocks(self.arena.view(entry), _DIGEST_THREADS)
+            jobs = [asyncio.to_thread(block_digests, part) for part in parts]
+            entry.digest = join_digests(chain.from_iterable(await asyncio.gather(*jobs)))
         finally:
             self.release(entry)
         return entry.digest

@@ -29,9 +29,12 @@ class EncoderMetrics:
             "encoder_failures", "Calls that failed, by method and code", ["method", "code"],
             registry=registry,
         )  # fmt: skip
-        self.fetches = Counter("encoder_fetches", "Embeddings streamed out", registry=registry)
+        self.fetches = Counter("encoder_fetches", "Embeddings given out", registry=registry)
         self.fetched_bytes = Counter(
-            "encoder_fetched_bytes", "Bytes of embeddings streamed out", registry=registry
+            "encoder_fetched_bytes", "Bytes of embeddings given out", registry=registry
+        )
+        self.shared_fetches = Counter(
+            "encoder_shared_fetches", "Of these, those read from shared memory", registry=registry
         )
         self.memory_lookups = Counter(
             "encoder_memory_lookups", "Lookups in the memory tier", ["outcome"], registry=registry

@@ -1,17 +1,22 @@
 """proto ↔ embeddings. The only file of the encoder that knows gRPC; no torch."""
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
+import grpc
 import grpc.aio
 
+from services.common.arena import ArenaEntry
 from services.common.embedding import EmbeddingSpec
 from services.common.errors import InternalError, InvalidImage, InvalidRequest, TriptychError
+from services.common.fetch_wire import WireChunk, serialize
 from services.common.image_key import KEY_BYTES
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import abort
+from services.common.shared_memory import host_identity
 from services.encoder.embeddings import Embeddings, Encoded, Origin
 from services.encoder.metrics import EncoderMetrics
 
@@ -19,6 +24,8 @@ SERVICE = "triptych.v1.Encoder"
 _CHUNK_BYTES = 1 << 20
 # A Fetch waits this long for work on its key, whatever its own deadline.
 _MAX_FETCH_WAIT_S = 30.0
+# An entry in shared memory is kept this long for a reader that does not say that it is done.
+_MAX_READ_S = 10.0
 _DTYPES = {
     "float32": pb.DTYPE_FLOAT32,
     "bfloat16": pb.DTYPE_BFLOAT16,
@@ -52,6 +59,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         self._description = description
         self._embeddings = embeddings
         self._metrics = metrics
+        self._host = host_identity()
 
     async def Describe(
         self, request: pb.DescribeEncoderRequest, context: grpc.aio.ServicerContext
@@ -79,39 +87,49 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         except Exception as error:
             return await self._fail("encode", error, context)
 
-    async def Fetch(
-        self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.FetchResponse]:
+    async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         """See the proto."""
         try:
             key = _checked_key(request.image_key)
             left_s = context.time_remaining()
             wait_s = _MAX_FETCH_WAIT_S if left_s is None else min(left_s, _MAX_FETCH_WAIT_S)
-            async for part in self._parts(key, wait_s):
-                yield part
+            async with self._embeddings.entry(key, wait_s) as entry:
+                await context.write(_header(entry))
+                if self._host and request.reader_host == self._host:
+                    await self._share(entry, context)
+                else:
+                    await self._stream(entry, context)
         except Exception as error:
             await self._fail("fetch", error, context)
 
-    async def _parts(self, key: bytes, wait_s: float) -> AsyncIterator[pb.FetchResponse]:
-        async with self._embeddings.entry(key, wait_s) as entry:
-            spec = entry.spec
-            yield pb.FetchResponse(
-                header=pb.FetchHeader(
-                    image_key=key,
-                    dtype=_DTYPES[spec.dtype],
-                    levels=spec.levels,
-                    num_tokens=spec.num_tokens,
-                    hidden=spec.hidden,
-                )
-            )
-            view = self._embeddings.view(entry)
-            for start in range(0, len(view), _CHUNK_BYTES):
-                data = bytes(view[start : start + _CHUNK_BYTES])
-                yield pb.FetchResponse(chunk=pb.FetchChunk(offset=start, data=data))
-            digest = await self._embeddings.digest_of(entry)
-            yield pb.FetchResponse(trailer=pb.FetchTrailer(digest=digest))
-            self._metrics.fetches.inc()
-            self._metrics.fetched_bytes.inc(len(view))
+    async def _stream(self, entry: ArenaEntry, context: grpc.aio.ServicerContext) -> None:
+        view = self._embeddings.view(entry)
+        for start in range(0, len(view), _CHUNK_BYTES):
+            await context.write(WireChunk(start, view[start : start + _CHUNK_BYTES]))
+        await self._finish(entry, context)
+
+    async def _share(self, entry: ArenaEntry, context: grpc.aio.ServicerContext) -> None:
+        """Says where the bytes are, and keeps them there until the reader ends the call, which
+        cancels this; so does the reader's death.
+        """
+        memory = self._embeddings.address
+        shared = pb.FetchShared(
+            pid=memory.pid, fd=memory.fd, name=memory.name, size_bytes=memory.size_bytes,
+            offset=entry.offset,
+        )  # fmt: skip
+        await context.write(pb.FetchResponse(shared=shared))
+        await self._finish(entry, context)
+        self._metrics.shared_fetches.inc()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_READ_S):
+                await asyncio.Event().wait()
+
+    async def _finish(self, entry: ArenaEntry, context: grpc.aio.ServicerContext) -> None:
+        """The digest may be known only after the bytes are on their way."""
+        digest = await self._embeddings.digest_of(entry)
+        await context.write(pb.FetchResponse(trailer=pb.FetchTrailer(digest=digest)))
+        self._metrics.fetches.inc()
+        self._metrics.fetched_bytes.inc(entry.spec.size_bytes)
 
     def _answer(self, encoded: Encoded, num_tokens: int) -> pb.EncodeResponse:
         self._metrics.requests.labels(encoded.origin.value).inc()
@@ -150,3 +168,30 @@ def _checked_key(key: bytes) -> bytes:
     if len(key) != KEY_BYTES:
         raise InvalidRequest(f"an image key has {KEY_BYTES} bytes, not {len(key)}")
     return key
+
+
+def _header(entry: ArenaEntry) -> pb.FetchResponse:
+    spec = entry.spec
+    return pb.FetchResponse(
+        header=pb.FetchHeader(
+            image_key=entry.key,
+            dtype=_DTYPES[spec.dtype],
+            levels=spec.levels,
+            num_tokens=spec.num_tokens,
+            hidden=spec.hidden,
+        )
+    )
+
+
+def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
+    """As the generated function, but with our own serializer for Fetch."""
+    handlers = {
+        "Fetch": grpc.unary_stream_rpc_method_handler(
+            servicer.Fetch,
+            request_deserializer=pb.FetchRequest.FromString,
+            response_serializer=serialize,
+        )
+    }
+    pb_grpc.add_EncoderServicer_to_server(servicer, server)
+    # The last registered wins.
+    server.add_registered_method_handlers(SERVICE, handlers)  # pyright: ignore[reportAttributeAccessIssue]

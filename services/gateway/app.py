@@ -47,14 +47,17 @@ def create_gateway(settings: GatewaySettings) -> Gateway:
     web = WebMedia(settings.max_image_bytes, allow_private=settings.allow_private_media_hosts)
     loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
     metrics = GatewayMetrics()
+    encoders, decoders = EncoderPool(settings.encoders), DecoderPool(settings.decoders)
+    metrics.healthy_pods.labels("encoder").set_function(encoders.num_healthy)
+    metrics.healthy_pods.labels("decoder").set_function(decoders.num_healthy)
     service = ChatService(
         model_name=settings.served_model_name or config.name,
         tokenizer=tokenizer,
         prompts=PromptBuilder.from_directory(config, tokenizer),
         images=ImageReader(loader, config.image_limits, settings.max_source_pixels),
         defaults=SamplingDefaults.of_model(config),
-        encoders=EncoderPool(settings.encoders),
-        decoders=DecoderPool(settings.decoders),
+        encoders=encoders,
+        decoders=decoders,
         metrics=metrics,
         max_images=settings.max_images_per_request,
         request_timeout_s=settings.request_timeout_s,

@@ -276,11 +276,10 @@ def _note_start(job: Job, start: Started) -> None:
             job.stages.record("transfer", start.transfer_s)
 
 
-def _text_size(content: object) -> int:
+def _text_size(content: str | list[dict[str, str]]) -> int:
     if isinstance(content, str):
         return len(content)
-    assert isinstance(content, list)
-    return sum(len(part.get("text", "")) for part in content)  # pyright: ignore
+    return sum(len(part.get("text", "")) for part in content)
 
 
 __all__ = ["ChatService", "Job", "Prompt", "Update"]

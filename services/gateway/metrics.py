@@ -24,6 +24,12 @@ class GatewayMetrics:
         self.ttft = histogram("gateway_ttft_seconds", "Arrival to first token")
         self.inter_token = histogram("gateway_inter_token_seconds", "Mean time per later token")
         self.request = histogram("gateway_request_seconds", "Arrival to end")
+        self.healthy_pods = Gauge(
+            "gateway_healthy_pods",
+            "Pods that can be given work",
+            ["service"],
+            registry=self.registry,
+        )
         self.running = Gauge(
             "gateway_running_requests", "Requests that hold a slot", registry=self.registry
         )

@@ -156,6 +156,7 @@ async def run_pod(
     *,
     arena_bytes: int = 8 << 20,
     max_queued_patches: int = 1 << 16,
+    max_image_patches: int = 4096,
     redis_timeout_s: float = 0.5,
 ) -> AsyncIterator[Pod]:
     arena = Arena(arena_bytes)
@@ -172,7 +173,7 @@ async def run_pod(
         metrics=metrics, max_queued_patches=max_queued_patches,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
-    description = Description("tiny", PREFIX, LIKE, 2, max_image_patches=4096)
+    description = Description("tiny", PREFIX, LIKE, 2, max_image_patches)
     server, _ = await build_server(EncoderServicer(description, embeddings, metrics))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -71,12 +70,27 @@ class Service:
         """SIGTERM to the front alone, as Kubernetes does; returns the exit status."""
         assert self._process is not None
         self._process.terminate()
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        """Waits until the front has ended; returns its exit status."""
+        assert self._process is not None
         return self._process.wait(timeout_s)
 
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self.is_running():
             self.signal(signal.SIGCONT)
             self.kill()
+
+    def answers(self) -> bool:
+        try:
+            self.metric("process_start_time_seconds")
+        except OSError:
+            return False
+        return True
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` that carry all `labels`; 0 where there is none."""
@@ -129,28 +143,45 @@ class Cluster:
     def url(self) -> str:
         return f"http://{self.gateway.address}"
 
+    @property
+    def services(self) -> tuple[Service, ...]:
+        return (*self.encoders, *self.decoders, self.gateway)
+
     def __enter__(self) -> "Cluster":
         self.redis.start()
         try:
-            for service in (*self.encoders, *self.decoders, self.gateway):
-                service.start()
-            wait_until(self.is_ready, _READY_TIMEOUT_S, "the cluster is ready")
+            self.restore()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for service in (self.gateway, *self.decoders, *self.encoders):
+        for service in reversed(self.services):
             service.stop()
         self.redis.stop()
 
-    def is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/ready", timeout=2) as answer:
-                return answer.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
+    def restore(self) -> None:
+        """Starts what has ended, thaws what is frozen, and waits until all of it serves."""
+        for service in self.services:
+            if service.is_running():
+                service.thaw()
+            else:
+                service.start()
+        wait_until(self.is_whole, _READY_TIMEOUT_S, "the cluster is whole")
+
+    def restart(self, *services: Service) -> None:
+        """Kills these, which empties their memories, and restores the cluster."""
+        for service in services:
+            service.kill()
+        self.restore()
+
+    def is_whole(self) -> bool:
+        """Each service answers, and the gateway gives work to each."""
+        return all(service.answers() for service in self.services) and all(
+            self.gateway.metric("gateway_healthy_pods", service=kind) == len(services)
+            for kind, services in (("encoder", self.encoders), ("decoder", self.decoders))
+        )
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(

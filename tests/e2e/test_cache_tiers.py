@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, picture
+from tests.e2e.cluster import Cluster, picture, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUESTION = "Describe the picture."
@@ -29,12 +29,10 @@ def test_second_request_with_the_same_picture_encodes_nothing(cluster: Cluster) 
 
 
 def test_restarted_services_encode_nothing_again(cluster: Cluster) -> None:
+    stored = num_stored(cluster)
     first = cluster.ask(QUESTION, picture(2))
-    wait_for_write(cluster, num_keys=1)
-    for service in (*cluster.encoders, *cluster.decoders):
-        service.kill()
-        service.start()
-    wait_until_ready(cluster)
+    wait_until(lambda: num_stored(cluster) > stored, 5, "the entry is in Redis")
+    cluster.restart(*cluster.encoders, *cluster.decoders)
     assert cluster.ask(QUESTION, picture(2)) == first
     assert cluster.num_encodes() == 0  # counters start anew with the process
 
@@ -49,8 +47,9 @@ def test_100_simultaneous_requests_for_a_new_picture_encode_it_once(cluster: Clu
 
 def test_garbage_in_redis_changes_no_answer(cluster: Cluster) -> None:
     pictures = [picture(seed) for seed in (10, 11, 12)]
+    stored = num_stored(cluster)
     expected = [cluster.ask(QUESTION, image) for image in pictures]
-    wait_for_write(cluster, num_keys=3)
+    wait_until(lambda: num_stored(cluster) == stored + 3, 5, "the entries are in Redis")
     with cluster.redis.client() as client:
         keys = list(client.scan_iter())
         for n, key in enumerate(keys):
@@ -62,7 +61,7 @@ def test_garbage_in_redis_changes_no_answer(cluster: Cluster) -> None:
             else:
                 value[-7] ^= 0xFF
             client.set(key, bytes(value))
-    restart_all(cluster)  # memory tiers are empty: only Redis could answer
+    cluster.restart(*cluster.encoders, *cluster.decoders)  # only Redis could answer now
     assert [cluster.ask(QUESTION, image) for image in pictures] == expected
 
 
@@ -72,7 +71,7 @@ def test_flushed_and_stopped_redis_change_no_answer(cluster: Cluster) -> None:
     assert cluster.ask(QUESTION, picture(20)) == expected
     cluster.redis.stop()
     try:
-        restart_all(cluster)
+        cluster.restart(*cluster.encoders, *cluster.decoders)
         assert cluster.ask(QUESTION, picture(20)) == expected
         assert cluster.ask(QUESTION, picture(21))
     finally:
@@ -98,31 +97,7 @@ def test_frozen_redis_adds_at_most_50_ms(cluster: Cluster) -> None:
     assert min(frozen[:1]) - max(usual) <= 0.050
 
 
-def wait_for_write(cluster: Cluster, num_keys: int) -> None:
-    """The write to Redis is behind the answer."""
-    deadline = time.monotonic() + 5
-    while len(cluster.redis.keys()) < num_keys:
-        assert time.monotonic() < deadline, "nothing was written to Redis"
-        time.sleep(0.02)
-
-
-def restart_all(cluster: Cluster) -> None:
-    for service in (*cluster.encoders, *cluster.decoders):
-        service.kill()
-        service.start()
-    wait_until_ready(cluster)
-
-
-def wait_until_ready(cluster: Cluster) -> None:
-    """Each restarted service serves again and the gateway knows it."""
-    deadline = time.monotonic() + 120
-    while not (all(map(answers, (*cluster.encoders, *cluster.decoders))) and cluster.is_ready()):
-        assert time.monotonic() < deadline, "the cluster did not come back"
-        time.sleep(0.1)
-
-
-def answers(service: object) -> bool:
-    try:
-        return service.metric("python_info") >= 0  # type: ignore[attr-defined]
-    except OSError:
-        return False
+def num_stored(cluster: Cluster) -> int:
+    """Embeddings in Redis; they are written behind the answer."""
+    found = cluster.redis.keys()
+    return sum(key.startswith(b"triptych:embedding:") for key in found)

@@ -5,37 +5,56 @@ import signal
 import socket
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import openai
 import pytest
 
-from tests.e2e.cluster import Cluster, message, picture, wait_until
+from tests.e2e.cluster import Cluster, Service, message, picture, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUESTION = "Describe the picture."
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path, encoders=2, decoders=2) as cluster:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(Path(tmp_path_factory.mktemp("cluster")), encoders=2, decoders=2) as cluster:
         yield cluster
 
 
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    """Whole again, whatever the test before did to it. Each test has pictures of its own."""
+    shared.restore()
+    return shared
+
+
+class Usage:
+    """Which of some services works, by one of its counters from now on."""
+
+    def __init__(self, services: Sequence[Service], counter: str) -> None:
+        self._counter = counter
+        self._before = {service: service.metric(counter) for service in services}
+
+    def busiest(self) -> Service:
+        return max(self._before, key=lambda s: s.metric(self._counter) - self._before[s])
+
+
 def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
+    encodes = Usage(cluster.encoders, "encoder_images_encoded_total")
     expected = {seed: cluster.ask(QUESTION, picture(seed)) for seed in (1, 2, 3, 4)}
     cluster.redis.flush()
-    for service in (*cluster.decoders,):
-        service.kill()
-        service.start()
-    wait_until(cluster.is_ready, 60, "decoders are back")
-    cluster.encoders[0].freeze()  # requests that choose it hang inside it
+    cluster.restart(*cluster.decoders)  # the embeddings are in the encoders alone
+    encoder = encodes.busiest()
+    encoder.freeze()  # requests that choose it hang inside it
     with ThreadPoolExecutor(4) as pool:
         asked = {seed: pool.submit(cluster.ask, QUESTION, picture(seed)) for seed in expected}
         time.sleep(0.5)
-        cluster.encoders[0].kill()
+        assert not all(answer.done() for answer in asked.values()), "nobody chose it"
+        encoder.kill()
         assert {seed: answer.result() for seed, answer in asked.items()} == expected
 
 
@@ -43,7 +62,7 @@ def test_without_encoders_images_are_refused_and_text_is_answered(cluster: Clust
     for encoder in cluster.encoders:
         encoder.kill()
     with pytest.raises(openai.APIStatusError) as refused:
-        cluster.ask(QUESTION, picture(5))
+        cluster.ask(QUESTION, picture(11))
     assert refused.value.status_code == 503
     assert cluster.ask("Who are you?")
 
@@ -65,13 +84,15 @@ def test_a_decoder_that_dies_mid_stream_is_an_error_not_an_end(cluster: Cluster)
 
 
 def test_a_decoder_that_dies_before_the_first_token_costs_a_retry(cluster: Cluster) -> None:
-    expected = {seed: cluster.ask(QUESTION, picture(seed)) for seed in range(6)}
-    cluster.decoders[0].freeze()  # requests that choose it hang inside it
+    sequences = Usage(cluster.decoders, "decoder_sequences_total")
+    expected = {seed: cluster.ask(QUESTION, picture(seed)) for seed in range(20, 26)}
+    decoder = sequences.busiest()
+    decoder.freeze()  # requests that choose it hang inside it
     with ThreadPoolExecutor(6) as pool:
         asked = {seed: pool.submit(cluster.ask, QUESTION, picture(seed)) for seed in expected}
         time.sleep(0.5)
         assert not all(answer.done() for answer in asked.values()), "nobody chose it"
-        cluster.decoders[0].kill()
+        decoder.kill()
         assert {seed: answer.result() for seed, answer in asked.items()} == expected
 
 
@@ -80,21 +101,18 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_second(
     cluster: Cluster, stream: bool
 ) -> None:
     body = json.dumps(
-        {"model": "demo", "messages": [message("Who are you?", picture(7))], "stream": stream,
+        {"model": "demo", "messages": [message("Who are you?", picture(30))], "stream": stream,
          "max_tokens": 1000, "ignore_eos": True}
     ).encode()  # fmt: skip
     host, port = cluster.gateway.address.split(":")
-    clients = []
-    for _ in range(4):
-        client = socket.create_connection((host, int(port)))
-        client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(body) + body
-        )
-        clients.append(client)
-    wait_until(lambda: cluster.used_blocks() > 0, 20, "the sequences run")
-    for client in clients:
-        client.close()
+    with ExitStack() as clients:
+        for _ in range(4):
+            client = clients.enter_context(socket.create_connection((host, int(port))))
+            client.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            )
+        wait_until(lambda: cluster.used_blocks() > 0, 20, "the sequences run")
     wait_until(lambda: cluster.used_blocks() == 0, 1.5, "all blocks are free")
 
 
@@ -109,7 +127,8 @@ def test_sigterm_lets_running_streams_finish(cluster: Cluster) -> None:
         cluster.gateway.signal(signal.SIGTERM)
         with pytest.raises(OSError):
             for _ in range(50):
-                urllib.request.urlopen(f"{cluster.url}/ready", timeout=2)
-                time.sleep(0.02)
+                with urllib.request.urlopen(f"{cluster.url}/ready", timeout=2):
+                    time.sleep(0.02)
         ends = [c.choices[0].finish_reason for c in chunks if c.choices]
         assert ends[-1] == "length"
+    assert cluster.gateway.wait() == 0

@@ -23,9 +23,10 @@ from torch import Tensor
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.sampler import Sampler, greedy
+from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.sampling import SamplingTable
 from services.decoder.engine.staging import Staging
+from services.decoder.kernels.ops import greedy
 from tests.decoder_harness import Harness, write_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -155,19 +156,41 @@ def test_flashinfer_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) -> None
 
 @pytest.mark.parametrize("count", [1, 3, 17, 64])
 def test_a_graph_agrees_with_the_eager_step(dummy: Harness, count: int) -> None:
-    assert dummy.runner._graphs is not None, "no backend here captures decode steps"
+    assert dummy.runner.graphs, "no backend here captures steps"
     running = [dummy.start(ids, row) for row, ids in enumerate(prompts(count))]
     for sequence in running:
         dummy.step(dummy.chunk(sequence))
     chunks = [dummy.chunk(sequence) for sequence in running]
     eager = dummy.logits(*chunks)
     tokens = dummy.launch(*chunks).result().token_ids
-    captured = dummy.runner._graphs._logits[:count]
+    captured = dummy.runner.graphs[0]._logits[:count]
     # Padded to a bucket, the matrix products are of another size: as a batch against one alone.
     assert relative(captured, eager) < 5e-2
     assert tokens == greedy(captured).tolist()
     for sequence in running:
         dummy.finish(sequence)
+
+
+@pytest.mark.parametrize("cached", [0, 37])
+@pytest.mark.parametrize("length", [2, 64, 333, 1500])
+def test_a_captured_prompt_agrees_with_the_eager_one(
+    dummy: Harness, length: int, cached: int
+) -> None:
+    """With an image in the chunk, and with context before it."""
+    rng = np.random.default_rng(length)
+    token_ids = rng.integers(0, 150000, length + cached).tolist()
+    span = min(40, length // 2)
+    embedding = torch.randn(4, span, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
+    sequence = dummy.start(token_ids, images=[(cached + 1, embedding)])
+    if cached:
+        dummy.step(dummy.chunk(sequence, cached))
+    chunk = dummy.chunk(sequence)
+    eager = dummy.logits(chunk)[-1:]
+    tokens = dummy.launch(chunk).result().token_ids
+    captured = dummy.runner.graphs[1]._logits[:1]
+    assert relative(captured, eager) < 5e-2  # matrix products of another size, as above
+    assert tokens == greedy(captured).tolist()
+    dummy.finish(sequence)
 
 
 def test_steps_in_flight_do_not_matter(dummy: Harness) -> None:

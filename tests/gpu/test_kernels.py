@@ -15,7 +15,7 @@ from services.decoder.kernels.triton_ops import TritonOps
 pytestmark = pytest.mark.gpu
 TOLERANCE = 4e-3
 EPS = 1e-6
-FUSED, PLAIN = TritonOps(), PlainOps()
+FUSED, PLAIN = TritonOps(max_few_tokens=2), PlainOps()
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -65,3 +65,38 @@ def test_qk_rope_cache_agrees_with_its_twin(
     cache, twin = cache[:39], twin[:39]  # the last block is scratch
     assert torch.equal(cache.isnan(), twin.isnan())  # the same slots, and no other
     assert error(cache.nan_to_num(), twin.nan_to_num()) <= TOLERANCE or num_tokens == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize(
+    ("width", "rows"), [(2048, 4096), (6144, 2048), (2560, 9728), (12288, 4096), (256, 100)]
+)
+def test_products_of_few_tokens_agree_with_their_twins(
+    num_tokens: int, width: int, rows: int
+) -> None:
+    x, norm, residual = random(num_tokens, width), random(width), random(num_tokens, rows)
+    weight = (torch.randn(2 * rows, width, device="cuda") * 0.02).bfloat16()
+    half = weight[:rows]
+    assert error(FUSED.linear(x, half), PLAIN.linear(x, half)) <= TOLERANCE
+    expected = PLAIN.norm_linear(x, norm, EPS, half)
+    assert error(FUSED.norm_linear(x, norm, EPS, half), expected) <= TOLERANCE
+    # Two products are rounded, then their product is.
+    expected = PLAIN.norm_swiglu(x, norm, EPS, weight)
+    assert error(FUSED.norm_swiglu(x, norm, EPS, weight), expected) <= 2 * TOLERANCE
+    twin = residual.clone()
+    FUSED.linear_add(x, half, residual)
+    PLAIN.linear_add(x, half, twin)
+    assert error(residual, twin) <= TOLERANCE
+
+
+@pytest.mark.parametrize("vocab_size", [100, 1024, 151936])
+def test_greedy_agrees_with_its_twin(vocab_size: int) -> None:
+    logits = random(9, vocab_size)
+    logits[3, 7], logits[4, 11], logits[5, -1] = torch.nan, torch.inf, -torch.inf
+    logits[6] = 0.5  # all equal: the first wins
+    logits[7, -1] = 100.0
+    found = FUSED.greedy(logits).tolist()
+    assert found[3:8] == [-1, -1, -1, 0, vocab_size - 1]
+    values = logits.gather(1, torch.tensor(found, device="cuda").clamp(min=0)[:, None].long())
+    for row in (0, 1, 2, 6, 7, 8):
+        assert values[row] == logits[row].max()

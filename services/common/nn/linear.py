@@ -48,6 +48,8 @@ class UnquantizedLinear:
 class Linear(nn.Module):
     """`y = x @ W.T + b`."""
 
+    weight: nn.Parameter  # where the method makes one: `UnquantizedLinear` does
+
     def __init__(
         self,
         in_features: int,

@@ -187,7 +187,7 @@ class _Copier:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous host tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _sources(module: nn.Module, weight_map: WeightMap) -> Iterator[_Source]:

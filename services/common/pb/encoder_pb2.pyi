@@ -86,20 +86,24 @@ class EncodeResponse(_message.Message):
     def __init__(self, source: _Optional[_Union[EncodeResponse.Source, str]] = ..., num_tokens: _Optional[int] = ..., lookup_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., preprocess_s: _Optional[float] = ..., forward_s: _Optional[float] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("image_key",)
+    __slots__ = ("image_key", "reader_host")
     IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
+    READER_HOST_FIELD_NUMBER: _ClassVar[int]
     image_key: bytes
-    def __init__(self, image_key: _Optional[bytes] = ...) -> None: ...
+    reader_host: bytes
+    def __init__(self, image_key: _Optional[bytes] = ..., reader_host: _Optional[bytes] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("header", "chunk", "trailer")
+    __slots__ = ("header", "chunk", "trailer", "shared")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     TRAILER_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     header: FetchHeader
     chunk: FetchChunk
     trailer: FetchTrailer
-    def __init__(self, header: _Optional[_Union[FetchHeader, _Mapping]] = ..., chunk: _Optional[_Union[FetchChunk, _Mapping]] = ..., trailer: _Optional[_Union[FetchTrailer, _Mapping]] = ...) -> None: ...
+    shared: FetchShared
+    def __init__(self, header: _Optional[_Union[FetchHeader, _Mapping]] = ..., chunk: _Optional[_Union[FetchChunk, _Mapping]] = ..., trailer: _Optional[_Union[FetchTrailer, _Mapping]] = ..., shared: _Optional[_Union[FetchShared, _Mapping]] = ...) -> None: ...
 
 class FetchHeader(_message.Message):
     __slots__ = ("image_key", "dtype", "levels", "num_tokens", "hidden")
@@ -128,3 +132,17 @@ class FetchTrailer(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
+
+class FetchShared(_message.Message):
+    __slots__ = ("pid", "fd", "name", "size_bytes", "offset")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    fd: int
+    name: str
+    size_bytes: int
+    offset: int
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...

@@ -72,6 +72,9 @@ class EncoderServicer:
     def Fetch(self, request, context):
         """Streams one embedding: a header, chunks in any order, a trailer. A key that is being computed,
         or whose Encode call has not arrived yet, is waited for until the caller's deadline.
+
+        To a caller on the same machine: a header, where the bytes lie in shared memory, a trailer. They
+        stay there until the caller, who has copied them, cancels the call, or its deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,19 +57,22 @@ class AttentionBackend(Protocol):
 
     Attributes:
         reads_block_tables: it wants `block_tables`; otherwise it wants `block_ids`.
-        captures_decode: steps of decodes alone can be captured as CUDA graphs.
+        captures: steps of decodes alone, and of one prompt's chunk alone, can be captured as CUDA
+            graphs.
     """
 
     reads_block_tables: bool
-    captures_decode: bool
+    captures: bool
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> Any:  # noqa: ANN401 - backend's own
         """Host work once per step, shared by all layers; the result becomes `metadata.plan`.
 
         Args:
             metadata: the step's layout.
-            captured: the step is a CUDA graph's, of S decodes: what kernels read must lie where
-                it lay when the graph of that S was captured.
+            captured: the step is a CUDA graph's, of S decodes or of one chunk padded to T tokens
+                (`slot_mapping` has the padding, `cu_query_lens` has not): what kernels read must
+                lie where it lay when the graph of that S, or of that T, was captured. The first
+                plan for a T has no padding.
         """
         ...
 

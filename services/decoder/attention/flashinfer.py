@@ -55,7 +55,7 @@ class FlashInferBackend:
     """See `base.AttentionBackend`."""
 
     reads_block_tables = False
-    captures_decode = True
+    captures = True
 
     def __init__(self, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> None:
         if device.type != "cuda":
@@ -79,7 +79,9 @@ class FlashInferBackend:
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             self._float_workspace, "NHD", use_tensor_cores=True, backend="fa2"
         )
+        self._prefill_backend = "fa3" if hopper else "fa2"
         self._captured: dict[int, BatchDecodeWithPagedKVCacheWrapper] = {}
+        self._captured_prefills: dict[int, BatchPrefillWithPagedKVCacheWrapper] = {}
         self._captured_block_ids: Tensor | None = None  # [most blocks of a batch] int32
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
@@ -102,9 +104,10 @@ class FlashInferBackend:
             indptr, host = _cumulated(host, num_blocks[decodes:])
             last_len, host = _copied(host, last[decodes:])
             prefill = self._prefill
-            self._plan_prefill(
-                query_indptr, indptr, metadata.block_ids[total_decode_blocks:], last_len
-            )
+            if captured:
+                prefill = self._captured_prefill(len(metadata.slot_mapping))
+            block_ids = metadata.block_ids[total_decode_blocks:]
+            self._plan_prefill(prefill, query_indptr, indptr, block_ids, last_len)
         self._index_ring.copied()
         return _Plan(decode, prefill)
 
@@ -141,10 +144,15 @@ class FlashInferBackend:
         self._workspace_rings[0].copied()
 
     def _plan_prefill(
-        self, query_indptr: Tensor, indptr: Tensor, block_ids: Tensor, last_len: Tensor
+        self,
+        wrapper: BatchPrefillWithPagedKVCacheWrapper,
+        query_indptr: Tensor,
+        indptr: Tensor,
+        block_ids: Tensor,
+        last_len: Tensor,
     ) -> None:
-        self._lend_workspace(self._prefill, 1)
-        self._prefill.plan(
+        self._lend_workspace(wrapper, 1)
+        wrapper.plan(
             query_indptr,
             indptr,
             block_ids,
@@ -175,9 +183,6 @@ class FlashInferBackend:
         """The wrapper of one graph; what its kernels read stays in place."""
         wrapper = self._captured.get(batch_size)
         if wrapper is None:
-            if self._captured_block_ids is None:
-                most = self._sizes.max_num_sequences * self._sizes.max_num_blocks
-                self._captured_block_ids = torch.zeros(most, dtype=torch.int32, device=self._device)
             wrapper = BatchDecodeWithPagedKVCacheWrapper(
                 self._float_workspace,
                 "NHD",
@@ -187,13 +192,40 @@ class FlashInferBackend:
                 paged_kv_indptr_buffer=torch.zeros(
                     batch_size + 1, dtype=torch.int32, device=self._device
                 ),
-                paged_kv_indices_buffer=self._captured_block_ids,
+                paged_kv_indices_buffer=self._block_ids(),
                 paged_kv_last_page_len_buffer=torch.zeros(
                     batch_size, dtype=torch.int32, device=self._device
                 ),
             )
             self._captured[batch_size] = wrapper
         return wrapper
+
+    def _captured_prefill(self, num_tokens: int) -> BatchPrefillWithPagedKVCacheWrapper:
+        """The wrapper of the graph of one chunk padded to `num_tokens`."""
+        wrapper = self._captured_prefills.get(num_tokens)
+        if wrapper is None:
+            pair, one = (
+                torch.zeros(count, dtype=torch.int32, device=self._device) for count in (2, 1)
+            )
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(
+                self._float_workspace,
+                "NHD",
+                use_cuda_graph=True,
+                backend=self._prefill_backend,
+                qo_indptr_buf=pair,
+                paged_kv_indptr_buf=torch.zeros_like(pair),
+                paged_kv_indices_buf=self._block_ids(),
+                paged_kv_last_page_len_buf=one,
+            )
+            self._captured_prefills[num_tokens] = wrapper
+        return wrapper
+
+    def _block_ids(self) -> Tensor:
+        """Where graphs read block ids; one step runs at a time, so that all share it."""
+        if self._captured_block_ids is None:
+            most = self._sizes.max_num_sequences * self._sizes.max_num_blocks
+            self._captured_block_ids = torch.zeros(most, dtype=torch.int32, device=self._device)
+        return self._captured_block_ids
 
 
 def _copied(host: np.ndarray, values: np.ndarray) -> tuple[Tensor, np.ndarray]:

@@ -31,7 +31,7 @@ class SdpaBackend:
     """See `base.AttentionBackend`; for "rows" of the pool, `base.write_kv`."""
 
     reads_block_tables = True
-    captures_decode = False
+    captures = False
 
     def __init__(self, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> None:
         self._sizes = sizes

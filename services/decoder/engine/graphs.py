@@ -1,18 +1,24 @@
-"""Decode steps as CUDA graphs: one per bucket of batch sizes, all in one memory pool."""
+"""Steps as CUDA graphs: decodes by bucket of batch size, lone prompts by bucket of length.
 
+A graph reads its inputs where the staging buffer has them on the device, and writes logits to one
+buffer that all graphs of a kind share. All graphs share one memory pool: one runs at a time.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
-from services.decoder.engine.batch import RunnerInfo
-from services.decoder.engine.sampler import greedy
+from services.decoder.engine.images import ImageReader
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import HostStep, StagedStep
 from services.decoder.models.base import CausalLM
+
+_MAX_CAPTURED_PROMPT = 2048  # above, the device takes longer than the launches
 
 
 def decode_buckets(max_num_sequences: int) -> list[int]:
@@ -24,65 +30,72 @@ def decode_buckets(max_num_sequences: int) -> list[int]:
     return sorted({min(size, max_num_sequences) for size in sizes})
 
 
+def prompt_buckets(max_num_tokens: int) -> list[int]:
+    """Lengths to capture: multiples of 64, then of 128, up to where launches no longer matter."""
+    sizes = [*range(64, 512, 64), *range(512, _MAX_CAPTURED_PROMPT + 1, 128)]
+    return [size for size in sizes if size <= max_num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What a graph runs."""
+
+    model: CausalLM
+    backend: AttentionBackend
+    images: ImageReader | None
+    last_tokens: Tensor  # [rows + 1] int32
+    staging: Staging
+    kv_cache: Tensor
+
+
+class StepGraphs(Protocol):
+    """Graphs of one kind of step."""
+
+    masks_images: bool  # images lie in the rows of their tokens, behind a mask
+
+    def pad(self, step: HostStep) -> HostStep | None:
+        """The step padded to a captured size, or None: it must run eagerly."""
+        ...
+
+    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
+        """Runs an uploaded step: logits `[n, vocab_size]` and greedy tokens `[n]`.
+
+        Both are valid until the next replay, and have a row per sampling chunk, then padding.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    token_ids: Tensor  # [bucket] int32
+    logits: Tensor  # [n, vocab_size]
+    token_ids: Tensor  # [n] int32
 
 
-class DecodeGraphs:
-    """Captured steps of decodes: inputs to logits, greedy tokens and the rows' last tokens.
+class _GraphSet:
+    """Captured steps by size."""
 
-    A graph reads its inputs where the staging buffer has them on the device, and writes logits to
-    one buffer that all buckets share.
-    """
-
-    def __init__(
-        self,
-        model: CausalLM,
-        backend: AttentionBackend,
-        last_tokens: Tensor,
-        staging: Staging,
-        info: RunnerInfo,
-    ) -> None:
-        self._model = model
-        self._backend = backend
-        self._last_tokens = last_tokens
-        self._staging = staging
-        self._info = info
+    def __init__(self, parts: StepParts, pool: Any) -> None:  # noqa: ANN401 - torch has no name
+        self.parts = parts
+        self._pool = pool
         self._captured: dict[int, _Captured] = {}
-        self._pool: Any = None  # torch has no public name for its type
-        self._logits: Tensor | None = None  # [largest bucket, vocab_size]
+        self._logits: Tensor | None = None
 
-    def bucket(self, step: HostStep) -> int | None:
-        """The smallest captured size for a step, or None: it must run eagerly."""
-        count = len(step.seq_lens)
-        if step.num_decodes != count or len(step.samples) != count or step.segments:
-            return None
-        return min((size for size in self._captured if size >= count), default=None)
+    def _size(self, wanted: int) -> int | None:
+        return min((size for size in self._captured if size >= wanted), default=None)
 
-    def capture(self, staged: StagedStep, kv_cache: Tensor) -> None:
-        """Captures the size of a padded step; the largest size must be the first."""
-        self._staging.upload()
-        metadata = step_inputs.attention_metadata(staged, self._staging)
-        metadata.plan = self._backend.plan(metadata, captured=True)
-        size = metadata.num_decodes
+    def _capture(self, size: int, forward: Callable[[], Tensor], rows: Tensor) -> None:
+        """Captures `forward` to logits; the size with the most logits must be the first."""
 
-        def step() -> Tensor:
-            hidden = self._model.forward(
-                step_inputs.input_ids(staged, self._staging, self._last_tokens),
-                self._staging.device(staged.positions),
-                kv_cache,
-                metadata,
-            )
-            logits = self._model.logits(hidden)
+        def step() -> tuple[Tensor, Tensor]:
+            logits = forward()
             if self._logits is None:
                 self._logits = torch.empty_like(logits)
-            self._logits[:size].copy_(logits)
-            token_ids = greedy(logits)
-            rows = self._staging.device(staged.output_rows)
-            self._last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
-            return token_ids
+            kept = self._logits[: len(logits)]
+            kept.copy_(logits)
+            token_ids = self.parts.model.ops.greedy(logits)
+            self.parts.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
+            return kept, token_ids
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -91,18 +104,94 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            token_ids = step()
-        self._pool = graph.pool()
-        self._captured[size] = _Captured(graph, token_ids)
+            logits, token_ids = step()
+        self._captured[size] = _Captured(graph, logits, token_ids)
 
-    def replay(self, staged: StagedStep, bucket: int) -> tuple[Tensor, Tensor]:
-        """Runs an uploaded step: logits `[bucket, vocab_size]` and greedy tokens `[bucket]`.
-
-        Both are valid until the next replay.
-        """
-        metadata = step_inputs.attention_metadata(staged, self._staging)
-        self._backend.plan(metadata, captured=True)
-        captured = self._captured[bucket]
+    def _replay(self, staged: StagedStep, size: int) -> tuple[Tensor, Tensor]:
+        parts = self.parts
+        metadata = step_inputs.attention_metadata(staged, parts.staging)
+        parts.backend.plan(metadata, captured=True)
+        captured = self._captured[size]
         captured.graph.replay()
-        assert self._logits is not None
-        return self._logits[:bucket], captured.token_ids
+        return captured.logits, captured.token_ids
+
+    def _forward(self, staged: StagedStep) -> Callable[[], Tensor]:
+        """Inputs to the last layer's states; plans the attention."""
+        parts = self.parts
+        metadata = step_inputs.attention_metadata(staged, parts.staging)
+        metadata.plan = parts.backend.plan(metadata, captured=True)
+
+        def forward() -> Tensor:
+            visual = None
+            if staged.visual_mask is not None and parts.images is not None:
+                visual = parts.images.masked(parts.staging.device(staged.visual_mask))
+            return parts.model.forward(
+                step_inputs.input_ids(staged, parts.staging, parts.last_tokens),
+                parts.staging.device(staged.positions),
+                parts.kv_cache,
+                metadata,
+                visual,
+            )
+
+        return forward
+
+
+class DecodeGraphs(_GraphSet):
+    """Steps of decodes alone."""
+
+    masks_images = False
+
+    def __init__(self, parts: StepParts, pool: Any, scratch_row: int) -> None:  # noqa: ANN401
+        super().__init__(parts, pool)
+        self._scratch_row = scratch_row
+
+    def pad(self, step: HostStep) -> HostStep | None:
+        """See StepGraphs."""
+        count = len(step.seq_lens)
+        if step.num_decodes != count or len(step.samples) != count or step.segments:
+            return None
+        size = self._size(count)
+        return step_inputs.pad(step, size, self._scratch_row) if size else None
+
+    def capture(self, staged: StagedStep) -> None:
+        """Captures a padded step; the largest must be the first."""
+        parts = self.parts
+        parts.staging.upload()
+        forward = self._forward(staged)
+        rows = parts.staging.device(staged.output_rows)
+        self._capture(staged.host.num_decodes, lambda: parts.model.logits(forward()), rows)
+
+    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
+        """See StepGraphs."""
+        return self._replay(staged, staged.host.num_decodes)
+
+
+class PromptGraphs(_GraphSet):
+    """Steps of one chunk alone that reaches the end of its sequence, with or without images."""
+
+    masks_images = True
+
+    def pad(self, step: HostStep) -> HostStep | None:
+        """See StepGraphs."""
+        if len(step.seq_lens) != 1 or step.num_decodes or len(step.samples) != 1:
+            return None
+        if step.segments and self.parts.images is None:
+            return None
+        size = self._size(len(step.input_ids))
+        return step_inputs.pad_prompt(step, size) if size else None
+
+    def capture(self, staged: StagedStep) -> None:
+        """Captures a chunk without padding."""
+        parts = self.parts
+        parts.staging.upload()
+        forward = self._forward(staged)
+        last = parts.staging.device(staged.sampled_tokens)
+        rows = parts.staging.device(staged.sampled_rows)
+        size = len(staged.host.input_ids)
+        self._capture(size, lambda: parts.model.logits(forward()[last]), rows)
+
+    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
+        """See StepGraphs."""
+        if staged.host.segments and self.parts.images is not None:
+            self.parts.images.read_in_place(staged.host.segments)
+        return self._replay(staged, len(staged.host.input_ids))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.decoder.engine.batch import Chunk
-from services.decoder.models.base import VisualInput, VisualRows, VisualSegments
+from services.decoder.models.base import VisualInput, VisualMask, VisualRows, VisualSegments
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,20 @@ class ImageReader:
                 target[level].copy_(source[level], non_blocking=True)
             done += part.num_rows
         return VisualRows(rows, self._buffer[:, :done])
+
+    def read_in_place(self, segments: Seq[VisualSegment]) -> None:
+        """On a GPU: copies a step's segments to the rows of their tokens, for `masked`."""
+        assert self._buffer is not None
+        for part in segments:
+            source = self._view(part)
+            target = self._buffer[:, part.row : part.row + part.num_rows]
+            for level in range(self._levels):
+                target[level].copy_(source[level], non_blocking=True)
+
+    def masked(self, mask: Tensor) -> VisualMask:
+        """What `read_in_place` has copied; `mask` `[T]`, not 0 where a row is visual."""
+        assert self._buffer is not None
+        return VisualMask((mask != 0).unsqueeze(1), self._buffer[:, : len(mask)])
 
     def _view(self, part: VisualSegment) -> Tensor:
         """`[levels, num_rows, hidden]`, in the arena."""

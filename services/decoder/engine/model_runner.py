@@ -9,10 +9,10 @@ from torch import Tensor
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch, RunnerInfo, StepOutput
-from services.decoder.engine.graphs import DecodeGraphs
+from services.decoder.engine.graphs import DecodeGraphs, PromptGraphs, StepGraphs, StepParts
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.messages import Logprobs, SamplingParams
-from services.decoder.engine.sampler import Sampled, Sampler, greedy
+from services.decoder.engine.sampler import Sampled, Sampler
 from services.decoder.engine.sampling import SamplingPlan, SamplingTable
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.staging import Staging
@@ -97,7 +97,7 @@ class ModelRunner:
         self._sampler = Sampler(info.max_num_sequences, info.vocab_size, state.device)
         self._staging = Staging(_staging_bytes(info, max_blocks), state.device)
         self._dtype = state.kv_cache.dtype
-        self._graphs: DecodeGraphs | None = None
+        self.graphs: list[StepGraphs] = []  # captured kinds of steps, see graphs.py
 
     def start_sequence(self, sequence: Sequence) -> None:
         """See batch.Runner."""
@@ -113,16 +113,13 @@ class ModelRunner:
     def execute(self, batch: Batch) -> DevicePendingStep:
         """See batch.Runner."""
         step = step_inputs.build(batch, self._table, self.info.block_size)
-        bucket = self._graphs.bucket(step) if self._graphs is not None else None
-        if bucket is not None:
-            step = step_inputs.pad(step, bucket, self._scratch_row)
-        staged = self._stage(step)
+        graphs, step = self._graphs_for(step)
+        staged = self._stage(step, masked=graphs is not None and graphs.masks_images)
         plan = self._sampling.plan(step.table_rows[step.samples], step.generated, self._staging)
         self._staging.upload()
-        if bucket is not None:
-            assert self._graphs is not None
+        if graphs is not None:
             count = len(step.samples)
-            logits, token_ids = (out[:count] for out in self._graphs.replay(staged, bucket))
+            logits, token_ids = (out[:count] for out in graphs.replay(staged))
             if plan is not None:
                 return self._sample(staged, logits, plan)
             return self._copy_back(Sampled(token_ids, None), None)
@@ -139,14 +136,27 @@ class ModelRunner:
             self._images.close()
 
     @torch.inference_mode()
-    def capture_graphs(self, buckets: list[int]) -> None:
-        """Captures decode steps of these sizes (GPU, a backend that allows it)."""
-        self._graphs = DecodeGraphs(
-            self._model, self._backend, self._state.last_tokens, self._staging, self.info
+    def capture_graphs(self, decodes: list[int], prompts: list[int]) -> None:
+        """Captures decode steps of these sizes and lone prompts of these lengths (GPU)."""
+        parts = StepParts(
+            self._model,
+            self._backend,
+            self._images,
+            self._state.last_tokens,
+            self._staging,
+            self._state.kv_cache,
         )
-        for bucket in sorted(buckets, reverse=True):  # the largest first: the pool fits all
-            step = HostStep.scratch([1] * bucket, self._scratch_row)
-            self._graphs.capture(self._stage(step), self._state.kv_cache)
+        pool = torch.cuda.graph_pool_handle()
+        of_decodes = DecodeGraphs(parts, pool, self._scratch_row)
+        of_prompts = PromptGraphs(parts, pool)
+        # The largest first: what they need, all others find in the pool.
+        for length in sorted(prompts, reverse=True):
+            step = HostStep.scratch([length], self._scratch_row)
+            of_prompts.capture(self._stage(step, masked=True))
+        for count in sorted(decodes, reverse=True):
+            step = HostStep.scratch([1] * count, self._scratch_row)
+            of_decodes.capture(self._stage(step))
+        self.graphs = [of_decodes, of_prompts]
 
     @torch.inference_mode()
     def forward_scratch(self, lengths: list[int]) -> None:
@@ -159,7 +169,7 @@ class ModelRunner:
         self._staging.upload()
         hidden = self._forward(staged)
         last = self._staging.device(staged.sampled_tokens)
-        greedy(self._model.logits(hidden[last]))
+        self._model.ops.greedy(self._model.logits(hidden[last]))
 
     @torch.inference_mode()
     def sample_scratch(self, num_rows: int) -> None:
@@ -179,7 +189,15 @@ class ModelRunner:
             self._copy_back(self._sampler.sample(logits, plan, self._staging), plan).result()
         self._sampling.set(0, SamplingParams())
 
-    def _stage(self, step: HostStep) -> StagedStep:
+    def _graphs_for(self, step: HostStep) -> tuple[StepGraphs | None, HostStep]:
+        """The graphs that have the step, and the step as they want it."""
+        for graphs in self.graphs:
+            padded = graphs.pad(step)
+            if padded is not None:
+                return graphs, padded
+        return None, step
+
+    def _stage(self, step: HostStep, *, masked: bool = False) -> StagedStep:
         self._staging.begin()
         return step_inputs.stage(
             step,
@@ -187,6 +205,7 @@ class ModelRunner:
             self._staging,
             self.info.block_size,
             as_tables=self._backend.reads_block_tables,
+            masked=masked,
         )
 
     def _forward(self, staged: StagedStep) -> Tensor:
@@ -213,7 +232,7 @@ class ModelRunner:
     ) -> DevicePendingStep:
         """Draws tokens, keeps them for the next step, sends them home."""
         if plan is None:
-            sampled = Sampled(greedy(logits), None)
+            sampled = Sampled(self._model.ops.greedy(logits), None)
         else:
             sampled = self._sampler.sample(logits, plan, self._staging)
         rows = self._staging.device(staged.sampled_rows)

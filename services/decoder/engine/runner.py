@@ -15,7 +15,7 @@ from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
 from services.decoder.engine import kv_cache
 from services.decoder.engine.batch import RunnerInfo
-from services.decoder.engine.graphs import decode_buckets
+from services.decoder.engine.graphs import decode_buckets, prompt_buckets
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.model_runner import DeviceState, ModelRunner
@@ -158,7 +158,7 @@ def _load(
 ) -> CausalLM:
     kind = resolve(config.architecture)
     with torch.device("meta"):
-        model = kind(config, backend, create_ops(device, config.text.head_dim))
+        model = kind(config, backend, create_ops(device, config.text))
     if options.load_format == "dummy":
         load_dummy(model, options.seed, device=device, dtype=dtype)
     elif options.load_format == "auto":
@@ -223,5 +223,6 @@ def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) 
         if len(lengths) <= info.max_num_sequences and sum(lengths) <= info.max_batched_tokens:
             runner.forward_scratch(lengths)
     runner.sample_scratch(1)
-    if with_graphs and backend.captures_decode:
-        runner.capture_graphs(decode_buckets(info.max_num_sequences))
+    if with_graphs and backend.captures:
+        longest = min(info.max_batched_tokens, info.max_model_len)
+        runner.capture_graphs(decode_buckets(info.max_num_sequences), prompt_buckets(longest))

@@ -37,12 +37,6 @@ class Sampled:
     logprobs: SampledLogprobs | None
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """`[B, vocab_size]` → `[B]` int32; -1 where a row is not finite. The path of plain batches."""
-    finite = torch.isfinite(logits.sum(-1, dtype=torch.float32))
-    return logits.argmax(-1).masked_fill(~finite, -1).to(torch.int32)
-
-
 class Sampler:
     """Samples, and keeps what penalties need: how often each row has seen each token."""
 

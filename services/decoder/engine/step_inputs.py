@@ -1,6 +1,6 @@
 """A batch as arrays: numpy on the host, one upload, views on the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -160,6 +160,18 @@ def pad(step: HostStep, num_chunks: int, scratch_row: int) -> HostStep:
     )
 
 
+def pad_prompt(step: HostStep, num_tokens: int) -> HostStep:
+    """A step of one chunk padded with tokens that write to slot -1 and that nobody attends to."""
+    extra = num_tokens - len(step.input_ids)
+    return replace(
+        step,
+        input_ids=np.pad(step.input_ids, (0, extra)),
+        input_rows=np.pad(step.input_rows, (0, extra), constant_values=-1),
+        positions=np.pad(step.positions, ((0, 0), (0, extra))),
+        slot_mapping=np.pad(step.slot_mapping, (0, extra), constant_values=-1),
+    )
+
+
 @dataclass(slots=True)
 class StagedStep:
     """A step's arrays in the staging buffer.
@@ -177,15 +189,25 @@ class StagedStep:
     output_rows: Staged  # [S] int64: where each chunk's sampled token goes, in a captured step
     sampled_rows: Staged  # [B] int64: rows of the table
     sampled_tokens: Staged  # [B] int64: tokens of the step
-    visual_rows: Staged | None
+    visual_rows: Staged | None  # [V] int64
+    visual_mask: Staged | None  # [T] int32, in a captured step of one chunk
     block_ids: Staged
     block_tables: Staged
 
 
 def stage(
-    step: HostStep, table: RowTable, staging: Staging, block_size: int, as_tables: bool
+    step: HostStep,
+    table: RowTable,
+    staging: Staging,
+    block_size: int,
+    *,
+    as_tables: bool,
+    masked: bool = False,
 ) -> StagedStep:
-    """Puts a step's arrays into the staging buffer; block ids as a table or one after the other."""
+    """Puts a step's arrays into the staging buffer.
+
+    Block ids go in as a table or one after the other, visual tokens as a mask or as a list.
+    """
     last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
     counts = -(-step.seq_lens // block_size)
     blocks = table.blocks[step.table_rows, : int(counts.max())]
@@ -201,7 +223,8 @@ def stage(
         output_rows=staging.add(step.table_rows),
         sampled_rows=staging.add(step.table_rows[step.samples]),
         sampled_tokens=staging.add(last_tokens[step.samples]),
-        visual_rows=_stage_visual_rows(step, staging) if step.segments else None,
+        visual_rows=_stage_visual_rows(step, staging) if step.segments and not masked else None,
+        visual_mask=_stage_visual_mask(step, staging) if masked else None,
         block_ids=staging.add(flat),
         block_tables=staging.add(blocks if as_tables else empty.reshape(0, 0)),
     )
@@ -211,6 +234,13 @@ def _stage_visual_rows(step: HostStep, staging: Staging) -> Staged:
     return staging.add(
         np.concatenate([np.arange(part.row, part.row + part.num_rows) for part in step.segments])
     )
+
+
+def _stage_visual_mask(step: HostStep, staging: Staging) -> Staged:
+    mask = np.zeros(len(step.input_ids), np.int32)
+    for part in step.segments:
+        mask[part.row : part.row + part.num_rows] = 1
+    return staging.add(mask)
 
 
 def attention_metadata(staged: StagedStep, staging: Staging) -> AttentionMetadata:

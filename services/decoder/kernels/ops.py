@@ -5,13 +5,22 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from services.common.model_config import TextConfig
 from services.common.nn import layers
 from services.decoder.models import rope
 
 
 class Ops(Protocol):
-    """What a layer asks for between its matrix products. Arguments may be overwritten."""
+    """What a layer asks for between its matrix products. Arguments may be overwritten.
+
+    Attributes:
+        max_few_tokens: up to so many tokens, a layer's products take their neighbours with them
+            (`norm_linear`, `norm_swiglu`, `linear_add`, `linear`); 0: never.
+    """
+
+    max_few_tokens: int
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `layers.rms_norm`."""
@@ -39,9 +48,62 @@ class Ops(Protocol):
         """See `rope.qk_rope_cache`."""
         ...
 
+    def greedy(self, logits: Tensor) -> Tensor:
+        """`[B, vocab_size]` → `[B]` int32: the most likely ids; -1 where a row is not finite."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`[T, K]`, `[N, K]` → `[T, N]`."""
+        ...
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """RMSNorm with weight `norm`, then `linear`."""
+        ...
+
+    def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """`norm_linear` to gate and up, `[2 * N, K]`, then `silu_and_mul`."""
+        ...
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
+        """`residual += linear(x, weight)`."""
+        ...
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """See Ops."""
+    finite = torch.isfinite(logits.sum(-1, dtype=torch.float32))
+    return logits.argmax(-1).masked_fill(~finite, -1).to(torch.int32)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """See Ops."""
+    return F.linear(x, weight)
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """See Ops."""
+    return F.linear(layers.rms_norm(x, norm, eps), weight)
+
+
+def norm_swiglu(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """See Ops."""
+    return layers.silu_and_mul(norm_linear(x, norm, eps, weight))
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> None:
+    """See Ops."""
+    residual += F.linear(x, weight)
+
 
 class PlainOps:
     """Plain torch: the specification, and the path of CPUs."""
+
+    max_few_tokens = 0
+    greedy = staticmethod(greedy)
+    linear = staticmethod(linear)
+    norm_linear = staticmethod(norm_linear)
+    norm_swiglu = staticmethod(norm_swiglu)
+    linear_add = staticmethod(linear_add)
 
     rms_norm = staticmethod(layers.rms_norm)
     add_rms_norm = staticmethod(layers.add_rms_norm)
@@ -49,12 +111,12 @@ class PlainOps:
     qk_rope_cache = staticmethod(rope.qk_rope_cache)
 
 
-def create_ops(device: torch.device, head_dim: int) -> Ops:
+def create_ops(device: torch.device, config: TextConfig) -> Ops:
     """The fused operations where they run, else the plain ones."""
-    half = head_dim // 2
+    half = config.head_dim // 2
     fits = half & (half - 1) == 0
     if device.type != "cuda" or not fits or importlib.util.find_spec("triton") is None:
         return PlainOps()
-    from services.decoder.kernels.triton_ops import TritonOps
+    from services.decoder.kernels.triton_ops import create_triton_ops
 
-    return TritonOps()
+    return create_triton_ops(config)

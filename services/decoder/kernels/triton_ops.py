@@ -1,6 +1,7 @@
 """The fused operations, gathered. Imported only where Triton is."""
 
-from services.decoder.kernels import add_norm, qk_rope_cache, silu_mul
+from services.common.model_config import TextConfig
+from services.decoder.kernels import add_norm, few_tokens, greedy, qk_rope_cache, silu_mul
 
 
 class TritonOps:
@@ -10,3 +11,17 @@ class TritonOps:
     add_rms_norm = staticmethod(add_norm.add_rms_norm)
     silu_and_mul = staticmethod(silu_mul.silu_and_mul)
     qk_rope_cache = staticmethod(qk_rope_cache.qk_rope_cache)
+    greedy = staticmethod(greedy.greedy)
+    linear = staticmethod(few_tokens.linear)
+    norm_linear = staticmethod(few_tokens.norm_linear)
+    norm_swiglu = staticmethod(few_tokens.norm_swiglu)
+    linear_add = staticmethod(few_tokens.linear_add)
+
+    def __init__(self, max_few_tokens: int) -> None:
+        self.max_few_tokens = max_few_tokens
+
+
+def create_triton_ops(config: TextConfig) -> TritonOps:
+    """The operations for a model of these sizes."""
+    widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    return TritonOps(few_tokens.MAX_TOKENS if few_tokens.fits(*widths) else 0)

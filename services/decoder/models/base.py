@@ -7,6 +7,7 @@ from torch import Tensor
 
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionMetadata
+from services.decoder.kernels.ops import Ops
 
 
 class VisualInput(Protocol):
@@ -73,10 +74,32 @@ class VisualSegments:
             hidden[start : start + view.shape[1]].add_(view[level])
 
 
+@dataclass(frozen=True, slots=True)
+class VisualMask:
+    """Embeddings in the rows of their tokens; shapes do not depend on how many are visual."""
+
+    mask: Tensor  # [T, 1] bool: the row is visual
+    embeddings: Tensor  # [levels, T, hidden]; rows of other tokens hold anything
+
+    @property
+    def num_levels(self) -> int:
+        """Levels of the embeddings."""
+        return self.embeddings.shape[0]
+
+    def replace(self, hidden: Tensor) -> None:
+        """See VisualInput."""
+        hidden.copy_(self.embeddings[0].where(self.mask, hidden))
+
+    def add(self, hidden: Tensor, level: int) -> None:
+        """See VisualInput."""
+        hidden.add_(self.embeddings[level].where(self.mask, 0.0))
+
+
 class CausalLM(Protocol):
     """A language model over a ragged batch of T tokens. Built on `meta`, then loaded."""
 
     weight_map: WeightMap
+    ops: Ops
 
     def forward(
         self,

@@ -47,16 +47,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
         """`[T, hidden]` → `[T, hidden]`; writes this layer's keys and values to `kv_cache`."""
+        return self.o_proj(self.attend(self.qkv_proj(x), kv_cache, step))
+
+    def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
+        """What is between the projections: `[T, (H + 2 KVH) * D]` → `[T, H * D]`."""
         query = self.ops.qk_rope_cache(
-            self.qkv_proj(x),
+            qkv,
             (self.q_norm.weight, self.k_norm.weight),
             self.q_norm.eps,
             step.rope,
             kv_cache,
             step.kv_rows,
         )
-        attended = self.backend.forward(query, kv_cache, step.metadata)
-        return self.o_proj(attended.flatten(1))
+        return self.backend.forward(query, kv_cache, step.metadata).flatten(1)
 
 
 class MLP(nn.Module):
@@ -108,6 +111,17 @@ class DecoderLayer(nn.Module):
         normed, residual = self.ops.add_rms_norm(attended, residual, weight, self.eps)
         return self.mlp(normed), residual
 
+    def forward_few(self, residual: Tensor, kv_cache: Tensor, step: StepContext) -> None:
+        """The layer for `ops.max_few_tokens` tokens at most; `residual` is updated in place."""
+        ops, attention, mlp = self.ops, self.self_attn, self.mlp
+        weight = self.input_layernorm.weight
+        qkv = ops.norm_linear(residual, weight, self.eps, attention.qkv_proj.weight)
+        attended = attention.attend(qkv, kv_cache, step)
+        ops.linear_add(attended, attention.o_proj.weight, residual)
+        weight = self.post_attention_layernorm.weight
+        hidden = ops.norm_swiglu(residual, weight, self.eps, mlp.gate_up_proj.weight)
+        ops.linear_add(hidden, mlp.down_proj.weight, residual)
+
 
 class Qwen3VLLanguageModel(nn.Module):
     """See `models.base.CausalLM`."""
@@ -144,6 +158,11 @@ class Qwen3VLLanguageModel(nn.Module):
             kv_rows(metadata.slot_mapping, kv_cache.shape[3]),
             metadata,
         )
+        if visual is None and len(residual) <= self.ops.max_few_tokens:
+            for index, layer in enumerate(self.layers):
+                assert isinstance(layer, DecoderLayer)
+                layer.forward_few(residual, kv_cache[index], step)
+            return self.ops.rms_norm(residual, self.norm.weight, self.norm.eps)
         if visual is not None:
             visual.replace(residual)
         x: Tensor | None = None
@@ -159,6 +178,7 @@ class Qwen3VLLanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM."""
-        if self.lm_head is not None:
-            return self.lm_head(hidden)
-        return F.linear(hidden, self.embed_tokens.weight)
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if len(hidden) <= self.ops.max_few_tokens:
+            return self.ops.linear(hidden, weight)
+        return F.linear(hidden, weight)

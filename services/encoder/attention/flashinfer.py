@@ -1,5 +1,8 @@
 """Attention by flashinfer's ragged prefill kernels, on CUDA."""
 
+# pyright: reportAttributeAccessIssue=false
+# (where flashinfer is not installed, pyright takes this file for it)
+
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +31,7 @@ class FlashInferAttention:
         if not self._wrappers:
             workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             self._wrappers += [
-                flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")  # pyright: ignore
+                flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
                 for _ in range(_RING)
             ]
         self._wrappers.rotate(1)

@@ -242,6 +242,10 @@ class DecoderPool:
         """Ends all sequences."""
         await self._pods.close()
 
+    def num_healthy(self) -> int:
+        """How many can be given work now."""
+        return len(self._pods.healthy())
+
     def description(self) -> DecoderDescription | None:
         """What the healthy decoders serve, with the least context of them; None without one."""
         found = [d for pod in self._pods.healthy() if (d := pod.description)]

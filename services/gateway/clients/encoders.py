@@ -140,6 +140,10 @@ class EncoderPool:
         """Ends all calls."""
         await self._pods.close()
 
+    def num_healthy(self) -> int:
+        """How many can be given work now."""
+        return len(self._pods.healthy())
+
     def description(self) -> EncoderDescription | None:
         """What most healthy encoders serve; None without one.
 

@@ -154,10 +154,11 @@ class PodSet(Generic[PodT]):
             await self._remove(address)
 
     async def _remove(self, address: str) -> None:
-        pod, task = self._pods.pop(address)
+        pod, task = self._pods[address]
         pod.healthy = False
         await _end(task)
         await pod.close()
+        del self._pods[address]  # last: who is cancelled on the way leaves it to `close`
 
 
 async def _watch(pod: Pod) -> None:

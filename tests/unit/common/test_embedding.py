@@ -5,13 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.embedding import (
+    BLOCK_BYTES,
     ITEM_BYTES,
     STORED_HEADER_BYTES,
     CorruptEmbedding,
     EmbeddingSpec,
     all_finite,
+    block_digests,
     digest,
+    join_digests,
     pack_header,
+    split_blocks,
     unpack_header,
 )
 
@@ -77,3 +81,13 @@ def test_a_digest_covers_every_byte() -> None:
     assert digest(memoryview(data)) == before
     data[999] ^= 1
     assert digest(bytes(data)) != before
+
+
+@pytest.mark.parametrize("size", [2, BLOCK_BYTES, BLOCK_BYTES + 2, 5 * BLOCK_BYTES - 2])
+@pytest.mark.parametrize("max_parts", [1, 2, 3, 8])
+def test_a_digest_can_be_made_of_parts(size: int, max_parts: int) -> None:
+    data = memoryview(np.random.default_rng(size).bytes(size))
+    parts = split_blocks(data, max_parts)
+    assert b"".join(parts) == bytes(data)
+    assert 1 <= len(parts) <= max_parts and all(len(part) for part in parts)
+    assert join_digests(d for part in parts for d in block_digests(part)) == digest(data)

@@ -4,6 +4,8 @@ import importlib.util
 import io
 import random
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -123,3 +125,18 @@ def test_hostile_bytes_are_invalid_images(data: bytes) -> None:
     with pytest.raises(InvalidImage) as caught:
         open_image(data, max_source_pixels=10_000)
     assert "0x" not in caught.value.message
+
+
+def test_damaged_exif_is_opened_as_if_it_had_none_and_without_a_warning() -> None:
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x05\x01\x12\0\x03"  # ends within its first entry
+    data = encoded(Image.new("RGB", (40, 30)), "JPEG", exif=exif)
+    assert upright_size(open_image(data, max_source_pixels=1 << 20)) == (30, 40)
+    # Where nothing but the module itself has set filters:
+    program = (
+        "import sys; from services.common.image_geometry import open_image, upright_size;"
+        "upright_size(open_image(sys.stdin.buffer.read(), max_source_pixels=1 << 20))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program], input=data, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

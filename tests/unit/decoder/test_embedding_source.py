@@ -21,6 +21,7 @@ class CountingObserver:
         self.found: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
         self.failed: Counter[bool] = Counter()
+        self.paths: Counter[str] = Counter()
 
     def embedding_found(self, tier: str) -> None:
         self.found[tier] += 1
@@ -31,8 +32,9 @@ class CountingObserver:
     def embedding_failed(self, *, corrupt: bool) -> None:
         self.failed[corrupt] += 1
 
-    def embedding_fetched(self, seconds: float, size_bytes: int) -> None:
+    def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
         assert seconds >= 0 and size_bytes > 0
+        self.paths[path] += 1
 
 
 class FakeCache:

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.sampler import Sampled, Sampler, by_rank, greedy
+from services.decoder.engine.sampler import Sampled, Sampler, by_rank
 from services.decoder.engine.sampling import SamplingTable, uniforms
 from services.decoder.engine.staging import Staging
+from services.decoder.kernels.ops import greedy
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50

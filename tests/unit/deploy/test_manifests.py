@@ -159,7 +159,7 @@ def test_ports_are_those_of_the_settings(resources: list[Resource]) -> None:
                 continue
             assert variables[f"{name.upper()}_{field.upper()}"] == str(ports[port_name])
             default = settings.model_fields[field].default
-            assert default in (0, ports[port_name]), f"{name}: default {field}"
+            assert default == ports[port_name], f"{name}: default {field}"
 
 
 def test_probes_ask_the_right_questions(resources: list[Resource]) -> None:

@@ -1,0 +1,207 @@
+"""Embeddings from an encoder's front to a decoder's, in two processes of this machine; no device.
+
+    python -m benchmarks.transport --mib 16,4 --repeats 30
+
+Prints the median of each way, end to end (the call, the copy, every check), beside the floor: one
+copy of the bytes by one thread. "stored": the encoder holds the embedding. "fresh": Encode and
+Fetch of a new image are sent together, and an engine that takes no time makes it; its digest is
+computed while the bytes are on their way.
+"""
+
+import argparse
+import asyncio
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import uvloop
+
+from services.common.arena import Arena
+from services.common.embedding import EmbeddingSpec
+from services.common.pb import encoder_pb2 as pb
+from services.common.pb import encoder_pb2_grpc as pb_grpc
+from services.common.rpc import create_channel
+from services.decoder.embedding_fetch import EncoderFetcher
+from services.encoder.__main__ import build_server
+from services.encoder.embeddings import Embeddings
+from services.encoder.engine.messages import EncodeImage, EngineMessage, FrontMessage, ImageDone
+from services.encoder.engine_client import EngineClient
+from services.encoder.memory_tier import MemoryTier
+from services.encoder.metrics import EncoderMetrics
+from services.encoder.service import Description, EncoderServicer
+
+_LEVELS, _HIDDEN = 4, 2048  # of the 2B model
+_TOKEN_BYTES = 2 * _LEVELS * _HIDDEN
+_NUM_SLOTS = 8  # embeddings each arena holds
+_WARM_UP = 2 * _NUM_SLOTS
+
+
+class InstantEngine:
+    """Says that each image is done; the arena is full of finite values as it is."""
+
+    def __init__(self) -> None:
+        self._done: asyncio.Queue[EngineMessage] = asyncio.Queue()
+
+    async def receive(self) -> EngineMessage:
+        """See `EngineLink`."""
+        return await self._done.get()
+
+    def send(self, *messages: FrontMessage) -> None:
+        """See `EngineLink`."""
+        for message in messages:
+            if isinstance(message, EncodeImage):
+                self._done.put_nowait(ImageDone(message.job_id))
+
+
+async def serve(num_tokens: int) -> None:
+    """The encoder's process: prints its port and serves until it is killed."""
+    arena = Arena(_NUM_SLOTS * num_tokens * _TOKEN_BYTES)
+    values = np.random.default_rng(0).standard_normal(arena.size_bytes // 2, np.float32)
+    np.frombuffer(arena.memory, np.uint16)[:] = values.view(np.uint32) >> 16
+    like, memory, metrics = (
+        EmbeddingSpec("bfloat16", 4, 0, 2048),
+        MemoryTier(arena),
+        EncoderMetrics(),
+    )
+    client = EngineClient(InstantEngine(), metrics.observe_batch)
+    embeddings = Embeddings(
+        like=like, merge_size=1, memory=memory, engine=client, cache=None, writer=None,
+        metrics=metrics, max_queued_patches=1 << 20,
+    )  # fmt: skip
+    running = asyncio.create_task(client.run())
+    description = Description("transport", b"p" * 32, like, 1, max_image_patches=1 << 20)
+    server, _ = await build_server(EncoderServicer(description, embeddings, metrics))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await running
+
+
+@dataclass(slots=True)
+class Reader:
+    """The decoder's side: one way of fetching, into slots that have been used before."""
+
+    address: str
+    stub: pb_grpc.EncoderStub
+    arena: Arena
+    num_tokens: int
+    fetcher: EncoderFetcher
+    keys: "itertools.count[int]"
+    ready: list[bytes] = field(default_factory=list[bytes])
+
+    async def encode(self, key: bytes) -> None:
+        """Has the encoder make an embedding."""
+        grid = pb.Grid(t=1, h=1, w=self.num_tokens)
+        await self.stub.Encode(pb.EncodeRequest(image_key=key, image=b"image", grid=grid))
+
+    async def fetch(self, key: bytes) -> None:
+        """Brings it here and lets go of it."""
+        spec = EmbeddingSpec("bfloat16", _LEVELS, self.num_tokens, _HIDDEN)
+        entry = self.arena.try_reserve(key, spec)
+        assert entry is not None
+        await self.fetcher.fetch(self.address, key, spec, self.arena.view(entry))
+        self.arena.commit(entry)
+        self.arena.release(entry)
+
+    def new_key(self) -> bytes:
+        """An image that nobody has seen."""
+        return next(self.keys).to_bytes(32, "little")
+
+    async def stored(self) -> float:
+        """Seconds for an embedding that is there; another one each time."""
+        if not self.ready:
+            self.ready = [self.new_key() for _ in range(_NUM_SLOTS)]
+            for key in self.ready:
+                await self.encode(key)
+            await asyncio.sleep(0.05)  # digested
+            for _ in range(20):  # who sleeps deeply wakes up slowly
+                await self.stub.Describe(pb.DescribeEncoderRequest())
+        key = self.ready.pop(0)
+        return await timed(lambda: self.fetch(key))
+
+    async def fresh(self) -> float:
+        """Seconds from asking for a new one to having it."""
+        key = self.new_key()
+
+        async def both() -> None:
+            await asyncio.gather(self.encode(key), self.fetch(key))
+
+        return await timed(both)
+
+
+async def timed(work: Callable[[], Awaitable[None]]) -> float:
+    """Seconds it took."""
+    start = time.perf_counter()
+    await work()
+    return time.perf_counter() - start
+
+
+def copy_floor_s(size_bytes: int, repeats: int) -> float:
+    """One thread's copy between two buffers that have been used before."""
+    source, target = np.ones(size_bytes, np.uint8), np.ones(size_bytes, np.uint8)
+    times: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+async def measure(mib: int, repeats: int) -> None:
+    """Prints the rows of one size."""
+    num_tokens = (mib << 20) // _TOKEN_BYTES
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.transport", "--serve", str(num_tokens),
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        address = f"127.0.0.1:{int(await process.stdout.readline())}"
+        channel = create_channel(address)
+        arena, keys = Arena(_NUM_SLOTS * num_tokens * _TOKEN_BYTES), itertools.count(1)
+        floor_s = copy_floor_s(mib << 20, repeats)
+        for path in ("shm", "grpc"):
+            fetcher = EncoderFetcher(shared_memory=path == "shm")
+            stub = pb_grpc.EncoderStub(channel)
+            reader = Reader(address, stub, arena, num_tokens, fetcher, keys)
+            for kind, once in (("stored", reader.stored), ("fresh", reader.fresh)):
+                times = sorted([await once() for _ in range(_WARM_UP + repeats)][_WARM_UP:])
+                median_s = statistics.median(times)
+                print(
+                    f"{mib:4d} MiB  {path:4s}  {kind:6s}  {1e3 * median_s:7.2f} ms"
+                    f"  (least {1e3 * times[0]:.2f}, p90 {1e3 * times[len(times) * 9 // 10]:.2f})"
+                    f"  floor {1e3 * floor_s:.2f} ms  ratio {median_s / floor_s:.1f}"
+                )
+            await fetcher.close()
+        await channel.close()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _main(sizes: list[int], repeats: int) -> None:
+    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
+    for mib in sizes:
+        await measure(mib, repeats)
+
+
+def main() -> None:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--mib", default="16,4", help="sizes of an embedding, in MiB")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        uvloop.run(serve(arguments.serve))
+    else:
+        uvloop.run(_main([int(mib) for mib in arguments.mib.split(",")], arguments.repeats))
+
+
+if __name__ == "__main__":
+    main()

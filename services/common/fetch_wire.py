@@ -1,0 +1,83 @@
+"""The answers to `Fetch` on the wire, with one copy of a chunk's bytes on either side.
+
+The bytes are exactly those of `proto/encoder.proto`; protobuf's own code copies a chunk three times
+in each direction, which is half the time of a transfer.
+"""
+
+from dataclasses import dataclass
+
+from services.common.pb import encoder_pb2 as pb
+
+_LENGTH_DELIMITED = 2
+_CHUNK = bytes([pb.FetchResponse.CHUNK_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_OFFSET = bytes([pb.FetchChunk.OFFSET_FIELD_NUMBER << 3])
+_DATA = bytes([pb.FetchChunk.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_MAX_VARINT_BYTES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class WireChunk:
+    """A `FetchChunk` whose data is a view of other memory."""
+
+    offset: int
+    data: memoryview
+
+
+def serialize(part: pb.FetchResponse | WireChunk) -> bytes:
+    """The message's bytes."""
+    if isinstance(part, pb.FetchResponse):
+        return part.SerializeToString()
+    head = b"".join((_OFFSET, _varint(part.offset), _DATA, _varint(len(part.data))))
+    return b"".join((_CHUNK, _varint(len(head) + len(part.data)), head, part.data))
+
+
+def parse(message: bytes) -> pb.FetchResponse | WireChunk:
+    """What `serialize`, or protobuf, made bytes of; a chunk's data is a view of `message`.
+
+    Raises:
+        google.protobuf.message.DecodeError: it is not a FetchResponse.
+    """
+    if message[:1] == _CHUNK and (chunk := _parse_chunk(message)) is not None:
+        return chunk
+    response = pb.FetchResponse.FromString(message)
+    if response.WhichOneof("part") != "chunk":
+        return response
+    return WireChunk(response.chunk.offset, memoryview(response.chunk.data))
+
+
+def _parse_chunk(message: bytes) -> WireChunk | None:
+    """None: not in the usual order, or malformed; protobuf shall tell."""
+    head = message[: 4 * (1 + _MAX_VARINT_BYTES)]
+    offset = 0
+    try:
+        size, at = _read_varint(head, 1)
+        if size != len(message) - at:
+            return None
+        if head[at : at + 1] == _OFFSET:
+            offset, at = _read_varint(head, at + 1)
+        if head[at : at + 1] != _DATA:
+            return None
+        size, at = _read_varint(head, at + 1)
+    except IndexError:
+        return None
+    return WireChunk(offset, memoryview(message)[at:]) if size == len(message) - at else None
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _read_varint(data: bytes, start: int) -> tuple[int, int]:
+    """The value and where it ends; raises IndexError when it does not."""
+    value = 0
+    for place in range(_MAX_VARINT_BYTES):
+        byte = data[start + place]
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value, start + place + 1
+    raise IndexError("a varint without an end")

@@ -1,0 +1,77 @@
+"""Errors on the wire: what one service raises is what the other one catches."""
+
+import grpc
+import grpc.aio
+import pytest
+
+from services.common.errors import (
+    BY_CODE,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TriptychError,
+    Unavailable,
+)
+from services.common.rpc import abort, error_from_rpc
+
+
+async def sent(error: TriptychError) -> grpc.aio.AioRpcError:
+    """What a peer receives when a servicer aborts with `error`."""
+
+    async def serve(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        await abort(context, error)
+
+    handler = grpc.unary_unary_rpc_method_handler(serve)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("s", {"m": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/s/m")(b"", wait_for_ready=True, timeout=10)
+            return caught.value
+    finally:
+        await server.stop(None)
+
+
+@pytest.mark.parametrize("code", sorted(BY_CODE))
+async def test_each_error_arrives_as_itself(code: str) -> None:
+    found = error_from_rpc(await sent(BY_CODE[code]("why")), "the peer")
+    assert type(found) is BY_CODE[code]
+    assert (found.message, found.param, found.retry_after_s) == ("why", None, None)
+
+
+async def test_details_arrive_too() -> None:
+    found = error_from_rpc(await sent(InvalidRequest("why", param="messages[0]")), "the peer")
+    assert (found.param, found.retry_after_s) == ("messages[0]", None)
+    found = error_from_rpc(await sent(Overloaded("full", retry_after_s=2.5)), "the peer")
+    assert (found.param, found.retry_after_s) == (None, 2.5)
+
+
+def failure(status: grpc.StatusCode, *trailers: tuple[str, str]) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), "secret")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, Unavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, InternalError),
+        (grpc.StatusCode.UNKNOWN, InternalError),
+    ],
+)
+def test_a_status_without_our_code_is_grpcs_own(status: grpc.StatusCode, kind: type) -> None:
+    found = error_from_rpc(failure(status), "the peer")
+    assert type(found) is kind
+    assert "secret" not in found.message
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "inf", "-1", ""])
+def test_a_senseless_delay_counts_as_none(text: str) -> None:
+    trailers = ("triptych-code", "overloaded"), ("triptych-retry-after-s", text)
+    found = error_from_rpc(failure(grpc.StatusCode.RESOURCE_EXHAUSTED, *trailers), "the peer")
+    assert isinstance(found, Overloaded)
+    assert found.retry_after_s is None
