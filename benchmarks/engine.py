@@ -65,12 +65,12 @@ def measure_decode(
     engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
     vocab = runner.info.vocab_size
     for number in range(batch):
-        add(engine, number, context, steps + 40, vocab)
+        add(engine, number, context, steps + batch + 40, vocab)
     started = 0
     while started < batch:
         done = engine.step()
         assert done is not None
-        started += sum(1 for event in done.events if event.token_ids)
+        started += sum(1 for event in done.events if event.start is not None)
     for _ in range(10):
         engine.step()
     waited = 0.0
@@ -145,7 +145,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = ModelConfig.from_directory(arguments.model)
     batches = [int(part) for part in arguments.batches.split(",")]
-    longest = arguments.context + arguments.steps + 64
+    longest = arguments.context + arguments.steps + max(batches) + 64
     options = RunnerOptions(
         model_directory=arguments.model,
         device=arguments.device,

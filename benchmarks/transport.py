@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import uvloop
 
+from services.common.allocator import keep_freed_memory
 from services.common.arena import Arena
 from services.common.embedding import EmbeddingSpec
 from services.common.pb import encoder_pb2 as pb
@@ -197,6 +198,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    keep_freed_memory()  # as the services do
     if arguments.serve:
         uvloop.run(serve(arguments.serve))
     else:

@@ -213,9 +213,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
                     )
                 if start + self.tokens_per_event >= len(reply):
                     event.finished.CopyFrom(
-                        decoder_pb2.Finished(
-                            reason="REASON_STOP" if stops else "REASON_LENGTH"
-                        )
+                        decoder_pb2.Finished(reason="REASON_STOP" if stops else "REASON_LENGTH")
                     )
                 await events.put(event)
                 await asyncio.sleep(self.delay_s)

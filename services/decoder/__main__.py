@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from services.common.allocator import keep_freed_memory
 from services.common.arena import Arena
 from services.common.channel import ChannelClosed
 from services.common.embedding_cache import RedisCache
@@ -153,6 +154,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     setup_logging("decoder", settings.log_level)
+    keep_freed_memory()
     return uvloop.run(serve(settings))
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from services.common.embedding import EmbeddingSpec
-from services.common.errors import EmbeddingUnavailable, InvalidRequest
+from services.common.errors import EmbeddingUnavailable, InvalidRequest, Unavailable
 from services.common.fetch_wire import WireChunk
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import create_channel, error_from_rpc
@@ -113,6 +113,8 @@ class EncoderFetcher:
             error = error_from_rpc(failure, f"encoder {address}")
             if isinstance(error, InvalidRequest):
                 raise error from None
+            if type(error) is Unavailable and address in self._channels:
+                self._channels[address].memory = None  # it may be dead; its memory goes, too
             raise EncoderFailed(error.message, address) from None
 
     async def close(self) -> None:
@@ -150,9 +152,6 @@ class EncoderFetcher:
         call = channel.fetch(request, timeout=timeout_s)
         try:
             return await self._receive(call, receiver, channel)
-        except grpc.aio.AioRpcError:
-            channel.memory = None  # should the encoder be dead, its memory goes, too
-            raise
         finally:
             call.cancel()  # tells the encoder that its memory has been read
 
@@ -195,7 +194,7 @@ class EncoderFetcher:
         if memory is None or memory.address != address:
             # A restarted encoder has another one.
             memory = channel.memory = ForeignMemory(address)
-            self._threads.submit(memory.map_resident)
+            asyncio.get_running_loop().run_in_executor(None, memory.map_resident)
         source = memory.view(shared.offset, len(receiver.into))
         copying = copy_embedding(source, receiver.into, receiver.spec.dtype, self._threads)
         return asyncio.create_task(copying)

@@ -13,6 +13,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_health.v1.health import aio as aio_health  # pyright: ignore[reportAttributeAccessIssue]
 from grpc_reflection.v1alpha import reflection
 
+from services.common.allocator import keep_freed_memory
 from services.common.arena import Arena
 from services.common.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embedding_cache import RedisCache
@@ -45,6 +46,7 @@ def main() -> int:
     except (SettingsError, ModelConfigError) as error:
         print(f"encoder: {error}", file=sys.stderr)
         return 2
+    keep_freed_memory()
     try:
         uvloop.run(serve(settings))
     except EngineDied as error:

@@ -20,7 +20,7 @@ from services.encoder.attention import create, resolve
 from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.messages import EngineReady, FrontMessage
 from services.encoder.engine.runner import Runner
-from services.encoder.kernels.rope import create_rotate
+from services.encoder.kernels.ops import create_ops
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel, dtype_named
 from services.encoder.preprocess import preprocess
@@ -40,7 +40,10 @@ def main() -> None:
     model, weights = load_model(config, settings, device, dtype_name)
     runner = Runner(model, device, dtype_named(dtype_name), end.arena)
     prepare = functools.partial(
-        preprocess, limits=config.image_limits, max_source_pixels=settings.max_source_pixels
+        preprocess,
+        limits=config.image_limits,
+        max_source_pixels=settings.max_source_pixels,
+        pinned=device.type == "cuda",
     )
     warm_up(runner, prepare, config.image_limits, settings.max_batch_patches)
     channel.send(
@@ -110,7 +113,7 @@ def load_model(
     backend = resolve(settings.attention_backend, device, head_dim, dtype)
     attention = create(backend, num_heads=vision.num_heads, head_dim=head_dim, dtype=dtype)
     with torch.device("meta"):
-        model = model_class(config.architecture)(vision, attention, create_rotate(device))
+        model = model_class(config.architecture)(vision, attention, create_ops(device))
     assert isinstance(model, torch.nn.Module)
     if settings.load_format == "dummy":
         load_dummy(model, device=device, dtype=dtype)

@@ -1,6 +1,7 @@
 """The embeddings in this pod's arena: reserving with patience, digests, references."""
 
 import asyncio
+from contextlib import suppress
 from itertools import chain
 
 from services.common.arena import Arena, ArenaEntry
@@ -44,6 +45,13 @@ class MemoryTier:
         if task := self._digests.get(entry.key):
             return await asyncio.shield(task)
         return entry.digest
+
+    async def until_unread(self, entry: ArenaEntry, timeout_s: float) -> None:
+        """Returns when nobody but the caller refers to the entry, or after that time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while entry.references > 1:
+                    await self._changed.wait()
 
     async def reserve(self, key: bytes, spec: EmbeddingSpec) -> ArenaEntry:
         """Room for an embedding, or its complete entry if one appeared meanwhile.

@@ -1,10 +1,13 @@
 """Encoded image → resized RGB pixels, as the reference processor makes them.
 
-Runs in threads: Pillow's decoders and torch's resize release the interpreter lock. Normalization
+Runs in threads: the decoders and torch's resize release the interpreter lock. Normalization
 and patches are made on the device, from these bytes.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+import simplejpeg
 import torch
 from PIL import Image
 from torch import Tensor
@@ -19,15 +22,17 @@ from services.common.image_geometry import (
     upright_size,
 )
 
-_TRANSPOSITIONS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+# As EXIF numbers them: the file's rows and columns → upright ones.
+_UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.transpose(1, 0, 2),
+    6: lambda pixels: pixels[::-1].transpose(1, 0, 2),
+    7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda pixels: pixels[:, ::-1].transpose(1, 0, 2),
 }
+_MAX_PINNED_BYTES = 16 << 20
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
@@ -37,6 +42,7 @@ def preprocess(
     limits: ImageLimits,
     *,
     max_source_pixels: int,
+    pinned: bool = False,
 ) -> Tensor:
     """Decodes and resizes one image.
 
@@ -45,6 +51,7 @@ def preprocess(
         grid: (1, h, w) in patches, as read from the header elsewhere.
         limits: of the model.
         max_source_pixels: larger images are refused before a pixel is decoded.
+        pinned: the result shall lie in pinned memory, unless it is large.
 
     Returns:
         `[h * patch_size, w * patch_size, 3]` uint8, contiguous.
@@ -53,32 +60,60 @@ def preprocess(
         InvalidImage: not a readable image, too large, or not of that grid.
     """
     image = open_image(data, max_source_pixels=max_source_pixels)
-    found = image_grid(*upright_size(image), limits)
+    size = upright_size(image)
+    found = image_grid(*size, limits)
     if found != grid:
         raise InvalidImage(f"the image's grid is {found}, not {grid}")
     height, width = found[1] * limits.patch_size, found[2] * limits.patch_size
-    return resize(decode(image), height, width)
+    pinned = pinned and height * width * 3 <= _MAX_PINNED_BYTES
+    pixels = decode(data, image, pinned=pinned and size == (height, width))
+    resized = resize(pixels, height, width)
+    return resized.pin_memory() if pinned and not resized.is_pinned() else resized
 
 
-def decode(image: Image.Image) -> Tensor:
+def decode(data: bytes, image: Image.Image, *, pinned: bool = False) -> Tensor:
     """Upright RGB pixels of an opened image's first frame, transparency on white.
 
+    Args:
+        data: the encoded file.
+        image: `data`, opened.
+        pinned: in pinned memory, where that costs no copy.
+
     Returns:
-        `[height, width, 3]` uint8.
+        `[height, width, 3]` uint8, contiguous.
 
     Raises:
         InvalidImage: the data is truncated or corrupt.
     """
     orientation = exif_orientation(image)
     try:
-        image.load()
-        image = to_rgb(image)
-        if orientation in _TRANSPOSITIONS:
-            image = image.transpose(_TRANSPOSITIONS[orientation])
-        return torch.from_numpy(np.array(image))
+        pixels = _decode_jpeg(data, image, pinned)
+        if pixels is None:
+            image.load()
+            pixels = torch.from_numpy(np.array(to_rgb(image)))
+        if orientation in _UPRIGHT:
+            pixels = torch.from_numpy(np.ascontiguousarray(_UPRIGHT[orientation](pixels.numpy())))
+        return pixels
     except Exception:
         # Pillow raises many kinds on hostile bytes; its text stays in this process.
         raise InvalidImage("the image is truncated or corrupt") from None
+
+
+def _decode_jpeg(data: bytes, image: Image.Image, pinned: bool) -> Tensor | None:
+    """A whole colour or grey JPEG, bit for bit as Pillow decodes it; None: Pillow shall say.
+
+    Pillow's library without Pillow's copies: straight into RGB memory, without the interpreter
+    lock.
+    """
+    if image.format != "JPEG" or image.mode not in ("RGB", "L"):
+        return None
+    pixels = torch.empty((image.height, image.width, 3), dtype=torch.uint8, pin_memory=pinned)
+    try:
+        # Strict: of damaged files Pillow decides which are shown.
+        found = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels.numpy(), strict=True)
+    except ValueError:
+        return None
+    return pixels if found.shape == pixels.shape else None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

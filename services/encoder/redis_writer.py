@@ -15,6 +15,8 @@ from services.encoder.memory_tier import MemoryTier
 _WORKERS = 2
 # Queued entries cannot be evicted from the arena, so they may hold only a part of it.
 _ARENA_SHARE = 4
+# Readers go first: a write keeps the event loop and memory busy while they wait for the bytes.
+_READERS_FIRST_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class RedisWriter:
     async def _store(self, write: _Write) -> None:
         entry = write.entry
         digest = await self._memory.digest_of(entry)
+        await self._memory.until_unread(entry, _READERS_FIRST_S)
         view = self._memory.arena.view(entry)
         stored = await self._cache.write(entry.key, entry.spec, digest, view)
         if not stored:

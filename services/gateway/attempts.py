@@ -261,9 +261,7 @@ class Attempts:
 
     def _none_left(self) -> TriptychError:
         if isinstance(self._cause, Overloaded):
-            return Overloaded(
-                self._cause.message, retry_after_s=self._cause.retry_after_s or 1
-            )
+            return Overloaded(self._cause.message, retry_after_s=self._cause.retry_after_s or 1)
         return Unavailable("no healthy service is left for this request", retry_after_s=1)
 
     def _affinity(self, placed: Sequence[PlacedImage]) -> bytes:

@@ -20,7 +20,9 @@ from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.embedding_source import EmbeddingSource
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.submission import ImageRequest
+from services.encoder import redis_writer
 from tests.contract.encoder_pod import LIKE, Pod, embedding_of, key_of, run_pod
+from tests.redis_server import RedisServer, redis_server  # noqa: F401
 
 GRID = (1, 96, 100)  # 1.2 MiB: two chunks, and two blocks of the digest
 SPEC = replace(LIKE, num_tokens=96 * 100 // 4)
@@ -202,6 +204,23 @@ async def test_an_entry_stays_while_it_is_read_and_no_longer(pod: Pod):
     assert entry.references == 1
     call.cancel()
     await until(lambda: entry.references == 0)
+
+
+async def test_redis_comes_after_who_reads(
+    redis_server: RedisServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(redis_writer, "_READERS_FIRST_S", 60.0)
+    async with run_pod(redis_server.url, max_image_patches=1 << 14) as pod:
+        key = key_of(b"image", GRID)
+        call = pod.stub.Fetch(pb.FetchRequest(image_key=key, reader_host=host_identity()))
+        await pod.encode(b"image", GRID)
+        for _ in range(3):
+            await call.read()
+        await asyncio.sleep(0.05)
+        assert pod.cache is not None and pod.cache.counters.writes == 0
+        call.cancel()
+        await until(lambda: pod.cache.counters.writes == 1)
 
 
 # Two processes.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, picture, wait_until
+from tests.e2e.cluster import Cluster, message, picture, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUESTION = "Describe the picture."
@@ -43,6 +43,27 @@ def test_100_simultaneous_requests_for_a_new_picture_encode_it_once(cluster: Clu
         answers = list(pool.map(lambda _: cluster.ask(QUESTION, picture(3)), range(100)))
     assert len(set(answers)) == 1
     assert cluster.num_encodes() == encodes + 1
+
+
+def test_neither_neighbours_nor_streaming_change_an_answer(cluster: Cluster) -> None:
+    def ask(number: int, *, stream: bool) -> str:
+        images = [picture(1000 + number + i, 160 + 32 * (number % 3)) for i in range(number % 3)]
+        asked = message(QUESTION if images else "What can you do?", *images)
+        fields = {"model": "demo", "messages": [asked], "max_tokens": 40}
+        if number % 4 == 0:
+            fields |= {"temperature": 0.8, "seed": number}
+        with cluster.client() as client:
+            if not stream:
+                answer = client.chat.completions.create(**fields)
+                return answer.choices[0].message.content or ""
+            chunks = client.chat.completions.create(**fields, stream=True)
+            return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+
+    alone = [ask(number, stream=False) for number in range(64)]
+    cluster.redis.flush()
+    with ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(lambda number: ask(number, stream=True), range(64)))
+    assert together == alone
 
 
 def test_garbage_in_redis_changes_no_answer(cluster: Cluster) -> None:

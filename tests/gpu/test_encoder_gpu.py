@@ -20,6 +20,7 @@ from services.common.nn.weights import load_dummy
 from services.encoder.attention import create, resolve
 from services.encoder.engine.patches import pack_patches
 from services.encoder.engine.runner import PreparedImage, Runner
+from services.encoder.kernels.ops import create_ops
 from services.encoder.models.base import Grid
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
 
@@ -44,7 +45,7 @@ def build(config: VisionConfig, backend: str, dtype: torch.dtype) -> Qwen3VLVisi
     head_dim = config.hidden_size // config.num_heads
     attention = create(backend, num_heads=config.num_heads, head_dim=head_dim, dtype=dtype)
     with torch.device("meta"):
-        model = Qwen3VLVisionModel(config, attention)
+        model = Qwen3VLVisionModel(config, attention, create_ops(CUDA))
     load_dummy(model, device=CUDA, dtype=torch.bfloat16)
     if dtype == torch.float32:
         model = model.to(torch.float32)
@@ -189,6 +190,63 @@ def test_the_runner_writes_what_the_model_says(running: Running) -> None:
             start += tokens
 
 
+def stored(running: Running, image: PreparedImage) -> Tensor:
+    tokens = image.num_patches // 4
+    found = torch.frombuffer(
+        running.arena, dtype=torch.bfloat16, count=4 * tokens * 2048, offset=image.arena_offset
+    )
+    return found.view(4, tokens, 2048).float()
+
+
+def test_a_replay_is_as_exact_as_the_eager_forward(running: Running) -> None:
+    runner = running.runner
+    runner.warm_up(4096)
+    assert not runner.capture_next()
+    for grids in ([(1, 64, 64)], [(1, 32, 32)] * 3):
+        exact = build(TWO_B, "sdpa", torch.float32)
+        for turn in range(4):
+            batch = images(grids)
+            for image in batch:  # other pixels each time
+                image.pixels = image.pixels.roll(97 * turn)
+            if turn:
+                batch[0].pixels = batch[0].pixels.pin_memory()
+            running.arena[: 64 << 20] = bytes(64 << 20)
+            assert runner.finish(runner.launch(batch)) == [True] * len(batch)
+            assert runner.capture_next() == (turn == 1)
+            pixels = torch.cat([image.pixels.reshape(-1) for image in batch]).to(CUDA)
+            truth = run(exact, pack_patches(pixels, grids, 16, 2, torch.float32), grids)
+            found = torch.cat([stored(running, image) for image in batch], dim=1).to(CUDA)
+            error = distance(found, truth)
+            if turn < 2:
+                eager = error
+            assert (error < 1.1 * eager).all()
+            print(f"\n  {'replay' if turn > 1 else 'eager'} {grids} {error.tolist()}")
+    assert len(runner._graphs._captured) == 2
+
+
+def test_replays_and_eager_batches_do_not_disturb_each_other(running: Running) -> None:
+    runner = running.runner
+    batches = [images([(1, 32, 32)]), images(GRIDS), images([(1, 32, 32)])]
+    for _ in range(2):
+        runner.finish(runner.launch(batches[0]))
+    assert runner.capture_next()
+    start = 0
+    for batch in batches:
+        for image in batch:
+            image.arena_offset = start
+            start += -(-image.num_patches * 4096 // 4096) * 4096
+    alone = []
+    for batch in batches:
+        runner.finish(runner.launch(batch))
+        alone.append([stored(running, image).clone() for image in batch])
+    running.arena[:start] = bytes(start)
+    for launched in [runner.launch(batch) for batch in batches]:
+        runner.finish(launched)
+    for batch, expected in zip(batches, alone, strict=True):
+        for image, rows in zip(batch, expected, strict=True):
+            assert torch.equal(stored(running, image), rows)
+
+
 def test_out_of_memory_is_survived(running: Running) -> None:
     runner = running.runner
     small = images([(1, 32, 32)])
@@ -204,6 +262,9 @@ def test_out_of_memory_is_survived(running: Running) -> None:
         with pytest.raises(torch.OutOfMemoryError):
             runner.launch(large)
         runner.recover()
+        assert runner.finish(runner.launch(small)) == [True]
+        assert runner.finish(runner.launch(small)) == [True]
+        assert runner.capture_next()
         assert runner.finish(runner.launch(small)) == [True]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

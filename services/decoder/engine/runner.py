@@ -75,15 +75,14 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     """
     started = time.monotonic()
     config = ModelConfig.from_directory(options.model_directory)
+    limit, wanted = config.text.max_position_embeddings, options.max_model_len
+    if wanted is not None and wanted > limit:
+        raise ValueError(f"max_model_len {wanted} is over the model's limit of {limit} tokens")
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)
-    limit = config.text.max_position_embeddings
-    wanted = options.max_model_len
-    if wanted is not None and wanted > limit:
-        raise ValueError(f"max_model_len {wanted} is over the model's limit of {limit} tokens")
     backend = create_backend(
         options.attention_backend, _sizes(config, options, wanted or limit), device, dtype
     )
@@ -111,19 +110,7 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     max_model_len = wanted or min(limit, num_blocks * options.block_size)
     runner = make(replace(info, num_blocks=num_blocks, max_model_len=max_model_len))
     _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
-    logger.info(
-        "runner is ready",
-        extra={
-            "fields": {
-                "device": str(device),
-                "dtype": str(dtype),
-                "backend": type(backend).__name__,
-                "num_blocks": num_blocks,
-                "max_model_len": max_model_len,
-                "seconds": round(time.monotonic() - started, 2),
-            }
-        },
-    )
+    _log_ready(runner.info, device, backend, time.monotonic() - started)
     return runner
 
 
@@ -206,6 +193,20 @@ def _budget(
         return _CPU_KV_CACHE_BYTES
     run_largest_step()
     return kv_cache.device_budget(device, options.memory_fraction)
+
+
+def _log_ready(
+    info: RunnerInfo, device: torch.device, backend: AttentionBackend, seconds: float
+) -> None:
+    fields = {
+        "device": str(device),
+        "dtype": info.dtype,
+        "backend": type(backend).__name__,
+        "num_blocks": info.num_blocks,
+        "max_model_len": info.max_model_len,
+        "seconds": round(seconds, 2),
+    }
+    logger.info("runner is ready", extra={"fields": fields})
 
 
 def _run_largest_step(runner: ModelRunner) -> None:

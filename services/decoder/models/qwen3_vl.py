@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from services.common.model_config import ModelConfig, TextConfig
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear, MergedLinear
+from services.common.nn.linear import Linear, MergedLinear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata, kv_rows
 from services.decoder.kernels.ops import Ops
@@ -138,6 +138,10 @@ class Qwen3VLLanguageModel(nn.Module):
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         tied = text.tie_word_embeddings
         self.lm_head = None if tied else Linear(text.hidden_size, text.vocab_size)
+        # The products of few tokens read weights as they are, past a layer's quantization method.
+        linears = [part for part in self.modules() if isinstance(part, Linear)]
+        plain = all(type(part.method) is UnquantizedLinear for part in linears)
+        self.max_few_tokens = ops.max_few_tokens if plain else 0
         self.weight_map = WeightMap(
             prefixes={"": "model.language_model."} | ({} if tied else {"lm_head.": "lm_head."}),
             ignored=frozenset({"lm_head.weight"}) if tied else frozenset(),
@@ -158,7 +162,7 @@ class Qwen3VLLanguageModel(nn.Module):
             kv_rows(metadata.slot_mapping, kv_cache.shape[3]),
             metadata,
         )
-        if visual is None and len(residual) <= self.ops.max_few_tokens:
+        if visual is None and len(residual) <= self.max_few_tokens:
             for index, layer in enumerate(self.layers):
                 assert isinstance(layer, DecoderLayer)
                 layer.forward_few(residual, kv_cache[index], step)
@@ -179,6 +183,6 @@ class Qwen3VLLanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        if len(hidden) <= self.ops.max_few_tokens:
+        if len(hidden) <= self.max_few_tokens:
             return self.ops.linear(hidden, weight)
         return F.linear(hidden, weight)

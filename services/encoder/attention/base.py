@@ -15,12 +15,14 @@ from torch import Tensor
 class AttentionBackend(Protocol):
     """One implementation of ragged attention."""
 
-    def plan(self, lengths: Sequence[int], device: torch.device) -> Any:  # noqa: ANN401 - its own
+    def plan(self, lengths: Sequence[int], device: torch.device, *, captured: bool = False) -> Any:  # noqa: ANN401 - its own
         """Host work once per batch, shared by all blocks.
 
         Args:
             lengths: patches of each segment, in the order they are packed; all positive.
             device: where the tensors will be.
+            captured: `forward` will be captured as a CUDA graph and replayed with this plan, which
+                then holds no memory that a later plan may change; the lengths are all equal.
         """
         ...
 

@@ -11,6 +11,8 @@ import flashinfer
 import torch
 from torch import Tensor
 
+from services.encoder.attention.sdpa import SdpaAttention
+
 _WORKSPACE_BYTES = 128 << 20
 # A plan lies in pinned memory of its wrapper until the device has copied it, behind the batches
 # before. The engine has two batches launched at most; the third wrapper is for safety.
@@ -18,16 +20,22 @@ _RING = 3
 
 
 class FlashInferAttention:
-    """One kernel for all segments, whatever their lengths."""
+    """One kernel for all segments, whatever their lengths.
+
+    A captured forward is SDPA's: a plan of flashinfer's lies in memory that the next one changes.
+    """
 
     def __init__(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self._num_heads = num_heads
         self._head_dim = head_dim
         self._dtype = dtype
         self._wrappers: deque[Any] = deque()
+        self._sdpa = SdpaAttention(num_heads, head_dim, dtype)
 
-    def plan(self, lengths: Sequence[int], device: torch.device) -> Any:  # noqa: ANN401
+    def plan(self, lengths: Sequence[int], device: torch.device, *, captured: bool = False) -> Any:  # noqa: ANN401
         """Plans the wrapper that has rested longest: batches before may not have started yet."""
+        if captured:
+            return self._sdpa.plan(lengths, device, captured=True)
         if not self._wrappers:
             workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             self._wrappers += [
@@ -45,4 +53,6 @@ class FlashInferAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:  # noqa: ANN401
         """See `AttentionBackend.forward`."""
+        if isinstance(plan, list):
+            return self._sdpa.forward(query, key, value, plan)
         return plan.run(query, key, value)

@@ -1,8 +1,9 @@
 """The engine's loop: messages → preprocessing pool → batches → device → messages.
 
-Three kinds of thread meet in one mailbox. The receiver reads the channel and hands images to the
+Four kinds of thread meet in one mailbox. The receiver reads the channel and hands images to the
 pool at once, so the next batch is prepared while the device works; the pool's threads decode and
-resize; the loop alone touches the batcher, the device and the sending side of the channel.
+resize; the waiter says when the device is done with a batch; the loop alone touches the batcher,
+the device and the sending side of the channel.
 """
 
 import logging
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +34,6 @@ from services.encoder.engine.runner import LaunchedBatch, PreparedImage, Runner
 
 # Batches on the device: one runs, one waits behind it, so that the device never waits for us.
 _MAX_LAUNCHED = 2
-_POLL_S = 0.0002
 
 Prepare = Callable[[bytes, tuple[int, int, int]], Tensor]
 
@@ -54,6 +55,11 @@ class _Job:
 @dataclass(frozen=True, slots=True)
 class _Stop:
     """The front is done with us, or gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wake:
+    """The device is done with a batch."""
 
 
 class Engine:
@@ -82,7 +88,8 @@ class Engine:
         self._prepare = prepare
         self._batcher = Batcher(max_batch_patches)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="preprocess")
-        self._mailbox: queue.SimpleQueue[_Job | CancelImage | _Stop] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
         self._jobs: dict[int, _Job] = {}  # until their end; the receiver adds, the loop removes
         self._launched: deque[LaunchedBatch] = deque()
         self._stopping = False
@@ -90,15 +97,18 @@ class Engine:
 
     def run(self) -> None:
         """The loop. Returns when the front has no more use for the engine."""
-        threading.Thread(target=self._receive, name="receiver", daemon=True).start()
+        for target, name in ((self._receive, "receiver"), (self._wait, "waiter")):
+            threading.Thread(target=target, name=name, daemon=True).start()
         try:
             while not self._stopping or self._launched:
                 self._read_mailbox()
+                self._finish_done()  # before a launch, which takes the host some time
                 self._launch_next()
                 self._finish_done()
         except ChannelClosed:
             logging.warning("the front is gone")
         finally:
+            self._awaited.put(None)
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     # The receiver's thread.
@@ -124,6 +134,16 @@ class Engine:
             case Shutdown():
                 self._mailbox.put(_Stop())
 
+    # The waiter's thread.
+
+    def _wait(self) -> None:
+        while (batch := self._awaited.get()) is not None:
+            try:
+                self._runner.wait(batch)
+            except Exception:  # the loop asks after the batch, and meets it too
+                logging.exception("waiting for the device failed")
+            self._mailbox.put(_Wake())
+
     # The pool's threads.
 
     def _preprocess(self, job: _Job) -> None:
@@ -143,24 +163,24 @@ class Engine:
     # The loop's thread.
 
     def _read_mailbox(self) -> None:
-        """Takes what has come; waits if there is nothing else to do."""
-        can_launch = len(self._batcher) > 0 and len(self._launched) < _MAX_LAUNCHED
-        if can_launch or (self._launched and self._runner.is_done(self._launched[0])):
-            timeout_s = 0.0
-        elif self._launched:
-            timeout_s = _POLL_S
-        else:
-            timeout_s = None
+        """Takes what has come. With nothing to launch, does what can wait, or waits."""
         try:
-            while True:
-                item = self._mailbox.get(timeout_s != 0.0, timeout_s)
-                timeout_s = 0.0
-                self._take(item)
+            item = self._mailbox.get(block=False)
         except queue.Empty:
-            pass
+            if len(self._batcher) > 0 and len(self._launched) < _MAX_LAUNCHED:
+                return
+            if not self._launched and not self._stopping and self._runner.capture_next():
+                return
+            item = self._mailbox.get()
+        with suppress(queue.Empty):
+            while True:
+                self._take(item)
+                item = self._mailbox.get(block=False)
 
-    def _take(self, item: _Job | CancelImage | _Stop) -> None:
+    def _take(self, item: "_Item") -> None:
         match item:
+            case _Wake():
+                pass
             case _Stop():
                 self._stopping = True
             case CancelImage():
@@ -189,13 +209,17 @@ class Engine:
             message = job.message
             images.append(PreparedImage(job_id, message.grid, job.pixels, message.arena_offset))
         try:
-            self._launched.append(self._runner.launch(images))
+            batch = self._runner.launch(images)
         except Exception:
             logging.exception("a batch of %d images failed; trying smaller ones", len(images))
             while self._launched:
                 self._finish(self._launched.popleft())
             self._runner.recover()
             self._run_apart(images)
+        else:
+            self._launched.append(batch)
+            if not self._runner.is_done(batch):
+                self._awaited.put(batch)
 
     def _run_apart(self, images: Sequence[PreparedImage]) -> None:
         """After a failure: in ever smaller batches, so that in the end one image fails alone."""
@@ -248,6 +272,9 @@ class Engine:
                 message=error.message if error else "",
             )
         )
+
+
+_Item = _Job | CancelImage | _Stop | _Wake
 
 
 def _device_error(error: Exception) -> TriptychError:

@@ -1,6 +1,7 @@
 """Resized pixels → packed patches, on whatever device the pixels are."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -26,19 +27,21 @@ def pack_patches(
     num_patches = sum(height * width for _, height, width in grids)
     packed = pixels.new_empty(num_patches, pixels.numel() // num_patches)
     first_pixel, first_row = 0, 0
-    for _, height, width in grids:
-        rows = height * width
-        image = pixels[first_pixel : first_pixel + rows * packed.shape[1]]
-        blocks = image.view(
-            height // merge_size, merge_size, patch_size,
+    for (_, height, width), equal in groupby(grids):
+        count = len(list(equal))
+        rows = count * height * width
+        images = pixels[first_pixel : first_pixel + rows * packed.shape[1]]
+        blocks = images.view(
+            count, height // merge_size, merge_size, patch_size,
             width // merge_size, merge_size, patch_size, -1,
-        ).permute(0, 3, 1, 4, 6, 2, 5)  # fmt: skip
+        ).permute(0, 1, 4, 2, 5, 7, 3, 6)  # fmt: skip
         packed[first_row : first_row + rows].view(blocks.shape).copy_(blocks)
-        first_pixel += image.numel()
+        first_pixel += images.numel()
         first_row += rows
-    return normalize(packed).to(dtype)
+    return normalize(packed, dtype)
 
 
-def normalize(values: Tensor) -> Tensor:
-    """(x / 255 - 0.5) / 0.5 as the reference processor fuses it, float32."""
-    return (values.float() - 127.5) / 127.5
+def normalize(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """(x / 255 - 0.5) / 0.5 as the reference processor fuses it: in float32, rounded once."""
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    return torch.div(values - 127.5, 127.5, out=out)

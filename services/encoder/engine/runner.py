@@ -1,15 +1,21 @@
 """The only user of the device: pixels in host memory → embeddings in the arena."""
 
+import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from services.encoder.engine.arena_writer import ArenaWriter
+from services.encoder.engine.graphs import TowerGraphs
 from services.encoder.engine.patches import pack_patches
 from services.encoder.models.base import Grid, VisionModel
+
+_WARM_HOST_BLOCKS = 16
+_WARM_HOST_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -19,7 +25,7 @@ class PreparedImage:
     Attributes:
         job_id: the front's name for it.
         grid: (1, h, w) in patches.
-        pixels: `[h * patch, w * patch, channels]` uint8, host.
+        pixels: `[h * patch, w * patch, channels]` uint8, host; best pinned.
         arena_offset: first byte of its `[levels, num_tokens, hidden]` in the arena.
     """
 
@@ -40,17 +46,18 @@ class LaunchedBatch:
 
     Attributes:
         images: in packing order.
-        row_finite: `[num_tokens]` bool, host; valid once `done`.
+        row_peaks: `[levels, num_tokens]` float32, host, the largest magnitude of each row, NaN if
+            one is; valid once `done`.
         done: recorded after the last copy to the host; None: the device is the host.
     """
 
     images: list[PreparedImage]
-    row_finite: Tensor
+    row_peaks: Tensor
     done: torch.cuda.Event | None
 
 
 class Runner:
-    """Runs batches in the order they are launched.
+    """Runs batches in the order they are launched. One thread calls it, `wait` excepted.
 
     Args:
         model: loaded, on `device`, in `dtype`.
@@ -65,9 +72,13 @@ class Runner:
         self._model = model
         self._device = device
         self._dtype = dtype
-        self._arena = torch.frombuffer(arena, dtype=torch.uint8)
+        self._writer = ArenaWriter(arena, device)
+        self._stream: torch.cuda.Stream | None = None
+        self._graphs: TowerGraphs | None = None
         if device.type == "cuda":
-            _pin(self._arena)
+            torch.cuda.synchronize(device)  # the weights were written on another stream
+            self._stream = torch.cuda.Stream(device)  # the default one cannot be captured
+            self._graphs = TowerGraphs(model, self._forward, dtype, device)
 
     @torch.inference_mode()
     def launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
@@ -77,25 +88,23 @@ class Runner:
             torch.OutOfMemoryError: the batch does not fit. Copies enqueued before that write to
                 places of these images only, and before any copy of a later launch.
         """
-        # Neighbours of one size share an attention call.
-        images = sorted(images, key=lambda image: image.grid)
-        config = self._model.config
-        pixels = self._upload(images)
-        grids = [image.grid for image in images]
-        patches = pack_patches(
-            pixels, grids, config.patch_size, config.spatial_merge_size, self._dtype
-        )
-        layout = self._model.layout(grids)
-        tokens = [image.num_patches // config.spatial_merge_size**2 for image in images]
-        row_finite = torch.ones(sum(tokens), dtype=torch.bool, device=self._device)
-        for level, rows in self._model.levels(patches, layout):
-            row_finite &= torch.isfinite(rows).all(dim=1)
-            self._download(images, tokens, level, rows)
-        return self._sealed(images, row_finite)
+        with self._on_stream():
+            return self._launch(images, self._graphs)
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Work that can wait: makes the forward of a frequent batch faster. False: none to do."""
+        with self._on_stream():
+            return self._graphs is not None and self._graphs.capture_next()
 
     def is_done(self, batch: LaunchedBatch) -> bool:
         """Whether `finish` would not wait."""
         return batch.done is None or batch.done.query()
+
+    def wait(self, batch: LaunchedBatch) -> None:
+        """Waits until `is_done`. Any thread may."""
+        if batch.done is not None:
+            batch.done.synchronize()
 
     def finish(self, batch: LaunchedBatch) -> list[bool]:
         """Waits for a batch; its images' bytes are in the arena then.
@@ -103,94 +112,111 @@ class Runner:
         Returns:
             For each of `batch.images`: whether all its values are finite.
         """
-        if batch.done is not None:
-            batch.done.synchronize()
-        merge = self._model.config.spatial_merge_size**2
-        tokens = [image.num_patches // merge for image in batch.images]
-        return [bool(rows.all()) for rows in batch.row_finite.split(tokens)]
+        self.wait(batch)
+        finite = torch.isfinite(batch.row_peaks).all(dim=0)
+        return [bool(rows.all()) for rows in finite.split(self._num_tokens(batch.images))]
 
     def recover(self) -> None:
-        """After a failed launch: gives cached memory back.
+        """After a failed launch: gives cached memory back, that of graphs included.
 
         Raises:
             RuntimeError: the device itself is broken, and the process with it.
         """
-        if self._device.type == "cuda":
+        if self._graphs is not None:
             torch.cuda.synchronize(self._device)
+            self._graphs.clear()
             torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Gives the arena's pinning back; due before the memory is unmapped, if it ever is."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            _cudart().cudaHostUnregister(self._arena.data_ptr())
+        self._writer.close()
 
+    @torch.inference_mode()
     def warm_up(self, max_batch_patches: int) -> None:
-        """Runs each kernel once: a small mixed batch, and on CUDA the largest batch.
+        """Runs each kernel once: a small mixed batch; on CUDA also images up to the largest batch.
 
-        Writes to the start of the arena, which holds nothing yet.
+        Writes to the start of the arena, which holds nothing yet. Captures nothing.
         """
         config = self._model.config
         merge = config.spatial_merge_size
         shapes = [[(1, 2 * merge, 4 * merge), (1, 4 * merge, 2 * merge), (1, 2 * merge, 4 * merge)]]
         if self._device.type == "cuda":
-            side = int(max_batch_patches**0.5) // merge * merge
-            if self._embedding_bytes((1, side, side)) <= self._arena.numel():
-                shapes.append([(1, side, side)])
+            # Libraries load another kernel for another size, at its first use.
+            sides = [*range(8 * merge, 33 * merge, 4 * merge), int(max_batch_patches**0.5)]
+            shapes += [[(1, side // merge * merge, side // merge * merge)] for side in sides]
+            # Pixels' pinned memory is slow to make and kept once made.
+            blocks = [
+                torch.empty(_WARM_HOST_BYTES, dtype=torch.uint8, pin_memory=True)
+                for _ in range(_WARM_HOST_BLOCKS)
+            ]
+            del blocks
         for grids in shapes:
             images = [
                 PreparedImage(-1, grid, _random_pixels(grid, config.patch_size), 0)
                 for grid in grids
-                if self._embedding_bytes(grid) <= self._arena.numel()
+                if self._embedding_bytes(grid) <= self._writer.size_bytes
             ]
             if images:
-                self.finish(self.launch(images))
+                with self._on_stream():
+                    self.finish(self._launch(images, None))
+        if self._graphs is not None:
+            with self._on_stream():
+                self._graphs.warm_up()
+
+    def _launch(self, images: Sequence[PreparedImage], graphs: TowerGraphs | None) -> LaunchedBatch:
+        # Neighbours of one size share an attention call.
+        images = sorted(images, key=lambda image: image.grid)
+        grids = [image.grid for image in images]
+        graph = graphs.find(grids) if graphs is not None else None
+        if graph is not None:
+            self._upload(images, graph.pixels)
+            levels = graph.replay()
+        else:
+            levels = self._forward(self._upload(images), grids, False)
+        tokens = self._num_tokens(images)
+        offsets = [image.arena_offset for image in images]
+        peaks = torch.empty(
+            self._model.config.levels, sum(tokens), dtype=torch.float32, device=self._device
+        )
+        for level, rows in levels:
+            self._writer.write(rows, tokens, offsets, level)
+            torch.linalg.vector_norm(rows, math.inf, 1, dtype=torch.float32, out=peaks[level])
+        return LaunchedBatch(images, *self._writer.seal(peaks))
+
+    def _forward(
+        self, pixels: Tensor, grids: Sequence[Grid], captured: bool
+    ) -> Iterator[tuple[int, Tensor]]:
+        """From flat pixels on the device to the levels."""
+        config = self._model.config
+        patches = pack_patches(
+            pixels, grids, config.patch_size, config.spatial_merge_size, self._dtype
+        )
+        return self._model.levels(patches, self._model.layout(grids, captured=captured))
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _num_tokens(self, images: Sequence[PreparedImage]) -> list[int]:
+        merge = self._model.config.spatial_merge_size**2
+        return [image.num_patches // merge for image in images]
 
     def _embedding_bytes(self, grid: Grid) -> int:
         config = self._model.config
         tokens = grid[0] * grid[1] * grid[2] // config.spatial_merge_size**2
         return config.levels * tokens * config.out_hidden_size * self._dtype.itemsize
 
-    def _upload(self, images: Sequence[PreparedImage]) -> Tensor:
-        """All pixels, flat, on the device; one copy over the bus."""
+    def _upload(self, images: Sequence[PreparedImage], target: Tensor | None = None) -> Tensor:
+        """All pixels, flat, on the device, in `target` if there is one."""
         flat = [image.pixels.reshape(-1) for image in images]
         if self._device.type != "cuda":
             return flat[0] if len(flat) == 1 else torch.cat(flat)
-        size = sum(pixels.numel() for pixels in flat)
-        staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)  # from torch's host pool
-        torch.cat(flat, out=staging)
-        return staging.to(self._device, non_blocking=True)
-
-    def _download(
-        self, images: Sequence[PreparedImage], tokens: list[int], level: int, rows: Tensor
-    ) -> None:
-        """Copies one level's rows, `[sum(tokens), hidden]`, to each image's place in the arena."""
-        row_bytes = rows.shape[1] * rows.element_size()
-        for image, part in zip(images, rows.split(tokens), strict=True):
-            size = len(part) * row_bytes
-            start = image.arena_offset + level * size
-            target = self._arena[start : start + size].view(rows.dtype).view(part.shape)
-            target.copy_(part, non_blocking=True)
-
-    def _sealed(self, images: list[PreparedImage], row_finite: Tensor) -> LaunchedBatch:
-        if self._device.type != "cuda":
-            return LaunchedBatch(images, row_finite, None)
-        host = torch.empty(row_finite.shape, dtype=torch.bool, pin_memory=True)
-        host.copy_(row_finite, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self._device))
-        return LaunchedBatch(images, host, done)
-
-
-def _pin(memory: Tensor) -> None:
-    """Registers host memory with CUDA, so that copies to it are asynchronous."""
-    result = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(result) != 0:
-        raise RuntimeError(f"cudaHostRegister failed with {int(result)}")
-
-
-def _cudart() -> Any:  # noqa: ANN401 - a module made at run time
-    return torch.cuda.cudart()
+        sizes = [pixels.numel() for pixels in flat]
+        if target is None:
+            target = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        for part, pixels in zip(target.split(sizes), flat, strict=True):
+            # Not pinned, the copy would wait for the device.
+            part.copy_(pixels if pixels.is_pinned() else pixels.pin_memory(), non_blocking=True)
+        return target
 
 
 def _random_pixels(grid: Grid, patch_size: int) -> Tensor:

@@ -1,18 +1,7 @@
-"""The operation that a GPU runs as one kernel, in plain torch, and the choice between the two."""
-
-import importlib.util
-from typing import Protocol
+"""The vision tower's rotary embedding in plain torch."""
 
 import torch
 from torch import Tensor
-
-
-class Rotate(Protocol):
-    """The type of `rotate`."""
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See `rotate`."""
-        ...
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -30,12 +19,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     torch.mul(first, cos, out=turned[..., 0, :]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=turned[..., 1, :]).addcmul_(first, sin)
     return turned.flatten(-2).to(x.dtype)
-
-
-def create_rotate(device: torch.device) -> Rotate:
-    """The fused rotation on CUDA where Triton is installed, else the plain one."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return rotate
-    from services.encoder.kernels.rotate import rotate as fused
-
-    return fused

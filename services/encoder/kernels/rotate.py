@@ -6,34 +6,34 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See the plain twin. A row's `[2, num_heads, head_dim]` are contiguous; rows need not be."""
+    """See the plain twin. Turns `x` in place and returns it.
+
+    A row's `[2, num_heads, head_dim]` are contiguous; rows need not be: queries and keys turn where
+    the fused projection left them, beside the values.
+    """
     num_rows, pair, num_heads, head_dim = x.shape
-    assert x[0].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    out = x.new_empty(x.shape)
+    assert x[:1].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     _kernel[(num_rows,)](
-        x, cos, sin, out, x.stride(0), pair * num_heads, head_dim // 2,
+        x, cos, sin, x.stride(0), pair * num_heads, head_dim // 2,
         HEADS=triton.next_power_of_2(pair * num_heads),
         HALF=triton.next_power_of_2(head_dim // 2), num_warps=4,
     )  # fmt: skip
-    return out
+    return x
 
 
 @triton.jit
 def _kernel(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, row_stride, num_heads, half,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    x_ptr, cos_ptr, sin_ptr, row_stride, num_heads, half, HEADS: tl.constexpr, HALF: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
     inside = (head < num_heads) & (column < half)
-    place = head * 2 * half + column
-    first = tl.load(x_ptr + row * row_stride + place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + row * row_stride + place + half, mask=inside, other=0.0)
-    second = second.to(tl.float32)
+    place = x_ptr + row * row_stride + head * 2 * half + column
+    dtype = x_ptr.dtype.element_ty
+    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + row * half + column, mask=column < half, other=0.0)
     sin = tl.load(sin_ptr + row * half + column, mask=column < half, other=0.0)
-    out = out_ptr + row * num_heads * 2 * half + place
-    dtype = out_ptr.dtype.element_ty
-    tl.store(out, (first * cos - second * sin).to(dtype), mask=inside)
-    tl.store(out + half, (second * cos + first * sin).to(dtype), mask=inside)
+    tl.store(place, (first * cos - second * sin).to(dtype), mask=inside)
+    tl.store(place + half, (second * cos + first * sin).to(dtype), mask=inside)

@@ -10,7 +10,7 @@ from torch import Tensor
 from services.common.model_config import VisionConfig
 from services.common.nn.weights import WeightMap
 from services.encoder.attention.base import AttentionBackend
-from services.encoder.kernels.rope import Rotate
+from services.encoder.kernels.ops import Ops
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
 
@@ -41,11 +41,16 @@ class VisionModel(Protocol):
     weight_map: WeightMap
 
     def __init__(
-        self, config: VisionConfig, attention: AttentionBackend, rotate: Rotate
+        self, config: VisionConfig, attention: AttentionBackend, ops: Ops | None = None
     ) -> None: ...
 
-    def layout(self, grids: Sequence[Grid]) -> VisionLayout:
-        """Tables of a batch of images or videos, packed in this order."""
+    def layout(self, grids: Sequence[Grid], *, captured: bool = False) -> VisionLayout:
+        """Tables of a batch of images or videos, packed in this order.
+
+        Args:
+            grids: of the images.
+            captured: the forward will be captured as a CUDA graph; the grids are all equal then.
+        """
         ...
 
     def levels(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:

@@ -1,6 +1,7 @@
 """Qwen3-VL's vision tower. Rounding points are those of HF's modules (transformers 5.17)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from services.common.model_config import VisionConfig
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
 from services.encoder.attention.base import AttentionBackend
-from services.encoder.kernels import rope
+from services.encoder.kernels.ops import Ops, PlainOps
 from services.encoder.models.base import Grid, VisionLayout
 from services.encoder.models.grid_tables import GridTables
 
@@ -24,14 +25,16 @@ class Qwen3VLVisionModel(nn.Module):
         self,
         config: VisionConfig,
         attention: AttentionBackend,
-        rotate: rope.Rotate = rope.rotate,
+        ops: Ops | None = None,
     ) -> None:
         super().__init__()
+        ops = ops or PlainOps()
         self.config = config
         self.attention = attention
+        self.ops = ops
         self.patch_embed = PatchEmbed(config)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList([Block(config, attention, rotate) for _ in range(config.depth)])
+        self.blocks = nn.ModuleList([Block(config, attention, ops) for _ in range(config.depth)])
         self.merger = Merger(config, norm_after_grouping=False)
         self.deepstack_merger_list = nn.ModuleList(
             [Merger(config, norm_after_grouping=True) for _ in config.deepstack_indexes]
@@ -57,28 +60,43 @@ class Qwen3VLVisionModel(nn.Module):
             self.config.spatial_merge_size,
         )
 
-    def layout(self, grids: Sequence[Grid]) -> VisionLayout:
+    def layout(self, grids: Sequence[Grid], *, captured: bool = False) -> VisionLayout:
         """See `VisionModel.layout`. Each frame of a video is a segment of its own."""
         frames = [(height, width) for time, height, width in grids for _ in range(time)]
         table = self._tables.of(frames)
         lengths = [height * width for height, width in frames]
+        plan = self.attention.plan(lengths, table.positions.device, captured=captured)
         return VisionLayout(
             num_patches=sum(lengths),
             positions=table.positions,
             cos=table.cos,
             sin=table.sin,
-            attention_plan=self.attention.plan(lengths, table.positions.device),
+            attention_plan=plan,
         )
 
     def levels(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
-        """See `VisionModel.levels`."""
-        hidden = self.patch_embed(patches) + layout.positions  # [N, hidden]
-        for index, block in enumerate(self.blocks):
-            hidden = block(hidden, layout)
-            if index in self.config.deepstack_indexes:
-                tap = self.config.deepstack_indexes.index(index)
-                yield tap + 1, self.deepstack_merger_list[tap](hidden)
-        yield 0, self.merger(hidden)
+        """See `VisionModel.levels`.
+
+        A block's last addition is the next norm's business, so a tap waits for that one.
+        """
+        taps = self.config.deepstack_indexes
+        added, hidden = self.patch_embed(patches), layout.positions  # [N, hidden], both
+        for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
+            normed, hidden = self._add_norm(added, hidden, block.norm1)
+            if index - 1 in taps:
+                yield self._tapped(index - 1, hidden)
+            added, hidden = block(normed, hidden, layout)
+        normed, hidden = self._add_norm(added, hidden, self.merger.norm)
+        if len(self.blocks) - 1 in taps:
+            yield self._tapped(len(self.blocks) - 1, hidden)
+        yield 0, self.merger.project(normed)
+
+    def _add_norm(self, x: Tensor, residual: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        return self.ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
+
+    def _tapped(self, index: int, hidden: Tensor) -> tuple[int, Tensor]:
+        tap = self.config.deepstack_indexes.index(index)
+        return tap + 1, self.deepstack_merger_list[tap](hidden)
 
     def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
         """`[levels, num_tokens, out_hidden]`."""
@@ -87,33 +105,35 @@ class Qwen3VLVisionModel(nn.Module):
 
 
 class Block(nn.Module):
-    """x += attention(norm1 x); x += mlp(norm2 x)."""
+    """x += attention(norm1 x); x += mlp(norm2 x). The first norm and the last sum are outside."""
 
-    def __init__(
-        self, config: VisionConfig, attention: AttentionBackend, rotate: rope.Rotate
-    ) -> None:
+    def __init__(self, config: VisionConfig, attention: AttentionBackend, ops: Ops) -> None:
         super().__init__()
+        self.ops = ops
         self.norm1 = nn.LayerNorm(config.hidden_size, eps=_LAYER_NORM_EPS)
         self.norm2 = nn.LayerNorm(config.hidden_size, eps=_LAYER_NORM_EPS)
-        self.attn = Attention(config, attention, rotate)
-        self.mlp = Mlp(config.hidden_size, config.intermediate_size)
+        self.attn = Attention(config, attention, ops)
+        self.mlp = Mlp(config.hidden_size, config.intermediate_size, ops)
 
-    def forward(self, x: Tensor, layout: VisionLayout) -> Tensor:
-        """`[N, hidden]`, as `x`."""
-        x = x + self.attn(self.norm1(x), layout)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, normed: Tensor, residual: Tensor, layout: VisionLayout
+    ) -> tuple[Tensor, Tensor]:
+        """From `norm1 x` and x to two `[N, hidden]` whose sum is the block's output."""
+        attended = self.attn(normed, layout)
+        normed, residual = self.ops.add_layer_norm(
+            attended, residual, self.norm2.weight, self.norm2.bias, self.norm2.eps
+        )
+        return self.mlp(normed), residual
 
 
 class Attention(nn.Module):
     """Full attention within each frame, with 2-D rope."""
 
-    def __init__(
-        self, config: VisionConfig, backend: AttentionBackend, rotate: rope.Rotate
-    ) -> None:
+    def __init__(self, config: VisionConfig, backend: AttentionBackend, ops: Ops) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.backend = backend
-        self.rotate = rotate
+        self.rotate = ops.rotate
         # Fused in the checkpoint: rows are q, then k, then v, each head by head.
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=True)
         self.proj = Linear(config.hidden_size, config.hidden_size, bias=True)
@@ -129,14 +149,18 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """fc2(gelu_tanh(fc1 x))."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops) -> None:
         super().__init__()
+        self.ops = ops
         self.linear_fc1 = Linear(hidden_size, intermediate_size, bias=True)
         self.linear_fc2 = Linear(intermediate_size, hidden_size, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, hidden]`, as `x`."""
-        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        fc1 = self.linear_fc1
+        if type(fc1.method) is UnquantizedLinear and fc1.bias is not None:
+            return self.linear_fc2(self.ops.linear_gelu(x, fc1.weight, fc1.bias))
+        return self.linear_fc2(F.gelu(fc1(x), approximate="tanh"))
 
 
 class Merger(nn.Module):
@@ -158,10 +182,13 @@ class Merger(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[N, hidden]` → `[N / merge², out_hidden]`."""
         if self.norm_after_grouping:
-            x = self.norm(x.reshape(-1, self.grouped_size))
-        else:
-            x = self.norm(x).reshape(-1, self.grouped_size)
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+            return self.project(self.norm(x.reshape(-1, self.grouped_size)))
+        return self.project(self.norm(x))
+
+    def project(self, normed: Tensor) -> Tensor:
+        """What follows the norm; takes its rows grouped or not."""
+        grouped = normed.reshape(-1, self.grouped_size)
+        return self.linear_fc2(F.gelu(self.linear_fc1(grouped)))
 
 
 class PatchEmbed(nn.Module):

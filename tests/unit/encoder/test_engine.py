@@ -45,6 +45,9 @@ class FakeRunner:
         self.may_run = threading.Event()
         self.may_run.set()
         self.recovered = 0
+        self.device_done = threading.Event()  # cleared: batches are under way
+        self.device_done.set()
+        self.num_captures = 0
 
     def launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
         self.may_run.wait(10)
@@ -53,10 +56,17 @@ class FakeRunner:
         if any(image.job_id in self.poisoned for image in images):
             raise ValueError("poisoned")
         self.batches.append([image.job_id for image in images])
-        return LaunchedBatch(list(images), torch.ones(1, dtype=torch.bool), None)
+        return LaunchedBatch(list(images), torch.zeros(1, 1), None)
+
+    def wait(self, batch: LaunchedBatch) -> None:
+        self.device_done.wait(10)
+
+    def capture_next(self) -> bool:
+        self.num_captures += 1
+        return self.num_captures % 2 == 1
 
     def is_done(self, batch: LaunchedBatch) -> bool:
-        return True
+        return self.device_done.is_set()
 
     def finish(self, batch: LaunchedBatch) -> list[bool]:
         return [image.job_id not in self.not_finite for image in batch.images]
@@ -130,12 +140,13 @@ class Running:
     def stop(self) -> None:
         self.may_prepare.set()
         self.runner.may_run.set()
+        self.runner.device_done.set()
         self.front.send(Shutdown())
         self.thread.join(10)
         assert not self.thread.is_alive()
         self._ends[0].shutdown(socket.SHUT_RDWR)
         for thread in threading.enumerate():
-            if thread.name == "receiver":
+            if thread.name in ("receiver", "waiter"):
                 thread.join(10)
         for end in self._ends:
             end.close()
@@ -166,6 +177,20 @@ def test_waiting_images_share_batches(running: Running) -> None:
     # 64 patches of budget, 16 an image; whatever the first batch took, the rest is full.
     assert len(running.runner.batches) <= 4
     assert max(len(batch) for batch in running.runner.batches) == 4
+
+
+def test_two_batches_are_under_way_and_the_rest_waits(running: Running) -> None:
+    running.runner.device_done.clear()
+    for job_id in range(1, 5):
+        running.front.encode(job_id, grid=(1, 8, 8))  # a whole batch each
+    wait_until(lambda: len(running.prepared) == 4 and len(running.runner.batches) == 2)
+    captures = running.runner.num_captures
+    assert not running.front.done
+    running.runner.device_done.set()
+    assert running.front.codes(1, 2, 3, 4) == [""] * 4
+    assert sorted(running.runner.batches) == [[1], [2], [3], [4]]
+    # What can wait is done when the engine idles, not before.
+    wait_until(lambda: running.runner.num_captures > captures)
 
 
 def test_a_bad_image_fails_alone(running: Running) -> None:

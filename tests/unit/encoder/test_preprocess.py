@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 
@@ -23,7 +24,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 
 
 def pixels_of(data: bytes) -> np.ndarray:
-    return decode(open_image(data, max_source_pixels=1 << 24)).numpy()
+    return decode(data, open_image(data, max_source_pixels=1 << 24)).numpy()
 
 
 def picture(width: int = 40, height: int = 30) -> Image.Image:
@@ -78,6 +79,53 @@ def test_cmyk_jpeg() -> None:
     image = picture().convert("CMYK")
     data = encoded(image, "JPEG", quality=100)
     assert np.array_equal(pixels_of(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+JPEG_SIZES = ((1, 1), (7, 1), (16, 16), (33, 31), (100, 127))
+
+
+@pytest.mark.parametrize("sampling", ["444", "422", "420", "411", "440", "Gray"])
+def test_jpegs_decode_as_pillow_decodes_them(sampling: str) -> None:
+    for width, height in JPEG_SIZES:
+        for quality in (5, 75, 100):
+            data = simplejpeg.encode_jpeg(
+                np.asarray(picture(width, height)), quality, "RGB", sampling
+            )
+            expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+            assert np.array_equal(pixels_of(data), expected)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_progressive_jpegs_decode_as_pillow_decodes_them(mode: str) -> None:
+    for width, height in JPEG_SIZES:
+        image = picture(width, height).convert(mode)
+        data = encoded(image, "JPEG", quality=60, progressive=True)
+        expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+        assert np.array_equal(pixels_of(data), expected)
+
+
+def test_a_jpeg_that_stores_rgb() -> None:
+    data = encoded(picture(50, 40), "JPEG", quality=90, keep_rgb=True)
+    assert np.array_equal(pixels_of(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_damaged_jpegs_are_what_pillow_makes_of_them() -> None:
+    whole, rng, shown = encoded(picture(90, 60), "JPEG", quality=80), np.random.default_rng(0), 0
+    for seed in range(300):
+        damaged = bytearray(whole if seed % 3 else whole[: 200 + 17 * seed])
+        for place in rng.integers(0, len(damaged), seed % 4):
+            damaged[place] = rng.integers(0, 256)
+        data = bytes(damaged)
+        try:
+            image = open_image(data, max_source_pixels=1 << 24)
+            expected = np.asarray(Image.open(io.BytesIO(data), formats=("JPEG",)).convert("RGB"))
+        except Exception:
+            with pytest.raises(InvalidImage):
+                pixels_of(data)
+            continue
+        assert np.array_equal(decode(data, image).numpy(), expected)
+        shown += 1
+    assert 30 < shown < 300
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])

@@ -90,6 +90,23 @@ def test_an_image_that_is_not_finite_is_told_apart(
     assert runner.finish(batch) == [False, True, True, True]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_whatever_is_not_finite_is_noticed(
+    model: VisionModel, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
+
+    def spoiled(patches: torch.Tensor, layout: object):
+        for level in (1, 2, 0):
+            rows = torch.rand(4, CONFIG.out_hidden_size)
+            if level == 2:
+                rows[3, 7] = value
+            yield level, rows
+
+    monkeypatch.setattr(model, "levels", spoiled)
+    assert runner.finish(runner.launch([image(0, (1, 4, 4))])) == [False]
+
+
 def test_warm_up_leaves_a_small_arena_in_peace(model: VisionModel) -> None:
     Runner(model, CPU, torch.float32, mmap.mmap(-1, 4096)).warm_up(1 << 16)
 

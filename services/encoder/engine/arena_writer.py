@@ -1,0 +1,94 @@
+"""Embeddings from the device to their places in the arena, beside the tower's work."""
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ArenaWriter:
+    """Copies rows to host memory in the order of the calls.
+
+    On CUDA the copies have a stream of their own, so that the next block does not wait for them.
+
+    Args:
+        arena: where embeddings go; pinned here on CUDA.
+        device: where they come from.
+    """
+
+    def __init__(self, arena: mmap.mmap, device: torch.device) -> None:
+        self._arena = torch.frombuffer(arena, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            _pin(self._arena)
+            self._stream = torch.cuda.Stream(device)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the arena."""
+        return self._arena.numel()
+
+    def write(
+        self, rows: Tensor, counts: Sequence[int], offsets: Sequence[int], level: int
+    ) -> None:
+        """Copies one level.
+
+        Args:
+            rows: `[sum(counts), hidden]`, ready where the current stream is now.
+            counts: tokens of each image.
+            offsets: first byte of each image's `[levels, num_tokens, hidden]`.
+            level: of the rows.
+        """
+        if self._stream is None:
+            self._copy(rows, counts, offsets, level)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        rows.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            self._copy(rows, counts, offsets, level)
+
+    def seal(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The last copy of a batch: a small tensor to the host.
+
+        Returns:
+            The copy, and the event after which it and all copies before hold (None: now).
+        """
+        if self._stream is None:
+            return values, None
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        values.record_stream(self._stream)
+        done = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._stream):
+            host.copy_(values, non_blocking=True)
+            done.record()
+        return host, done
+
+    def close(self) -> None:
+        """Gives the pinning back; due before the memory is unmapped, if it ever is."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self._stream.device)
+            _cudart().cudaHostUnregister(self._arena.data_ptr())
+
+    def _copy(
+        self, rows: Tensor, counts: Sequence[int], offsets: Sequence[int], level: int
+    ) -> None:
+        row_bytes = rows.shape[1] * rows.element_size()
+        for offset, part in zip(offsets, rows.split(counts), strict=True):
+            size = len(part) * row_bytes
+            start = offset + level * size
+            target = self._arena[start : start + size].view(rows.dtype).view(part.shape)
+            target.copy_(part, non_blocking=True)
+
+
+def _pin(memory: Tensor) -> None:
+    """Registers host memory with CUDA, so that copies to it are asynchronous."""
+    result = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(result) != 0:
+        raise RuntimeError(f"cudaHostRegister failed with {int(result)}")
+
+
+def _cudart() -> Any:  # noqa: ANN401 - a module made at run time
+    return torch.cuda.cudart()

@@ -1,0 +1,17 @@
+"""The fused operations, gathered. Imported only where Triton is."""
+
+import torch
+from torch import Tensor
+
+from services.encoder.kernels import add_layer_norm, rotate
+
+
+class TritonOps:
+    """See `ops.Ops`."""
+
+    add_layer_norm = staticmethod(add_layer_norm.add_layer_norm)
+    rotate = staticmethod(rotate.rotate)
+
+    def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """See `ops.Ops`. cublasLt adds the bias and applies the GELU before it rounds, once."""
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)

@@ -1,0 +1,38 @@
+"""Run by test_fused_kernels.py with TRITON_INTERPRET=1, which Triton reads when it is imported."""
+
+import torch
+from torch import Tensor
+
+from services.encoder.kernels.ops import PlainOps
+from services.encoder.kernels.triton_ops import TritonOps
+
+PLAIN, FUSED = PlainOps(), TritonOps()
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
+
+
+def check_rotate(heads: int, dim: int) -> None:
+    qkv, angles = torch.randn(5, 3, heads, dim), torch.rand(5, dim // 2) * 6.28
+    expected = PLAIN.rotate(qkv[:, :2], angles.cos(), angles.sin())
+    value = qkv[:, 2].clone()
+    close(FUSED.rotate(qkv[:, :2], angles.cos(), angles.sin()), expected)
+    assert torch.equal(qkv[:, 2], value)
+
+
+def check_add_layer_norm(width: int) -> None:
+    x, residual = torch.randn(3, width), torch.randn(3, width) * 5 + 2
+    weight, bias, kept = torch.randn(width), torch.randn(width), residual.clone()
+    expected = PLAIN.add_layer_norm(x, residual, weight, bias, 1e-6)
+    found = FUSED.add_layer_norm(x.clone(), residual, weight, bias, 1e-6)
+    close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1]) and torch.equal(residual, kept)
+
+
+if __name__ == "__main__":
+    for shape in ((4, 64), (3, 72), (2, 16)):
+        check_rotate(*shape)
+    for width in (64, 72, 1152):
+        check_add_layer_norm(width)
+    print("agreed")

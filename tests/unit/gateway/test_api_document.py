@@ -1,0 +1,41 @@
+"""docs/api.md names everything that the gateway accepts, refuses and answers."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import BY_CODE
+from services.gateway import openai
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.routes import Routes
+from services.gateway.settings import GatewaySettings
+
+TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+# Never sent: the client is gone; no service knows a caller's limit; the gateway asks elsewhere.
+INTERNAL = {"cancelled", "rate_limit_exceeded", "embedding_unavailable"}
+
+
+@pytest.mark.parametrize("name", openai.ChatRequest.__struct_fields__)
+def test_field_is_described(name):
+    assert f"`{name}`" in TEXT
+
+
+@pytest.mark.parametrize("code", sorted(BY_CODE.keys() - INTERNAL))
+def test_error_is_described(code):
+    assert f"`{code}`" in TEXT
+    assert f"| {BY_CODE[code].http_status} |" in TEXT
+
+
+def test_routes_are_described():
+    for route in Routes(None, None, GatewayMetrics()).table():
+        (method,) = route.methods - {"HEAD"}
+        assert f"`{method} {route.path.replace(':path', '')}`" in TEXT
+
+
+def test_bounds_are_the_codes():
+    for number in (openai.MAX_MESSAGES, openai.MAX_PARTS, openai.MAX_LOGIT_BIAS):
+        assert str(number) in TEXT
+    for name in ("max_images_per_request", "max_concurrent_requests", "request_timeout_s"):
+        default = GatewaySettings.model_fields[name].default
+        assert f"{default:g}" in TEXT
+        assert f"`GATEWAY_{name.upper()}`" in TEXT
