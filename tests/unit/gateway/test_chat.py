@@ -227,6 +227,16 @@ def test_late_encode_failure_after_the_first_token_is_no_failure(stack):
 # Decoders
 
 
+def test_full_encoders_say_when_to_come_back(pair):
+    for encoder in pair.encoders:
+        encoder.before = raising(Overloaded("full", retry_after_s=7))
+    for decoder in pair.decoders:
+        decoder.before = forever
+    response = pair.chat(messages=asking(new_picture()))
+    assert error(response, 503)["code"] == "overloaded"
+    assert response.headers["retry-after"] == "7"
+
+
 @pytest.mark.parametrize("failure", [Unavailable("x"), Overloaded("x"), None])
 def test_decoder_lost_before_the_first_token_costs_a_retry(pair, failure):
     answer(pair.chat())

@@ -104,6 +104,34 @@ async def test_names_are_resolved_into_pods(monkeypatch):
     assert len(closed) == 4
 
 
+async def test_a_pod_that_was_just_being_let_go_is_closed_with_the_rest(monkeypatch):
+    answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2"]]
+    letting_go, closed = asyncio.Event(), set()
+
+    class Slow(StillPod):
+        connected = True
+
+        async def check(self):
+            return pods.PodState.SERVING
+
+        async def close(self):
+            if not letting_go.is_set():
+                letting_go.set()
+                await asyncio.sleep(60)
+            closed.add(self.address)
+
+    async def getaddrinfo(host, port, type):
+        return [(2, 1, 6, "", (a, port)) for a in answers.pop(0)]
+
+    monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    known = PodSet(["dns:///encoder:50051"], Slow)
+    await known.start()
+    await letting_go.wait()
+    await known.close()
+    assert closed == {"10.0.0.1:50051", "10.0.0.2:50051"}
+
+
 @in_loop
 async def test_stream_carries_many_sequences():
     fake = FakeDecoder()
