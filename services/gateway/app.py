@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -65,7 +65,7 @@ def create_gateway(settings: GatewaySettings) -> Gateway:
     admission = Admission(settings.max_concurrent_requests)
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         await service.start()
         try:
             yield
@@ -73,8 +73,11 @@ def create_gateway(settings: GatewaySettings) -> Gateway:
             await service.close()
             await loader.close()
 
-    app = Starlette(
-        routes=Routes(service, admission, metrics).table(),
+    app = FastAPI(
+        # Requests are checked by msgspec, which FastAPI's generated pages would know nothing of;
+        # docs/api.md is the description.
+        openapi_url=None,
+        routes=[*Routes(service, admission, metrics).table()],
         exception_handlers={
             TriptychError: handle_triptych_error,
             HTTPException: handle_http_error,
