@@ -239,14 +239,17 @@ def test_a_cancelled_image_is_not_run(running: Running) -> None:
 
 
 def test_a_cancelled_image_leaves_the_queue(running: Running) -> None:
-    running.runner.may_run.clear()
-    running.front.encode(*range(1, 10))  # the first batch holds the loop, the rest queue
-    wait_until(lambda: len(running.prepared) == 9)
-    running.front.send(CancelImage(9))
-    wait_until(lambda: running.engine._jobs[9].cancelled)
-    running.runner.may_run.set()
-    assert running.front.codes(*range(1, 9)) == [""] * 8
-    assert running.front.codes(9) in (["cancelled"], [""])
+    running.runner.device_done.clear()  # two batches of four are under way, the rest queue
+    jobs = range(1, 11)
+    running.front.encode(*jobs)
+    launched = running.runner.batches
+    wait_until(lambda: sum(map(len, launched)) + len(running.engine._batcher) == len(jobs))
+    queued = next(job for job in jobs if job not in chain.from_iterable(launched))
+    running.front.send(CancelImage(queued))
+    assert running.front.codes(queued) == ["cancelled"]
+    running.runner.device_done.set()
+    assert running.front.codes(*(job for job in jobs if job != queued)) == [""] * 9
+    assert queued not in chain.from_iterable(launched)
 
 
 def test_the_fronts_end_ends_the_loop() -> None:

@@ -202,6 +202,9 @@ def test_only_encoder_is_asked_once_more_for_a_lost_embedding(stack):
     failures = iter([True, False])
 
     async def before(_):
+        async with asyncio.timeout(5):
+            while not stack.encoder.requests:  # noqa: ASYNC110 - a list of a fake
+                await asyncio.sleep(0.001)
         if next(failures):
             raise EmbeddingUnavailable("evicted")
 
