@@ -240,10 +240,12 @@ async def test_draining_refuses_new_sequences_and_finishes_the_running_ones():
     async with Decoder() as decoder, Gateway(decoder) as gateway:
         await gateway.submit(submit_of(1, prompt_of(1), max_tokens=100))
         await gateway.until(lambda: gateway.tokens.get(1))
+        decoder.engine.running.clear()  # the first is still running when the second comes
         drained = asyncio.create_task(decoder.front.drain(10.0))
         await asyncio.sleep(0)
         await gateway.submit(submit_of(2, prompt_of(2)))
         assert (await gateway.end(2)).code == "overloaded"
+        decoder.engine.running.set()
         await drained
         await gateway.closed()
         assert isinstance(gateway.ends[1], pb.Finished)
