@@ -7,7 +7,6 @@
     │   └── ModelNotFound              404
     ├── PayloadTooLarge                413
     ├── MediaFetchFailed               422  a URL that answered, but not with an image
-    ├── TooManyRequests                429  the caller's own limit
     ├── Cancelled                      499  the caller went away (never sent, only logged)
     ├── InternalError                  500
     ├── EmbeddingUnavailable           503  an image's embedding could not be had from one encoder
@@ -93,15 +92,6 @@ class MediaFetchFailed(TriptychError):
     http_status = 422
     openai_type = "invalid_request_error"
     grpc_status = "FAILED_PRECONDITION"
-
-
-class TooManyRequests(TriptychError):
-    """The caller is over its own limit."""
-
-    code = "rate_limit_exceeded"
-    http_status = 429
-    openai_type = "rate_limit_error"
-    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class Cancelled(TriptychError):

@@ -14,7 +14,13 @@ from services.common.engine_process import EngineEnd, accept
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_key import key_prefix
 from services.common.model_config import ModelConfig, ModelConfigError
-from services.common.nn.weights import Checkpoint, fingerprint, load_dummy, load_weights
+from services.common.nn.weights import (
+    DUMMY_FINGERPRINT,
+    Checkpoint,
+    fingerprint,
+    load_dummy,
+    load_weights,
+)
 from services.common.telemetry import setup_logging
 from services.encoder.attention import create, resolve
 from services.encoder.engine.engine import Engine, Prepare
@@ -117,7 +123,7 @@ def load_model(
     assert isinstance(model, torch.nn.Module)
     if settings.load_format == "dummy":
         load_dummy(model, device=device, dtype=dtype)
-        weights = b"dummy"
+        weights = DUMMY_FINGERPRINT.encode()
     else:
         checkpoint = Checkpoint.open(config.directory)
         load_weights(model, checkpoint, model.weight_map, device=device, dtype=dtype)

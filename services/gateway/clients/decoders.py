@@ -14,7 +14,7 @@ from services.common.errors import EmbeddingUnavailable, TriptychError, Unavaila
 from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import error_from_rpc
 from services.gateway.clients.affinity import pick
-from services.gateway.clients.pods import Pod, PodSet
+from services.gateway.clients.pods import Pod, Pool
 from services.gateway.generation import (
     Finished,
     Generation,
@@ -228,23 +228,11 @@ def _sampling_message(sampling: Sampling) -> pb.SamplingParams:
     return pb.SamplingParams(**fields)
 
 
-class DecoderPool:
+class DecoderPool(Pool[DecoderPod]):
     """All decoders."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._pods = PodSet(addresses, DecoderPod)
-
-    async def start(self) -> None:
-        """Starts watching the decoders."""
-        await self._pods.start()
-
-    async def close(self) -> None:
-        """Ends all sequences."""
-        await self._pods.close()
-
-    def num_healthy(self) -> int:
-        """How many can be given work now."""
-        return len(self._pods.healthy())
+        super().__init__(addresses, DecoderPod)
 
     def description(self) -> DecoderDescription | None:
         """What the healthy decoders serve, with the least context of them; None without one."""

@@ -11,7 +11,7 @@ from services.common.errors import TriptychError, Unavailable
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import REQUEST_ID, error_from_rpc
 from services.gateway.clients.affinity import pick
-from services.gateway.clients.pods import Pod, PodSet
+from services.gateway.clients.pods import Pod, Pool
 from services.gateway.mrope import Grid
 
 _DESCRIBE_TIMEOUT_S = 2.0
@@ -126,23 +126,11 @@ async def _answer(
     return await call
 
 
-class EncoderPool:
+class EncoderPool(Pool[EncoderPod]):
     """All encoders that can stand in for each other."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._pods = PodSet(addresses, EncoderPod)
-
-    async def start(self) -> None:
-        """Starts watching the encoders."""
-        await self._pods.start()
-
-    async def close(self) -> None:
-        """Ends all calls."""
-        await self._pods.close()
-
-    def num_healthy(self) -> int:
-        """How many can be given work now."""
-        return len(self._pods.healthy())
+        super().__init__(addresses, EncoderPod)
 
     def description(self) -> EncoderDescription | None:
         """What most healthy encoders serve; None without one.

@@ -161,6 +161,25 @@ class PodSet(Generic[PodT]):
         del self._pods[address]  # last: who is cancelled on the way leaves it to `close`
 
 
+class Pool(Generic[PodT]):
+    """All pods of one service, watched from `start` to `close`."""
+
+    def __init__(self, addresses: Sequence[str], create: Callable[[str], PodT]) -> None:
+        self._pods = PodSet(addresses, create)
+
+    async def start(self) -> None:
+        """Starts watching the pods."""
+        await self._pods.start()
+
+    async def close(self) -> None:
+        """Ends all that they work on for this gateway."""
+        await self._pods.close()
+
+    def num_healthy(self) -> int:
+        """How many can be given work now."""
+        return len(self._pods.healthy())
+
+
 async def _watch(pod: Pod) -> None:
     """Connects to a pod and checks it, for ever."""
     silent = 0

@@ -12,7 +12,7 @@ from services.gateway.settings import GatewaySettings
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
 # Never sent: the client is gone; no service knows a caller's limit; the gateway asks elsewhere.
-INTERNAL = {"cancelled", "rate_limit_exceeded", "embedding_unavailable"}
+INTERNAL = {"cancelled", "embedding_unavailable"}
 
 
 @pytest.mark.parametrize("name", openai.ChatRequest.__struct_fields__)
