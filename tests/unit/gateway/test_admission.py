@@ -1,11 +1,13 @@
 """Slots and bytes are bounded and come back, whatever happens."""
 
 import asyncio
+import threading
 
 import pytest
 
 from services.common.errors import Overloaded
 from services.gateway.admission import Admission
+from tests.gateway_fixtures import asking, picture
 
 
 async def test_full_refuses_at_once_and_recovers():
@@ -58,3 +60,24 @@ async def test_drain_refuses_new_and_waits_for_running():
     leave.set()
     assert await admission.drain(5)
     await task
+
+
+def test_full_gateway_refuses_before_image_work(stack):
+    stack.decoder.delay_s = 0.3
+    admission = stack.gateway.admission
+    admission._max_requests = 2
+    try:
+        threads = [threading.Thread(target=stack.chat) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        stack.wait(lambda: len(stack.decoder.submits) == 2)
+        response = stack.chat(messages=asking(picture()))
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "overloaded"
+        assert response.headers["retry-after"] == "1"
+        assert not stack.encoder.requests
+        for thread in threads:
+            thread.join()
+        assert stack.chat(messages=asking(picture())).status_code == 200
+    finally:
+        admission._max_requests = 512

@@ -384,23 +384,3 @@ def test_each_choice_ends_alone(stack):
     assert [c["index"] for c in body["choices"]] == [0, 1, 2]
     assert {c["finish_reason"] for c in body["choices"]} == {"length"}
     assert body["usage"]["completion_tokens"] == 6
-
-
-def test_full_gateway_refuses_before_image_work(stack):
-    stack.decoder.delay_s = 0.3
-    admission = stack.gateway.admission
-    admission._max_requests = 2
-    try:
-        threads = [threading.Thread(target=stack.chat) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        stack.wait(lambda: len(stack.decoder.submits) == 2)
-        response = stack.chat(messages=asking(picture()))
-        assert error(response, 503)["code"] == "overloaded"
-        assert response.headers["retry-after"] == "1"
-        assert not stack.encoder.requests
-        for thread in threads:
-            thread.join()
-        answer(stack.chat(messages=asking(picture())))
-    finally:
-        admission._max_requests = 512
