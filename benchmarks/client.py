@@ -117,6 +117,9 @@ class Connection(asyncio.Protocol):
         self._transport.writelines((head + self._target.headers + b"\r\n", body))
         await self._done
 
+    def on_text(self, text: str, now: float) -> None:
+        """Content has come; for those who want more than a `Sample`."""
+
     # --- asyncio.Protocol -----------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
@@ -217,9 +220,11 @@ class Connection(asyncio.Protocol):
             self._sample.error = f"error event: {error.get('message')}"
         for choice in event.get("choices", ()):
             delta = choice.get("delta") or {}
-            if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
+            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+            if text:
                 self._sample.first = self._sample.first or now
                 self._sample.last = now
+                self.on_text(text, now)
         if usage := event.get("usage"):
             self._sample.prompt_tokens = usage["prompt_tokens"]
             self._sample.completion_tokens = usage["completion_tokens"]

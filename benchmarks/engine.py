@@ -11,7 +11,6 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -102,17 +101,11 @@ def measure_prefill(runner: ModelRunner, prompt: int, repeats: int) -> float:
     for number in range(repeats + 2):
         begin = time.perf_counter()
         add(engine, 10_000 + number, prompt, 1, runner.info.vocab_size)
-        while not any(e.token_ids for e in (engine.step() or _NOTHING).events):
-            pass
+        done = engine.step()
+        while done is None or not any(event.token_ids for event in done.events):
+            done = engine.step()
         taken.append(time.perf_counter() - begin)
     return statistics.median(taken[2:])
-
-
-class _Nothing:
-    events: Sequence[object] = ()
-
-
-_NOTHING = _Nothing()
 
 
 def device_step_s(runner: ModelRunner, batch: int, repeats: int = 30) -> float | None:
@@ -134,7 +127,7 @@ def device_step_s(runner: ModelRunner, batch: int, repeats: int = 30) -> float |
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--device", default="auto")

@@ -193,7 +193,7 @@ async def _main(sizes: list[int], repeats: int) -> None:
 
 def main() -> None:
     """Reads the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--mib", default="16,4", help="sizes of an embedding, in MiB")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)

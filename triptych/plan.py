@@ -18,13 +18,20 @@ DEMONSTRATION_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 ENCODER_SERVICE = "triptych.v1.Encoder"
 DECODER_SERVICE = "triptych.v1.Decoder"
 _LOOPBACK = "127.0.0.1"
+# A gateway is one core's work at most; encoders need the others for JPEGs. See benchmarks/LOG.md.
+_CORES_PER_GATEWAY = 4
+_MOST_GATEWAYS = 4
 # Running answers may go on this long after a signal; the rest of the time is for tidying up.
 _GRACE_S = f"{STOP_TIMEOUT_S - 2:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The options of `triptych serve`, as its help describes them."""
+    """The options of `triptych serve`, as its help describes them.
+
+    Attributes:
+        gateways: None: as many as the machine's cores can feed.
+    """
 
     model: Path = DEMONSTRATION_MODEL
     host: str = _LOOPBACK
@@ -34,6 +41,7 @@ class ServeOptions:
     decoder_device: str | None = None
     dtype: str = "auto"
     load_format: str = "auto"
+    gateways: int | None = None
     encoders: int = 1
     decoders: int = 1
     redis_url: str | None = None
@@ -79,31 +87,35 @@ def plan_stack(
         raise StackError(f"no model at {options.model}: it has no config.json", 2)
     ports = _Ports()
     port = ports.claim(options.host, options.port)
-    services = _engines(options, redis_url, environment, cpus, ports)
-    ports.release()
+    engines = _engines(options, redis_url, environment, cpus, ports)
     model_name = options.model.resolve().name
     if options.model.resolve() == DEMONSTRATION_MODEL:
         model_name = "triptych-demo"
-    gateway = {
+    common = {
         "MODEL": str(options.model.resolve()),
         "HOST": options.host,
-        "PORT": str(port),
         "SHUTDOWN_GRACE_S": _GRACE_S,
         "SERVED_MODEL_NAME": model_name,
-        "ENCODER_ADDRESSES": _addresses(services, "encoder"),
-        "DECODER_ADDRESSES": _addresses(services, "decoder"),
+        "ENCODER_ADDRESSES": _addresses(engines, "encoder"),
+        "DECODER_ADDRESSES": _addresses(engines, "decoder"),
     }
+    gateways = _gateways(options, common, port, cpus, ports)
+    ports.release()
     client_host = _LOOPBACK if options.host in ("0.0.0.0", "::", "") else options.host
     return Plan(
         url=f"http://{client_host}:{port}",
         model_name=model_name,
         children=[
             service.spec(environment, client_host, log_directory)
-            for service in (*services, _Service("gateway", "gateway", gateway))
+            for service in (*engines, *gateways)
         ],
         metrics_urls={
             service.name: f"http://{_LOOPBACK}:{service.variables['METRICS_PORT']}/metrics"
-            for service in services
+            for service in engines
+        }
+        | {
+            gateway.name: f"http://{client_host}:{gateway.variables['PORT']}/metrics"
+            for gateway in gateways
         },
     )
 
@@ -135,7 +147,8 @@ class _Service:
                 is_ready = functools.partial(grpc_ready, self.address, DECODER_SERVICE)
         command = [sys.executable, "-m", f"services.{self.kind}"]
         log_path = log_directory / f"{self.name}.log" if log_directory else None
-        return ChildSpec(self.name, command, own, is_ready, log_path)
+        front = self.kind == "gateway"
+        return ChildSpec(self.name, command, own, is_ready, log_path, is_front=front)
 
 
 def _engines(
@@ -177,6 +190,23 @@ def _engines(
         )
         for kind, places in (("encoder", encoder_places), ("decoder", decoder_places))
         for index, placement in enumerate(places)
+    ]
+
+
+def _gateways(
+    options: ServeOptions, common: Mapping[str, str], port: int, cpus: int, ports: "_Ports"
+) -> list[_Service]:
+    """One gateway on the port, or several that share it and have one each for themselves."""
+    count = options.gateways or max(1, min(_MOST_GATEWAYS, cpus // _CORES_PER_GATEWAY))
+    if count == 1:
+        return [_Service("gateway", "gateway", {**common, "PORT": str(port)})]
+    return [
+        _Service(
+            "gateway",
+            f"gateway-{index}",
+            {**common, "PORT": str(ports.claim(options.host, 0)), "SHARED_PORT": str(port)},
+        )
+        for index in range(count)
     ]
 
 

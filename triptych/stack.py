@@ -47,6 +47,7 @@ class ChildSpec:
         environment: variables set on top of the supervisor's own.
         is_ready: asked again and again until true; must itself end soon.
         log_path: where its output goes; None: the supervisor's standard error.
+        is_front: requests come in here, so it ends first, before what it needs.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ChildSpec:
     environment: Mapping[str, str]
     is_ready: ReadyCheck
     log_path: Path | None = None
+    is_front: bool = False
 
 
 @dataclass(slots=True)
@@ -127,16 +129,17 @@ class Stack:
     async def stop(self) -> None:
         """Ends all children within `STOP_TIMEOUT_S` and leaves no process group alive.
 
-        The last child started is the front door: it is asked first and may finish what it has begun
-        while those behind it still run.
+        Those in front are asked first and may finish what they have begun while those behind them
+        still run.
         """
         children, self._children = self._children, []
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        for behind, group in enumerate((children[-1:], children[:-1])):
+        for front in (True, False):
+            group = [child for child in children if child.spec.is_front == front]
             for child in group:
                 if child.process.poll() is None:
                     child.process.terminate()
-            await _wait_ended(group, deadline if behind else deadline - _BEHIND_S)
+            await _wait_ended(group, deadline - _BEHIND_S if front else deadline)
         for child in children:
             if child.process.poll() is None:
                 self._report(f"{child.spec.name} did not stop in {STOP_TIMEOUT_S:g} s: killed")

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from services.common.allocator import keep_freed_memory
 from services.common.arena import Arena
 from services.common.channel import ChannelClosed
+from services.common.collector import settle_collector
 from services.common.embedding_cache import RedisCache
 from services.common.engine_process import EngineProcess
 from services.common.pb import decoder_pb2_grpc as pb_grpc
@@ -32,7 +33,7 @@ from services.decoder.settings import DecoderSettings
 
 log = logging.getLogger("services.decoder")
 
-_ENGINE_MODULE = "services.decoder.engine_main"
+ENGINE_MODULE = "services.decoder.engine_main"
 _HEALTH_NAMES = ("", SERVICE_NAME)
 # The decoder only reads, so nothing lives by this.
 _REDIS_TTL_S = 3600
@@ -40,12 +41,12 @@ _REDIS_TTL_S = 3600
 _LINGER_S = 1.0
 
 
-async def serve(settings: DecoderSettings) -> int:
+async def serve(settings: DecoderSettings, engine_module: str = ENGINE_MODULE) -> int:
     """Runs the service until SIGTERM, SIGINT or the engine's end; the exit status."""
     stopped = _stop_signal()
     arena = Arena(settings.embedding_cache_bytes)
     engine: EngineProcess[EngineMessage] = await EngineProcess.start(
-        _ENGINE_MODULE, settings.model_dump_json(), arena, EngineMessage
+        engine_module, settings.model_dump_json(), arena, EngineMessage
     )
     cache = RedisCache(settings.redis_url, ttl_s=_REDIS_TTL_S) if settings.redis_url else None
     try:
@@ -61,6 +62,7 @@ async def serve(settings: DecoderSettings) -> int:
         fetcher = EncoderFetcher(shared_memory=settings.shared_memory)
         source = EmbeddingSource(arena, fetcher, cache, metrics)
         front = DecoderFront(ready, engine.channel, source, metrics)
+        settle_collector()
         serve_metrics(registry, settings.host, settings.metrics_port)
         return await _serve_front(settings, front, stopped)
     except ChannelClosed:

@@ -4,13 +4,13 @@ It owns the device. It ends with status 0 when the front is gone or asks for it,
 having said why, when the model cannot be loaded or the device is broken; the front then ends, too.
 """
 
-import gc
 import logging
 import sys
 
 import torch
 
 from services.common.channel import ChannelClosed, EngineChannel
+from services.common.collector import settle_collector
 from services.common.engine_process import accept
 from services.common.model_config import ModelConfigError
 from services.common.telemetry import setup_logging
@@ -80,10 +80,7 @@ def main() -> int:
             settings.device == "auto" and torch.cuda.is_available()
         )
         engine = Engine(runner, overlap=on_gpu, out_of_memory=(torch.OutOfMemoryError,))
-        # What lives now lives for ever: the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(20_000, 20, 50)
+        settle_collector()
         channel.send(ready_message(engine, runner))
         run(engine, channel)
     except ChannelClosed:

@@ -10,6 +10,7 @@ import time
 import torch
 from PIL import Image
 
+from services.common.collector import settle_collector
 from services.common.engine_process import EngineEnd, accept
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_key import key_prefix
@@ -67,6 +68,7 @@ def main() -> None:
             ),
         )
     )
+    settle_collector()
     logging.info("ready on %s in %.1f s", device, time.monotonic() - start)
     Engine(
         channel,

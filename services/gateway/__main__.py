@@ -5,6 +5,7 @@ import sys
 
 import uvloop
 
+from services.common.collector import settle_collector
 from services.common.model_config import ModelConfigError
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
@@ -14,7 +15,9 @@ from services.gateway.settings import GatewaySettings
 
 
 async def _serve(settings: GatewaySettings) -> None:
-    await GatewayServer(create_gateway(settings), settings).serve()
+    server = GatewayServer(create_gateway(settings), settings)
+    settle_collector()
+    await server.serve()
 
 
 def main() -> int:

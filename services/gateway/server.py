@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 from types import FrameType
 
 import uvicorn
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 << 10
 _KEEP_ALIVE_S = 65
 _CLOSE_S = 3
+_BACKLOG = 2048
 
 
 class GatewayServer(uvicorn.Server):
@@ -42,6 +44,7 @@ class GatewayServer(uvicorn.Server):
                 server_header=False,
             )
         )
+        self._settings = settings
         self._admission = gateway.admission
         self._grace_s = settings.shutdown_grace_s
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -52,10 +55,16 @@ class GatewayServer(uvicorn.Server):
         """The port it listens on, once started."""
         return self.servers[0].sockets[0].getsockname()[1]
 
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        """As uvicorn; remembers the loop for signals."""
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn, on the shared port too; remembers the loop for signals."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)  # type: ignore[arg-type]
+        settings = self._settings
+        if settings.shared_port is not None:
+            sockets = [
+                _listen(settings.host, settings.port),
+                _listen(settings.host, settings.shared_port, shared=True),
+            ]
+        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal that ends the server."""
@@ -75,3 +84,9 @@ class GatewayServer(uvicorn.Server):
         ended = await self._admission.drain(self._grace_s)
         log.info("drained" if ended else "the grace is over; ending running requests")
         self.should_exit = True
+
+
+def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket; of several processes on one port where all say `shared`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=shared)

@@ -15,6 +15,8 @@ class GatewaySettings(ServiceSettings):
     Attributes:
         host: address to listen on.
         port: HTTP port.
+        shared_port: a second port, which several gateways of one machine listen on: the kernel
+            deals its connections out among them. Each has its own `port` too, for its probes.
         model: checkpoint directory; only its JSON files are read.
         served_model_name: what requests call the model; default: the directory's name.
         encoder_addresses: comma-separated `host:port`, or `dns:///name:port`, which is resolved
@@ -36,6 +38,7 @@ class GatewaySettings(ServiceSettings):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    shared_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     model: Path
     served_model_name: Annotated[str, Field(max_length=256)] = ""
     encoder_addresses: Annotated[str, Field(min_length=1)]

@@ -18,12 +18,14 @@ def test_one_command_answers_about_a_picture_and_ctrl_c_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = str(SAMPLES / "shapes.png")
-    with serve_command(tmp_path, ["--encoders", "2"]) as command:
+    with serve_command(tmp_path, ["--encoders", "2", "--gateways", "2"]) as command:
         assert cli.main(["ask", picture, "What colour is the circle?", "--url", command.url]) == 0
         assert "red" in capsys.readouterr().out
         services = command.services()
         assert {"services.gateway", "services.decoder", "services.encoder"} <= services.keys()
         processes = psutil.Process(command.process.pid).children(recursive=True)
+        gateways = [p for p in processes if p.cmdline()[-1:] == ["services.gateway"]]
+        assert len([p for p in gateways if not p.children()]) == 2
         start = time.monotonic()
         command.process.send_signal(signal.SIGINT)
         assert command.process.wait(5) == 0

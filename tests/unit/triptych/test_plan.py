@@ -22,7 +22,7 @@ def model(tmp_path: Path) -> Path:
 
 def plan(model: Path, environment: dict[str, str] | None = None, **options: object) -> Plan:
     chosen = ServeOptions(model=model, port=0, **options)  # type: ignore[arg-type]
-    return plan_stack(chosen, "redis://r", environment or {"CUDA_VISIBLE_DEVICES": ""}, 8, None)
+    return plan_stack(chosen, "redis://r", environment or {"CUDA_VISIBLE_DEVICES": ""}, 2, None)
 
 
 def test_every_service_accepts_its_environment(model: Path) -> None:
@@ -51,6 +51,23 @@ def test_the_gateway_is_given_the_ports_of_the_engines(model: Path) -> None:
     made = {child.name: child.environment for child in plan(model).children}
     assert made["gateway"]["GATEWAY_ENCODER_ADDRESSES"].endswith(made["encoder-0"]["ENCODER_PORT"])
     assert made["gateway"]["GATEWAY_DECODER_ADDRESSES"].endswith(made["decoder-0"]["DECODER_PORT"])
+
+
+def test_gateways_share_the_port_and_have_one_each(model: Path) -> None:
+    made = plan(model, gateways=3)
+    gateways = [c for c in made.children if c.is_front]
+    assert [c.name for c in gateways] == ["gateway-0", "gateway-1", "gateway-2"]
+    settings = [GatewaySettings.from_environment(c.environment) for c in gateways]
+    assert {f"http://{s.host}:{s.shared_port}" for s in settings} == {made.url}
+    assert len({s.port for s in settings} | {settings[0].shared_port}) == 4
+    for child, value in zip(gateways, settings, strict=True):
+        assert made.metrics_urls[child.name] == f"http://127.0.0.1:{value.port}/metrics"
+
+
+@pytest.mark.parametrize(("cpus", "count"), [(1, 1), (2, 1), (8, 2), (16, 4), (128, 4)])
+def test_gateways_are_as_many_as_the_cores_can_feed(model: Path, cpus: int, count: int) -> None:
+    made = plan_stack(ServeOptions(model=model, port=0), None, {}, cpus, None)
+    assert sum(child.is_front for child in made.children) == count
 
 
 def test_no_redis_means_none_for_all(model: Path) -> None:

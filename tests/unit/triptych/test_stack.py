@@ -29,7 +29,8 @@ def child(name: str, code: str, directory: Path, *, log: bool = False) -> ChildS
         return flag.exists()
 
     command = [sys.executable, "-c", code, str(flag)]
-    return ChildSpec(name, command, {}, is_ready, directory / f"{name}.log" if log else None)
+    log_path = directory / f"{name}.log" if log else None
+    return ChildSpec(name, command, {}, is_ready, log_path, is_front=name.startswith("gateway"))
 
 
 def found_by_argument(directory: Path, name: str) -> psutil.Process:
@@ -52,9 +53,10 @@ async def test_the_front_door_is_closed_before_what_is_behind_it(tmp_path: Path)
         "time.sleep(60)"
     )
     async with Stack(lambda _: None) as stack:
-        specs = [child(name, code, tmp_path) for name in ("encoder-0", "gateway")]
-        await stack.start(specs, 30)
-    assert order.read_text().split() == ["gateway.ready", "encoder-0.ready"]
+        names = ("gateway-0", "encoder-0", "gateway-1")
+        await stack.start([child(name, code, tmp_path) for name in names], 30)
+    *fronts, behind = order.read_text().split()
+    assert (sorted(fronts), behind) == (["gateway-0.ready", "gateway-1.ready"], "encoder-0.ready")
 
 
 async def test_start_returns_when_all_are_ready_and_stop_ends_them(tmp_path: Path) -> None:

@@ -1,0 +1,300 @@
+"""What the gateway and its stream to the decoder sustain by themselves; no model, no device.
+
+    python -m benchmarks.gateway --rates 10000,20000,30000
+
+A real gateway and a real decoder's front serve streaming chats; the engine behind them computes
+nothing and gives every sequence a token at each tick. The latency of each token runs from the
+engine's `send` to the client that has parsed the event, so it holds two hops between processes,
+gRPC, detokenization, HTTP and the client's own work. CPU is per token and process.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+import uvloop
+
+from benchmarks import null_engine
+from benchmarks.client import Connection, Sample, Target
+from benchmarks.workloads import WORDS
+from services.decoder.__main__ import serve as serve_decoder
+
+_CONTEXT = multiprocessing.get_context("spawn")
+_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+_LETTER = "a"  # one token of the model, so that a text's length is its number of tokens
+_READY_S = 60.0
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What clients do.
+
+    Attributes:
+        streams: requests under way, always.
+        rate: tokens a second over all of them.
+        tokens: of each answer.
+        requests: in all.
+        words: of each prompt.
+        clients: processes that share the streams.
+        gateways: likewise.
+    """
+
+    streams: int
+    rate: float
+    tokens: int
+    requests: int
+    words: int
+    clients: int
+    gateways: int
+
+    @property
+    def interval_s(self) -> float:
+        """Between two ticks of the engine."""
+        return self.streams / self.rate
+
+
+class _TimedConnection(Connection):
+    """Notes when each token came."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.arrivals: list[float] = []
+
+    def on_text(self, text: str, now: float) -> None:
+        """As `Connection`."""
+        self.arrivals += [now] * len(text)
+
+
+Answer = tuple[int, Sample, list[float]]  # seed, what was seen, when each token came
+
+
+def run_client(
+    target: Target,
+    load: Load,
+    share: int,
+    next_seed: "Synchronized[int]",
+    barrier: Barrier,
+    results: "Queue[list[Answer]]",
+) -> None:
+    """Entry point of a client process, with `share` streams of its own."""
+
+    async def keep_one_in_flight(answers: list[Answer]) -> None:
+        connection = _TimedConnection(target)
+        while True:
+            with next_seed.get_lock():
+                seed = next_seed.value
+                next_seed.value += 1
+            if seed > load.requests:
+                connection.close()
+                return
+            connection.arrivals = []
+            sample = await connection.post(_body(load, seed), _TIMEOUT_S)
+            answers.append((seed, sample, connection.arrivals))
+
+    async def run() -> None:
+        answers: list[Answer] = []
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(share):
+                tasks.create_task(keep_one_in_flight(answers))
+        results.put(answers)
+
+    barrier.wait()
+    uvloop.run(run())
+
+
+def _body(load: Load, seed: int) -> bytes:
+    text = " ".join(random.Random(seed).choices(WORDS, k=load.words))
+    return json.dumps(
+        {
+            "model": "null", "messages": [{"role": "user", "content": text}], "seed": seed,
+            "max_tokens": load.tokens, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()  # fmt: skip
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        found = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in found:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in found]
+
+
+def _token_id() -> int:
+    vocabulary = json.loads((_MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+    return vocabulary[_LETTER]
+
+
+def _start(load: Load, log: Path, children: ExitStack) -> tuple[Target, list[psutil.Process]]:
+    """Starts decoder and gateways; returns once they answer.
+
+    Returns:
+        Where to send requests; the decoder's front, its engine, and the gateways.
+    """
+    port, decoder_port, *own_ports = _free_ports(2 + load.gateways)
+    settings = null_engine.NullSettings(
+        model=_MODEL, port=decoder_port, metrics_port=0, embedding_cache_bytes=1 << 20,
+        shutdown_grace_s=0, log_level="ERROR",
+        interval_s=load.interval_s, token_id=_token_id(), log=log,
+    )  # fmt: skip
+
+    def start(module: str, *arguments: str, **variables: str) -> psutil.Process:
+        command = [sys.executable, "-m", module, *arguments]
+        process = Popen(command, env=os.environ | variables)
+        children.callback(process.wait)
+        children.callback(process.terminate)
+        return psutil.Process(process.pid)
+
+    decoder = start("benchmarks.gateway", "--decoder", settings.model_dump_json())
+    gateways = [
+        start(
+            "services.gateway",
+            GATEWAY_MODEL=str(_MODEL), GATEWAY_SERVED_MODEL_NAME="null",
+            GATEWAY_PORT=str(own_port), GATEWAY_SHARED_PORT=str(port),
+            GATEWAY_ENCODER_ADDRESSES="127.0.0.1:1", GATEWAY_SHUTDOWN_GRACE_S="0",
+            GATEWAY_DECODER_ADDRESSES=f"127.0.0.1:{decoder_port}", GATEWAY_LOG_LEVEL="ERROR",
+            GATEWAY_MAX_CONCURRENT_REQUESTS=str(null_engine.MAX_SEQUENCES),
+        )
+        for own_port in own_ports
+    ]  # fmt: skip
+    for own_port in own_ports:
+        asyncio.run(_wait_ready(own_port))
+    (engine,) = decoder.children()
+    return Target.from_url(f"http://127.0.0.1:{port}"), [decoder, engine, *gateways]
+
+
+async def _wait_ready(port: int) -> None:
+    target = Target.from_url(f"http://127.0.0.1:{port}")
+    probe = Load(streams=1, rate=1, tokens=1, requests=1, words=1, clients=1, gateways=1)
+    deadline = time.monotonic() + _READY_S
+    while (sample := await Connection(target).post(_body(probe, 0), _TIMEOUT_S)).error:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the gateway is not ready: {sample.error}")
+        await asyncio.sleep(0.1)
+
+
+def _send(target: Target, load: Load) -> list[Answer]:
+    next_seed = _CONTEXT.Value("q", 1)
+    barrier = _CONTEXT.Barrier(load.clients)
+    results: Queue[list[Answer]] = _CONTEXT.Queue()
+    shares = [len(range(i, load.streams, load.clients)) for i in range(load.clients)]
+    clients = [
+        _CONTEXT.Process(
+            target=run_client, args=(target, load, share, next_seed, barrier, results), daemon=True
+        )
+        for share in shares
+    ]
+    for client in clients:
+        client.start()
+    answers = [answer for _ in clients for answer in results.get()]
+    for client in clients:
+        client.join()
+    return answers
+
+
+def measure(load: Load) -> None:
+    """Prints the rows of one load."""
+    with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
+        log = Path(directory) / "sent.json"
+        with ExitStack() as children:
+            target, processes = _start(load, log, children)
+            before = [_cpu_s(process) for process in processes]
+            answers = _send(target, load)
+            front_s, engine_s, *gateway_s = (
+                _cpu_s(process) - s for process, s in zip(processes, before, strict=True)
+            )
+        sent = {int(seed): times for seed, times in json.loads(log.read_text()).items()}
+    failed = [sample.error for _, sample, _ in answers if sample.error]
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}")
+    late = sorted(
+        arrived - left
+        for seed, _, arrivals in answers
+        for left, arrived in zip(sent[seed], arrivals, strict=True)
+    )
+    seconds = max(s.end for _, s, _ in answers) - min(s.start for _, s, _ in answers)
+    begins = [arrivals[0] - sample.start for _, sample, arrivals in answers]
+    print(
+        f"{load.rate:8,.0f} tokens/s asked, {len(late) / seconds:8,.0f} had"
+        f" ({load.streams} streams, {load.words} words -> {load.tokens} tokens)\n"
+        f"  a token's latency, ms: p50 {_ms(late, 0.5)}  p99 {_ms(late, 0.99)}"
+        f"  most {_ms(late, 1)}\n"
+        f"  first token after {1e3 * statistics.median(begins):.1f} ms (p50),"
+        f" a tick is {1e3 * load.interval_s:.1f} ms\n"
+        f"  CPU a token, µs: gateways {1e6 * sum(gateway_s) / len(late):.1f}"
+        f" (the busiest {100 * max(gateway_s) / seconds:.0f} % of a core),"
+        f" decoder's front {1e6 * front_s / len(late):.1f},"
+        f" null engine {1e6 * engine_s / len(late):.1f}",
+        flush=True,
+    )
+
+
+def _ms(ordered: list[float], quantile: float) -> str:
+    return f"{1e3 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]:.2f}"
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def run_decoder(settings_json: str) -> int:
+    """A decoder whose engine computes nothing."""
+    settings = null_engine.NullSettings.model_validate_json(settings_json)
+    return uvloop.run(serve_decoder(settings, engine_module=null_engine.__name__))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n", 1)[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rates", default="10000,20000,30000", help="tokens a second over all streams")
+    add("--streams", type=int, default=256)
+    add("--seconds", type=float, default=10, help="of each measurement")
+    add("--tokens", type=int, default=0, help="of an answer; 0: the stream's share of the time")
+    add("--words", type=int, default=8, help="of a prompt")
+    add("--clients", type=int, default=max(1, (os.cpu_count() or 1) // 4), help="processes")
+    add("--gateways", type=int, default=max(1, (os.cpu_count() or 1) // 4), help="processes")
+    add("--decoder", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.decoder:
+        return run_decoder(options.decoder)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    for rate in map(float, options.rates.split(",")):
+        total = rate * options.seconds
+        tokens = options.tokens or max(1, round(total / options.streams))
+        requests = max(options.streams, round(total / tokens))
+        load = Load(
+            options.streams, rate, tokens, requests, options.words, options.clients,
+            options.gateways,
+        )  # fmt: skip
+        measure(load)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

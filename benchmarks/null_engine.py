@@ -1,0 +1,124 @@
+"""An engine that computes nothing: at each tick, every sequence it has gets one more token.
+
+`benchmarks.gateway` runs a decoder around it, so that all before and behind the model can be
+measured without one. It notes when it sent each token, by the request's seed.
+"""
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.common.channel import ChannelClosed, EngineChannel
+from services.common.engine_process import accept
+from services.decoder.engine.messages import (
+    AbortSequence,
+    AddSequence,
+    EndOfSequence,
+    EngineReady,
+    EngineStats,
+    FrontMessage,
+    SequenceEvent,
+    Shutdown,
+    StartOfSequence,
+    StepDone,
+)
+from services.decoder.settings import DecoderSettings
+
+MAX_SEQUENCES = 1024
+_MAX_MODEL_LEN = 1 << 20
+_VOCAB_SIZE = 1 << 17
+_NUM_BLOCKS = 1 << 20
+
+
+class NullSettings(DecoderSettings):
+    """A decoder's settings, and those of the engine that computes nothing.
+
+    Attributes:
+        interval_s: from tick to tick.
+        token_id: what every token is.
+        log: where to write, at the end, when each token was sent.
+    """
+
+    interval_s: float
+    token_id: int
+    log: Path
+
+
+@dataclass(slots=True)
+class NullEngine:
+    """Sequences and the clock that feeds them.
+
+    Attributes:
+        token_id: what every token is.
+        sent: seed of a request -> when each of its tokens left, in seconds of the monotonic clock.
+    """
+
+    token_id: int
+    sent: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    _running: dict[int, AddSequence] = field(default_factory=dict[int, AddSequence])
+
+    def handle(self, message: FrontMessage) -> None:
+        """Takes a message of the front."""
+        if isinstance(message, AddSequence):
+            self._running[message.sequence_id] = message
+            self.sent[message.sampling.seed] = []
+        elif isinstance(message, AbortSequence):
+            self._running.pop(message.sequence_id, None)
+
+    def step(self) -> StepDone | None:
+        """One token for each sequence; None where there is none."""
+        if not self._running:
+            return None
+        now = time.monotonic()
+        events = [self._advance(message, now) for message in list(self._running.values())]
+        stats = EngineStats(len(self._running), 0, _NUM_BLOCKS, _NUM_BLOCKS, 0, 0, 0, 0)
+        return StepDone(events, stats)
+
+    def _advance(self, message: AddSequence, now: float) -> SequenceEvent:
+        times = self.sent[message.sampling.seed]
+        start = None if times else StartOfSequence(0, 0.0, 0.0)
+        times.append(now)
+        end = None
+        if len(times) == message.sampling.max_tokens:
+            end = EndOfSequence("length")
+            del self._running[message.sequence_id]
+        return SequenceEvent(message.sequence_id, [self.token_id], [], end, start)
+
+
+def run(engine: NullEngine, channel: EngineChannel[FrontMessage], interval_s: float) -> None:
+    """Ticks until the front goes away. A tick that is late does not delay the ones after it."""
+    due = time.monotonic()
+    while True:
+        for message in channel.receive(max(0.0, due - time.monotonic())):
+            if isinstance(message, Shutdown):
+                return
+            engine.handle(message)
+        if time.monotonic() >= due:
+            due += interval_s
+            done = engine.step()
+            if done is not None:
+                channel.send(done)
+
+
+def main() -> None:
+    """The process."""
+    end = accept()
+    settings = NullSettings.model_validate_json(end.settings_json)
+    channel = end.channel(FrontMessage)
+    engine = NullEngine(settings.token_id)
+    channel.send(
+        EngineReady(
+            model_name="null", dtype="float32", levels=1, hidden=1, vocab_size=_VOCAB_SIZE,
+            max_model_len=_MAX_MODEL_LEN, block_size=16, num_blocks=_NUM_BLOCKS,
+            max_num_sequences=MAX_SEQUENCES,
+        )
+    )  # fmt: skip
+    with suppress(ChannelClosed):
+        run(engine, channel, settings.interval_s)
+    settings.log.write_text(json.dumps(engine.sent))
+
+
+if __name__ == "__main__":
+    main()
