@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for rate in map(float, options.rates.split(",")):
         total = rate * options.seconds
         tokens = options.tokens or max(1, round(total / options.streams))
-        requests = max(options.streams, round(total / tokens))
+        requests = options.streams * max(1, round(total / tokens / options.streams))
         load = Load(
             options.streams, rate, tokens, requests, options.words, options.clients,
             options.gateways,

@@ -15,19 +15,7 @@ from tokenizers import Tokenizer
 
 from services.common.errors import ContextLengthExceeded
 from services.common.model_config import ModelConfigError
-
-
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    for byte in range(256):
-        if byte not in printable:
-            table[chr(0x100 + len(table) - len(printable))] = byte
-    return table
-
-
-_BYTE_OF = _byte_of_character()
+from services.gateway.byte_pairs import BYTE_OF_CHARACTER, BytePairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +44,9 @@ class ModelTokenizer:
         decoder = _kind(definition, "decoder")
         if decoder != "ByteLevel":
             raise ModelConfigError(f"tokenizer.json: decoder {decoder} is not supported")
-        self._plain = Tokenizer.from_str(json.dumps({**definition, "added_tokens": []}))
+        bare: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None}
+        self._plain = Tokenizer.from_str(json.dumps({**definition, **bare}))
+        self._fast = BytePairs.of(definition)
         vocabulary = self._plain.get_vocab()
         self.max_token_bytes = max(map(len, vocabulary))
         self._nfc = _kind(definition, "normalizer") == "NFC"
@@ -76,7 +66,8 @@ class ModelTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text; what looks like an added token is plain text too."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        ids = self._fast.encode(text) if self._fast is not None else None
+        return self._plain.encode(text, add_special_tokens=False).ids if ids is None else ids
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Refuses text that cannot fit whatever its tokens are, without tokenizing it.
@@ -109,7 +100,7 @@ class ModelTokenizer:
         if token is None:
             return b""
         try:
-            return bytes(_BYTE_OF[character] for character in token)
+            return bytes(BYTE_OF_CHARACTER[character] for character in token)
         except KeyError:
             return token.encode()
 
