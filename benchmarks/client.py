@@ -213,12 +213,13 @@ class Connection(asyncio.Protocol):
             elif payload == b"[DONE]":
                 self._finished = True
         if complete and not self._finished and not self._sample.error:
-            self._sample.error = "the stream ended before [DONE]"
+            self._sample.error = "the stream ended before the answer did"
 
     def _read_event(self, event: dict[str, Any], now: float) -> None:
         if error := event.get("error"):
             self._sample.error = f"error event: {error.get('message')}"
         for choice in event.get("choices", ()):
+            self._finished = self._finished or bool(choice.get("finish_reason"))
             delta = choice.get("delta") or {}
             text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
             if text:

@@ -11,7 +11,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else time.time_ns() % (1 << 32)
     results: list[RowResult] = []
     for row in rows:
-        samples, wall_s = run_row(row, target, model, seed, words, options.timeout_s)
+        bodies = request_bodies(row, model, seed, words, ignore_eos=not options.may_end_early)
+        samples, wall_s = run_row(row, target, bodies, options.timeout_s)
         results.append(RowResult.from_samples(row, samples, wall_s))
     meta = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -65,9 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_row(
-    row: Row, target: Target, model: str, seed: int, words: Sequence[str], timeout_s: float
+    row: Row, target: Target, made: Iterable[bytes], timeout_s: float
 ) -> tuple[list[Sample], float]:
     """Warm-up, then the measured requests.
+
+    Args:
+        row: how many of each, and how many at a time.
+        target: the server.
+        made: the bodies, in order.
+        timeout_s: for one request.
 
     Returns:
         One sample per measured request, and the seconds from the first sent to the last complete.
@@ -75,8 +82,8 @@ def run_row(
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
         path = Path(directory) / "bodies"
         with _progress(f"{row.name}: preparing", row.num_warmup + row.num_requests) as advance:
-            bodies = []
-            for body in request_bodies(row, model, seed, words):
+            bodies: list[bytes] = []
+            for body in made:
                 bodies.append(body)
                 advance()
         spans = write_bodies(path, bodies)
@@ -183,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--scale", type=float, default=1.0, help="below 1: smaller rows, for a smoke test")
     add("--seed", type=int, default=None, help="default: a new one, so that no cache knows it")
     add("--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json")
+    add("--may-end-early", action="store_true", help="for servers that refuse ignore_eos")
     add("--api-key", default="", help="sent as a bearer token")
     add("--timeout-s", type=float, default=600.0, help="for one request")
     return parser

@@ -99,12 +99,13 @@ def random_image(rng: np.random.Generator, edge: int) -> bytes:
 
 
 def request_bodies(
-    row: Row, model: str, seed: int, words: Sequence[str] = WORDS
+    row: Row, model: str, seed: int, words: Sequence[str] = WORDS, *, ignore_eos: bool = True
 ) -> Iterator[bytes]:
     """The JSON bodies of a row: `num_warmup` for warm-up, then `num_requests` measured ones.
 
     No two share text; images are new in each, or drawn evenly from `distinct_images`. Warm-up uses
-    images of its own, save where the row is about one image that is known already.
+    images of its own, save where the row is about one image that is known already. `ignore_eos`,
+    without which an answer may end early, is no field of OpenAI's, and some servers refuse it.
     """
     rng = np.random.default_rng([seed, *row.name.encode()])
     text_rng = random.Random(f"{seed}/{row.name}")
@@ -121,10 +122,10 @@ def request_bodies(
                 "messages": [{"role": "user", "content": content}],
                 "max_tokens": row.output_tokens,
                 "temperature": 0,
-                "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
+            | ({"ignore_eos": True} if ignore_eos else {})
         ).encode()
 
 

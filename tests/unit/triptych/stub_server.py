@@ -87,10 +87,12 @@ class StubServer:
             await event(json.dumps({"error": {"message": "the decoder died"}}))
             writer.write(b"0\r\n\r\n")
             return
+        if self.behaviour == "no_done":
+            await event(json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}))
         usage = {"prompt_tokens": 9, "completion_tokens": body.get("max_tokens", 3)}
         times = {"stage_times_ms": {"encode": 4.5, "total": 9.0}}
         await event(json.dumps({"choices": [], "usage": usage} | times))
-        if self.behaviour != "truncate":
+        if self.behaviour not in ("truncate", "no_done"):
             await event("[DONE]")
         writer.write(b"0\r\n\r\n")
 

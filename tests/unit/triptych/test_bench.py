@@ -85,7 +85,7 @@ def test_a_run_measures_writes_and_succeeds(
     [
         ("refuse", "HTTP 503: full"),
         ("die", "connection lost"),
-        ("truncate", r"ended before \[DONE\]"),
+        ("truncate", "ended before the answer did"),
     ],
 )
 async def test_a_broken_answer_is_an_error_and_not_a_figure(
@@ -100,6 +100,14 @@ async def test_a_broken_answer_is_an_error_and_not_a_figure(
             raise AssertionError(sample.error)
     result = RowResult.from_samples(scaled(_ROW["text_c1"], 0.1), samples, 1.0)
     assert (result.num_errors, result.requests_per_s) == (2, 0)
+
+
+def test_a_server_of_openais_fields_alone_can_be_measured(stub: StubServer) -> None:
+    stub.behaviour = "no_done"  # transformers serve ends its streams so
+    arguments = ["--url", stub.url, "--rows", "text_c1", "--scale", "0.1", "--may-end-early"]
+    assert serve.main(arguments) == 0
+    assert stub.bodies
+    assert not any("ignore_eos" in body for body in stub.bodies)
 
 
 async def test_a_request_that_takes_too_long_is_an_error(stub: StubServer) -> None:
