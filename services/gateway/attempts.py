@@ -1,14 +1,15 @@
 """The failure contract between the gateway and the two services behind it.
 
-A request is tried until its first token: a failed encoder or decoder is left out and the whole of
-it submitted again, for nothing has been promised yet and encoding is idempotent. After the first
-token a failure ends the request. An image that is none ends it at once, wherever it is found.
+A request is tried until the client has seen its first token: a failed encoder or decoder is left
+out and the whole of it submitted again, for nothing has been promised yet and encoding is
+idempotent. Who shows nothing before the end is begun anew even later; else a failure after the
+first token ends the request. An image that is none ends it at once, wherever it is found.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from blake3 import blake3
@@ -100,8 +101,14 @@ class Attempts:
         self._cause: TriptychError | None = None  # of the last setback
         self._forgiven = False
 
-    async def events(self) -> AsyncGenerator[list[TokenEvent], None]:
+    async def events(
+        self, forget: Callable[[], None] | None = None
+    ) -> AsyncGenerator[list[TokenEvent], None]:
         """Batches of events, each choice's in order, until all choices have ended or stopped.
+
+        Args:
+            forget: called where all events so far are void, because the answer begins anew; None:
+                they have been shown to the client, so that it cannot.
 
         Raises:
             TriptychError: the request's end; before the first batch the client has seen nothing.
@@ -122,7 +129,9 @@ class Attempts:
                 return
             except _Setback as setback:
                 if started:
-                    raise setback.error from None
+                    if forget is None:
+                        raise setback.error from None
+                    forget()
                 self._note(setback)
             finally:
                 self._cancel()

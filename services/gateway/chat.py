@@ -148,8 +148,14 @@ class ChatService:
         )  # fmt: skip
         return Job(request, work, [self._choice(request, i) for i in range(work.num_choices)])
 
-    async def answer(self, job: Job) -> AsyncGenerator[list[Update], None]:
+    async def answer(
+        self, job: Job, forget: Callable[[], None] | None = None
+    ) -> AsyncGenerator[list[Update], None]:
         """Runs a job; yields what is new until all choices have a finish reason.
+
+        Args:
+            job: as prepared.
+            forget: as for `Attempts.events`; given by who shows the client nothing before the end.
 
         Raises:
             TriptychError: the answer cannot be begun or, after the first update, not be finished.
@@ -157,11 +163,20 @@ class ChatService:
         attempts = Attempts(
             job.work, self.encoders, self.decoders, self.metrics, self.encode_timeout_s
         )
-        first = True
-        async with aclosing(attempts.events()) as batches:
+        started = False
+
+        def begin_anew() -> None:
+            nonlocal started
+            started = False
+            job.cached_tokens = None
+            job.choices = [self._choice(job.request, i) for i in range(job.work.num_choices)]
+            assert forget is not None
+            forget()
+
+        async with aclosing(attempts.events(begin_anew if forget else None)) as batches:
             async for events in batches:
-                if first:
-                    first = False
+                if not started:
+                    started = True
                     job.stages.record("first_token", job.stages.since_arrival())
                 updates: list[Update] = []
                 for event in events:

@@ -157,7 +157,12 @@ class ChatEndpoint:
 
     async def _whole(self, exchange: _Exchange, job: Job) -> None:
         parts: list[list[Update]] = [[] for _ in job.choices]
-        async with aclosing(self._service.answer(job)) as answer:
+
+        def forget() -> None:
+            for part in parts:
+                part.clear()
+
+        async with aclosing(self._service.answer(job, forget)) as answer:
             async for updates in answer:
                 for update in updates:
                     parts[update.choice].append(update)

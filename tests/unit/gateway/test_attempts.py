@@ -1,0 +1,336 @@
+"""The failure contract: each request ends once, and one broken pod is nobody's problem."""
+
+import asyncio
+import json
+import random
+import threading
+
+import pytest
+
+from services.common.errors import (
+    EmbeddingUnavailable,
+    InternalError,
+    InvalidImage,
+    Overloaded,
+    Unavailable,
+)
+from tests.gateway_fixtures import asking, picture
+
+
+def raising(error):
+    async def before(_):
+        raise error
+
+    return before
+
+
+async def forever(_):
+    await asyncio.sleep(60)
+
+
+def new_picture() -> str:
+    color = tuple(random.randrange(256) for _ in range(3))
+    return picture(random.randrange(20, 90), 40, color)
+
+
+def serving(pair):
+    """The encoder that the last image went to first, and the other one."""
+    # The answer may overtake the call to the encoder, for the fakes need no embedding.
+    pair.wait(lambda: any(e.requests for e in pair.encoders))
+    first = next(e for e in pair.encoders if e.requests)
+    return first, next(e for e in pair.encoders if e is not first)
+
+
+def answer(response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def error(response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+# Encoders
+
+
+def test_equal_pictures_meet_at_one_encoder(pair):
+    url = new_picture()
+    for _ in range(6):
+        answer(pair.chat(messages=asking(url)))
+    assert sorted(len(e.requests) for e in pair.encoders) == [0, 6]
+    for _ in range(30):
+        answer(pair.chat(messages=asking(new_picture())))
+    assert all(len(e.requests) > 4 for e in pair.encoders)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [Unavailable("x"), InternalError("x"), Overloaded("x"), EmbeddingUnavailable("x"), None],
+    ids=["unavailable", "internal", "overloaded", "embedding", "hangs"],
+)
+def test_broken_encoder_costs_a_retry(pair, failure):
+    url = new_picture()
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(0.1)
+    answer(pair.chat(messages=asking(url)))
+    first, second = serving(pair)
+    pair.decoders[0].delay_s = pair.decoders[1].delay_s = 0.0
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(0.7 if failure is None else 0.2)
+    first.before = forever if failure is None else raising(failure)
+    retries = pair.metric("gateway_retries_total", service="encoder")
+    assert answer(pair.chat(messages=asking(url))) == "A red circle."
+    assert len(second.requests) == 1
+    assert pair.metric("gateway_retries_total", service="encoder") == retries + 1
+    sent = [s.images[0].encoder_address for d in pair.decoders for s in d.submits]
+    assert sent.count(second.address) == 1
+
+
+def test_killed_encoder_costs_a_retry(pair):
+    url = new_picture()
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(0.1)
+    answer(pair.chat(messages=asking(url)))
+    first, second = serving(pair)
+    first.before = forever
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(0.4)
+    killer = threading.Timer(0.1, lambda: pair.thread.run(first.stop()))
+    killer.start()
+    assert answer(pair.chat(messages=asking(url))) == "A red circle."
+    killer.join()
+    assert len(second.requests) == 1
+
+
+def test_encoder_that_returns_another_size_costs_a_retry(pair):
+    url = new_picture()
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(0.1)
+    answer(pair.chat(messages=asking(url)))
+    first, second = serving(pair)
+    first.num_tokens_error = 1
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(0.2)
+    answer(pair.chat(messages=asking(url)))
+    assert len(second.requests) == 1
+
+
+def test_no_encoder_left_is_503_and_never_an_answer_without_the_image(pair):
+    for encoder in pair.encoders:
+        encoder.before = raising(InternalError("x"))
+    for decoder in pair.decoders:
+        decoder.before = forever
+    response = pair.chat(messages=asking(new_picture()))
+    assert error(response, 503)["code"] == "unavailable"
+    assert response.headers["retry-after"] == "1"
+    assert all(len(e.requests) == 1 for e in pair.encoders)
+    pair.wait(lambda: not any(d.running for d in pair.decoders))
+
+
+def test_image_that_the_encoder_refuses_is_the_callers_fault_at_once(pair):
+    for encoder in pair.encoders:
+        encoder.before = raising(InvalidImage("truncated"))
+    for decoder in pair.decoders:
+        decoder.before = forever
+    response = pair.chat(messages=asking(new_picture(), new_picture()))
+    found = error(response, 400)
+    assert found["code"] == "invalid_image"
+    assert found["param"] in ("messages[0].content[0]", "messages[0].content[1]")
+    assert sum(len(e.requests) for e in pair.encoders) == 2  # no retry
+
+
+def test_decoder_that_cannot_get_an_embedding_names_the_encoder_to_avoid(pair):
+    url = new_picture()
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(0.1)
+    answer(pair.chat(messages=asking(url)))
+    first, second = serving(pair)
+
+    async def before(submit):
+        if submit.images[0].encoder_address == first.address:
+            raise EmbeddingUnavailable("gone")
+
+    for decoder in pair.decoders:
+        decoder.fail_encoder_address = first.address
+        decoder.before = before
+    assert answer(pair.chat(messages=asking(url))) == "A red circle."
+    assert len(second.requests) == 1
+
+
+def test_only_encoder_is_asked_once_more_for_a_lost_embedding(stack):
+    failures = iter([True, False])
+
+    async def before(_):
+        async with asyncio.timeout(5):
+            while not stack.encoder.requests:  # noqa: ASYNC110 - a list of a fake
+                await asyncio.sleep(0.001)
+        if next(failures):
+            raise EmbeddingUnavailable("evicted")
+
+    stack.decoder.before = before
+    stack.decoder.fail_encoder_address = stack.encoder.address
+    assert answer(stack.chat(messages=asking(new_picture()))) == "A red circle."
+    assert len(stack.encoder.requests) == 2
+
+
+def test_late_encode_failure_after_the_first_token_is_no_failure(stack):
+    """The decoder had the embedding from its own cache."""
+
+    async def fail_late(_):
+        await asyncio.sleep(0.05)
+        raise Unavailable("too late")
+
+    stack.encoder.before = fail_late
+    stack.decoder.delay_s = 0.04
+    assert answer(stack.chat(messages=asking(new_picture()))) == "A red circle."
+    assert len(stack.decoder.submits) == 1
+
+
+# Decoders
+
+
+def test_full_encoders_say_when_to_come_back(pair):
+    for encoder in pair.encoders:
+        encoder.before = raising(Overloaded("full", retry_after_s=7))
+    for decoder in pair.decoders:
+        decoder.before = forever
+    response = pair.chat(messages=asking(new_picture()))
+    assert error(response, 503)["code"] == "overloaded"
+    assert response.headers["retry-after"] == "7"
+
+
+@pytest.mark.parametrize("failure", [Unavailable("x"), Overloaded("x"), None])
+def test_decoder_lost_before_the_first_token_costs_a_retry(pair, failure):
+    answer(pair.chat())
+    first = next(d for d in pair.decoders if d.submits)
+    second = next(d for d in pair.decoders if d is not first)
+    if failure is None:
+        first.die_after = 0
+    else:
+        first.before = raising(failure)
+    for stream in (False, True):
+        response = pair.chat(stream=stream)
+        assert response.status_code == 200
+        assert "circle" in response.text
+    assert len(second.submits) == 2
+
+
+def test_no_decoder_left_is_503(pair):
+    for decoder in pair.decoders:
+        decoder.before = raising(Overloaded("full"))
+    response = pair.chat()
+    assert error(response, 503)["code"] == "overloaded"
+    assert "retry-after" in response.headers
+    assert all(len(d.submits) == 1 for d in pair.decoders)
+
+
+def test_decoders_own_bug_is_500_and_not_spread(pair):
+    for decoder in pair.decoders:
+        decoder.before = raising(InternalError("object at 0x7f00aa11bb22"))
+    found = error(pair.chat(), 500)
+    assert found["code"] == "internal_error"
+    assert "0x7f" not in found["message"]
+    assert sum(len(d.submits) for d in pair.decoders) == 1
+
+
+@pytest.mark.parametrize("how", ["die", "fail"])
+def test_decoder_lost_in_mid_stream_ends_with_an_error_event(pair, how):
+    for decoder in pair.decoders:
+        decoder.delay_s = 0.02
+        if how == "die":
+            decoder.die_after = 2
+        else:
+            decoder.fail_after = (2, "unavailable")
+    response = pair.chat(stream=True)
+    assert response.status_code == 200
+    events = [line for line in response.text.split("\n\n") if line]
+    assert "error" in json.loads(events[-1].removeprefix("data: "))
+    assert "[DONE]" not in response.text
+    assert sum(len(d.submits) for d in pair.decoders) == 1
+    if how == "die":
+        pair.wait(pair.all_healthy)
+    assert error(pair.chat(), 503)["code"] == "unavailable"
+    assert sum(len(d.submits) for d in pair.decoders) == 3  # each of the two was asked
+    if how == "die":
+        pair.wait(pair.all_healthy)
+
+
+@pytest.mark.parametrize("how", ["die", "fail"])
+def test_decoder_lost_in_mid_answer_costs_a_retry_where_nothing_was_shown(pair, how):
+    def lose(decoder):
+        decoder.delay_s = 0.02
+        decoder.die_after = 2 if how == "die" else None
+        decoder.fail_after = (2, "unavailable") if how == "fail" else None
+
+    answer(pair.chat())
+    lost = next(d for d in pair.decoders if d.submits)
+    lose(lost)
+    response = pair.chat(n=2, include_stage_times=True)
+    body = response.json()
+    assert [c["message"]["content"] for c in body["choices"]] == ["A red circle."] * 2
+    assert body["usage"]["completion_tokens"] == 2 * (len(lost.reply) + 1)
+    assert len(lost.submits) == 3
+    assert sum(len(d.submits) for d in pair.decoders) == 5
+    pair.wait(pair.all_healthy)
+
+
+def test_draining_decoder_ends_its_streams_and_gets_no_new_ones(pair):
+    answer(pair.chat())
+    first = next(d for d in pair.decoders if d.submits)
+    second = next(d for d in pair.decoders if d is not first)
+    first.delay_s = 0.5
+    results = []
+    slow = threading.Thread(target=lambda: results.append(answer(pair.chat())))
+    slow.start()
+    pair.wait(lambda: len(first.submits) == 2)
+    pair.thread.run(first.drain())
+    pair.wait(lambda: len(pair.gateway.service.decoders._pods.healthy()) == 1)
+    answer(pair.chat())
+    assert len(second.submits) == 1
+    slow.join()
+    assert results == ["A red circle."]
+    pair.thread.run(first.health.set("", 1))
+
+
+def test_hanging_request_ends_at_its_deadline(pair):
+    pair.gateway.service.request_timeout_s = 0.3
+    try:
+        for decoder in pair.decoders:
+            decoder.before = forever
+        assert error(pair.chat(), 504)["code"] == "deadline_exceeded"
+        pair.wait(lambda: not any(d.running for d in pair.decoders))
+        for decoder in pair.decoders:
+            decoder.reset()
+            decoder.delay_s = 0.2
+        text = pair.chat(stream=True).text
+        assert "deadline_exceeded" in text
+        assert "[DONE]" not in text
+    finally:
+        pair.gateway.service.request_timeout_s = 10
+
+
+def test_dead_pods_come_back(pair):
+    for fake in (*pair.encoders, *pair.decoders):
+        pair.thread.run(fake.stop())
+    pair.wait(lambda: not pair.gateway.service.ready())
+    with pair.client() as client:
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200
+    assert error(pair.chat(), 503)["code"] == "unavailable"
+    pair.reset()
+    assert answer(pair.chat(messages=asking(new_picture()))) == "A red circle."
+    with pair.client() as client:
+        assert client.get("/ready").status_code == 200
+
+
+def test_services_that_do_not_fit_are_not_ready(pair):
+    description = pair.gateway.service.encoders.description
+    try:
+        pair.gateway.service.encoders.description = lambda: type(
+            "D", (), {"dtype": 2, "levels": 3, "hidden": 32}
+        )
+        with pair.client() as client:
+            assert client.get("/ready").status_code == 503
+    finally:
+        pair.gateway.service.encoders.description = description
