@@ -20,7 +20,7 @@ from services.gateway.clients.encoders import EncoderPool
 from services.gateway.conversation import Conversation, read_conversation
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.generation import Started
-from services.gateway.images import ImageReader
+from services.gateway.images import Image, ImageReader
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ChatRequest
 from services.gateway.prompt import Prompt, PromptBuilder
@@ -123,11 +123,7 @@ class ChatService:
             vocab_size=decoder.vocab_size,
         )  # fmt: skip
         start = time.monotonic()
-        encoder = self.encoders.description()
-        if conversation.images and encoder is None:
-            raise Unavailable("no encoder is available", retry_after_s=1)
-        max_patches = encoder.max_image_patches if encoder else 0
-        images = await self.images.read(conversation.images, hold, max_patches)
+        images = await self._read_images(conversation, hold)
         if images:
             stages.record("fetch", time.monotonic() - start)
         prompt = self.prompts.expand(ids, [image.grid for image in images])
@@ -193,15 +189,17 @@ class ChatService:
             raise InternalError("an answer ended without a reason")
         job.stages.record("total", job.stages.since_arrival())
 
-    async def tokenize(self, request: ChatRequest) -> list[int]:
-        """Ids of a request's messages, one placeholder per image, without its pictures.
+    async def tokenize(self, request: ChatRequest, hold: Callable[[int], None]) -> list[int]:
+        """Ids of a request's messages, pictures included, as `prepare` would send them.
 
         Raises:
-            TriptychError: the messages do not fit the template or the context.
+            TriptychError: the messages do not fit the template or the context, or a picture is none.
         """
         decoder = self._decoder_for(request)
         conversation = read_conversation(request, self.max_images)
-        return await self._render(conversation, decoder.max_model_len)
+        ids = await self._render(conversation, decoder.max_model_len)
+        images = await self._read_images(conversation, hold)
+        return self.prompts.expand(ids, [image.grid for image in images]).token_ids.tolist()
 
     async def tokenize_text(self, text: str) -> list[int]:
         """Ids of plain text.
@@ -262,6 +260,15 @@ class ChatService:
                 conversation.messages, conversation.template_options, max_tokens
             ),
         )
+
+    async def _read_images(
+        self, conversation: Conversation, hold: Callable[[int], None]
+    ) -> list[Image]:
+        encoder = self.encoders.description()
+        if conversation.images and encoder is None:
+            raise Unavailable("no encoder is available", retry_after_s=1)
+        max_patches = encoder.max_image_patches if encoder else 0
+        return await self.images.read(conversation.images, hold, max_patches)
 
     async def _off_loop(self, size: int, call: Callable[[], Result]) -> Result:
         if size <= _INLINE_TOKENIZE_CHARS:

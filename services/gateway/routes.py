@@ -75,7 +75,7 @@ class Routes:
         return JsonResponse(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids. In messages, a picture counts as its one placeholder."""
+        """Token ids, with all those of the pictures in messages."""
         with self._admission.slot() as slot:
             body = await read_body(request.scope, request.receive, slot.hold)
             asked = decode_json(_tokenize_decoder, body)
@@ -87,7 +87,7 @@ class Routes:
                 tokens = await self._service.tokenize_text(asked.prompt)
             else:
                 chat = ChatRequest(self._service.model_name, asked.messages or [])
-                tokens = await self._service.tokenize(chat)
+                tokens = await self._service.tokenize(chat, slot.hold)
         return JsonResponse(
             {
                 "count": len(tokens),

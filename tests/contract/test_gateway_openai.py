@@ -7,6 +7,7 @@ import threading
 import time
 
 import openai
+import numpy as np
 import pytest
 
 from tests.gateway_fixtures import asking, picture
@@ -236,8 +237,13 @@ def test_tokenize(stack):
         assert plain["tokens"] == stack.tokenizer.encode_text("hello <|im_end|>")
         assert plain["count"] == len(plain["tokens"])
         assert plain["max_model_len"] == 4096
-        chat = client.post("/tokenize", json={"messages": asking(picture())}).json()
-        assert chat["count"] > 5
+        messages = asking(picture(300, 200), picture(64, 64))
+        counted = client.post("/tokenize", json={"messages": messages}).json()
+        assert counted["count"] == stack.chat(messages=messages).json()["usage"]["prompt_tokens"]
+        sent = np.frombuffer(stack.decoder.submits[0].prompt_token_ids, "<i4")
+        assert counted["tokens"] == sent.tolist()
+        broken = asking("data:image/png;base64,AAAA")
+        assert client.post("/tokenize", json={"messages": broken}).status_code == 400
         for bad in ({}, {"prompt": "x", "messages": HELLO}, {"prompt": 1}, {"x": 1}):
             assert client.post("/tokenize", json=bad).status_code == 400
 
