@@ -6,8 +6,8 @@ import socket
 import threading
 import time
 
-import openai
 import numpy as np
+import openai
 import pytest
 
 from tests.gateway_fixtures import asking, picture
