@@ -73,9 +73,6 @@ class ModelConfig:
     text: TextConfig
     vision: VisionConfig
     image_token_id: int
-    video_token_id: int
-    vision_start_token_id: int
-    vision_end_token_id: int
     image_limits: ImageLimits
     eos_token_ids: tuple[int, ...]
     generation: Mapping[str, Any]
@@ -108,9 +105,6 @@ class ModelConfig:
                 text=text,
                 vision=vision,
                 image_token_id=config["image_token_id"],
-                video_token_id=config["video_token_id"],
-                vision_start_token_id=config["vision_start_token_id"],
-                vision_end_token_id=config["vision_end_token_id"],
                 image_limits=_image_limits(
                     _read_json(directory / "preprocessor_config.json"), vision
                 ),

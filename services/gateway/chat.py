@@ -193,7 +193,7 @@ class ChatService:
         """Ids of a request's messages, pictures included, as `prepare` would send them.
 
         Raises:
-            TriptychError: the messages do not fit the template or the context, or a picture is none.
+            TriptychError: the messages do not fit template or context, or a picture is none.
         """
         decoder = self._decoder_for(request)
         conversation = read_conversation(request, self.max_images)
