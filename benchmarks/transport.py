@@ -5,7 +5,8 @@
 Prints the median of each way, end to end (the call, the copy, every check), beside the floor: one
 copy of the bytes by one thread. "stored": the encoder holds the embedding. "fresh": Encode and
 Fetch of a new image are sent together, and an engine that takes no time makes it; its digest is
-computed while the bytes are on their way.
+computed while the bytes are on their way. "levels": the engine takes as long as a tower, and gives
+level after level; the time is what comes after its end.
 """
 
 import argparse
@@ -30,7 +31,13 @@ from services.common.rpc import create_channel
 from services.decoder.embedding_fetch import EncoderFetcher
 from services.encoder.__main__ import build_server
 from services.encoder.embeddings import Embeddings
-from services.encoder.engine.messages import EncodeImage, EngineMessage, FrontMessage, ImageDone
+from services.encoder.engine.messages import (
+    EncodeImage,
+    EngineMessage,
+    FrontMessage,
+    ImageDone,
+    LevelDone,
+)
 from services.encoder.engine_client import EngineClient
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
@@ -40,6 +47,9 @@ _LEVELS, _HIDDEN = 4, 2048  # of the 2B model
 _TOKEN_BYTES = 2 * _LEVELS * _HIDDEN
 _NUM_SLOTS = 8  # embeddings each arena holds
 _WARM_UP = 2 * _NUM_SLOTS
+# Of an image of 1024 x 1024 on an H200; the levels come after 6, 12, 18 and 24 of its 24 blocks.
+_TOWER_S = 0.0088
+_SLOW = b"slow"  # an image that takes as long
 
 
 class InstantEngine:
@@ -47,6 +57,7 @@ class InstantEngine:
 
     def __init__(self) -> None:
         self._done: asyncio.Queue[EngineMessage] = asyncio.Queue()
+        self._towers: set[asyncio.Task[None]] = set()
 
     async def receive(self) -> EngineMessage:
         """See `EngineLink`."""
@@ -56,7 +67,19 @@ class InstantEngine:
         """See `EngineLink`."""
         for message in messages:
             if isinstance(message, EncodeImage):
-                self._done.put_nowait(ImageDone(message.job_id))
+                if message.image == _SLOW:
+                    tower = asyncio.create_task(self._run_tower(message.job_id))
+                    self._towers.add(tower)
+                    tower.add_done_callback(self._towers.discard)
+                else:
+                    self._done.put_nowait(ImageDone(message.job_id))
+
+    async def _run_tower(self, job_id: int) -> None:
+        start = time.monotonic()
+        for part in range(1, _LEVELS + 1):
+            await asyncio.sleep(start + _TOWER_S * part / _LEVELS - time.monotonic())
+            done = part == _LEVELS
+            self._done.put_nowait(ImageDone(job_id) if done else LevelDone([job_id], part))
 
 
 async def serve(num_tokens: int) -> None:
@@ -95,10 +118,10 @@ class Reader:
     keys: "itertools.count[int]"
     ready: list[bytes] = field(default_factory=list[bytes])
 
-    async def encode(self, key: bytes) -> None:
+    async def encode(self, key: bytes, image: bytes = b"image") -> None:
         """Has the encoder make an embedding."""
         grid = pb.Grid(t=1, h=1, w=self.num_tokens)
-        await self.stub.Encode(pb.EncodeRequest(image_key=key, image=b"image", grid=grid))
+        await self.stub.Encode(pb.EncodeRequest(image_key=key, image=image, grid=grid))
 
     async def fetch(self, key: bytes) -> None:
         """Brings it here and lets go of it."""
@@ -133,6 +156,15 @@ class Reader:
             await asyncio.gather(self.encode(key), self.fetch(key))
 
         return await timed(both)
+
+    async def levels(self) -> float:
+        """Seconds from the end of the tower to having a new one; the call's way there counts."""
+        key = self.new_key()
+
+        async def both() -> None:
+            await asyncio.gather(self.encode(key, _SLOW), self.fetch(key))
+
+        return await timed(both) - _TOWER_S
 
 
 async def timed(work: Callable[[], Awaitable[None]]) -> float:
@@ -170,7 +202,8 @@ async def measure(mib: int, repeats: int) -> None:
             fetcher = EncoderFetcher(shared_memory=path == "shm")
             stub = pb_grpc.EncoderStub(channel)
             reader = Reader(address, stub, arena, num_tokens, fetcher, keys)
-            for kind, once in (("stored", reader.stored), ("fresh", reader.fresh)):
+            kinds = (("stored", reader.stored), ("fresh", reader.fresh), ("levels", reader.levels))
+            for kind, once in kinds:
                 times = sorted([await once() for _ in range(_WARM_UP + repeats)][_WARM_UP:])
                 median_s = statistics.median(times)
                 print(

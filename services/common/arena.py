@@ -15,7 +15,7 @@ from services.common.embedding import EmbeddingSpec
 from services.common.shared_memory import PAGE_BYTES, MemoryAddress, create_memory, map_resident
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ArenaEntry:
     """One embedding's place in the arena.
 

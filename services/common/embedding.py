@@ -6,7 +6,8 @@ can be sent as soon as it is done.
 """
 
 import struct
-from collections.abc import Iterable
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -60,29 +61,60 @@ def digest(data: bytes | memoryview) -> bytes:
     """Of a tensor's bytes: BLAKE3 of the BLAKE3 digests of its blocks, of which the last may be
     short. Releases the interpreter lock.
     """
-    return join_digests(block_digests(data))
+    whole = TensorDigest(memoryview(data))
+    whole.add(0, len(data))
+    return whole.finish()
 
 
-def block_digests(data: bytes | memoryview) -> list[bytes]:
-    """Of each block of `data`, which starts where a block of the tensor does."""
-    view = memoryview(data)
-    return [
-        blake3(view[start : start + BLOCK_BYTES]).digest(DIGEST_BYTES)
-        for start in range(0, len(view), BLOCK_BYTES)
-    ]
+class TensorDigest:
+    """The digest of a tensor whose ranges come in any order. Ranges may be added by any thread.
+
+    Args:
+        data: where the tensor's bytes will be.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        starts = range(0, len(data), BLOCK_BYTES)
+        self._missing = [min(BLOCK_BYTES, len(data) - start) for start in starts]
+        self._digests = [b""] * len(starts)
+        self._lock = threading.Lock()
+
+    def add(self, start: int, stop: int) -> None:
+        """These bytes are there. Digests the blocks that they complete, without the interpreter
+        lock.
+        """
+        for index, (first, last) in enumerate(split_blocks(start, stop), start // BLOCK_BYTES):
+            with self._lock:
+                self._missing[index] -= last - first
+                is_complete = self._missing[index] == 0
+            if is_complete:
+                block = self._data[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+                self._digests[index] = blake3(block).digest(DIGEST_BYTES)
+
+    def finish(self) -> bytes:
+        """The digest, once every `add` has returned.
+
+        Raises:
+            CorruptEmbedding: the ranges were not the tensor's, each byte once.
+        """
+        if any(self._missing):
+            raise CorruptEmbedding("parts are missing, or came twice")
+        return blake3(b"".join(self._digests)).digest(DIGEST_BYTES)
 
 
-def join_digests(blocks: Iterable[bytes]) -> bytes:
-    """The tensor's digest, of the digests of all its blocks in their order."""
-    return blake3(b"".join(blocks)).digest(DIGEST_BYTES)
+def split_blocks(start: int, stop: int) -> list[tuple[int, int]]:
+    """Cuts a range where blocks of the tensor begin."""
+    first = start // BLOCK_BYTES * BLOCK_BYTES
+    cuts = [start, *range(first + BLOCK_BYTES, stop, BLOCK_BYTES), stop]
+    return [cut for cut in pairwise(cuts) if cut[0] < cut[1]]
 
 
-def split_blocks(data: memoryview, max_parts: int) -> list[memoryview]:
-    """Parts of about one size, each of whole blocks (the last: to the end)."""
-    num_blocks = -(-len(data) // BLOCK_BYTES)
-    num_parts = max(1, min(max_parts, num_blocks))
-    cuts = [BLOCK_BYTES * (num_blocks * part // num_parts) for part in range(num_parts + 1)]
-    return [data[start:stop] for start, stop in pairwise(cuts)]
+def share_out(ranges: Sequence[tuple[int, int]], max_parts: int) -> list[list[tuple[int, int]]]:
+    """Ranges for so many threads, in their order."""
+    parts = max(1, min(max_parts, len(ranges)))
+    cuts = [len(ranges) * part // parts for part in range(parts + 1)]
+    return [list(ranges[begin:end]) for begin, end in pairwise(cuts)]
 
 
 def all_finite(data: bytes | memoryview, dtype: str) -> bool:

@@ -5,10 +5,10 @@ decoder are on one machine, over gRPC everywhere else.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc.aio
 
@@ -24,12 +24,11 @@ from services.common.shared_memory import (
     host_identity,
 )
 from services.decoder.embedding_receiver import Receiver, WrongContent
-from services.decoder.shared_reader import copy_embedding, num_threads
+from services.decoder.shared_reader import copy_range, num_threads
 
 log = logging.getLogger(__name__)
 
 _METHOD = "/triptych.v1.Encoder/Fetch"
-Result = TypeVar("Result")
 
 
 class EncoderFailed(EmbeddingUnavailable):
@@ -156,48 +155,47 @@ class EncoderFetcher:
             call.cancel()  # tells the encoder that its memory has been read
 
     async def _receive(self, call: Any, receiver: Receiver, channel: _Channel) -> Fetched:  # noqa: ANN401 - a call
-        """Checks a chunk in a thread while the next one arrives, or copies from shared memory while
-        the encoder digests.
+        """Checks a chunk in a thread while the next one arrives, or copies from shared memory what
+        is there while the encoder makes or digests the rest.
         """
         loop = asyncio.get_running_loop()
-        job: asyncio.Future[None] | None = None
-        copying: asyncio.Task[bytes] | None = None
+        jobs: list[asyncio.Future[None]] = []
+        shared: memoryview | None = None
         try:
             async for message in call:
                 part = receiver.accept(message)
-                if job is not None:
-                    await finished(job)
-                    job = None
                 match part:
                     case WireChunk():
-                        job = loop.run_in_executor(self._threads, receiver.store, part)
+                        await finished(jobs)
+                        jobs = [loop.run_in_executor(self._threads, receiver.store, part)]
                     case pb.FetchShared():
-                        copying = self._start_copy(part, receiver, channel)
+                        shared = self._open(part, receiver, channel)
+                    case pb.FetchReady():
+                        assert shared is not None
+                        jobs += copy_range(
+                            shared, receiver.into, part.offset, part.offset + part.size_bytes,
+                            receiver.spec.dtype, receiver.digest, self._threads,
+                        )  # fmt: skip
                     case _:
                         pass
                 if receiver.needs_nothing:
                     break
-            if copying is not None:
-                return Fetched(receiver.finish(await finished(copying)), "shm")
-            return Fetched(receiver.finish(), "grpc")
-        finally:
-            if job is not None:
-                await finished(job)
-            if copying is not None:
-                await finished(copying)
+            await finished(jobs)
+            return Fetched(receiver.finish(), "grpc" if shared is None else "shm")
+        except BaseException:
+            with contextlib.suppress(WrongContent):
+                await finished(jobs)
+            raise
 
-    def _start_copy(
-        self, shared: pb.FetchShared, receiver: Receiver, channel: _Channel
-    ) -> asyncio.Task[bytes]:
+    def _open(self, shared: pb.FetchShared, receiver: Receiver, channel: _Channel) -> memoryview:
+        """The embedding's place in the encoder's memory; raises NotReadable."""
         memory = channel.memory
         address = MemoryAddress(shared.pid, shared.fd, shared.name, shared.size_bytes)
         if memory is None or memory.address != address:
             # A restarted encoder has another one.
             memory = channel.memory = ForeignMemory(address)
             asyncio.get_running_loop().run_in_executor(None, memory.map_resident)
-        source = memory.view(shared.offset, len(receiver.into))
-        copying = copy_embedding(source, receiver.into, receiver.spec.dtype, self._threads)
-        return asyncio.create_task(copying)
+        return memory.view(shared.offset, len(receiver.into))
 
     @contextlib.asynccontextmanager
     async def _use(self, address: str) -> AsyncIterator[_Channel]:
@@ -230,18 +228,22 @@ class EncoderFetcher:
         task.add_done_callback(self._closing.discard)
 
 
-async def finished(job: "asyncio.Future[Result]") -> Result:
-    """The result of a job in a thread. A cancelled caller still waits until the thread is done,
-    because the thread uses what the caller would give away.
+async def finished(jobs: "Sequence[asyncio.Future[None]]") -> None:
+    """Waits for jobs in threads, and raises the first's error. A cancelled caller still waits until
+    all threads are done, because they use what the caller would give away.
     """
-    try:
-        await asyncio.wait({job})
-    except asyncio.CancelledError:
-        while not job.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({job})
-        raise
-    return job.result()
+    cancelled = False
+    while any(not job.done() for job in jobs):
+        try:
+            await asyncio.wait(jobs)
+        except asyncio.CancelledError:
+            cancelled = True
+    failures = [job.exception() for job in jobs]  # all are seen, so that none is reported as lost
+    if cancelled:
+        raise asyncio.CancelledError
+    for failure in failures:
+        if failure is not None:
+            raise failure
 
 
 __all__ = ["EncoderFailed", "EncoderFetcher", "Fetched", "finished"]

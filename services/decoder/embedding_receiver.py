@@ -3,12 +3,11 @@
 from google.protobuf.message import DecodeError
 
 from services.common.embedding import (
-    BLOCK_BYTES,
     ITEM_BYTES,
+    CorruptEmbedding,
     EmbeddingSpec,
+    TensorDigest,
     all_finite,
-    block_digests,
-    join_digests,
 )
 from services.common.fetch_wire import WireChunk, parse
 from services.common.pb import encoder_pb2 as pb
@@ -27,8 +26,8 @@ class WrongContent(ValueError):
 class Receiver:
     """Fills `into` from one Fetch stream.
 
-    `accept` runs in the event loop, `store` in a thread, one chunk at a time. Where the encoder
-    answers with shared memory, somebody else copies and hands the copy's digest to `finish`.
+    `accept` runs in the event loop, `store` in a thread. Where the encoder answers with shared
+    memory, somebody else copies the ranges that are ready and adds them to `digest`.
     """
 
     def __init__(self, key: bytes, spec: EmbeddingSpec, into: memoryview) -> None:
@@ -39,17 +38,15 @@ class Receiver:
         self._shared = False
         self._trailer: bytes | None = None
         self._num_accepted = 0
-        self._ranges: dict[int, int] = {}  # start → end, stored, beyond the first gap
-        self._stored = 0  # bytes before the first gap
-        self._digests: list[bytes] = []  # of the blocks that are complete
+        self.digest = TensorDigest(into)  # of the bytes as they lie in `into`
 
     @property
     def needs_nothing(self) -> bool:
         """All is said: the bytes lie in shared memory, and their digest is known."""
         return self._shared and self._trailer is not None
 
-    def accept(self, message: bytes) -> WireChunk | pb.FetchShared | None:
-        """Takes one message; what must be stored or copied, or None.
+    def accept(self, message: bytes) -> WireChunk | pb.FetchShared | pb.FetchReady | None:
+        """Takes one message; what must be stored, opened or copied, or None.
 
         Raises:
             WrongContent: not what was asked for.
@@ -61,7 +58,9 @@ class Receiver:
         except DecodeError:
             raise WrongContent("a message cannot be read") from None
         if isinstance(part, WireChunk):
-            self._check_place(part)
+            if self._shared:
+                raise WrongContent("its bytes come twice")
+            self._check_place(part.offset, len(part.data))
             return part
         match part.WhichOneof("part"):
             case "header":
@@ -70,6 +69,9 @@ class Receiver:
             case "shared" if self._header_seen:
                 self._check_shared(part.shared)
                 return part.shared
+            case "ready" if self._shared:
+                self._check_place(part.ready.offset, part.ready.size_bytes)
+                return part.ready
             case "trailer" if self._header_seen:
                 self._trailer = part.trailer.digest
                 return None
@@ -77,7 +79,7 @@ class Receiver:
                 raise WrongContent(f"{kind} before the header")
 
     def store(self, chunk: WireChunk) -> None:
-        """Copies an accepted chunk to its place, digests blocks as far as there is no gap.
+        """Copies an accepted chunk to its place.
 
         Raises:
             WrongContent: a value is infinite or not a number.
@@ -86,28 +88,21 @@ class Receiver:
         self.into[start:end] = chunk.data
         if not all_finite(self.into[start:end], self.spec.dtype):
             raise WrongContent("it has values that are not finite")
-        self._ranges[start] = end
-        while (end := self._ranges.pop(self._stored, -1)) >= 0:
-            self._stored = end
-        first = BLOCK_BYTES * len(self._digests)
-        last = self._stored // BLOCK_BYTES * BLOCK_BYTES
-        if self._stored == self.spec.size_bytes:
-            last = self._stored
-        self._digests += block_digests(self.into[first:last])
+        self.digest.add(start, end)
 
-    def finish(self, digest: bytes = b"") -> bytes:
-        """The digest, after the stream's end.
-
-        Args:
-            digest: of the copy, if it was copied from shared memory.
+    def finish(self) -> bytes:
+        """The digest, after the stream's end, once all is in its place.
 
         Raises:
             WrongContent: parts are missing, or the digest is another's.
         """
         size = self.spec.size_bytes
-        if self._trailer is None or (self._stored != size and not digest):
+        if self._trailer is None or self._num_accepted != size:
             raise WrongContent(f"it ended after {self._num_accepted} of {size} bytes")
-        digest = digest or join_digests(self._digests)
+        try:
+            digest = self.digest.finish()
+        except CorruptEmbedding as error:
+            raise WrongContent(str(error)) from None
         if digest != self._trailer:
             raise WrongContent("its digest does not match")
         return digest
@@ -132,20 +127,16 @@ class Receiver:
             raise WrongContent("it lies outside of the shared memory")
         self._shared = True
 
-    def _check_place(self, chunk: WireChunk) -> None:
-        # Chunks that overlap cannot end without a gap when all of them have just the right size
-        # together; `finish` looks for the gap.
+    def _check_place(self, offset: int, length: int) -> None:
+        # Ranges that overlap are found by `finish`: then others are missing.
         item = ITEM_BYTES[self.spec.dtype]
-        length = len(chunk.data)
         if not self._header_seen:
             raise WrongContent("chunk before the header")
-        if self._shared:
-            raise WrongContent("its bytes come twice")
-        if length == 0 or chunk.offset % item or length % item:
-            raise WrongContent("a chunk is empty or cuts a value in two")
+        if length == 0 or offset % item or length % item:
+            raise WrongContent("a part is empty or cuts a value in two")
         self._num_accepted += length
-        if max(chunk.offset + length, self._num_accepted) > self.spec.size_bytes:
-            raise WrongContent("chunks overlap or lie outside of the embedding")
+        if max(offset + length, self._num_accepted) > self.spec.size_bytes:
+            raise WrongContent("parts overlap or lie outside of the embedding")
 
 
 __all__ = ["DTYPES", "Receiver", "WrongContent"]

@@ -3,17 +3,10 @@
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 
 import numpy as np
 
-from services.common.embedding import (
-    BLOCK_BYTES,
-    all_finite,
-    block_digests,
-    join_digests,
-    split_blocks,
-)
+from services.common.embedding import TensorDigest, all_finite, share_out, split_blocks
 from services.decoder.embedding_receiver import WrongContent
 
 # More threads would only wait for memory, and for the interpreter lock between their steps.
@@ -25,39 +18,46 @@ def num_threads() -> int:
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-async def copy_embedding(
-    source: memoryview, into: memoryview, dtype: str, threads: ThreadPoolExecutor
-) -> bytes:
-    """Copies `source` and returns the copy's digest. Must not be cancelled: threads write `into`.
+def copy_range(
+    source: memoryview,
+    into: memoryview,
+    start: int,
+    stop: int,
+    dtype: str,
+    digest: TensorDigest,
+    threads: ThreadPoolExecutor,
+) -> list[asyncio.Future[None]]:
+    """Starts to copy these bytes of a tensor from `source` to `into`, and to digest the copy.
 
-    Raises:
-        WrongContent: a value is infinite or not a number.
+    Returns:
+        Jobs to wait for, cancelled or not, for threads write `into`. Each may end in
+        `WrongContent`: a value is infinite or not a number.
     """
-    loop, parts = asyncio.get_running_loop(), num_threads()
-    jobs = [
-        loop.run_in_executor(threads, _copy, part, place, dtype)
-        for part, place in zip(split_blocks(source, parts), split_blocks(into, parts), strict=True)
+    loop = asyncio.get_running_loop()
+    return [
+        loop.run_in_executor(threads, _copy, source, into, share, dtype, digest)
+        for share in share_out(split_blocks(start, stop), num_threads())
     ]
-    await asyncio.wait(jobs)
-    return join_digests(chain.from_iterable([job.result() for job in jobs]))
 
 
-def _copy(source: memoryview, into: memoryview, dtype: str) -> list[bytes]:
+def _copy(
+    source: memoryview,
+    into: memoryview,
+    ranges: list[tuple[int, int]],
+    dtype: str,
+    digest: TensorDigest,
+) -> None:
     """Block by block, while the block is in the core's own cache. Checked is the copy, because the
     source may change at any time.
     """
-    digests: list[bytes] = []
-    for start in range(0, len(into), BLOCK_BYTES):
-        block = into[start : start + BLOCK_BYTES]
+    for start, stop in ranges:
         # A memoryview's own assignment would hold the interpreter lock.
         np.copyto(
-            np.frombuffer(block, np.uint8),
-            np.frombuffer(source[start : start + BLOCK_BYTES], np.uint8),
+            np.frombuffer(into[start:stop], np.uint8), np.frombuffer(source[start:stop], np.uint8)
         )
-        if not all_finite(block, dtype):
+        if not all_finite(into[start:stop], dtype):
             raise WrongContent("it has values that are not finite")
-        digests += block_digests(block)
-    return digests
+        digest.add(start, stop)
 
 
-__all__ = ["copy_embedding", "num_threads"]
+__all__ = ["copy_range", "num_threads"]

@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from services.common.arena import ArenaEntry
@@ -17,14 +17,13 @@ from services.common.embedding import EmbeddingSpec
 from services.common.embedding_cache import RedisCache
 from services.common.errors import (
     EmbeddingUnavailable,
-    InvalidRequest,
     Overloaded,
-    TriptychError,
 )
 from services.common.shared_memory import MemoryAddress
 from services.encoder.engine_client import EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
+from services.encoder.reading import Reading, unavailable
 from services.encoder.redis_writer import RedisWriter
 from services.encoder.sources import Grid, SourceStore
 
@@ -60,15 +59,23 @@ class Encoded:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """The work on one key, and how many wait for it."""
+    """The work on one key, and how many wait for it.
+
+    Attributes:
+        into_memory: Redis alone is not enough: somebody asks for the bytes.
+        begun: the entry, once the engine writes it.
+    """
 
     key: bytes
     image: bytes
     grid: Grid
     spec: EmbeddingSpec
-    into_memory: bool  # Redis alone is not enough: somebody asks for the bytes
+    into_memory: bool
     waiters: int = 0
     task: asyncio.Task[Encoded] | None = None
+    begun: asyncio.Future[ArenaEntry] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     @property
     def num_patches(self) -> int:
@@ -140,27 +147,27 @@ class Embeddings:
         return await self._join(self._start(key, image, grid, into_memory=False))
 
     @asynccontextmanager
-    async def entry(self, key: bytes, timeout_s: float) -> AsyncGenerator[ArenaEntry]:
+    async def reading(self, key: bytes, timeout_s: float) -> AsyncGenerator[Reading]:
         """The bytes of a key, held in memory for the block; waits for work that is under way or
-        has not been asked for yet.
+        has not been asked for yet, until the first of them can come.
 
         Raises:
             InvalidRequest: the image can be encoded nowhere.
             EmbeddingUnavailable: nobody asked for the key in time, or the work on it failed.
         """
         try:
-            async with asyncio.timeout(timeout_s):
-                entry = await self._held(key)
+            with unavailable():
+                async with asyncio.timeout(timeout_s):
+                    reading = await self._held(key)
         except TimeoutError:
             raise EmbeddingUnavailable("the image was not encoded here in time") from None
-        except InvalidRequest:
-            raise
-        except TriptychError as error:
-            raise EmbeddingUnavailable(f"the image was not encoded: {error.message}") from None
         try:
-            yield entry
+            yield reading
         finally:
-            self._memory.release(entry)
+            if reading.work is not None:
+                reading.work.cancel()  # of the waiting for it; others may still wait
+                await asyncio.gather(reading.work, return_exceptions=True)
+            self._memory.release(reading.entry)
 
     async def digest_of(self, entry: ArenaEntry) -> bytes:
         """The digest of a held entry."""
@@ -182,18 +189,29 @@ class Embeddings:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _held(self, key: bytes) -> ArenaEntry:
+    async def _held(self, key: bytes) -> Reading:
         while True:
             if entry := self._memory.get(key):
                 self._memory.arena.acquire(entry)
-                return entry
-            if flight := self._flights.get(key):
-                await self._join(flight)
-            elif source := self._sources.get(key):
+                return Reading(entry, self._memory, self._memory.ranges(entry))
+            flight = self._flights.get(key)
+            if flight is None and (source := self._sources.get(key)):
                 # Answered from Redis, or evicted since: the bytes are wanted here after all.
-                await self._join(self._start(key, source.image, source.grid, into_memory=True))
-            else:
+                flight = self._start(key, source.image, source.grid, into_memory=True)
+            if flight is None:
                 await self._arrival(key)
+                continue
+            work = asyncio.create_task(self._join(flight))
+            try:
+                await asyncio.wait({work, flight.begun}, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    entry = flight.begun.result()
+                    self._memory.arena.acquire(entry)
+                    return Reading(entry, self._memory, self._memory.ranges(entry), work)
+                work.result()
+            except BaseException:
+                work.cancel()
+                raise
 
     async def _arrival(self, key: bytes) -> None:
         """Returns when somebody asks for work on the key."""
@@ -329,12 +347,17 @@ class Embeddings:
         try:
             if entry.committed:
                 return entry, _NO_TIMES
+            self._memory.begin(entry)
             try:
-                job = self._engine.submit(flight.image, flight.grid, entry.offset)
+                job = self._engine.submit(
+                    flight.image, flight.grid, entry.offset, lambda level: self._grow(entry, level)
+                )
             except BaseException:
+                self._memory.abandon(entry)
                 self._memory.release(entry)  # the writer's, which the engine never became
                 raise
             job.done.add_done_callback(lambda done: self._settle(entry, done))
+            flight.begun.set_result(entry)
             return entry, await self._awaited(job)
         except BaseException:
             self._memory.release(entry)
@@ -351,9 +374,15 @@ class Embeddings:
         self._metrics.observe_stage("forward", times.forward_s)
         return times
 
+    def _grow(self, entry: ArenaEntry, level: int) -> None:
+        size = entry.spec.size_bytes // entry.spec.levels
+        self._memory.extend(entry, level * size, (level + 1) * size)
+
     def _settle(self, entry: ArenaEntry, done: asyncio.Future[StageTimes]) -> None:
         """The engine has let go of the memory, whether anybody still waits or not."""
         if done.exception() is None:
             self._metrics.images_encoded.inc()
             self._memory.commit(entry)
+        else:
+            self._memory.abandon(entry)
         self._memory.release(entry)

@@ -15,6 +15,7 @@ from services.encoder.engine.messages import (
     EngineStats,
     FrontMessage,
     ImageDone,
+    LevelDone,
     Shutdown,
 )
 
@@ -42,10 +43,16 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """An image given to the engine. `done` ends when the engine no longer uses the memory."""
+    """An image given to the engine.
+
+    Attributes:
+        done: ends when the engine no longer uses the memory.
+        on_level: called with each level, but for the last, that lies in the memory before that.
+    """
 
     job_id: int
     done: asyncio.Future[StageTimes]
+    on_level: Callable[[int], None]
 
 
 class EngineClient:
@@ -63,7 +70,13 @@ class EngineClient:
         self._jobs: dict[int, EngineJob] = {}
         self._died = False
 
-    def submit(self, image: bytes, grid: tuple[int, int, int], arena_offset: int) -> EngineJob:
+    def submit(
+        self,
+        image: bytes,
+        grid: tuple[int, int, int],
+        arena_offset: int,
+        on_level: Callable[[int], None],
+    ) -> EngineJob:
         """Starts a job. Its future ends in `StageTimes` or the image's `TriptychError`.
 
         Raises:
@@ -71,7 +84,8 @@ class EngineClient:
         """
         if self._died:
             raise Unavailable("the encoder's engine ended")
-        job = EngineJob(next(self._ids), asyncio.get_running_loop().create_future())
+        done: asyncio.Future[StageTimes] = asyncio.get_running_loop().create_future()
+        job = EngineJob(next(self._ids), done, on_level)
         self._jobs[job.job_id] = job
         self._link.send(EncodeImage(job.job_id, image, grid, arena_offset))
         return job
@@ -110,6 +124,10 @@ class EngineClient:
                     job.done.set_result(
                         StageTimes(message.queue_s, message.preprocess_s, message.forward_s)
                     )
+            case LevelDone():
+                for job_id in message.job_ids:
+                    if job := self._jobs.get(job_id):  # it may have overtaken its level
+                        job.on_level(message.level)
             case EngineStats():
                 self._on_stats(message)
             case _:

@@ -1,25 +1,44 @@
-"""The embeddings in this pod's arena: reserving with patience, digests, references."""
+"""The embeddings in this pod's arena: reserving with patience, growth, digests, references."""
 
 import asyncio
 from contextlib import suppress
-from itertools import chain
+from dataclasses import dataclass, field
 
 from services.common.arena import Arena, ArenaEntry
-from services.common.embedding import EmbeddingSpec, block_digests, join_digests, split_blocks
+from services.common.embedding import EmbeddingSpec, TensorDigest, share_out, split_blocks
 from services.common.errors import Overloaded
 
 _RESERVE_TIMEOUT_S = 5.0
 _CLOSE_ATTEMPTS = 50
 _DIGEST_THREADS = 4  # of one embedding; a reader that has copied it waits for the digest
+Range = tuple[int, int]  # bytes of the tensor, [start, stop)
+
+
+@dataclass(slots=True)
+class _Growth:
+    """What is there of an embedding that is not complete or not digested yet.
+
+    Attributes:
+        ranges: in the order they came.
+        digesting: of these ranges.
+        finishing: ends in the digest, after `commit`.
+    """
+
+    digest: TensorDigest
+    ranges: list[Range] = field(default_factory=list[Range])
+    digesting: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    finishing: asyncio.Task[bytes] | None = None
 
 
 class MemoryTier:
-    """An `Arena` whose users may wait for room. One event loop owns it."""
+    """An `Arena` whose users may wait for room, and read what is not complete. One event loop owns
+    it.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._changed = asyncio.Event()
-        self._digests: dict[bytes, asyncio.Task[bytes]] = {}
+        self._growths: dict[ArenaEntry, _Growth] = {}
 
     def get(self, key: bytes) -> ArenaEntry | None:
         """A complete entry; `arena.acquire` it before yielding to the event loop."""
@@ -30,20 +49,55 @@ class MemoryTier:
         self.arena.release(entry)
         self._wake()
 
-    def commit(self, entry: ArenaEntry) -> None:
-        """Marks the bytes complete and starts to digest them in a thread."""
-        self.arena.commit(entry)
-        if not entry.digest:
+    def begin(self, entry: ArenaEntry) -> None:
+        """The writer of a held entry begins; `commit` or `abandon` follows."""
+        self._growths[entry] = _Growth(TensorDigest(self.arena.view(entry)))
+
+    def extend(self, entry: ArenaEntry, start: int, stop: int) -> None:
+        """Bytes of an entry that has begun are there, before it is complete: readers may have them,
+        and threads digest them.
+        """
+        growth = self._growths[entry]
+        growth.ranges.append((start, stop))
+        for share in share_out(split_blocks(start, stop), _DIGEST_THREADS):
             self.arena.acquire(entry)
-            task = asyncio.create_task(self._digest(entry))
-            self._digests[entry.key] = task
-            task.add_done_callback(lambda _: self._digests.pop(entry.key, None))
+            task = asyncio.create_task(self._digest(entry, growth, share))
+            growth.digesting.add(task)
         self._wake()
+
+    def commit(self, entry: ArenaEntry) -> None:
+        """Marks the bytes complete; where their digest is not known, threads make it of those that
+        they have not had yet.
+        """
+        if not entry.digest:
+            growth = self._growths[entry]
+            for start, stop in _gaps(growth.ranges, entry.spec.size_bytes):
+                self.extend(entry, start, stop)
+            growth.finishing = asyncio.create_task(self._finish(entry, growth))
+        self.arena.commit(entry)
+        self._wake()
+
+    def abandon(self, entry: ArenaEntry) -> None:
+        """The entry will never be complete; its writer still gives its reference back."""
+        self._growths.pop(entry, None)
+        self._wake()
+
+    def ranges(self, entry: ArenaEntry) -> list[Range]:
+        """What is there of a held entry that is committed or has begun, in the order it came. The
+        list grows while the entry does.
+        """
+        if growth := self._growths.get(entry):
+            return growth.ranges
+        return [(0, entry.spec.size_bytes)]
+
+    async def change(self) -> None:
+        """Returns at the next change of any entry."""
+        await self._changed.wait()
 
     async def digest_of(self, entry: ArenaEntry) -> bytes:
         """The digest of a committed, held entry; computed once."""
-        if task := self._digests.get(entry.key):
-            return await asyncio.shield(task)
+        if (growth := self._growths.get(entry)) and growth.finishing:
+            return await asyncio.shield(growth.finishing)
         return entry.digest
 
     async def until_unread(self, entry: ArenaEntry, timeout_s: float) -> None:
@@ -80,7 +134,10 @@ class MemoryTier:
 
     async def close(self) -> None:
         """Waits for running digests and unmaps the memory."""
-        await asyncio.gather(*self._digests.values(), return_exceptions=True)
+        for growth in list(self._growths.values()):
+            tasks = [*growth.digesting, *([growth.finishing] if growth.finishing else [])]
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._growths.clear()
         for _ in range(_CLOSE_ATTEMPTS):
             try:
                 return self.arena.close()
@@ -88,16 +145,33 @@ class MemoryTier:
                 # A thread that is done still drops its view; what it leaves ends with the process.
                 await asyncio.sleep(0.01)
 
-    async def _digest(self, entry: ArenaEntry) -> bytes:
-        """Releases the reference that `commit` took."""
+    async def _digest(self, entry: ArenaEntry, growth: _Growth, ranges: list[Range]) -> None:
+        """Releases the reference that `extend` took."""
         try:
-            parts = split_blocks(self.arena.view(entry), _DIGEST_THREADS)
-            jobs = [asyncio.to_thread(block_digests, part) for part in parts]
-            entry.digest = join_digests(chain.from_iterable(await asyncio.gather(*jobs)))
+            await asyncio.to_thread(_add_all, growth.digest, ranges)
         finally:
             self.release(entry)
+
+    async def _finish(self, entry: ArenaEntry, growth: _Growth) -> bytes:
+        await asyncio.gather(*growth.digesting)
+        entry.digest = growth.digest.finish()
+        del self._growths[entry]
+        self._wake()
         return entry.digest
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _add_all(digest: TensorDigest, ranges: list[Range]) -> None:
+    for start, stop in ranges:
+        digest.add(start, stop)
+
+
+def _gaps(ranges: list[Range], size: int) -> list[Range]:
+    """What is missing of [0, size)."""
+    edges = [0, *(edge for each in sorted(ranges) for edge in each), size]
+    return [
+        (stop, start) for stop, start in zip(edges[::2], edges[1::2], strict=True) if stop < start
+    ]

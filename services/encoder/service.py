@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import grpc
@@ -19,6 +19,7 @@ from services.common.rpc import abort
 from services.common.shared_memory import host_identity
 from services.encoder.embeddings import Embeddings, Encoded, Origin
 from services.encoder.metrics import EncoderMetrics
+from services.encoder.reading import Reading
 
 SERVICE = "triptych.v1.Encoder"
 _CHUNK_BYTES = 1 << 20
@@ -93,31 +94,38 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             key = _checked_key(request.image_key)
             left_s = context.time_remaining()
             wait_s = _MAX_FETCH_WAIT_S if left_s is None else min(left_s, _MAX_FETCH_WAIT_S)
-            async with self._embeddings.entry(key, wait_s) as entry:
-                await context.write(_header(entry))
+            async with self._embeddings.reading(key, wait_s) as reading:
+                await context.write(_header(reading.entry))
                 if self._host and request.reader_host == self._host:
-                    await self._share(entry, context)
+                    await self._share(reading, context)
                 else:
-                    await self._stream(entry, context)
+                    await self._stream(reading, context)
         except Exception as error:
             await self._fail("fetch", error, context)
 
-    async def _stream(self, entry: ArenaEntry, context: grpc.aio.ServicerContext) -> None:
-        view = self._embeddings.view(entry)
-        for start in range(0, len(view), _CHUNK_BYTES):
-            await context.write(WireChunk(start, view[start : start + _CHUNK_BYTES]))
-        await self._finish(entry, context)
+    async def _stream(self, reading: Reading, context: grpc.aio.ServicerContext) -> None:
+        view = self._embeddings.view(reading.entry)
+        async with aclosing(reading.ranges()) as ranges:
+            async for start, stop in ranges:
+                for first in range(start, stop, _CHUNK_BYTES):
+                    last = min(first + _CHUNK_BYTES, stop)
+                    await context.write(WireChunk(first, view[first:last]))
+        await self._finish(reading.entry, context)
 
-    async def _share(self, entry: ArenaEntry, context: grpc.aio.ServicerContext) -> None:
+    async def _share(self, reading: Reading, context: grpc.aio.ServicerContext) -> None:
         """Says where the bytes are, and keeps them there until the reader ends the call, which
         cancels this; so does the reader's death.
         """
-        memory = self._embeddings.address
+        memory, entry = self._embeddings.address, reading.entry
         shared = pb.FetchShared(
             pid=memory.pid, fd=memory.fd, name=memory.name, size_bytes=memory.size_bytes,
             offset=entry.offset,
         )  # fmt: skip
         await context.write(pb.FetchResponse(shared=shared))
+        async with aclosing(reading.ranges()) as ranges:
+            async for start, stop in ranges:
+                ready = pb.FetchReady(offset=start, size_bytes=stop - start)
+                await context.write(pb.FetchResponse(ready=ready))
         await self._finish(entry, context)
         self._metrics.shared_fetches.inc()
         with suppress(TimeoutError):

@@ -24,6 +24,7 @@ from services.encoder.engine.messages import (
     EngineMessage,
     FrontMessage,
     ImageDone,
+    LevelDone,
 )
 from services.encoder.engine_client import EngineClient
 from services.encoder.memory_tier import MemoryTier
@@ -43,7 +44,9 @@ def embedding_of(image: bytes, spec: EmbeddingSpec) -> bytes:
 
 
 class FakeEngine:
-    """The far end of the channel. Jobs wait for `gate`; what was asked is in `jobs`."""
+    """The far end of the channel. Jobs wait for `gate`, and after each level for `level_gate`; what
+    was asked is in `jobs`.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -51,7 +54,10 @@ class FakeEngine:
         self.cancelled: set[int] = set()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.level_gate = asyncio.Event()
+        self.level_gate.set()
         self.errors: dict[bytes, tuple[str, str]] = {}
+        self.late_errors: dict[bytes, tuple[str, str]] = {}
         self._out: asyncio.Queue[EngineMessage | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -86,8 +92,19 @@ class FakeEngine:
             return
         tokens = job.grid[1] * job.grid[2] // 4
         spec = EmbeddingSpec(LIKE.dtype, LIKE.levels, tokens, LIKE.hidden)
-        end = job.arena_offset + spec.size_bytes
-        self.arena.memory[job.arena_offset : end] = embedding_of(job.image, spec)
+        data, size = embedding_of(job.image, spec), spec.size_bytes // spec.levels
+        for level in reversed(range(spec.levels)):  # as the tower does: its main output is the last
+            start = job.arena_offset + level * size
+            self.arena.memory[start : start + size] = data[level * size : (level + 1) * size]
+            if level:
+                self._out.put_nowait(LevelDone([job.job_id], level))
+                await self.level_gate.wait()
+                if job.job_id in self.cancelled:
+                    return
+        if job.image in self.late_errors:
+            code, message = self.late_errors[job.image]
+            self._out.put_nowait(ImageDone(job.job_id, error_code=code, message=message))
+            return
         self._out.put_nowait(ImageDone(job.job_id, 0.1, 0.2, 0.3))
 
 
@@ -128,8 +145,10 @@ class Pod:
                 case "header":
                     header = part.header
                 case "chunk":
-                    assert header is not None and part.chunk.offset == len(data)
-                    data += part.chunk.data
+                    assert header is not None
+                    end = part.chunk.offset + len(part.chunk.data)
+                    data.extend(bytes(max(0, end - len(data))))
+                    data[part.chunk.offset : end] = part.chunk.data
                 case "trailer":
                     trailer = part.trailer
         assert header is not None and trailer is not None

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -198,8 +199,8 @@ async def test_an_entry_stays_while_it_is_read_and_no_longer(pod: Pod):
     await until(lambda: entry.references == 0)
     request = pb.FetchRequest(image_key=entry.key, reader_host=host_identity())
     call = pod.stub.Fetch(request, timeout=10.0)
-    parts = [await call.read() for _ in range(3)]
-    assert [part.WhichOneof("part") for part in parts] == ["header", "shared", "trailer"]
+    parts = [await call.read() for _ in range(4)]
+    assert [part.WhichOneof("part") for part in parts] == ["header", "shared", "ready", "trailer"]
     await asyncio.sleep(0.05)
     assert entry.references == 1
     call.cancel()
@@ -215,12 +216,96 @@ async def test_redis_comes_after_who_reads(
         key = key_of(b"image", GRID)
         call = pod.stub.Fetch(pb.FetchRequest(image_key=key, reader_host=host_identity()))
         await pod.encode(b"image", GRID)
-        for _ in range(3):
+        for _ in range(4):
             await call.read()
         await asyncio.sleep(0.05)
         assert pod.cache is not None and pod.cache.counters.writes == 0
         call.cancel()
         await until(lambda: pod.cache.counters.writes == 1)
+
+
+# Levels.
+
+LEVEL_BYTES = SPEC.size_bytes // SPEC.levels  # cuts a block of the digest in two
+
+
+def has_last_level(pod: Pod, reader: Reader, image: bytes) -> bool:
+    """Whether the level that comes first has reached the reader's own memory."""
+    flight = reader.source._flights.get(key_of(image, GRID))
+    if flight is None:
+        return False
+    there = bytes(reader.arena.view(flight.entry)[LEVEL_BYTES:])
+    return there == pod.expected(image, GRID)[LEVEL_BYTES:]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+async def test_a_level_is_sent_while_the_next_is_made(pod: Pod, *, shared_memory: bool):
+    pod.engine.level_gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
+    async with reading(shared_memory=shared_memory) as first, reading() as second:
+        getting = [asyncio.create_task(r.get(b"image", pod.address)) for r in (first, second)]
+        for each in (first, second):
+            await until(lambda r=each: has_last_level(pod, r, b"image"))
+        assert not encoding.done() and not any(get.done() for get in getting)
+        pod.engine.level_gate.set()
+        expected = pod.expected(b"image", GRID)
+        assert await asyncio.gather(*getting) == [expected, expected]
+        assert (await encoding).source == pb.EncodeResponse.SOURCE_COMPUTED
+        assert first.fetched_bytes("shm" if shared_memory else "grpc") == SPEC.size_bytes
+    await until(lambda: is_unreferenced(pod))
+    assert not pod.memory._growths
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+async def test_work_that_fails_after_a_level_is_unavailable(pod: Pod, *, shared_memory: bool):
+    pod.engine.late_errors[b"image"] = ("internal_error", "the embedding is not finite")
+    pod.engine.level_gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
+    async with reading(shared_memory=shared_memory) as reader:
+        getting = asyncio.create_task(reader.get(b"image", pod.address))
+        await until(lambda: has_last_level(pod, reader, b"image"))
+        pod.engine.level_gate.set()
+        with pytest.raises(EncoderFailed, match="not finite"):
+            await getting
+        with pytest.raises(grpc.aio.AioRpcError):
+            await encoding
+        assert reader.arena.used_bytes == 0
+        await until(lambda: pod.memory.arena.used_bytes == 0)
+        assert not pod.memory._growths
+        pod.engine.late_errors.clear()
+        await pod.encode(b"image", GRID)
+        assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
+
+
+async def test_a_reader_that_goes_after_a_level_harms_nobody(pod: Pod, reader: Reader):
+    pod.engine.level_gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
+    getting = asyncio.create_task(reader.get(b"image", pod.address))
+    await until(lambda: has_last_level(pod, reader, b"image"))
+    getting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    await until(lambda: reader.arena.used_bytes == 0)
+    pod.engine.level_gate.set()
+    await encoding
+    assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
+    assert len(pod.engine.jobs) == 1
+    await until(lambda: is_unreferenced(pod))
+
+
+async def test_work_that_nobody_waits_for_any_more_is_given_up_after_a_level(pod: Pod):
+    pod.engine.level_gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
+    async with reading() as reader:
+        getting = asyncio.create_task(reader.get(b"image", pod.address))
+        await until(lambda: has_last_level(pod, reader, b"image"))
+        encoding.cancel()
+        getting.cancel()
+        await asyncio.gather(getting, return_exceptions=True)
+    await until(lambda: bool(pod.engine.cancelled))
+    pod.engine.level_gate.set()
+    await until(lambda: pod.memory.arena.used_bytes == 0)
+    assert not pod.memory._growths
 
 
 # Two processes.
@@ -235,7 +320,7 @@ async def main():
     stub = pb_grpc.EncoderStub(create_channel(sys.argv[1]))
     key = bytes.fromhex(sys.argv[2])
     call = stub.Fetch(pb.FetchRequest(image_key=key, reader_host=host_identity()))
-    for _ in range(3):
+    for _ in range(4):
         await call.read()
     print("read", flush=True)
     await asyncio.sleep(60)

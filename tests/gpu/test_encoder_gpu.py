@@ -224,6 +224,27 @@ def test_a_replay_is_as_exact_as_the_eager_forward(running: Running) -> None:
     assert len(runner._graphs._captured) == 2
 
 
+def test_a_level_is_there_when_it_is_said_to_be(running: Running) -> None:
+    runner = running.runner
+    place = images([(1, 64, 64)])[0]
+    for turn in range(4):  # eager, and from the third on a replay
+        place.pixels = place.pixels.roll(61)
+        whole = stored(running, place)
+        if turn:
+            runner.finish(runner.launch([place]))
+            expected = stored(running, place).clone()
+            runner.capture_next()
+        running.arena[: 16 << 20] = b"\xff" * (16 << 20)  # not a number
+        launched, seen = runner.launch([place]), []
+        for level in runner.wait(launched):
+            seen.append(level)
+            found = stored(running, place)[level]
+            assert found.isfinite().all()
+            assert not turn or torch.equal(found, expected[level])
+        assert seen == [1, 2, 3] and runner.finish(launched) == [True]
+        assert whole.shape[0] == 4
+
+
 def test_replays_and_eager_batches_do_not_disturb_each_other(running: Running) -> None:
     runner = running.runner
     batches = [images([(1, 32, 32)]), images(GRIDS), images([(1, 32, 32)])]

@@ -94,16 +94,18 @@ class FetchRequest(_message.Message):
     def __init__(self, image_key: _Optional[bytes] = ..., reader_host: _Optional[bytes] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("header", "chunk", "trailer", "shared")
+    __slots__ = ("header", "chunk", "trailer", "shared", "ready")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     TRAILER_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     header: FetchHeader
     chunk: FetchChunk
     trailer: FetchTrailer
     shared: FetchShared
-    def __init__(self, header: _Optional[_Union[FetchHeader, _Mapping]] = ..., chunk: _Optional[_Union[FetchChunk, _Mapping]] = ..., trailer: _Optional[_Union[FetchTrailer, _Mapping]] = ..., shared: _Optional[_Union[FetchShared, _Mapping]] = ...) -> None: ...
+    ready: FetchReady
+    def __init__(self, header: _Optional[_Union[FetchHeader, _Mapping]] = ..., chunk: _Optional[_Union[FetchChunk, _Mapping]] = ..., trailer: _Optional[_Union[FetchTrailer, _Mapping]] = ..., shared: _Optional[_Union[FetchShared, _Mapping]] = ..., ready: _Optional[_Union[FetchReady, _Mapping]] = ...) -> None: ...
 
 class FetchHeader(_message.Message):
     __slots__ = ("image_key", "dtype", "levels", "num_tokens", "hidden")
@@ -146,3 +148,11 @@ class FetchShared(_message.Message):
     size_bytes: int
     offset: int
     def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FetchReady(_message.Message):
+    __slots__ = ("offset", "size_bytes")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    size_bytes: int
+    def __init__(self, offset: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...

@@ -32,7 +32,7 @@ class ArenaWriter:
 
     def write(
         self, rows: Tensor, counts: Sequence[int], offsets: Sequence[int], level: int
-    ) -> None:
+    ) -> torch.cuda.Event | None:
         """Copies one level.
 
         Args:
@@ -40,14 +40,20 @@ class ArenaWriter:
             counts: tokens of each image.
             offsets: first byte of each image's `[levels, num_tokens, hidden]`.
             level: of the rows.
+
+        Returns:
+            The event after which they are in the arena; None: now.
         """
         if self._stream is None:
             self._copy(rows, counts, offsets, level)
-            return
+            return None
+        written = torch.cuda.Event(blocking=True)
         self._stream.wait_stream(torch.cuda.current_stream())
         rows.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             self._copy(rows, counts, offsets, level)
+            written.record()
+        return written
 
     def seal(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """The last copy of a batch: a small tensor to the host.

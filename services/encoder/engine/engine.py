@@ -3,7 +3,7 @@
 Four kinds of thread meet in one mailbox. The receiver reads the channel and hands images to the
 pool at once, so the next batch is prepared while the device works; the pool's threads decode and
 resize; the waiter says when the device is done with a batch; the loop alone touches the batcher,
-the device and the sending side of the channel.
+the device. The loop and the waiter both send, one at a time.
 """
 
 import logging
@@ -28,6 +28,7 @@ from services.encoder.engine.messages import (
     EngineStats,
     FrontMessage,
     ImageDone,
+    LevelDone,
     Shutdown,
 )
 from services.encoder.engine.runner import LaunchedBatch, PreparedImage, Runner
@@ -84,6 +85,7 @@ class Engine:
         workers: int,
     ) -> None:
         self._channel = channel
+        self._sending = threading.Lock()
         self._runner = runner
         self._prepare = prepare
         self._batcher = Batcher(max_batch_patches)
@@ -138,8 +140,12 @@ class Engine:
 
     def _wait(self) -> None:
         while (batch := self._awaited.get()) is not None:
+            jobs = [image.job_id for image in batch.images]
             try:
-                self._runner.wait(batch)
+                for level in self._runner.wait(batch):
+                    self._send(LevelDone(jobs, level))
+            except ChannelClosed:
+                pass  # the loop meets it too
             except Exception:  # the loop asks after the batch, and meets it too
                 logging.exception("waiting for the device failed")
             self._mailbox.put(_Wake())
@@ -248,7 +254,7 @@ class Engine:
         for image, is_finite in zip(batch.images, finite, strict=True):
             error = None if is_finite else InternalError("the embedding is not finite")
             self._end(image.job_id, error)
-        self._channel.send(
+        self._send(
             EngineStats(
                 num_queued=len(self._jobs),
                 queued_patches=self._batcher.queued_patches,
@@ -262,7 +268,7 @@ class Engine:
         job = self._jobs.pop(job_id)
         now = time.monotonic()
         launched_at = job.launched_at or now
-        self._channel.send(
+        self._send(
             ImageDone(
                 job_id=job_id,
                 queue_s=max(0.0, launched_at - job.received_at - job.preprocess_s),
@@ -272,6 +278,10 @@ class Engine:
                 message=error.message if error else "",
             )
         )
+
+    def _send(self, message: LevelDone | ImageDone | EngineStats) -> None:
+        with self._sending:
+            self._channel.send(message)
 
 
 _Item = _Job | CancelImage | _Stop | _Wake

@@ -1,8 +1,8 @@
 """The tower as CUDA graphs, for small batches of equal images that come often.
 
-A small image's forward is bound by its launches, not by the device; a replay is one launch. Larger
-batches keep the device busy longer than their launches take, and run eagerly: their levels leave
-the device while later blocks run, those of a graph only at its end.
+A small image's forward is bound by its launches, not by the device; a replay is one launch for each
+level, so that a level leaves the device while later blocks run. Larger batches keep the device busy
+longer than their launches take, and run eagerly.
 
 All graphs read one input buffer, write one output buffer and share one memory pool: one runs at a
 time, in the order of one stream.
@@ -32,20 +32,27 @@ class TowerGraph:
     """A captured forward.
 
     Attributes:
+        parts: each ends with a level, in the order of the tower.
         pixels: where its input goes, flat uint8.
         output: `[levels, num_tokens, hidden]`, valid until the next replay of any graph.
         tables: of its grid; the graph reads them, so they must live.
     """
 
-    graph: torch.cuda.CUDAGraph
+    parts: list[tuple[torch.cuda.CUDAGraph, int]]
     pixels: Tensor
     output: Tensor
     tables: VisionLayout
 
     def replay(self) -> Iterator[tuple[int, Tensor]]:
-        """The levels, all of them ready at its end, in memory of their own."""
-        self.graph.replay()
-        return enumerate(self.output.clone())
+        """Enqueues part after part; yields each one's level, in memory of its own."""
+        for graph, level in self.parts:
+            graph.replay()
+            yield level, self.output[level].clone()
+
+    def reset(self) -> None:
+        """Gives the memory back. The device must be done with it."""
+        for graph, _ in self.parts:
+            graph.reset()
 
 
 class TowerGraphs:
@@ -85,7 +92,7 @@ class TowerGraphs:
         layout, victim = found
         if victim is not None:
             torch.cuda.current_stream(self._device).synchronize()  # it may still run
-            self._captured.pop(victim).graph.reset()
+            self._captured.pop(victim).reset()
         try:
             self._captured[layout] = self._capture(*layout)
         except Exception:
@@ -105,7 +112,7 @@ class TowerGraphs:
     def clear(self) -> None:
         """Gives up all graphs and their memory. The device must be idle."""
         for captured in self._captured.values():
-            captured.graph.reset()
+            captured.reset()
         self._captured.clear()
         self._frequent.clear()
         self._buffers = self._pool = None
@@ -115,23 +122,27 @@ class TowerGraphs:
         pixels, output = self._views(grid, count)
         tables = self._model.layout([grid])
 
-        def run() -> None:
-            for level, rows in self._forward(pixels, grids, True):
-                output[level].copy_(rows)
-
-        run()  # libraries choose kernels at the first call
-        graph = torch.cuda.CUDAGraph()
+        for level, rows in self._forward(pixels, grids, True):  # libraries choose their kernels
+            output[level].copy_(rows)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # Other threads may allocate pinned memory meanwhile.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            run()
-        except BaseException:
-            with suppress(Exception):
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return TowerGraph(graph, pixels, output, tables)
+        parts: list[tuple[torch.cuda.CUDAGraph, int]] = []
+        levels: Iterator[tuple[int, Tensor]] | None = None
+        for _ in range(self._model.config.levels):
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may allocate pinned memory meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                # What a part leaves to the next lives in the tower's frame until all are captured.
+                levels = levels or self._forward(pixels, grids, True)
+                level, rows = next(levels)
+                output[level].copy_(rows)
+            except BaseException:
+                with suppress(Exception):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+            parts.append((graph, level))
+        return TowerGraph(parts, pixels, output, tables)
 
     def _views(self, grid: Grid, count: int) -> tuple[Tensor, Tensor]:
         """A layout's part of the shared input and output."""

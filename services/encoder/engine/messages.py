@@ -36,6 +36,13 @@ class EngineReady(msgspec.Struct, tag="ready"):
     key_prefix: bytes
 
 
+class LevelDone(msgspec.Struct, tag="level"):
+    """One level of these images lies in the arena. The rest follows, or an error."""
+
+    job_ids: list[int]
+    level: int
+
+
 class ImageDone(msgspec.Struct, tag="done"):
     """The end of a job. `error_code` is empty, or a code of services/common/errors.py."""
 
@@ -57,4 +64,4 @@ class EngineStats(msgspec.Struct, tag="stats"):
     num_patches: int  # total
 
 
-EngineMessage = EngineReady | ImageDone | EngineStats
+EngineMessage = EngineReady | LevelDone | ImageDone | EngineStats

@@ -4,7 +4,7 @@ import math
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,11 +49,16 @@ class LaunchedBatch:
         row_peaks: `[levels, num_tokens]` float32, host, the largest magnitude of each row, NaN if
             one is; valid once `done`.
         done: recorded after the last copy to the host; None: the device is the host.
+        written: levels in the order they get to the arena, but for the last one, and the event
+            after which they are there.
     """
 
     images: list[PreparedImage]
     row_peaks: Tensor
     done: torch.cuda.Event | None
+    written: list[tuple[int, torch.cuda.Event]] = field(
+        default_factory=list[tuple[int, torch.cuda.Event]]
+    )
 
 
 class Runner:
@@ -101,9 +106,14 @@ class Runner:
         """Whether `finish` would not wait."""
         return batch.done is None or batch.done.query()
 
-    def wait(self, batch: LaunchedBatch) -> None:
-        """Waits until `is_done`. Any thread may."""
+    def wait(self, batch: LaunchedBatch) -> Iterator[int]:
+        """Waits until `is_done`; yields each level but the last once it is in the arena. Any thread
+        may.
+        """
         if batch.done is not None:
+            for level, written in batch.written:
+                written.synchronize()
+                yield level
             batch.done.synchronize()
 
     def finish(self, batch: LaunchedBatch) -> list[bool]:
@@ -112,7 +122,8 @@ class Runner:
         Returns:
             For each of `batch.images`: whether all its values are finite.
         """
-        self.wait(batch)
+        if batch.done is not None:
+            batch.done.synchronize()
         finite = torch.isfinite(batch.row_peaks).all(dim=0)
         return [bool(rows.all()) for rows in finite.split(self._num_tokens(batch.images))]
 
@@ -178,10 +189,13 @@ class Runner:
         peaks = torch.empty(
             self._model.config.levels, sum(tokens), dtype=torch.float32, device=self._device
         )
+        written: list[tuple[int, torch.cuda.Event]] = []
         for level, rows in levels:
-            self._writer.write(rows, tokens, offsets, level)
+            event = self._writer.write(rows, tokens, offsets, level)
             torch.linalg.vector_norm(rows, math.inf, 1, dtype=torch.float32, out=peaks[level])
-        return LaunchedBatch(images, *self._writer.seal(peaks))
+            if event is not None:
+                written.append((level, event))
+        return LaunchedBatch(images, *self._writer.seal(peaks), written[:-1])
 
     def _forward(
         self, pixels: Tensor, grids: Sequence[Grid], captured: bool

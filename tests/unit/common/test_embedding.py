@@ -1,6 +1,10 @@
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,11 +14,11 @@ from services.common.embedding import (
     STORED_HEADER_BYTES,
     CorruptEmbedding,
     EmbeddingSpec,
+    TensorDigest,
     all_finite,
-    block_digests,
     digest,
-    join_digests,
     pack_header,
+    share_out,
     split_blocks,
     unpack_header,
 )
@@ -84,10 +88,49 @@ def test_a_digest_covers_every_byte() -> None:
 
 
 @pytest.mark.parametrize("size", [2, BLOCK_BYTES, BLOCK_BYTES + 2, 5 * BLOCK_BYTES - 2])
-@pytest.mark.parametrize("max_parts", [1, 2, 3, 8])
-def test_a_digest_can_be_made_of_parts(size: int, max_parts: int) -> None:
-    data = memoryview(np.random.default_rng(size).bytes(size))
-    parts = split_blocks(data, max_parts)
-    assert b"".join(parts) == bytes(data)
-    assert 1 <= len(parts) <= max_parts and all(len(part) for part in parts)
-    assert join_digests(d for part in parts for d in block_digests(part)) == digest(data)
+@pytest.mark.parametrize("num_ranges", [1, 2, 3, 8])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_digest_is_the_same_in_whatever_ranges_the_tensor_comes(
+    size: int, num_ranges: int, threads: int
+) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    cuts = sorted({0, size, *np.random.default_rng(1).integers(0, size, num_ranges - 1).tolist()})
+    ranges = list(pairwise(cuts))
+    target = bytearray(size)
+    whole = TensorDigest(memoryview(target))
+
+    def arrive(where: tuple[int, int]) -> None:
+        target[slice(*where)] = data[slice(*where)]
+        whole.add(*where)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(arrive, ranges[::-1]))
+    blocks = [data[start : start + BLOCK_BYTES] for start in range(0, size, BLOCK_BYTES)]
+    expected = blake3(b"".join(blake3(block).digest() for block in blocks)).digest()
+    assert whole.finish() == expected == digest(data)
+
+
+@pytest.mark.parametrize("ranges", [[], [(0, 5)], [(0, 10), (5, 10)]])
+def test_a_digest_of_parts_that_are_not_the_whole_is_none(ranges: list[tuple[int, int]]) -> None:
+    whole = TensorDigest(memoryview(bytes(10)))
+    for each in ranges:
+        whole.add(*each)
+    with pytest.raises(CorruptEmbedding):
+        whole.finish()
+
+
+def test_ranges_are_cut_where_blocks_begin_and_shared_out_whole() -> None:
+    size = BLOCK_BYTES
+    assert split_blocks(0, size) == [(0, size)]
+    assert split_blocks(5, 5) == []
+    cut = split_blocks(size - 2, 3 * size + 1)
+    assert cut == [
+        (size - 2, size),
+        (size, 2 * size),
+        (2 * size, 3 * size),
+        (3 * size, 3 * size + 1),
+    ]
+    for parts in (1, 2, 3, 9):
+        shares = share_out(cut, parts)
+        assert len(shares) == min(parts, len(cut)) and all(shares)
+        assert [each for share in shares for each in share] == cut

@@ -16,6 +16,7 @@ HEADER = pb.FetchResponse(
     header=pb.FetchHeader(image_key=KEY, dtype=pb.DTYPE_BFLOAT16, levels=2, num_tokens=4, hidden=8)
 )
 SHARED = pb.FetchResponse(shared=pb.FetchShared(pid=1, fd=2, name="n", size_bytes=SIZE))
+READY = pb.FetchResponse(ready=pb.FetchReady(offset=0, size_bytes=SIZE))
 TRAILER = pb.FetchResponse(trailer=pb.FetchTrailer(digest=b"d" * 32))
 CHUNK = WireChunk(0, memoryview(bytes(16)))
 
@@ -28,6 +29,10 @@ def outside(offset: int) -> pb.FetchResponse:
     return pb.FetchResponse(shared=pb.FetchShared(size_bytes=SIZE, offset=offset))
 
 
+def ready(offset: int, size_bytes: int) -> pb.FetchResponse:
+    return pb.FetchResponse(ready=pb.FetchReady(offset=offset, size_bytes=size_bytes))
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -36,6 +41,13 @@ def outside(offset: int) -> pb.FetchResponse:
         [HEADER, CHUNK, SHARED],
         [HEADER, SHARED, CHUNK],
         [HEADER, SHARED, TRAILER, TRAILER],
+        [HEADER, READY],
+        [HEADER, SHARED, READY, READY],
+        [HEADER, SHARED, ready(0, 0)],
+        [HEADER, SHARED, ready(1, 2)],
+        [HEADER, SHARED, ready(0, SIZE - 1)],
+        [HEADER, SHARED, ready(2, SIZE)],
+        [HEADER, SHARED, ready(2**64 - 2, 4)],
         [HEADER, outside(2)],
         [HEADER, outside(2**64 - 2)],
         [HEADER, pb.FetchResponse()],
@@ -54,14 +66,33 @@ def test_a_message_that_cannot_be_read_is_refused():
         receiver().accept(b"\xff\xff")
 
 
-def test_the_copys_digest_must_be_the_encoders():
+def told(*parts: pb.FetchResponse) -> Receiver:
     fed = receiver()
-    for part in (HEADER, SHARED, TRAILER):
+    for part in parts:
         fed.accept(serialize(part))
+    return fed
+
+
+def test_the_copys_digest_must_be_the_encoders():
+    right = pb.FetchResponse(trailer=pb.FetchTrailer(digest=digest(bytes(SIZE))))
+    fed = told(HEADER, SHARED, READY, right)
     assert fed.needs_nothing
-    assert fed.finish(b"d" * 32) == b"d" * 32
+    fed.digest.add(0, SIZE)
+    assert fed.finish() == digest(bytes(SIZE))
+    fed = told(HEADER, SHARED, READY, TRAILER)
+    fed.digest.add(0, SIZE)
     with pytest.raises(WrongContent, match="digest"):
-        fed.finish(b"e" * 32)
+        fed.finish()
+
+
+def test_what_was_not_ready_or_not_copied_is_missing():
+    fed = told(HEADER, SHARED, ready(0, SIZE - 2), TRAILER)
+    with pytest.raises(WrongContent, match="ended after"):
+        fed.finish()
+    fed = told(HEADER, SHARED, READY, TRAILER)
+    fed.digest.add(0, SIZE - 2)
+    with pytest.raises(WrongContent, match="missing"):
+        fed.finish()
 
 
 @pytest.mark.parametrize("chunk_bytes", [BLOCK_BYTES // 2 + 6, BLOCK_BYTES, 3 * BLOCK_BYTES + 2])

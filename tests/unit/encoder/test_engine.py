@@ -20,6 +20,7 @@ from services.encoder.engine.messages import (
     EngineStats,
     FrontMessage,
     ImageDone,
+    LevelDone,
     Shutdown,
 )
 from services.encoder.engine.runner import LaunchedBatch, PreparedImage
@@ -48,6 +49,7 @@ class FakeRunner:
         self.device_done = threading.Event()  # cleared: batches are under way
         self.device_done.set()
         self.num_captures = 0
+        self.levels: list[int] = []  # that come before a batch is done
 
     def launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
         self.may_run.wait(10)
@@ -58,7 +60,8 @@ class FakeRunner:
         self.batches.append([image.job_id for image in images])
         return LaunchedBatch(list(images), torch.zeros(1, 1), None)
 
-    def wait(self, batch: LaunchedBatch) -> None:
+    def wait(self, batch: LaunchedBatch) -> Iterator[int]:
+        yield from self.levels
         self.device_done.wait(10)
 
     def capture_next(self) -> bool:
@@ -82,6 +85,7 @@ class Front:
         self._channel: EngineChannel[EngineMessage] = EngineChannel(end, EngineMessage)
         self.stats = EngineStats(0, 0, 0, 0, 0)
         self.done: dict[int, ImageDone] = {}
+        self.levels: list[tuple[list[int], int]] = []
 
     def send(self, *messages: FrontMessage) -> None:
         for message in messages:
@@ -99,6 +103,8 @@ class Front:
                     case ImageDone():
                         assert message.job_id not in self.done, "a job ended twice"
                         self.done[message.job_id] = message
+                    case LevelDone():
+                        self.levels.append((message.job_ids, message.level))
                     case EngineStats():
                         self.stats = message
 
@@ -250,6 +256,17 @@ def test_a_cancelled_image_leaves_the_queue(running: Running) -> None:
     running.runner.device_done.set()
     assert running.front.codes(*(job for job in jobs if job != queued)) == [""] * 9
     assert queued not in chain.from_iterable(launched)
+
+
+def test_a_level_is_told_before_its_batch_is_done(running: Running) -> None:
+    running.runner.levels = [1, 2]
+    running.runner.device_done.clear()
+    running.front.encode(1)
+    front = running.front
+    front.receive_until(lambda: len(front.levels) == 2)
+    assert front.levels == [([1], 1), ([1], 2)] and not front.done
+    running.runner.device_done.set()
+    assert front.codes(1) == [""]
 
 
 def test_the_fronts_end_ends_the_loop() -> None:
