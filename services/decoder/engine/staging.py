@@ -1,5 +1,6 @@
 """A step's small arrays, packed into one host buffer and moved to the device in one copy."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +62,7 @@ class Staging:
     def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Staged:
         """Room for an array that is written in place, through `host`."""
         kind = np.dtype(dtype)
-        size = int(np.prod(shape)) * kind.itemsize
+        size = math.prod(shape) * kind.itemsize
         staged = Staged(self._used, size, _DTYPES[kind], shape)
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self._used > len(self._hosts[0]):

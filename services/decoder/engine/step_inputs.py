@@ -139,21 +139,17 @@ def pad(step: HostStep, num_chunks: int, scratch_row: int) -> HostStep:
     writes to slot -1.
     """
     extra = num_chunks - len(step.table_rows)
-    count = np.arange(num_chunks + 1, dtype=np.int32)
-
-    def padded(array: npt.NDArray[_Number], value: int) -> npt.NDArray[_Number]:
-        widths = [(0, 0)] * (array.ndim - 1) + [(0, extra)]
-        return np.pad(array, widths, constant_values=value)
-
+    if extra == 0:
+        return step
     return HostStep(
         num_decodes=num_chunks,
-        input_ids=padded(step.input_ids, 0),
-        input_rows=padded(step.input_rows, scratch_row),
-        positions=padded(step.positions, 0),
-        slot_mapping=padded(step.slot_mapping, -1),
-        cu_query_lens=count,
-        seq_lens=padded(step.seq_lens, 1),
-        table_rows=padded(step.table_rows, scratch_row),
+        input_ids=_padded(step.input_ids, extra, 0),
+        input_rows=_padded(step.input_rows, extra, scratch_row),
+        positions=_padded(step.positions, extra, 0),
+        slot_mapping=_padded(step.slot_mapping, extra, -1),
+        cu_query_lens=np.arange(num_chunks + 1, dtype=np.int32),
+        seq_lens=_padded(step.seq_lens, extra, 1),
+        table_rows=_padded(step.table_rows, extra, scratch_row),
         samples=step.samples,
         generated=step.generated,
         segments=[],
@@ -165,11 +161,19 @@ def pad_prompt(step: HostStep, num_tokens: int) -> HostStep:
     extra = num_tokens - len(step.input_ids)
     return replace(
         step,
-        input_ids=np.pad(step.input_ids, (0, extra)),
-        input_rows=np.pad(step.input_rows, (0, extra), constant_values=-1),
-        positions=np.pad(step.positions, ((0, 0), (0, extra))),
-        slot_mapping=np.pad(step.slot_mapping, (0, extra), constant_values=-1),
+        input_ids=_padded(step.input_ids, extra, 0),
+        input_rows=_padded(step.input_rows, extra, -1),
+        positions=_padded(step.positions, extra, 0),
+        slot_mapping=_padded(step.slot_mapping, extra, -1),
     )
+
+
+def _padded(array: npt.NDArray[_Number], extra: int, value: int) -> npt.NDArray[_Number]:
+    """`array` with so many columns more; numpy.pad takes ten times as long."""
+    columns = array.shape[-1]
+    padded = np.full((*array.shape[:-1], columns + extra), value, array.dtype)
+    padded[..., :columns] = array
+    return padded
 
 
 @dataclass(slots=True)
