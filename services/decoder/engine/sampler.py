@@ -17,7 +17,7 @@ from torch import Tensor
 from services.decoder.engine.sampling import SamplingPlan
 from services.decoder.engine.staging import Staging
 
-_ROWS_AT_ONCE = 64  # bounds the sampler's memory: a few float64 copies of 64 rows of logits
+_ROWS_AT_ONCE = 64  # where all tokens are ranked: a few float64 copies of 64 rows of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ class Sampler:
         ):
             if group is None:
                 continue
-            for index in staging.device(group).split(_ROWS_AT_ONCE):
+            few = num_candidates and part_width(vocab_size, num_candidates)
+            for index in staging.device(group).split(num_rows if few else _ROWS_AT_ONCE):
                 part, uniform = logits[index], uniforms[index, None]
                 temperature, top_p, min_p = floats[:3, index, None]
                 if num_candidates == 0:
@@ -132,11 +133,36 @@ class Sampler:
 def by_rank(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` first tokens by logit, then id: values `[g, count]` and ids `[g, count]` int64.
 
-    Each key is unique (the bits of the logit above the id), so that equal logits have one order
-    whichever algorithm ranks them.
+    Few of many are looked for in two steps: they all lie in the `count` parts of the vocabulary
+    whose greatest logits come first. (Were one in another part, `count` others would come before
+    it.) So the vocabulary is read once, and ranked is a hundredth of it.
+    """
+    vocab_size = logits.shape[-1]
+    width = part_width(vocab_size, count)
+    if width == 0:
+        return _ranked(logits, count)
+    parts = logits.unflatten(-1, (-1, width))
+    _, chosen = _ranked(parts.amax(-1), count)
+    chosen = chosen.sort(-1).values  # so that the order of places is that of ids
+    candidates = parts.gather(1, chosen[:, :, None].expand(-1, -1, width))
+    values, places = _ranked(candidates.flatten(1), count)
+    part = chosen.gather(-1, places // width)
+    return values, part * width + places % width
+
+
+def part_width(vocab_size: int, count: int) -> int:
+    """Tokens of a part in `by_rank`, near the square root that makes least to rank; 0: no parts."""
+    width = 1 << max(0, (vocab_size // count).bit_length() // 2)
+    worthwhile = vocab_size // width + count * width <= vocab_size // 4
+    return width if worthwhile and vocab_size % width == 0 else 0
+
+
+def _ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `by_rank`. Each key is unique (the bits of the logit above the id), so that equal logits
+    have one order whichever algorithm ranks them. Adding zero makes -0.0 equal to 0.0 in bits, too.
     """
     last = logits.shape[-1] - 1
-    bits = logits.contiguous().view(torch.int32)
+    bits = (logits + 0.0).contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     reverse_ids = torch.arange(last, -1, -1, device=logits.device)
     keys = (ordered << 32) | reverse_ids

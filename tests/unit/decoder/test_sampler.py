@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.sampler import Sampled, Sampler, by_rank
+from services.decoder.engine.sampler import Sampled, Sampler, by_rank, part_width
 from services.decoder.engine.sampling import SamplingTable, uniforms
 from services.decoder.engine.staging import Staging
 from services.decoder.kernels.ops import greedy
@@ -161,6 +161,28 @@ def test_ranks_are_by_logit_then_id() -> None:
         values, ids = by_rank(logits, count)
         assert ids[0].tolist() == [1, 3, 0, 6, 4, 2, 7, 5][:count]
         assert torch.equal(values[0], logits[0, ids[0]])
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "zeros", "few"])
+@pytest.mark.parametrize(("vocab_size", "count"), [(151936, 32), (151936, 1024), (4096, 20)])
+def test_ranks_of_few_among_many_are_those_of_a_sort(
+    vocab_size: int, count: int, kind: str
+) -> None:
+    assert part_width(vocab_size, count) > 0
+    generator = torch.Generator().manual_seed(count)
+    logits = torch.randn(3, vocab_size, generator=generator)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "zeros":
+        signs = torch.randint(0, 2, logits.shape, generator=generator)
+        logits = torch.where(signs > 0, 0.0, -0.0)
+    elif kind == "few":  # all others are forbidden
+        allowed = torch.randperm(vocab_size, generator=generator)[: count // 2]
+        logits = torch.full_like(logits, -torch.inf).index_copy_(1, allowed, logits[:, allowed])
+    values, ids = by_rank(logits, count)
+    expected = np.argsort(-logits.numpy(), axis=1, kind="stable")[:, :count]
+    assert np.array_equal(ids.numpy(), expected)
+    assert torch.equal(values, logits.gather(1, ids))
 
 
 def test_penalties_follow_vllm() -> None:
