@@ -112,27 +112,39 @@ def request_bodies(
     total = row.num_warmup + row.num_requests
     for image_urls in itertools.islice(_image_urls(row, rng), total):
         text = " ".join(text_rng.choices(words, k=row.num_words))
-        content: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": url}} for url in image_urls
-        ]
-        content.append({"type": "text", "text": text})
-        yield json.dumps(
-            {
-                "model": model,
-                "messages": [{"role": "user", "content": content}],
-                "max_tokens": row.output_tokens,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            | ({"ignore_eos": True} if ignore_eos else {})
-        ).encode()
+        yield chat_body(model, text, row.output_tokens, image_urls, ignore_eos=ignore_eos)
+
+
+def chat_body(
+    model: str, text: str, output_tokens: int, image_urls: Sequence[str] = (), *,
+    ignore_eos: bool = True,
+) -> bytes:  # fmt: skip
+    """A streaming, greedy request: the images, then the text."""
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url}} for url in image_urls
+    ]
+    content.append({"type": "text", "text": text})
+    return json.dumps(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        | ({"ignore_eos": True} if ignore_eos else {})
+    ).encode()
+
+
+def data_url(jpeg: bytes) -> str:
+    """The image as a request carries it."""
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
 
 
 def _image_urls(row: Row, rng: np.random.Generator) -> Iterator[list[str]]:
     def new_image() -> str:
-        data = base64.b64encode(random_image(rng, row.image_edge)).decode()
-        return f"data:image/jpeg;base64,{data}"
+        return data_url(random_image(rng, row.image_edge))
 
     count = row.images_per_request
     if row.distinct_images is None:

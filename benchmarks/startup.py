@@ -1,0 +1,118 @@
+"""How long a stack takes from its start to its first answers, with a checkpoint on disk.
+
+    python -m benchmarks.startup --shape DIR --work DIR
+
+Writes a checkpoint of random weights in the shape of a model directory (its config and tokenizer),
+forgets the kernel's copy of it, starts `triptych serve` on it, and asks ten new texts and ten new
+pictures, one after the other: the first should take no longer than the tenth.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.client import Connection, Target
+from benchmarks.worker import model_name
+from benchmarks.workloads import WORDS, chat_body, data_url, random_image
+
+_READY = re.compile(r"Triptych is ready: (\S+)")
+_ASKED = 10
+_TIMEOUT_S = 600.0
+
+
+def write_checkpoint(shape: Path, directory: Path, dtype: str) -> None:
+    """Random weights for the configuration in `shape`, in Hugging Face's layout."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    print(f"writing a checkpoint to {directory}", file=sys.stderr)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(shape)
+    model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(directory)
+    for path in shape.iterdir():
+        if (
+            path.is_file()
+            and path.suffix != ".safetensors"
+            and not (directory / path.name).exists()
+        ):
+            shutil.copy(path, directory / path.name)
+
+
+def forget(directory: Path) -> int:
+    """Has the kernel drop its copy of the files; their bytes in all."""
+    size = 0
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        size += path.stat().st_size
+    return size
+
+
+@contextmanager
+def serving(directory: Path, options: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """`triptych serve`: its URL, and the seconds until it was ready."""
+    command = [sys.executable, "-m", "triptych", "serve", "--model", str(directory), "--port", "0"]
+    start = time.monotonic()
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = _READY.search(process.stdout.readline())
+        if found is None:
+            raise SystemExit("triptych serve did not become ready; it says why above")
+        yield found[1], time.monotonic() - start
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
+async def first_tokens_s(url: str) -> dict[str, list[float]]:
+    """Seconds to the first token of each request."""
+    target = Target.from_url(url)
+    model, words, rng = model_name(target), random.Random(0), np.random.default_rng(0)
+    connection = Connection(target)
+    times: dict[str, list[float]] = {"text": [], "picture": []}
+    for kind, taken in times.items():
+        for _ in range(_ASKED):
+            text = " ".join(words.choices(WORDS, k=200 if kind == "text" else 10))
+            urls = [data_url(random_image(rng, 512))] if kind == "picture" else []
+            sample = await connection.post(chat_body(model, text, 4, urls), _TIMEOUT_S)
+            if sample.error:
+                raise SystemExit(f"a request failed: {sample.error}")
+            taken.append(sample.first - sample.start)
+    connection.close()
+    return times
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the arguments; other options go to `triptych serve`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--shape", type=Path, required=True, help="model directory; weights unused")
+    parser.add_argument("--work", type=Path, required=True, help="for the checkpoint; kept")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    options, rest = parser.parse_known_args(arguments)
+    if not any(options.work.glob("*.safetensors")):
+        write_checkpoint(options.shape, options.work, options.dtype)
+    size = forget(options.work)
+    with serving(options.work, rest) as (url, ready_s):
+        print(f"ready after {ready_s:.1f} s with {size / 2**30:.2f} GiB of weights")
+        for kind, taken in asyncio.run(first_tokens_s(url)).items():
+            print(f"first token of a {kind}, ms: " + " ".join(f"{1e3 * s:.1f}" for s in taken))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
