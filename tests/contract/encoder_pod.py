@@ -52,6 +52,7 @@ class FakeEngine:
         self.arena = arena
         self.jobs: list[EncodeImage] = []
         self.cancelled: set[int] = set()
+        self.ended: set[int] = set()
         self.gate = asyncio.Event()
         self.gate.set()
         self.level_gate = asyncio.Event()
@@ -75,9 +76,11 @@ class FakeEngine:
                     task = asyncio.create_task(self._encode(message))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
-                case CancelImage():
+                case CancelImage() if message.job_id not in self.ended:
                     self.cancelled.add(message.job_id)
-                    self._out.put_nowait(ImageDone(message.job_id, error_code="cancelled"))
+                    self._end(ImageDone(message.job_id, error_code="cancelled"))
+                case _:
+                    pass
 
     def die(self) -> None:
         self._out.put_nowait(None)
@@ -88,7 +91,7 @@ class FakeEngine:
             return
         if job.image in self.errors:
             code, message = self.errors[job.image]
-            self._out.put_nowait(ImageDone(job.job_id, error_code=code, message=message))
+            self._end(ImageDone(job.job_id, error_code=code, message=message))
             return
         tokens = job.grid[1] * job.grid[2] // 4
         spec = EmbeddingSpec(LIKE.dtype, LIKE.levels, tokens, LIKE.hidden)
@@ -103,9 +106,13 @@ class FakeEngine:
                     return
         if job.image in self.late_errors:
             code, message = self.late_errors[job.image]
-            self._out.put_nowait(ImageDone(job.job_id, error_code=code, message=message))
+            self._end(ImageDone(job.job_id, error_code=code, message=message))
             return
-        self._out.put_nowait(ImageDone(job.job_id, 0.1, 0.2, 0.3))
+        self._end(ImageDone(job.job_id, 0.1, 0.2, 0.3))
+
+    def _end(self, done: ImageDone) -> None:
+        self.ended.add(done.job_id)
+        self._out.put_nowait(done)
 
 
 @dataclass
