@@ -16,10 +16,7 @@ from enum import Enum
 from services.common.arena import ArenaEntry
 from services.common.embedding import EmbeddingSpec
 from services.common.embedding_cache import RedisCache
-from services.common.errors import (
-    EmbeddingUnavailable,
-    Overloaded,
-)
+from services.common.errors import EmbeddingUnavailable, Overloaded
 from services.common.shared_memory import MemoryAddress
 from services.encoder.engine_client import EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier
@@ -165,10 +162,10 @@ class Embeddings:
         try:
             yield reading
         finally:
+            # Nothing is awaited: a call that its caller cancels is cancelled once more.
+            self._memory.release(reading.entry)
             if reading.work is not None:
                 reading.work.cancel()  # of the waiting for it; others may still wait
-                await asyncio.gather(reading.work, return_exceptions=True)
-            self._memory.release(reading.entry)
 
     async def digest_of(self, entry: ArenaEntry) -> bytes:
         """The digest of a held entry."""
@@ -202,7 +199,7 @@ class Embeddings:
             if flight is None:
                 await self._arrival(key)
                 continue
-            work = asyncio.create_task(self._join(flight))
+            work = self._join(flight)
             try:
                 await asyncio.wait({work, flight.begun}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
@@ -226,17 +223,22 @@ class Embeddings:
             if not waiting and self._arrivals.get(key) is waiting:
                 del self._arrivals[key]
 
-    async def _join(self, flight: _Flight) -> Encoded:
+    def _join(self, flight: _Flight) -> asyncio.Future[Encoded]:
+        """Waits for the flight from this moment on; cancelling the future leaves it."""
         assert flight.task is not None
         flight.waiters += 1
-        try:
-            return await asyncio.shield(flight.task)
-        finally:
-            flight.waiters -= 1
-            if flight.waiters == 0 and not flight.task.done():
-                # Forgotten at once: who asks from now on starts anew.
-                self._forget(flight)
-                flight.task.cancel()
+        joined = asyncio.shield(flight.task)
+        joined.add_done_callback(lambda done: self._leave(flight, done))
+        return joined
+
+    def _leave(self, flight: _Flight, joined: asyncio.Future[Encoded]) -> None:
+        if not joined.cancelled():
+            joined.exception()  # seen: who has gone need not be told
+        flight.waiters -= 1
+        if flight.waiters == 0 and flight.task is not None and not flight.task.done():
+            # Forgotten at once: who asks from now on starts anew.
+            self._forget(flight)
+            flight.task.cancel()
 
     def _start(self, key: bytes, image: bytes, grid: Grid, *, into_memory: bool) -> _Flight:
         flight = _Flight(key, image, grid, self.spec_of(grid), into_memory)

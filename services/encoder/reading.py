@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from services.common.arena import ArenaEntry
 from services.common.errors import EmbeddingUnavailable, InvalidRequest, TriptychError
@@ -23,7 +24,7 @@ class Reading:
     entry: ArenaEntry
     memory: MemoryTier
     there: list[Range]
-    work: asyncio.Task[object] | None = None
+    work: "asyncio.Future[Any] | None" = None
 
     async def ranges(self) -> AsyncGenerator[Range]:
         """The ranges of the tensor's bytes, each as soon as it is there, until all are.

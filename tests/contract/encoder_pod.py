@@ -57,6 +57,7 @@ class FakeEngine:
         self.gate.set()
         self.level_gate = asyncio.Event()
         self.level_gate.set()
+        self.level_delay_s = 0.0
         self.errors: dict[bytes, tuple[str, str]] = {}
         self.late_errors: dict[bytes, tuple[str, str]] = {}
         self._out: asyncio.Queue[EngineMessage | None] = asyncio.Queue()
@@ -102,6 +103,7 @@ class FakeEngine:
             if level:
                 self._out.put_nowait(LevelDone([job.job_id], level))
                 await self.level_gate.wait()
+                await asyncio.sleep(self.level_delay_s)
                 if job.job_id in self.cancelled:
                     return
         if job.image in self.late_errors:

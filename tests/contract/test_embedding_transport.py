@@ -8,7 +8,6 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -43,10 +42,12 @@ class Reader:
         """The embedding's bytes; nothing is held afterwards."""
         found: list[ArenaEntry] = []
         request = ImageRequest(key_of(image, GRID), SPEC, address)
-        await self.source.obtain([request], lambda _, entry: found.append(entry))
-        data = bytes(self.arena.view(found[0]))
-        self.source.release(found[0])
-        return data
+        try:
+            await self.source.obtain([request], lambda _, entry: found.append(entry))
+            return bytes(self.arena.view(found[0]))
+        finally:
+            for entry in found:
+                self.source.release(entry)
 
     def fetched_bytes(self, path: str) -> float:
         name = "decoder_embedding_fetch_bytes_total"
@@ -222,90 +223,6 @@ async def test_redis_comes_after_who_reads(
         assert pod.cache is not None and pod.cache.counters.writes == 0
         call.cancel()
         await until(lambda: pod.cache.counters.writes == 1)
-
-
-# Levels.
-
-LEVEL_BYTES = SPEC.size_bytes // SPEC.levels  # cuts a block of the digest in two
-
-
-def has_last_level(pod: Pod, reader: Reader, image: bytes) -> bool:
-    """Whether the level that comes first has reached the reader's own memory."""
-    flight = reader.source._flights.get(key_of(image, GRID))
-    if flight is None:
-        return False
-    there = bytes(reader.arena.view(flight.entry)[LEVEL_BYTES:])
-    return there == pod.expected(image, GRID)[LEVEL_BYTES:]
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-async def test_a_level_is_sent_while_the_next_is_made(pod: Pod, *, shared_memory: bool):
-    pod.engine.level_gate.clear()
-    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
-    async with reading(shared_memory=shared_memory) as first, reading() as second:
-        getting = [asyncio.create_task(r.get(b"image", pod.address)) for r in (first, second)]
-        for each in (first, second):
-            await until(lambda r=each: has_last_level(pod, r, b"image"))
-        assert not encoding.done() and not any(get.done() for get in getting)
-        pod.engine.level_gate.set()
-        expected = pod.expected(b"image", GRID)
-        assert await asyncio.gather(*getting) == [expected, expected]
-        assert (await encoding).source == pb.EncodeResponse.SOURCE_COMPUTED
-        assert first.fetched_bytes("shm" if shared_memory else "grpc") == SPEC.size_bytes
-    await until(lambda: is_unreferenced(pod))
-    assert not pod.memory._growths
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-async def test_work_that_fails_after_a_level_is_unavailable(pod: Pod, *, shared_memory: bool):
-    pod.engine.late_errors[b"image"] = ("internal_error", "the embedding is not finite")
-    pod.engine.level_gate.clear()
-    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
-    async with reading(shared_memory=shared_memory) as reader:
-        getting = asyncio.create_task(reader.get(b"image", pod.address))
-        await until(lambda: has_last_level(pod, reader, b"image"))
-        pod.engine.level_gate.set()
-        with pytest.raises(EncoderFailed, match="not finite"):
-            await getting
-        with pytest.raises(grpc.aio.AioRpcError):
-            await encoding
-        assert reader.arena.used_bytes == 0
-        await until(lambda: pod.memory.arena.used_bytes == 0)
-        assert not pod.memory._growths
-        pod.engine.late_errors.clear()
-        await pod.encode(b"image", GRID)
-        assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
-
-
-async def test_a_reader_that_goes_after_a_level_harms_nobody(pod: Pod, reader: Reader):
-    pod.engine.level_gate.clear()
-    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
-    getting = asyncio.create_task(reader.get(b"image", pod.address))
-    await until(lambda: has_last_level(pod, reader, b"image"))
-    getting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await getting
-    await until(lambda: reader.arena.used_bytes == 0)
-    pod.engine.level_gate.set()
-    await encoding
-    assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
-    assert len(pod.engine.jobs) == 1
-    await until(lambda: is_unreferenced(pod))
-
-
-async def test_work_that_nobody_waits_for_any_more_is_given_up_after_a_level(pod: Pod):
-    pod.engine.level_gate.clear()
-    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
-    async with reading() as reader:
-        getting = asyncio.create_task(reader.get(b"image", pod.address))
-        await until(lambda: has_last_level(pod, reader, b"image"))
-        encoding.cancel()
-        getting.cancel()
-        await asyncio.gather(getting, return_exceptions=True)
-    await until(lambda: bool(pod.engine.cancelled))
-    pod.engine.level_gate.set()
-    await until(lambda: pod.memory.arena.used_bytes == 0)
-    assert not pod.memory._growths
 
 
 # Two processes.

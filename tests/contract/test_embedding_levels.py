@@ -1,0 +1,149 @@
+"""An embedding read level by level while the tower still makes it."""
+
+import asyncio
+import random
+
+import grpc.aio
+import pytest
+
+from services.common.pb import encoder_pb2 as pb
+from services.decoder.embedding_fetch import EncoderFailed
+from tests.contract.encoder_pod import Pod, key_of
+from tests.contract.test_embedding_transport import (
+    GRID,
+    SPEC,
+    Reader,
+    is_unreferenced,
+    pod,
+    reader,
+    reading,
+    until,
+)
+
+__all__ = ["pod", "reader"]
+
+LEVEL_BYTES = SPEC.size_bytes // SPEC.levels  # cuts a block of the digest in two
+
+
+def has_last_level(pod: Pod, reader: Reader, image: bytes) -> bool:
+    """Whether the level that comes first has reached the reader's own memory."""
+    flight = reader.source._flights.get(key_of(image, GRID))
+    if flight is None:
+        return False
+    there = bytes(reader.arena.view(flight.entry)[LEVEL_BYTES:])
+    return there == pod.expected(image, GRID)[LEVEL_BYTES:]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+async def test_a_level_is_sent_while_the_next_is_made(pod: Pod, *, shared_memory: bool):
+    pod.engine.level_gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
+    async with reading(shared_memory=shared_memory) as first, reading() as second:
+        getting = [asyncio.create_task(r.get(b"image", pod.address)) for r in (first, second)]
+        for each in (first, second):
+            await until(lambda r=each: has_last_level(pod, r, b"image"))
+        assert not encoding.done() and not any(get.done() for get in getting)
+        pod.engine.level_gate.set()
+        expected = pod.expected(b"image", GRID)
+        assert await asyncio.gather(*getting) == [expected, expected]
+        assert (await encoding).source == pb.EncodeResponse.SOURCE_COMPUTED
+        assert first.fetched_bytes("shm" if shared_memory else "grpc") == SPEC.size_bytes
+    await until(lambda: is_unreferenced(pod))
+    assert not pod.memory._growths
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+async def test_work_that_fails_after_a_level_is_unavailable(pod: Pod, *, shared_memory: bool):
+    pod.engine.late_errors[b"image"] = ("internal_error", "the embedding is not finite")
+    pod.engine.level_gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
+    async with reading(shared_memory=shared_memory) as reader:
+        getting = asyncio.create_task(reader.get(b"image", pod.address))
+        await until(lambda: has_last_level(pod, reader, b"image"))
+        pod.engine.level_gate.set()
+        with pytest.raises(EncoderFailed, match="not finite"):
+            await getting
+        with pytest.raises(grpc.aio.AioRpcError):
+            await encoding
+        assert reader.arena.used_bytes == 0
+        await until(lambda: pod.memory.arena.used_bytes == 0)
+        assert not pod.memory._growths
+        pod.engine.late_errors.clear()
+        await pod.encode(b"image", GRID)
+        assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
+
+
+async def test_a_reader_that_goes_after_a_level_harms_nobody(pod: Pod, reader: Reader):
+    pod.engine.level_gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
+    getting = asyncio.create_task(reader.get(b"image", pod.address))
+    await until(lambda: has_last_level(pod, reader, b"image"))
+    getting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    await until(lambda: reader.arena.used_bytes == 0)
+    pod.engine.level_gate.set()
+    await encoding
+    assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
+    assert len(pod.engine.jobs) == 1
+    await until(lambda: is_unreferenced(pod))
+
+
+async def test_work_that_nobody_waits_for_any_more_is_given_up_after_a_level(pod: Pod):
+    pod.engine.level_gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
+    async with reading() as reader:
+        getting = asyncio.create_task(reader.get(b"image", pod.address))
+        await until(lambda: has_last_level(pod, reader, b"image"))
+        encoding.cancel()
+        getting.cancel()
+        await asyncio.gather(getting, return_exceptions=True)
+    await until(lambda: bool(pod.engine.cancelled))
+    pod.engine.level_gate.set()
+    await until(lambda: pod.memory.arena.used_bytes == 0)
+    assert not pod.memory._growths
+
+
+async def come_and_go(
+    pod: Pod, readers: list[Reader], rng: random.Random, outcomes: dict[str, int]
+) -> None:
+    """Encodes and reads one of a few images; sometimes it fails late, or the caller goes away."""
+    image, reader = b"%d" % rng.randrange(40), rng.choice(readers)
+    if rng.random() < 0.15:
+        pod.engine.late_errors[image] = ("internal_error", "made to fail")
+    else:
+        pod.engine.late_errors.pop(image, None)
+    encoding = asyncio.ensure_future(pod.encode(image, GRID))
+    getting = asyncio.create_task(reader.get(image, pod.address))
+    if rng.random() < 0.4:
+        await asyncio.sleep(0.04 * rng.random())
+        getting.cancel()
+    if rng.random() < 0.2:
+        encoding.cancel()
+    try:
+        assert await getting == pod.expected(image, GRID)
+        outcomes["read"] += 1
+    except asyncio.CancelledError:
+        outcomes["gone"] += 1
+    except EncoderFailed:
+        outcomes["failed"] += 1
+    await asyncio.gather(encoding, return_exceptions=True)
+
+
+async def test_readers_that_come_and_go_leave_nothing_behind(pod: Pod):
+    rng, outcomes = random.Random(7), {"read": 0, "gone": 0, "failed": 0}
+    pod.engine.level_delay_s = 0.01
+    readers = [Reader(shared_memory=bool(number % 2)) for number in range(4)]
+
+    async def keep_on() -> None:
+        for _ in range(25):
+            await come_and_go(pod, readers, rng, outcomes)
+
+    await asyncio.gather(*(keep_on() for _ in range(16)))
+    assert min(outcomes.values()) > 10
+    for each in readers:
+        await each.source.close()
+        assert not each.source._flights
+        assert all(entry.references == 0 for entry in each.arena._entries.values())
+    await until(lambda: is_unreferenced(pod))
+    assert not pod.memory._growths and not pod.embeddings._flights
