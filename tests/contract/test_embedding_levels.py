@@ -104,6 +104,29 @@ async def test_work_that_nobody_waits_for_any_more_is_given_up_after_a_level(pod
     assert not pod.memory._growths
 
 
+async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
+    """As gRPC does it now and then."""
+    pod.engine.level_gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
+    entered = asyncio.Event()
+
+    async def read() -> None:
+        async with pod.embeddings.reading(key_of(b"image", GRID), 10.0) as held:
+            assert held.work is not None
+            entered.set()
+            await asyncio.Event().wait()
+
+    reading = asyncio.create_task(read())
+    await entered.wait()
+    for _ in range(2):
+        reading.cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(reading, return_exceptions=True)
+    pod.engine.level_gate.set()
+    await encoding
+    await until(lambda: is_unreferenced(pod))
+
+
 async def come_and_go(
     pod: Pod, readers: list[Reader], rng: random.Random, outcomes: dict[str, int]
 ) -> None:
