@@ -4,13 +4,16 @@
 
 Decode: all sequences have the same context; a step's wall time is the mean over many steps of the
 real engine (schedule, run, sample, postprocess), and beside it the device's own time for one
-captured step and the host's time in each part. Prefill: prompts of several lengths, one at a time.
+captured step and the host's time in each part. Prefill: prompts of several lengths, one at a time,
+or so many at once (`--prompts 1008,8x1008`). `--profile` adds where the time goes, by kernel.
 """
 
 import argparse
+import functools
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,7 @@ from services.decoder.engine.runner import RunnerOptions, create_runner
 # Measured on an H200 with large copies and matrix products; see benchmarks/LOG.md.
 BANDWIDTH = 4.3e12  # bytes/s
 FLOPS = 790e12  # bf16
+_PROFILED = 16  # kernels of a profile
 
 
 def weight_elements(config: ModelConfig) -> int:
@@ -94,18 +98,38 @@ def measure_decode(
     return wall / steps, (wall - waited) / steps
 
 
-def measure_prefill(runner: ModelRunner, prompt: int, repeats: int) -> float:
-    """Median seconds from the arrival of a prompt to its first token, in an idle engine."""
+def measure_prefill(runner: ModelRunner, count: int, prompt: int, repeats: int) -> float:
+    """Median seconds from the arrival of so many prompts to all their first tokens, in an idle
+    engine.
+    """
     engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
     taken = []
-    for number in range(repeats + 2):
+    for repeat in range(repeats + 2):
         begin = time.perf_counter()
-        add(engine, 10_000 + number, prompt, 1, runner.info.vocab_size)
-        done = engine.step()
-        while done is None or not any(event.token_ids for event in done.events):
+        for number in range(count):
+            add(engine, 10_000 + repeat * count + number, prompt, 1, runner.info.vocab_size)
+        started = 0
+        while started < count:
             done = engine.step()
+            started += sum(bool(event.token_ids) for event in done.events) if done else 0
         taken.append(time.perf_counter() - begin)
     return statistics.median(taken[2:])
+
+
+def print_profile(title: str, work: Callable[[], object]) -> None:
+    """Where the device's time goes (the processor's, where that is the device), by kernel."""
+    on_gpu = torch.cuda.is_available()
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        work()
+    field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    found = [(getattr(e, field), e.count, e.key) for e in profile.key_averages()]
+    total = sum(micros for micros, _, _ in found) or 1
+    print(f"profile of {title}: {total / 1e3:.2f} ms")
+    for micros, count, name in sorted(found, reverse=True)[:_PROFILED]:
+        print(f"{micros / 1e3:9.2f} ms {100 * micros / total:5.1f} % {count:6} x  {name[:90]}")
 
 
 def device_step_s(runner: ModelRunner, batch: int, repeats: int = 30) -> float | None:
@@ -135,7 +159,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompts", default="128,1008,2048,8192")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--profile", action="store_true", help="of each prefill and each batch")
     arguments = parser.parse_args()
+    prompts = [_counted(part) for part in arguments.prompts.split(",")]
     config = ModelConfig.from_directory(arguments.model)
     batches = [int(part) for part in arguments.batches.split(",")]
     longest = arguments.context + arguments.steps + max(batches) + 64
@@ -144,7 +170,7 @@ def main() -> None:
         device=arguments.device,
         load_format=arguments.load_format,
         max_num_sequences=max(batches),
-        max_model_len=max(longest, *(int(p) + 16 for p in arguments.prompts.split(","))),
+        max_model_len=max(longest, *(tokens + 16 for _, tokens in prompts)),
     )
     begin = time.perf_counter()
     runner = create_runner(options)
@@ -163,11 +189,26 @@ def main() -> None:
             f"{batch:6} {step * 1e3:8.3f} {shown} {host * 1e3:8.3f} {floor * 1e3:8.3f} "
             f"{step / floor:8.2f}"
         )
-    print("prefill, one prompt: ms to its first token")
-    print(f"{'tokens':>6} {'time':>8} {'floor':>8} {'x floor':>8}")
-    for prompt in (int(part) for part in arguments.prompts.split(",")):
-        taken, floor = measure_prefill(runner, prompt, 10), prefill_floor_s(config, prompt)
-        print(f"{prompt:6} {taken * 1e3:8.2f} {floor * 1e3:8.2f} {taken / floor:8.2f}")
+    print("prefill: ms to the first token of all prompts")
+    print(f"{'prompts':>10} {'time':>8} {'floor':>8} {'x floor':>8}")
+    for count, tokens in prompts:
+        taken = measure_prefill(runner, count, tokens, 10)
+        floor = count * prefill_floor_s(config, tokens)
+        figures = f"{taken * 1e3:8.2f} {floor * 1e3:8.2f} {taken / floor:8.2f}"
+        print(f"{f'{count} x {tokens}':>10} {figures}")
+    if arguments.profile:
+        for count, tokens in prompts:
+            title = f"three prefills of {count} x {tokens} tokens"
+            print_profile(title, functools.partial(measure_prefill, runner, count, tokens, 1))
+        for batch in batches:
+            work = functools.partial(measure_decode, runner, batch, arguments.context, 20)
+            print_profile(f"{batch} prompts of {arguments.context} tokens, 30 steps", work)
+
+
+def _counted(text: str) -> tuple[int, int]:
+    """ "8x1008" → (8, 1008); "1008" → (1, 1008)."""
+    count, _, tokens = text.rpartition("x")
+    return int(count or 1), int(tokens)
 
 
 if __name__ == "__main__":
