@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def _counted(text: str) -> tuple[int, int]:
-    """ "8x1008" → (8, 1008); "1008" → (1, 1008)."""
+    """Count and tokens: `8x1008` is (8, 1008), and `1008` is (1, 1008)."""
     count, _, tokens = text.rpartition("x")
     return int(count or 1), int(tokens)
 
