@@ -93,6 +93,8 @@ class Embeddings:
         writer: puts new ones there; None as `cache`.
         metrics: counts.
         max_queued_patches: images beyond this in work are refused at once.
+        least_levelwise_bytes: embeddings that are smaller are handed out in one piece: the messages
+            for their levels would cost more than they hide.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Embeddings:
         writer: RedisWriter | None,
         metrics: EncoderMetrics,
         max_queued_patches: int,
+        least_levelwise_bytes: int = 8 << 20,
     ) -> None:
         self._like = like
         self._merge_size = merge_size
@@ -115,6 +118,7 @@ class Embeddings:
         self._writer = writer
         self._metrics = metrics
         self._max_queued_patches = max_queued_patches
+        self._least_levelwise_bytes = least_levelwise_bytes
         self._sources = SourceStore()
         self._flights: dict[bytes, _Flight] = {}
         self._queued_patches = 0
@@ -377,8 +381,9 @@ class Embeddings:
         return times
 
     def _grow(self, entry: ArenaEntry, level: int) -> None:
-        size = entry.spec.size_bytes // entry.spec.levels
-        self._memory.extend(entry, level * size, (level + 1) * size)
+        if entry.spec.size_bytes >= self._least_levelwise_bytes:
+            size = entry.spec.size_bytes // entry.spec.levels
+            self._memory.extend(entry, level * size, (level + 1) * size)
 
     def _settle(self, entry: ArenaEntry, done: asyncio.Future[StageTimes]) -> None:
         """The engine has let go of the memory, whether anybody still waits or not."""

@@ -20,11 +20,13 @@ class _Growth:
 
     Attributes:
         ranges: in the order they came.
+        change: done when there is more, or will be no more.
         digesting: of these ranges.
         finishing: ends in the digest, after `commit`.
     """
 
     digest: TensorDigest
+    change: asyncio.Future[None]
     ranges: list[Range] = field(default_factory=list[Range])
     digesting: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     finishing: asyncio.Task[bytes] | None = None
@@ -51,19 +53,17 @@ class MemoryTier:
 
     def begin(self, entry: ArenaEntry) -> None:
         """The writer of a held entry begins; `commit` or `abandon` follows."""
-        self._growths[entry] = _Growth(TensorDigest(self.arena.view(entry)))
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._growths[entry] = _Growth(TensorDigest(self.arena.view(entry)), change)
 
     def extend(self, entry: ArenaEntry, start: int, stop: int) -> None:
         """Bytes of an entry that has begun are there, before it is complete: readers may have them,
-        and threads digest them.
+        and a thread digests them.
         """
         growth = self._growths[entry]
-        growth.ranges.append((start, stop))
-        for share in share_out(split_blocks(start, stop), _DIGEST_THREADS):
-            self.arena.acquire(entry)
-            task = asyncio.create_task(self._digest(entry, growth, share))
-            growth.digesting.add(task)
-        self._wake()
+        self._add(entry, growth, (start, stop), num_threads=1)
+        growth.change.set_result(None)
+        growth.change = asyncio.get_running_loop().create_future()
 
     def commit(self, entry: ArenaEntry) -> None:
         """Marks the bytes complete; where their digest is not known, threads make it of those that
@@ -71,16 +71,18 @@ class MemoryTier:
         """
         if not entry.digest:
             growth = self._growths[entry]
-            for start, stop in _gaps(growth.ranges, entry.spec.size_bytes):
-                self.extend(entry, start, stop)
+            for gap in _gaps(growth.ranges, entry.spec.size_bytes):
+                self._add(entry, growth, gap, _DIGEST_THREADS)
             growth.finishing = asyncio.create_task(self._finish(entry, growth))
+            growth.change.set_result(None)
         self.arena.commit(entry)
         self._wake()
 
     def abandon(self, entry: ArenaEntry) -> None:
-        """The entry will never be complete; its writer still gives its reference back."""
-        self._growths.pop(entry, None)
-        self._wake()
+        """An entry that has begun will never be complete; its writer still gives its reference
+        back.
+        """
+        self._growths.pop(entry).change.set_result(None)
 
     def ranges(self, entry: ArenaEntry) -> list[Range]:
         """What is there of a held entry that is committed or has begun, in the order it came. The
@@ -90,9 +92,12 @@ class MemoryTier:
             return growth.ranges
         return [(0, entry.spec.size_bytes)]
 
-    async def change(self) -> None:
-        """Returns at the next change of any entry."""
-        await self._changed.wait()
+    def change(self, entry: ArenaEntry) -> "asyncio.Future[None] | None":
+        """Done when there is more of an entry that has begun, or will be no more; None: it is
+        complete, or abandoned. Not to be cancelled: all readers share it.
+        """
+        growth = self._growths.get(entry)
+        return None if growth is None else growth.change
 
     async def digest_of(self, entry: ArenaEntry) -> bytes:
         """The digest of a committed, held entry; computed once."""
@@ -145,8 +150,14 @@ class MemoryTier:
                 # A thread that is done still drops its view; what it leaves ends with the process.
                 await asyncio.sleep(0.01)
 
+    def _add(self, entry: ArenaEntry, growth: _Growth, where: Range, num_threads: int) -> None:
+        growth.ranges.append(where)
+        for share in share_out(split_blocks(*where), num_threads):
+            self.arena.acquire(entry)
+            growth.digesting.add(asyncio.create_task(self._digest(entry, growth, share)))
+
     async def _digest(self, entry: ArenaEntry, growth: _Growth, ranges: list[Range]) -> None:
-        """Releases the reference that `extend` took."""
+        """Releases the reference that `_add` took."""
         try:
             await asyncio.to_thread(_add_all, growth.digest, ranges)
         finally:
@@ -156,7 +167,6 @@ class MemoryTier:
         await asyncio.gather(*growth.digesting)
         entry.digest = growth.digest.finish()
         del self._growths[entry]
-        self._wake()
         return entry.digest
 
     def _wake(self) -> None:

@@ -46,9 +46,9 @@ class Reading:
                     self.work.result()
                 assert self.entry.committed
                 continue
-            change = asyncio.ensure_future(self.memory.change())
-            await asyncio.wait({change, self.work}, return_when=asyncio.FIRST_COMPLETED)
-            change.cancel()
+            change = self.memory.change(self.entry)
+            awaited = {self.work, change} if change else {self.work}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
 
 
 @contextmanager

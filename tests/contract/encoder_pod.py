@@ -198,7 +198,7 @@ async def run_pod(
         metrics.export_redis(cache.counters)
     embeddings = Embeddings(
         like=LIKE, merge_size=2, memory=memory, engine=client, cache=cache, writer=writer,
-        metrics=metrics, max_queued_patches=max_queued_patches,
+        metrics=metrics, max_queued_patches=max_queued_patches, least_levelwise_bytes=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = Description("tiny", PREFIX, LIKE, 2, max_image_patches)
