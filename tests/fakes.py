@@ -4,7 +4,7 @@ Each is a real gRPC server; tests set what it does. Kept in step with proto/*.pr
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 import grpc.aio
@@ -81,6 +81,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.before: Callable[[encoder_pb2.EncodeRequest], Awaitable[None]] | None = None
         self.requests: list[encoder_pb2.EncodeRequest] = []
         self.request_ids: list[str] = []
+        self.asked: set[tuple[str, bytes]] = set()  # request id, image key
         self.known: set[bytes] = set()
         self.num_tokens_error = 0
         self.num_cancelled = 0
@@ -95,6 +96,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.requests.append(request)
         metadata = dict(context.invocation_metadata())
         self.request_ids.append(metadata.get(rpc.REQUEST_ID, ""))
+        self.asked.add((self.request_ids[-1], request.image_key))
         try:
             if self.before is not None:
                 await self.before(request)
@@ -118,6 +120,8 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
     Attributes:
         reply: token ids; a `stop` end is sent after them unless `max_tokens` comes first.
         end_token: sampled at a `stop` end.
+        encoders: those that could give it embeddings. Like a real decoder, which has to wait for
+            them, it never overtakes the call to the encoder.
         tokens_per_event, delay_s: the pace.
         before: awaited before a sequence's first token; may raise a TriptychError to be sent.
         die_after: break the stream after as many tokens of a sequence.
@@ -134,6 +138,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         )  # fmt: skip
         self.end_token = 0
         self.default_reply: list[int] = [40, 41, 42]
+        self.encoders: Sequence[FakeEncoder] = ()
         self.reset()
 
     def reset(self) -> None:
@@ -186,6 +191,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
     async def _run(self, submit, events) -> None:
         sequence_id, sampling = submit.sequence_id, submit.sampling
         try:
+            await self._until_asked(submit)
             if self.before is not None:
                 await self.before(submit)
             reply = self.reply[: sampling.max_tokens]
@@ -224,6 +230,15 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         except asyncio.CancelledError:
             await self._fail(events, sequence_id, "cancelled", "cancelled")
             raise
+
+    async def _until_asked(self, submit) -> None:
+        wanted = {(submit.request_id, image.image_key) for image in submit.images}
+
+        def all_asked() -> bool:
+            return wanted <= {asked for encoder in self.encoders for asked in encoder.asked}
+
+        while self.encoders and not all_asked():  # noqa: ASYNC110 - state without an event
+            await asyncio.sleep(0.001)
 
     async def _fail(self, events, sequence_id: int, code: str, message: str) -> None:
         failed = decoder_pb2.Failed(

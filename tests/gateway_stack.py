@@ -62,6 +62,7 @@ class GatewayStack:
         self.encoders = [FakeEncoder() for _ in range(num_encoders)]
         self.decoders = [FakeDecoder(vocab_size=vocab_size()) for _ in range(num_decoders)]
         for decoder in self.decoders:
+            decoder.encoders = self.encoders
             decoder.end_token = added_ids()["<|im_end|>"]
             decoder.default_reply = self.tokenizer.encode_text("A red circle.")
             decoder.reset()

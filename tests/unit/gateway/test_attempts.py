@@ -35,8 +35,6 @@ def new_picture() -> str:
 
 def serving(pair):
     """The encoder that the last image went to first, and the other one."""
-    # The answer may overtake the call to the encoder, for the fakes need no embedding.
-    pair.wait(lambda: any(e.requests for e in pair.encoders))
     first = next(e for e in pair.encoders if e.requests)
     return first, next(e for e in pair.encoders if e is not first)
 
@@ -71,8 +69,6 @@ def test_equal_pictures_meet_at_one_encoder(pair):
 )
 def test_broken_encoder_costs_a_retry(pair, failure):
     url = new_picture()
-    for decoder in pair.decoders:
-        decoder.before = lambda _: asyncio.sleep(0.1)
     answer(pair.chat(messages=asking(url)))
     first, second = serving(pair)
     pair.decoders[0].delay_s = pair.decoders[1].delay_s = 0.0
@@ -89,8 +85,6 @@ def test_broken_encoder_costs_a_retry(pair, failure):
 
 def test_killed_encoder_costs_a_retry(pair):
     url = new_picture()
-    for decoder in pair.decoders:
-        decoder.before = lambda _: asyncio.sleep(0.1)
     answer(pair.chat(messages=asking(url)))
     first, second = serving(pair)
     first.before = forever
@@ -105,8 +99,6 @@ def test_killed_encoder_costs_a_retry(pair):
 
 def test_encoder_that_returns_another_size_costs_a_retry(pair):
     url = new_picture()
-    for decoder in pair.decoders:
-        decoder.before = lambda _: asyncio.sleep(0.1)
     answer(pair.chat(messages=asking(url)))
     first, second = serving(pair)
     first.num_tokens_error = 1
@@ -142,8 +134,6 @@ def test_image_that_the_encoder_refuses_is_the_callers_fault_at_once(pair):
 
 def test_decoder_that_cannot_get_an_embedding_names_the_encoder_to_avoid(pair):
     url = new_picture()
-    for decoder in pair.decoders:
-        decoder.before = lambda _: asyncio.sleep(0.1)
     answer(pair.chat(messages=asking(url)))
     first, second = serving(pair)
 
