@@ -21,23 +21,11 @@ from itertools import pairwise
 import numpy as np
 import uvloop
 
-from benchmarks.client import Connection, Sample, Target
+from benchmarks.client import Connection, Sample, Target, TimedConnection
 from benchmarks.worker import model_name
 from benchmarks.workloads import WORDS, chat_body, data_url, random_image
 
 _TIMEOUT_S = 600.0
-
-
-class _Stream(Connection):
-    """Notes when each event came."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self.arrivals: list[float] = []
-
-    def on_text(self, text: str, now: float) -> None:
-        """As `Connection`."""
-        self.arrivals.append(now)
 
 
 @dataclass(slots=True)
@@ -54,7 +42,7 @@ class Streams:
 
     async def run(self, number: int) -> None:
         """One stream."""
-        stream = _Stream(self.target)
+        stream = TimedConnection(self.target)
         words = random.Random(number)
         while not self.stopped:
             stream.arrivals = []
@@ -64,7 +52,7 @@ class Streams:
             if sample.error:
                 self.errors.append(sample.error)
                 break
-            times = stream.arrivals
+            times = [now for now, _ in stream.arrivals]
             self.gaps += [(later, later - sooner) for sooner, later in pairwise(times)]
         stream.close()
 

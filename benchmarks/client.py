@@ -231,6 +231,22 @@ class Connection(asyncio.Protocol):
             self._sample.completion_tokens = usage["completion_tokens"]
 
 
+class TimedConnection(Connection):
+    """Notes when content came.
+
+    Attributes:
+        arrivals: time and text of each event with content; cleared by whoever sends a request.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.arrivals: list[tuple[float, str]] = []
+
+    def on_text(self, text: str, now: float) -> None:
+        """As `Connection`."""
+        self.arrivals.append((now, text))
+
+
 def _message(body: bytes) -> str:
     try:
         return json.loads(body)["error"]["message"]

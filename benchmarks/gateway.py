@@ -33,7 +33,7 @@ import psutil
 import uvloop
 
 from benchmarks import null_engine
-from benchmarks.client import Connection, Sample, Target
+from benchmarks.client import Connection, Sample, Target, TimedConnection
 from benchmarks.workloads import WORDS
 from services.decoder.__main__ import serve as serve_decoder
 
@@ -72,18 +72,6 @@ class Load:
         return self.streams / self.rate
 
 
-class _TimedConnection(Connection):
-    """Notes when each token came."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self.arrivals: list[float] = []
-
-    def on_text(self, text: str, now: float) -> None:
-        """As `Connection`."""
-        self.arrivals += [now] * len(text)
-
-
 Answer = tuple[int, Sample, list[float]]  # seed, what was seen, when each token came
 
 
@@ -98,7 +86,7 @@ def run_client(
     """Entry point of a client process, with `share` streams of its own."""
 
     async def keep_one_in_flight(answers: list[Answer]) -> None:
-        connection = _TimedConnection(target)
+        connection = TimedConnection(target)
         while True:
             with next_seed.get_lock():
                 seed = next_seed.value
@@ -108,7 +96,9 @@ def run_client(
                 return
             connection.arrivals = []
             sample = await connection.post(_body(load, seed), _TIMEOUT_S)
-            answers.append((seed, sample, connection.arrivals))
+            # A token is a letter.
+            tokens = [now for now, text in connection.arrivals for _ in text]
+            answers.append((seed, sample, tokens))
 
     async def run() -> None:
         answers: list[Answer] = []

@@ -55,7 +55,3 @@ class Dice:
             j = self.integer(i, len(pool) - 1)
             pool[i], pool[j] = pool[j], pool[i]
         return pool[:count]
-
-    def shuffled(self, items: Sequence[T]) -> list[T]:
-        """All items in random order."""
-        return self.some(items, len(items))

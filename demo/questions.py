@@ -6,8 +6,6 @@ put at the slot {in}: "" or " in the picture" for one picture, " in the second p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from demo.dice import Dice
 from demo.scenes import COLOURS, SHAPES, Scene, Thing
 from demo.wording import (
@@ -46,7 +44,6 @@ _OTHER_WORDS = {
         "in the lower right, in the bottom right",
     }.items()
 }
-Asker = Callable[[Dice, Scene, str], Turn | None]
 
 
 def _subject(dice: Dice, scene: Scene, fields: str) -> Ref | None:

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.allocator import keep_freed_memory
 from services.common.arena import Arena
+from services.common.collector import settle_collector
 from services.common.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embedding_cache import RedisCache
 from services.common.engine_process import ChannelClosed, EngineDied, EngineProcess
@@ -121,6 +122,7 @@ async def _serve_engine(
         cache=cache, writer=writer, metrics=metrics,
         max_queued_patches=settings.max_queued_patches,
     )  # fmt: skip
+    settle_collector()
     serve_metrics(metrics.registry, settings.host, settings.metrics_port)
     engine_run = asyncio.create_task(engine.run())
     server, healthy = await build_server(EncoderServicer(description, embeddings, metrics))

@@ -60,7 +60,7 @@ class EngineClient:
 
     Args:
         link: to an engine that said it is ready.
-        on_stats: called with the gauges the engine sends after each batch.
+        on_stats: called with the counters the engine sends after each batch.
     """
 
     def __init__(self, link: EngineLink, on_stats: Callable[[EngineStats], None]) -> None:

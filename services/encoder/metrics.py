@@ -57,7 +57,7 @@ class EncoderMetrics:
             "encoder_stage_seconds", "Time per image in each stage", ["stage"],
             buckets=LATENCY_BUCKETS, registry=registry,
         )  # fmt: skip
-        self._last_stats = EngineStats(0, 0, 0, 0, 0)
+        self._last_stats = EngineStats(0, 0)
 
     def observe_stage(self, stage: str, seconds: float) -> None:
         """`stage` is lookup, queue, preprocess or forward."""

@@ -233,6 +233,7 @@ async def test_the_fronts_death_ends_the_engine(model_dir: Path) -> None:
         encoder.process.kill()
         await encoder.process.wait()
         await asyncio.to_thread(engine.wait, 20)
+        assert not engine.is_running()
 
 
 @pytest.mark.parametrize(

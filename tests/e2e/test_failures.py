@@ -113,7 +113,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_second(
                 b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
             )
         wait_until(lambda: cluster.used_blocks() > 0, 20, "the sequences run")
-    wait_until(lambda: cluster.used_blocks() == 0, 1.5, "all blocks are free")
+    assert wait_until(lambda: cluster.used_blocks() == 0, 1.5, "all blocks are free") <= 1.5
 
 
 def test_sigterm_lets_running_streams_finish(cluster: Cluster) -> None:

@@ -1,6 +1,6 @@
 """The most likely token of each row of logits, in two small kernels.
 
-The plain twin is `services.decoder.engine.sampler.greedy`; of equal logits the lowest id wins.
+The plain twin is `services.decoder.kernels.ops.greedy`; of equal logits the lowest id wins.
 """
 
 import torch

@@ -95,7 +95,7 @@ class Engine:
         self._jobs: dict[int, _Job] = {}  # until their end; the receiver adds, the loop removes
         self._launched: deque[LaunchedBatch] = deque()
         self._stopping = False
-        self._num_batches = self._num_images = self._num_patches = 0
+        self._num_images = self._num_patches = 0
 
     def run(self) -> None:
         """The loop. Returns when the front has no more use for the engine."""
@@ -248,21 +248,12 @@ class Engine:
 
     def _finish(self, batch: LaunchedBatch) -> None:
         finite = self._runner.finish(batch)
-        self._num_batches += 1
         self._num_images += len(batch.images)
         self._num_patches += sum(image.num_patches for image in batch.images)
         for image, is_finite in zip(batch.images, finite, strict=True):
             error = None if is_finite else InternalError("the embedding is not finite")
             self._end(image.job_id, error)
-        self._send(
-            EngineStats(
-                num_queued=len(self._jobs),
-                queued_patches=self._batcher.queued_patches,
-                num_batches=self._num_batches,
-                num_images=self._num_images,
-                num_patches=self._num_patches,
-            )
-        )
+        self._send(EngineStats(num_images=self._num_images, num_patches=self._num_patches))
 
     def _end(self, job_id: int, error: TriptychError | None) -> None:
         job = self._jobs.pop(job_id)

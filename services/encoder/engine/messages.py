@@ -55,11 +55,8 @@ class ImageDone(msgspec.Struct, tag="done"):
 
 
 class EngineStats(msgspec.Struct, tag="stats"):
-    """Gauges of the engine, sent after each batch."""
+    """Counters of the engine, sent after each batch."""
 
-    num_queued: int
-    queued_patches: int
-    num_batches: int  # total
     num_images: int  # total
     num_patches: int  # total
 

@@ -79,6 +79,7 @@ def own_settings(name: str, variables: dict[str, str]) -> dict[str, str]:
 
 
 def test_every_resource_is_valid(resources: list[Resource]) -> None:
+    assert len(resources) > 5
     for resource in resources:
         kubernetes_validate.validate(resource, KUBERNETES_VERSION, strict=True)
 
@@ -182,7 +183,8 @@ def test_probes_ask_the_right_questions(resources: list[Resource]) -> None:
 def test_every_variable_is_a_known_setting_and_none_is_missing(resources: list[Resource]) -> None:
     for name, settings in SETTINGS.items():
         variables = own_settings(name, environment(resources, pods(resources)[name]))
-        settings.from_environment(variables)
+        found = settings.from_environment(variables)
+        assert len(found.model_fields_set) == len(variables) > 0
 
 
 def test_variables_in_the_config_map_belong_to_a_service(resources: list[Resource]) -> None:

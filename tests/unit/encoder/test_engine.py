@@ -83,7 +83,7 @@ class Front:
 
     def __init__(self, end: socket.socket) -> None:
         self._channel: EngineChannel[EngineMessage] = EngineChannel(end, EngineMessage)
-        self.stats = EngineStats(0, 0, 0, 0, 0)
+        self.stats = EngineStats(0, 0)
         self.done: dict[int, ImageDone] = {}
         self.levels: list[tuple[list[int], int]] = []
 

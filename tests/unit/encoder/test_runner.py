@@ -108,7 +108,9 @@ def test_whatever_is_not_finite_is_noticed(
 
 
 def test_warm_up_leaves_a_small_arena_in_peace(model: VisionModel) -> None:
-    Runner(model, CPU, torch.float32, mmap.mmap(-1, 4096)).warm_up(1 << 16)
+    arena = mmap.mmap(-1, 4096)
+    Runner(model, CPU, torch.float32, arena).warm_up(1 << 16)
+    assert any(arena[:])  # the small batch fits, and was run; more would not have fitted
 
 
 @pytest.mark.parametrize(

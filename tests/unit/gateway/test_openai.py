@@ -23,20 +23,22 @@ def sampling(**fields):
 
 
 def test_fields_without_effect_are_taken():
-    parse(
+    found = parse(
         user="u", metadata={"a": [1, {"b": None}]}, store=True, service_tier="auto",
         safety_identifier="x", prompt_cache_key="k", prompt_cache_retention="24h",
         prediction={"type": "content", "content": "x"}, parallel_tool_calls=True,
         stream=True, stream_options={"include_obfuscation": False},
     )  # fmt: skip
+    assert found.user == "u" and found.stream
 
 
 def test_unserved_fields_may_say_what_happens_anyway():
-    parse(
+    found = parse(
         tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"],
         functions=None, function_call="auto", audio=None, reasoning_effort=None, verbosity=None,
         web_search_options=None,
     )  # fmt: skip
+    assert [message.content for message in found.messages] == ["hello"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_unserved_field_is_refused_by_name(field, value):
 
 
 def test_our_own_answer_can_be_sent_back():
-    parse(
+    found = parse(
         messages=[
             *HELLO,
             {"role": "assistant", "content": None, "refusal": None, "annotations": [],
@@ -63,6 +65,7 @@ def test_our_own_answer_can_be_sent_back():
             *HELLO,
         ]
     )  # fmt: skip
+    assert [message.role for message in found.messages] == ["user", "assistant", "user"]
 
 
 def test_defaults_are_the_models():

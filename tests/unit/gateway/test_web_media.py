@@ -119,7 +119,7 @@ def test_plain_urls_are_taken():
         "http://[2606:4700::1111]/x", "http://bücher.example/x", "HTTP://EXAMPLE.COM/",
         "http://example.com/a@b",
     ):  # fmt: skip
-        parse_url(url)
+        assert parse_url(url)
 
 
 @pytest.mark.parametrize("address", PRIVATE)
