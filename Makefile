@@ -40,7 +40,7 @@ $(LIGHT): $(PINS) | $(BIN)/python
 	$(PYTHON) -m venv $(LIGHT_VENV)
 	@echo '*' > $(LIGHT_VENV)/.gitignore
 	$(LIGHT_VENV)/bin/python $(PIP_INSTALL) -e '.[gateway]' \
-		pytest pytest-asyncio pytest-timeout hypothesis
+		pytest pytest-asyncio pytest-rerunfailures pytest-timeout hypothesis
 	@touch $@
 
 .PHONY: setup
@@ -71,6 +71,8 @@ bench: $(DEV) ## measure a running server: make bench ARGS="--url URL --rows tex
 # --- checking ---------------------------------------------------------------------------------
 
 .PHONY: test
+# A test that fails is tried again, for the machine's sake; what needed it is printed (ADR 0010).
+test: export PYTEST_ADDOPTS = --reruns 2 --reruns-delay 2 -rfER
 test: system-test lint type proto-check test-light e2e unit ## everything that must hold
 
 .PHONY: lint

@@ -19,6 +19,7 @@ from services.decoder.service import DecoderServicer
 from tests.fake_fetch import FakeFetchServicer, serve_fetch
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, add_message, expected_tokens, runner_info
 from tests.in_process_engine import InProcessEngine
+from tests.noise import PATIENCE_S
 
 KEYS = [bytes([n]) * 32 for n in range(1, 9)]
 
@@ -100,13 +101,13 @@ class Gateway:
         return self.ends[sequence_id]
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def closed(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await self._reader
 
     async def _read(self) -> None:
@@ -163,6 +164,6 @@ def alone(prompt: list[int], *spans: ImageSpan, max_tokens: int = 8) -> list[int
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - of things that have no event
             await asyncio.sleep(0.001)

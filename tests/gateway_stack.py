@@ -15,6 +15,7 @@ from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer import ModelTokenizer
 from tests.fakes import FakeDecoder, FakeEncoder
+from tests.noise import PATIENCE_S
 from tests.tiny_tokenizer import added_ids, vocab_size, write_model_directory
 
 MODEL = "tiny"
@@ -28,7 +29,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 30) -> Any:
+    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = PATIENCE_S) -> Any:
         """Runs a coroutine there and returns its result."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
@@ -93,7 +94,7 @@ class GatewayStack:
         self.gateway: Gateway = create_gateway(self.settings)
         self.server = GatewayServer(self.gateway, self.settings)
         self._serving = asyncio.create_task(self.server.serve())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not (self.server.started and self.all_healthy()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         self.port = self.server.port
@@ -113,7 +114,7 @@ class GatewayStack:
                 fake.reset()
                 if fake.server is None:
                     await fake.start(fake.address)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while not self.all_healthy():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
@@ -129,7 +130,7 @@ class GatewayStack:
         self.thread.run(close())
 
     def client(self, **options: Any) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=20, **options)
+        return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, **options)
 
     def chat(self, **fields: object) -> httpx2.Response:
         """Posts a chat request: a model and a greeting unless `fields` say otherwise."""
@@ -146,7 +147,7 @@ class GatewayStack:
 
         return self.thread.run(run())
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> float:
+    def wait(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> float:
         """Waits until `condition`; returns how long it took."""
         start = time.monotonic()
         while not self.on_loop(condition):

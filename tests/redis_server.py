@@ -13,6 +13,8 @@ from types import TracebackType
 import pytest
 import redis
 
+from tests.noise import PATIENCE_S
+
 _START_TIMEOUT_S = 10.0
 
 
@@ -35,7 +37,7 @@ class RedisServer:
 
     def client(self) -> redis.Redis:
         """A new synchronous client; close it (`with server.client() as client`)."""
-        return redis.Redis(port=self.port, socket_timeout=5.0)
+        return redis.Redis(port=self.port, socket_timeout=PATIENCE_S)
 
     def start(self) -> None:
         self._process = subprocess.Popen(

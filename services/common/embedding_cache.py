@@ -78,7 +78,7 @@ class RedisCache:
         timeout_s: the most that a header, a lock or one range of a body may take.
     """
 
-    def __init__(self, url: str, *, ttl_s: int, timeout_s: float = 0.03) -> None:
+    def __init__(self, url: str, *, ttl_s: int, timeout_s: float) -> None:
         self.counters = CacheCounters()
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s

@@ -48,7 +48,10 @@ async def serve(settings: DecoderSettings, engine_module: str = ENGINE_MODULE) -
     engine: EngineProcess[EngineMessage] = await EngineProcess.start(
         engine_module, settings.model_dump_json(), arena, EngineMessage
     )
-    cache = RedisCache(settings.redis_url, ttl_s=_REDIS_TTL_S) if settings.redis_url else None
+    cache = None
+    if settings.redis_url:
+        timeout_s = settings.redis_timeout_ms / 1000
+        cache = RedisCache(settings.redis_url, ttl_s=_REDIS_TTL_S, timeout_s=timeout_s)
     try:
         ready = await _until(stopped, engine.channel.receive())
         if ready is None:

@@ -31,6 +31,7 @@ from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_writer import RedisWriter
 from services.encoder.service import Description, EncoderServicer
+from tests.noise import PATIENCE_S
 
 LIKE = EmbeddingSpec("float32", 2, 0, 64)
 PREFIX = b"p" * 32
@@ -140,10 +141,10 @@ class Pod:
             image=image,
             grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]),
         )
-        return self.stub.Encode(request, timeout=10.0)
+        return self.stub.Encode(request, timeout=PATIENCE_S)
 
     async def fetch(
-        self, image: bytes, grid: tuple[int, int, int] = (1, 8, 8), timeout_s: float = 10.0
+        self, image: bytes, grid: tuple[int, int, int] = (1, 8, 8), timeout_s: float = PATIENCE_S
     ) -> bytes:
         """The whole embedding, checked as a decoder checks it."""
         call = self.stub.Fetch(pb.FetchRequest(image_key=key_of(image, grid)), timeout=timeout_s)
@@ -185,7 +186,7 @@ async def run_pod(
     arena_bytes: int = 8 << 20,
     max_queued_patches: int = 1 << 16,
     max_image_patches: int = 4096,
-    redis_timeout_s: float = 0.5,
+    redis_timeout_s: float = PATIENCE_S,
 ) -> AsyncIterator[Pod]:
     arena = Arena(arena_bytes)
     engine = FakeEngine(arena)

@@ -22,6 +22,7 @@ from services.decoder.metrics import DecoderMetrics
 from services.decoder.submission import ImageRequest
 from services.encoder import redis_writer
 from tests.contract.encoder_pod import LIKE, Pod, embedding_of, key_of, run_pod
+from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
 
 GRID = (1, 96, 100)  # 1.2 MiB: two chunks, and two blocks of the digest
@@ -34,7 +35,7 @@ class Reader:
     def __init__(self, *, shared_memory: bool = True) -> None:
         self.arena = Arena(8 << 20)
         self.registry = CollectorRegistry()
-        self.fetcher = EncoderFetcher(timeout_s=10.0, shared_memory=shared_memory)
+        self.fetcher = EncoderFetcher(timeout_s=PATIENCE_S, shared_memory=shared_memory)
         metrics = DecoderMetrics(self.registry)
         self.source = EmbeddingSource(self.arena, self.fetcher, None, metrics)
 
@@ -79,8 +80,8 @@ async def reader() -> AsyncIterator[Reader]:
         yield reader
 
 
-async def until(condition, timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
+async def until(condition) -> None:
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - state without an event
             await asyncio.sleep(0.002)
 
@@ -199,7 +200,7 @@ async def test_an_entry_stays_while_it_is_read_and_no_longer(pod: Pod):
     await pod.memory.digest_of(entry)
     await until(lambda: entry.references == 0)
     request = pb.FetchRequest(image_key=entry.key, reader_host=host_identity())
-    call = pod.stub.Fetch(request, timeout=10.0)
+    call = pod.stub.Fetch(request, timeout=PATIENCE_S)
     parts = [await call.read() for _ in range(4)]
     assert [part.WhichOneof("part") for part in parts] == ["header", "shared", "ready", "trailer"]
     await asyncio.sleep(0.05)
@@ -240,7 +241,7 @@ async def main():
     for _ in range(4):
         await call.read()
     print("read", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 asyncio.run(main())
 """
@@ -270,7 +271,7 @@ async def encode_at(address: str, image: bytes) -> None:
     async with create_channel(address) as channel:
         grid = pb.Grid(t=GRID[0], h=GRID[1], w=GRID[2])
         request = pb.EncodeRequest(image_key=key_of(image, GRID), image=image, grid=grid)
-        await pb_grpc.EncoderStub(channel).Encode(request, timeout=10.0)
+        await pb_grpc.EncoderStub(channel).Encode(request, timeout=PATIENCE_S)
 
 
 async def test_two_processes_share_memory(reader: Reader):

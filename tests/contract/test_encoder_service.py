@@ -15,6 +15,7 @@ from services.common import errors
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc
 from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
+from tests.noise import PATIENCE_S, async_least, timed
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
 
 Response = pb.EncodeResponse
@@ -33,9 +34,9 @@ async def failure(call: Awaitable[object]) -> errors.TriptychError:
     return error_from_rpc(caught.value, "encoder")
 
 
-async def until(condition: object, timeout_s: float = 10.0) -> None:
+async def until(condition: object) -> None:
     assert callable(condition)
-    async with asyncio.timeout(timeout_s):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - state of a library, without an event
             await asyncio.sleep(0.005)
 
@@ -75,7 +76,7 @@ async def test_fetch_of_what_nobody_encodes_ends_at_its_deadline(pod: Pod) -> No
     start = time.monotonic()
     error = await failure(pod.fetch(b"never", timeout_s=0.3))
     assert isinstance(error, errors.EmbeddingUnavailable | errors.DeadlineExceeded)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 20.0
     await until(lambda: not pod.embeddings._arrivals)
 
 
@@ -184,9 +185,8 @@ async def test_overload_is_refused_before_any_work() -> None:
         pod.engine.gate.clear()
         running = [asyncio.ensure_future(pod.encode(bytes([n]))) for n in range(3)]  # 192 patches
         await until(lambda: len(pod.engine.jobs) == 3)
-        start = time.monotonic()
+        # The engine's gate is closed: a refusal that waited for work would never come.
         assert isinstance(await failure(pod.encode(b"fourth")), errors.Overloaded)
-        assert time.monotonic() - start < 0.5
         assert len(pod.engine.jobs) == 3
         assert (await pod.stub.Describe(pb.DescribeEncoderRequest())).model_name == "tiny"
         joined = asyncio.ensure_future(pod.encode(bytes([0])))  # costs nothing: it is in work
@@ -291,7 +291,7 @@ async def test_a_pod_that_claimed_and_died_is_not_waited_for_long(
     async with run_pod(redis_server.url) as pod:
         start = time.monotonic()
         assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
-        assert time.monotonic() - start < 3.0
+        assert time.monotonic() - start < 20.0  # `Fetch` waits for up to 60
 
 
 async def test_a_corrupt_entry_costs_one_encode(redis_server: RedisServer) -> None:  # noqa: F811
@@ -322,17 +322,22 @@ async def test_a_frozen_redis_costs_little(redis_server: RedisServer) -> None:  
     async with run_pod(redis_server.url, redis_timeout_s=0.02) as pod:
         await pod.encode(b"warm")
         await pod.flush_writes()
-        redis_server.freeze()
-        start = time.monotonic()
-        assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
-        assert time.monotonic() - start < 0.05 + 0.1  # and this machine's other work
-        start = time.monotonic()
-        assert (await pod.encode(b"next")).source == Response.SOURCE_COMPUTED
-        assert time.monotonic() - start < 0.1
-        assert await pod.fetch(b"image") == pod.expected(b"image")
-        redis_server.thaw()
-        assert pod.cache is not None
-        await until(lambda: pod.cache.available)  # type: ignore[union-attr]
+        cache = pod.cache
+        assert cache is not None
+        images = (b"image %d" % n for n in range(100))
+
+        async def first_encode() -> float:
+            redis_server.freeze()
+            image = next(images)
+            seconds = await timed(pod.encode(image))
+            assert not cache.available
+            assert (await pod.encode(next(images))).source == Response.SOURCE_COMPUTED
+            assert await pod.fetch(image) == pod.expected(image)
+            redis_server.thaw()
+            await until(lambda: cache.available)
+            return seconds
+
+        assert await async_least(first_encode, 0.05) < 0.05
 
 
 async def test_a_stopped_redis_is_done_without(redis_server: RedisServer) -> None:  # noqa: F811

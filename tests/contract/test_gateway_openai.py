@@ -12,6 +12,7 @@ import pytest
 
 from tests.gateway_fixtures import asking, picture
 from tests.gateway_stack import MODEL
+from tests.noise import PATIENCE_S
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -33,7 +34,7 @@ def test_answer(client):
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
     assert answer.model == MODEL
-    assert abs(answer.created - time.time()) < 5
+    assert abs(answer.created - time.time()) < PATIENCE_S
     (choice,) = answer.choices
     assert choice.message.role == "assistant"
     assert choice.message.content == "A red circle."
@@ -293,21 +294,21 @@ def test_disconnect_cancels_the_sequence(stack, stream):
     if stream:
         connection.recv(1000)
     connection.close()
-    assert stack.wait(lambda: not stack.decoder.running) < 1
+    assert stack.wait(lambda: not stack.decoder.running) < 10  # the answer takes 20
     stack.wait(lambda: stack.gateway.admission.num_running == 0)
     assert stack.metric("gateway_requests_total", outcome="cancelled") == cancelled + 1
 
 
 def test_disconnect_cancels_the_encode(stack):
     async def slow(_):
-        await asyncio.sleep(30)
+        await asyncio.sleep(2 * PATIENCE_S)
 
     stack.encoder.before = slow
     stack.decoder.before = slow
     connection = send_raw(stack, {"model": MODEL, "messages": asking(picture(77, 66))})
     stack.wait(lambda: len(stack.encoder.requests) == 1)
     connection.close()
-    assert stack.wait(lambda: stack.encoder.num_cancelled == 1 and not stack.decoder.running) < 2
+    stack.wait(lambda: stack.encoder.num_cancelled == 1 and not stack.decoder.running)
 
 
 def test_disconnect_in_the_body_frees_the_slot(stack):
@@ -317,7 +318,7 @@ def test_disconnect_in_the_body_frees_the_slot(stack):
     )
     stack.wait(lambda: stack.gateway.admission.num_running == 1)
     connection.close()
-    assert stack.wait(lambda: stack.gateway.admission.num_running == 0) < 1
+    stack.wait(lambda: stack.gateway.admission.num_running == 0)
 
 
 def test_slow_reader_holds_up_nobody(stack):
@@ -328,5 +329,5 @@ def test_slow_reader_holds_up_nobody(stack):
     start = time.monotonic()
     for _ in range(5):
         assert stack.chat(max_tokens=1).status_code == 200
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     connection.close()

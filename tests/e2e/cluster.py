@@ -16,6 +16,7 @@ import numpy as np
 import openai
 from PIL import Image
 
+from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,13 +67,13 @@ class Service:
         self.signal(signal.SIGKILL)
         self._process.wait()
 
-    def terminate(self, timeout_s: float = 20.0) -> int:
+    def terminate(self, timeout_s: float = PATIENCE_S) -> int:
         """SIGTERM to the front alone, as Kubernetes does; returns the exit status."""
         assert self._process is not None
         self._process.terminate()
         return self.wait(timeout_s)
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Waits until the front has ended; returns its exit status."""
         assert self._process is not None
         return self._process.wait(timeout_s)
@@ -95,7 +96,7 @@ class Service:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` that carry all `labels`; 0 where there is none."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             lines = answer.read().decode().splitlines()
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         return sum(
@@ -120,13 +121,17 @@ class Cluster:
         gateway: dict[str, object] | None = None,
     ) -> None:
         self.redis = RedisServer("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru")
-        common = {"model": model, "device": "cpu", "dtype": "float32", "redis_url": self.redis.url}
+        common = {
+            "model": model, "device": "cpu", "dtype": "float32", "redis_url": self.redis.url,
+            # A machine that is busy with something else must not make Redis look slow.
+            "redis_timeout_ms": 5000,
+        }  # fmt: skip
         self.encoders = [
-            Service("encoder", directory / f"encoder-{i}.log", **common, **(encoder or {}))
+            Service("encoder", directory / f"encoder-{i}.log", **{**common, **(encoder or {})})
             for i in range(encoders)
         ]
         self.decoders = [
-            Service("decoder", directory / f"decoder-{i}.log", **common, **(decoder or {}))
+            Service("decoder", directory / f"decoder-{i}.log", **{**common, **(decoder or {})})
             for i in range(decoders)
         ]
         self.gateway = Service(
@@ -185,7 +190,7 @@ class Cluster:
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S, **options
         )
 
     def ask(self, question: str, *images: bytes, **fields: Any) -> str:

@@ -1,5 +1,6 @@
 """Redis and the caches: a picture is encoded once, and a bad Redis changes no answer."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import Cluster, message, picture, wait_until
+from tests.noise import PATIENCE_S, least
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUESTION = "Describe the picture."
@@ -17,6 +19,14 @@ QUESTION = "Describe the picture."
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(Path(tmp_path_factory.mktemp("cluster")), encoders=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Cluster]:
+    """With the default of Redis's timeout."""
+    usual: dict[str, object] = {"redis_timeout_ms": 30}
+    with Cluster(tmp_path, encoder=usual, decoder=usual) as cluster:
         yield cluster
 
 
@@ -31,7 +41,7 @@ def test_second_request_with_the_same_picture_encodes_nothing(cluster: Cluster) 
 def test_restarted_services_encode_nothing_again(cluster: Cluster) -> None:
     stored = num_stored(cluster)
     first = cluster.ask(QUESTION, picture(2))
-    wait_until(lambda: num_stored(cluster) > stored, 5, "the entry is in Redis")
+    wait_until(lambda: num_stored(cluster) > stored, PATIENCE_S, "the entry is in Redis")
     cluster.restart(*cluster.encoders, *cluster.decoders)
     assert cluster.ask(QUESTION, picture(2)) == first
     assert cluster.num_encodes() == 0  # counters start anew with the process
@@ -70,7 +80,7 @@ def test_garbage_in_redis_changes_no_answer(cluster: Cluster) -> None:
     pictures = [picture(seed) for seed in (10, 11, 12)]
     stored = num_stored(cluster)
     expected = [cluster.ask(QUESTION, image) for image in pictures]
-    wait_until(lambda: num_stored(cluster) == stored + 3, 5, "the entries are in Redis")
+    wait_until(lambda: num_stored(cluster) == stored + 3, PATIENCE_S, "the entries are in Redis")
     with cluster.redis.client() as client:
         keys = list(client.scan_iter())
         for n, key in enumerate(keys):
@@ -99,23 +109,31 @@ def test_flushed_and_stopped_redis_change_no_answer(cluster: Cluster) -> None:
         cluster.redis.start()
 
 
-def test_frozen_redis_adds_at_most_50_ms(cluster: Cluster) -> None:
-    def seconds(seed: int) -> float:
-        image = picture(seed)
+def test_frozen_redis_adds_at_most_50_ms(hasty: Cluster) -> None:
+    seeds = itertools.count(100)
+
+    def seconds() -> float:
+        image = picture(next(seeds))
         start = time.perf_counter()
-        assert cluster.ask(QUESTION, image, max_tokens=1)
+        assert hasty.ask(QUESTION, image, max_tokens=1)
         return time.perf_counter() - start
 
-    seconds(100)
-    usual = [seconds(seed) for seed in range(101, 113)]
-    cluster.redis.freeze()
-    try:
-        frozen = [seconds(seed) for seed in range(201, 213)]
-    finally:
-        cluster.redis.thaw()
-    # The worst of them is the first, which finds out; the machine's own noise is in both.
-    assert statistics.median(frozen) - statistics.median(usual) <= 0.050
-    assert min(frozen[:1]) - max(usual) <= 0.050
+    seconds()
+    usual = [seconds() for _ in range(12)]
+
+    def first_and_others() -> float:
+        """What the freeze costs the request that finds it out, which is the worst off."""
+        stored = num_stored(hasty)
+        hasty.redis.freeze()
+        try:
+            first = seconds()
+            others = [seconds() for _ in range(4)]
+        finally:
+            hasty.redis.thaw()
+        wait_until(lambda: bool(seconds()) and num_stored(hasty) > stored, PATIENCE_S, "in use")
+        return max(first, min(others)) - statistics.median(usual)
+
+    assert least(first_and_others, 0.050) <= 0.050
 
 
 def num_stored(cluster: Cluster) -> int:

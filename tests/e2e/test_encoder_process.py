@@ -33,6 +33,7 @@ from services.encoder.attention import create
 from services.encoder.engine.patches import pack_patches
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
 from services.encoder.preprocess import preprocess
+from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, free_port, redis_server  # noqa: F401
 
 pytestmark = pytest.mark.e2e
@@ -97,11 +98,11 @@ class Encoder:
     async def embedding(self, data: bytes) -> torch.Tensor:
         """Asks for both at once, as gateway and decoder do."""
         request = self.request(data)
-        encoding = self.stub.Encode(request, timeout=30)
+        encoding = self.stub.Encode(request, timeout=PATIENCE_S)
         parts = [
             part
             async for part in self.stub.Fetch(
-                pb.FetchRequest(image_key=request.image_key), timeout=30
+                pb.FetchRequest(image_key=request.image_key), timeout=PATIENCE_S
             )
         ]
         await encoding
@@ -118,7 +119,7 @@ class Encoder:
 
     def metric(self, name: str) -> float:
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " "))
 
@@ -145,7 +146,9 @@ async def run_encoder(model_dir: Path, **settings: object) -> AsyncIterator[Enco
     channel = create_channel(f"127.0.0.1:{port}")
     try:
         stub = pb_grpc.EncoderStub(channel)
-        known = await stub.Describe(pb.DescribeEncoderRequest(), wait_for_ready=True, timeout=60)
+        known = await stub.Describe(
+            pb.DescribeEncoderRequest(), wait_for_ready=True, timeout=PATIENCE_S
+        )
         config = ModelConfig.from_directory(model_dir)
         yield Encoder(process, stub, config, known.key_prefix, metrics_port)
     finally:
@@ -201,7 +204,7 @@ async def test_pictures_of_many_sizes_at_once(model_dir: Path) -> None:
 
 async def failure(encoder: Encoder, data: bytes) -> errors.TriptychError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await encoder.stub.Encode(encoder.request(data), timeout=30)
+        await encoder.stub.Encode(encoder.request(data), timeout=PATIENCE_S)
     return error_from_rpc(caught.value, "encoder")
 
 
@@ -214,7 +217,7 @@ async def test_a_restart_encodes_nothing_again(
         before = await encoder.embedding(data)
     assert len(redis_server.keys()) == 1  # SIGTERM waited for the write behind
     async with run_encoder(model_dir, redis_url=redis_server.url) as encoder:
-        answer = await encoder.stub.Encode(encoder.request(data), timeout=30)
+        answer = await encoder.stub.Encode(encoder.request(data), timeout=PATIENCE_S)
         assert answer.source == pb.EncodeResponse.SOURCE_REDIS
         assert torch.equal(await encoder.embedding(data), before)
         assert await encoder.num_encoded() == 0

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.e2e.serve_command import serve_command
+from tests.noise import PATIENCE_S
 from triptych import cli
 from triptych.samples import SAMPLES
 
@@ -28,15 +29,15 @@ def test_one_command_answers_about_a_picture_and_ctrl_c_ends_it(
         assert len([p for p in gateways if not p.children()]) == 2
         start = time.monotonic()
         command.process.send_signal(signal.SIGINT)
-        assert command.process.wait(5) == 0
-        assert time.monotonic() - start < 5
-    assert psutil.wait_procs(processes, timeout=1)[1] == []
+        assert command.process.wait(PATIENCE_S) == 0
+        assert time.monotonic() - start < 15
+    assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
 
 
 def test_a_dead_engine_ends_the_stack_and_is_named(tmp_path: Path) -> None:
     with serve_command(tmp_path) as command:
         command.services()["services.decoder.engine_main"].kill()
-        assert command.process.wait(15) != 0
+        assert command.process.wait(PATIENCE_S) != 0
         assert "decoder-0 ended while serving" in command.log_path.read_text()
 
 
@@ -46,4 +47,4 @@ def test_a_killed_supervisor_leaves_no_process(tmp_path: Path) -> None:
         assert len(processes) >= 5
         command.process.kill()
         command.process.wait(5)
-        assert psutil.wait_procs(processes, timeout=10)[1] == []
+        assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []

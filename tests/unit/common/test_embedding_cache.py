@@ -3,25 +3,25 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
 
 from services.common.embedding import STORED_HEADER_BYTES, EmbeddingSpec, digest, pack_header
 from services.common.embedding_cache import RedisCache
+from tests.noise import PATIENCE_S, async_least, timed
 from tests.redis_server import RedisServer, free_port, redis_server  # noqa: F401
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 SPEC = EmbeddingSpec("float32", 2, 70_000, 4)  # over two ranges
 ENTRY = b"triptych:embedding:" + KEY
-# The bound of the design is 50 ms; the rest is this machine's other work.
-FROZEN_BOUND_S = 0.05 + 0.05
+FROZEN_BOUND_S = 0.05  # of the design
 
 
 @pytest.fixture
 async def cache(redis_server: RedisServer) -> AsyncIterator[RedisCache]:  # noqa: F811
-    cache = RedisCache(redis_server.url, ttl_s=60, timeout_s=0.5)
+    cache = RedisCache(redis_server.url, ttl_s=60, timeout_s=PATIENCE_S)
     yield cache
     await cache.close()
 
@@ -53,14 +53,8 @@ async def load(cache: RedisCache, key: bytes = KEY) -> bytes | None:
     return bytes(into) if await cache.read(key, spec, expected, into) else None
 
 
-async def timed(call: Awaitable[object]) -> float:
-    start = time.monotonic()
-    await call
-    return time.monotonic() - start
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - state of a library, without an event
             await asyncio.sleep(0.01)
 
@@ -146,11 +140,11 @@ async def test_stopped_is_skipped_then_comes_back(
     redis_server: RedisServer,  # noqa: F811
     open_cache: Callable[..., RedisCache],
 ) -> None:
-    cache = open_cache(redis_server.url)
+    cache = open_cache(redis_server.url, timeout_s=PATIENCE_S)
     data = body()
     await cache.write(KEY, SPEC, digest(data), data)
     redis_server.stop()
-    assert await timed(load(cache)) < FROZEN_BOUND_S
+    assert await timed(load(cache)) < PATIENCE_S  # refused, which is known at once
     assert not cache.available
     assert not await cache.write(KEY, SPEC, digest(data), data)
     assert await cache.try_lock(KEY, b"me", 1.0)  # nobody can say otherwise
@@ -168,24 +162,33 @@ async def test_never_started(open_cache: Callable[..., RedisCache]) -> None:
 
 
 async def test_frozen_costs_one_timeout(
+    cache: RedisCache,
     redis_server: RedisServer,  # noqa: F811
     open_cache: Callable[..., RedisCache],
 ) -> None:
-    cache = open_cache(redis_server.url)
+    hasty = open_cache(redis_server.url)
     data = body()
     await cache.write(KEY, SPEC, digest(data), data)
-    redis_server.freeze()
 
     async def whole_request() -> None:
-        assert await load(cache) is None
-        assert await cache.try_lock(KEY, b"me", 1.0)
-        assert await load(cache) is None
-        await cache.unlock(KEY, b"me")
+        assert await load(hasty) is None
+        assert await hasty.try_lock(KEY, b"me", 1.0)
+        assert await load(hasty) is None
+        await hasty.unlock(KEY, b"me")
 
-    assert await timed(whole_request()) < FROZEN_BOUND_S
-    assert await timed(whole_request()) < 0.02  # the breaker is open: nothing is sent
-    redis_server.thaw()
-    await until(lambda: cache.available)
+    async def first_and_next() -> float:
+        await until(lambda: hasty.available)
+        redis_server.freeze()
+        first = await timed(whole_request())
+        assert not hasty.available
+        skipped = hasty.counters.skipped
+        await whole_request()
+        assert hasty.counters.skipped >= skipped + 4  # the breaker is open: nothing is sent
+        redis_server.thaw()
+        return first
+
+    assert await async_least(first_and_next, FROZEN_BOUND_S) < FROZEN_BOUND_S
+    await until(lambda: hasty.available)
     assert await load(cache) == data
 
 
@@ -194,23 +197,35 @@ async def test_frozen_before_the_first_connection(
     open_cache: Callable[..., RedisCache],
 ) -> None:
     redis_server.freeze()
-    assert await timed(load(open_cache(redis_server.url))) < FROZEN_BOUND_S
+
+    async def first_load() -> float:
+        return await timed(load(open_cache(redis_server.url)))
+
+    assert await async_least(first_load, FROZEN_BOUND_S) < FROZEN_BOUND_S
     redis_server.thaw()
 
 
 async def test_frozen_between_header_and_body(
+    cache: RedisCache,
     redis_server: RedisServer,  # noqa: F811
     open_cache: Callable[..., RedisCache],
 ) -> None:
-    cache = open_cache(redis_server.url)
     data = body()
     await cache.write(KEY, SPEC, digest(data), data)
     found = await cache.header(KEY)
     assert found
-    redis_server.freeze()
     into = memoryview(bytearray(SPEC.size_bytes))
-    assert await timed(cache.read(KEY, *found, into)) < FROZEN_BOUND_S
-    redis_server.thaw()
+
+    async def read() -> float:
+        hasty = open_cache(redis_server.url)
+        assert await hasty.ping(PATIENCE_S)
+        redis_server.freeze()
+        seconds = await timed(hasty.read(KEY, *found, into))
+        redis_server.thaw()
+        assert not hasty.available
+        return seconds
+
+    assert await async_least(read, FROZEN_BOUND_S) < FROZEN_BOUND_S
 
 
 async def test_black_hole(open_cache: Callable[..., RedisCache]) -> None:
@@ -219,10 +234,16 @@ async def test_black_hole(open_cache: Callable[..., RedisCache]) -> None:
     server = await asyncio.start_server(lambda _, writer: writers.append(writer), "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        cache = open_cache(f"redis://127.0.0.1:{port}/0")
-        assert await timed(load(cache)) < FROZEN_BOUND_S
-        assert not cache.available
-        await cache.close()
+        caches: list[RedisCache] = []
+
+        async def first_load() -> float:
+            caches.append(open_cache(f"redis://127.0.0.1:{port}/0"))
+            return await timed(load(caches[-1]))
+
+        assert await async_least(first_load, FROZEN_BOUND_S) < FROZEN_BOUND_S
+        assert not caches[-1].available
+        for cache in caches:
+            await cache.close()
         for writer in writers:
             writer.close()
 
@@ -260,7 +281,7 @@ async def test_garbage_protocol(open_cache: Callable[..., RedisCache], answer: b
 
 async def test_full_redis_is_counted(open_cache: Callable[..., RedisCache]) -> None:
     with RedisServer("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as server:
-        cache = open_cache(server.url, timeout_s=0.5)
+        cache = open_cache(server.url, timeout_s=PATIENCE_S)
         data = body()
         assert not await cache.write(KEY, SPEC, digest(data), data)
         assert cache.counters.errors == 1 and cache.available
@@ -293,7 +314,7 @@ async def test_one_lock_has_one_owner(cache: RedisCache) -> None:
     assert not await cache.try_lock(KEY, b"b", 5.0)
     await cache.unlock(KEY, b"a")
     assert await cache.try_lock(KEY, b"b", 0.05)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.2)
     assert await cache.try_lock(KEY, b"a", 5.0)  # expired
 
 
@@ -302,13 +323,13 @@ async def test_a_late_loop_is_not_a_late_redis(
     open_cache: Callable[..., RedisCache],
 ) -> None:
     """A reply that lies in the socket counts, however long this process was busy."""
-    cache = open_cache(redis_server.url)
+    cache = open_cache(redis_server.url, timeout_s=0.2)
     data = body()
     await cache.write(KEY, SPEC, digest(data), data)
     task = asyncio.create_task(cache.header(KEY))
     for _ in range(3):
         await asyncio.sleep(0)
-    time.sleep(0.1)  # noqa: ASYNC251 - the point of the test
+    time.sleep(1.0)  # noqa: ASYNC251 - the point of the test
     assert await task is not None and cache.available
 
 
@@ -316,7 +337,7 @@ async def test_a_burst_shares_a_few_connections(
     redis_server: RedisServer,  # noqa: F811
     open_cache: Callable[..., RedisCache],
 ) -> None:
-    cache = open_cache(redis_server.url, timeout_s=2.0)
+    cache = open_cache(redis_server.url, timeout_s=PATIENCE_S)
     data = body()
     await cache.write(KEY, SPEC, digest(data), data)
     found = await asyncio.gather(*(cache.header(KEY) for _ in range(300)))
@@ -331,10 +352,16 @@ async def test_a_frozen_redis_costs_a_burst_one_timeout(
     redis_server: RedisServer,  # noqa: F811
     open_cache: Callable[..., RedisCache],
 ) -> None:
-    cache = open_cache(redis_server.url)
-    assert await cache.ping(5.0)
-    redis_server.freeze()
-    start = time.monotonic()
-    assert set(await asyncio.gather(*(load(cache) for _ in range(200)))) == {None}
-    assert time.monotonic() - start < FROZEN_BOUND_S + 0.05
-    redis_server.thaw()
+    bound_s = 2 * FROZEN_BOUND_S  # 200 coroutines are work as well
+
+    async def burst() -> float:
+        cache = open_cache(redis_server.url)
+        assert await cache.ping(PATIENCE_S)
+        redis_server.freeze()
+        start = time.monotonic()
+        assert set(await asyncio.gather(*(load(cache) for _ in range(200)))) == {None}
+        seconds = time.monotonic() - start
+        redis_server.thaw()
+        return seconds
+
+    assert await async_least(burst, bound_s) < bound_s

@@ -11,6 +11,7 @@ from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.embedding_source import EmbeddingSource
 from services.decoder.submission import ImageRequest
 from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
+from tests.noise import PATIENCE_S
 
 PAGE = 4096
 KEYS = [bytes([n]) * 32 for n in range(8)]
@@ -110,7 +111,7 @@ class World:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - of things that have no event
             await asyncio.sleep(0.001)
 

@@ -24,12 +24,13 @@ from services.encoder.engine.messages import (
     Shutdown,
 )
 from services.encoder.engine.runner import LaunchedBatch, PreparedImage
+from tests.noise import PATIENCE_S
 
 GRID = (1, 4, 4)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)

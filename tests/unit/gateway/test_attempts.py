@@ -15,6 +15,7 @@ from services.common.errors import (
     Unavailable,
 )
 from tests.gateway_fixtures import asking, picture
+from tests.noise import PATIENCE_S
 
 
 def raising(error):
@@ -152,7 +153,7 @@ def test_only_encoder_is_asked_once_more_for_a_lost_embedding(stack):
     failures = iter([True, False])
 
     async def before(_):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not stack.encoder.requests:  # noqa: ASYNC110 - a list of a fake
                 await asyncio.sleep(0.001)
         if next(failures):

@@ -14,6 +14,7 @@ from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Pod, PodSet
 from services.gateway.generation import Finished, Generation, Mailbox, Sampling
 from tests.fakes import FakeDecoder, FakeEncoder
+from tests.noise import PATIENCE_S
 
 
 def generation(**sampling) -> Generation:
@@ -22,8 +23,8 @@ def generation(**sampling) -> Generation:
     )
 
 
-async def until(condition, timeout_s=5.0):
-    async with asyncio.timeout(timeout_s):
+async def until(condition):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - conditions lie in other tasks
             await asyncio.sleep(0.005)
 
@@ -31,7 +32,7 @@ async def until(condition, timeout_s=5.0):
 async def take_all(mailbox, choices=1):
     """Events until as many ends."""
     events = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while sum(event.end is not None for event in events) < choices:
             events += await mailbox.take()
     return events
@@ -246,7 +247,7 @@ async def test_silent_pod_loses_its_calls_to_others():
         await until(lambda: fake.requests)
         fake.health.silent = True
         with pytest.raises(Unavailable):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 await call
         assert pool.description() is None
         await until(lambda: fake.num_cancelled == 1)

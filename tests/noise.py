@@ -1,0 +1,40 @@
+"""A bound on time, tested on a machine that does other things too.
+
+The noise of a machine only ever adds time, so the least of several rounds is what the code needs:
+a bound fails when no round keeps it. What must merely happen some time waits `PATIENCE_S`.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+
+ROUNDS = 8
+PATIENCE_S = 60.0
+
+
+def least(measure: Callable[[], float], bound_s: float, rounds: int = ROUNDS) -> float:
+    """The least of up to `rounds` measures in seconds; ends with the first within `bound_s`."""
+    found = measure()
+    for _ in range(rounds - 1):
+        if found <= bound_s:
+            break
+        found = min(found, measure())
+    return found
+
+
+async def async_least(
+    measure: Callable[[], Awaitable[float]], bound_s: float, rounds: int = ROUNDS
+) -> float:
+    """`least` of an asynchronous measure."""
+    found = await measure()
+    for _ in range(rounds - 1):
+        if found <= bound_s:
+            break
+        found = min(found, await measure())
+    return found
+
+
+async def timed(call: Awaitable[object]) -> float:
+    """Seconds until `call` is done."""
+    start = time.monotonic()
+    await call
+    return time.monotonic() - start
