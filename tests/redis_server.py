@@ -25,19 +25,21 @@ class RedisServer:
     `stop` and `start`, so that a client may be pointed at a server that comes and goes.
     """
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, user: str = "", password: str = "") -> None:
         self._arguments = arguments
+        self._user, self._password = user, password
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="triptych-redis-"))
         self.port = free_port()
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        login = f"{self._user}:{self._password}@" if self._user else ""
+        return f"redis://{login}127.0.0.1:{self.port}/0"
 
     def client(self) -> redis.Redis:
         """A new synchronous client; close it (`with server.client() as client`)."""
-        return redis.Redis(port=self.port, socket_timeout=PATIENCE_S)
+        return redis.Redis.from_url(self.url, socket_timeout=PATIENCE_S)
 
     def start(self) -> None:
         self._process = subprocess.Popen(

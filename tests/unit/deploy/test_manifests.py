@@ -222,6 +222,14 @@ def test_redis_is_bounded_in_memory_and_behind_a_password(resources: list[Resour
         assert url["secretKeyRef"]["name"] == pod["spec"]["volumes"][0]["secret"]["secretName"]
 
 
+def test_redis_is_not_one_of_known_holes(resources: list[Resource]) -> None:
+    """Below, whoever may send a command may run code: CVE-2025-49844, CVE-2026-23479."""
+    image = container_of(pods(resources)["redis"])["image"]
+    version = re.match(r"redis:(\d+)\.(\d+)\.(\d+)-", image)
+    assert version is not None
+    assert tuple(map(int, version.groups())) >= (8, 2, 10)
+
+
 def bytes_of(text: str) -> int:
     number, unit = re.fullmatch(r"(\d+)(Gi|Mi|gb|mb)", text).groups()  # type: ignore[union-attr]
     return int(number) << (30 if unit[0] in "Gg" else 20)
@@ -342,6 +350,9 @@ def test_dockerfiles_set_known_variables_and_run_as_nobody_in_particular(name: s
     ports = {value for key, value in variables.items() if key.endswith("PORT")}
     assert set(exposed[1].split()) == ports
     final_stage = text[text.rindex("\nFROM ") :]
+    # An editable installation points to the code: without it, the environment alone is nothing.
+    assert "-e '.[" in text
+    assert re.search(r"^COPY --from=\w+ /venv /venv\nCOPY --from=\w+ /app /app$", final_stage, re.M)
     user = re.search(r"^USER (\d+):(\d+)$", final_stage, re.MULTILINE)
     assert user is not None
     pod = pods(render(K8S / "base"))[name]
