@@ -1,0 +1,90 @@
+"""Compiles the kernels of flashinfer that the services use, into its package: `--arch 9.0a`.
+
+Without this flashinfer compiles them at the first start, which needs CUDA's compiler where the
+services run, and minutes. No GPU is needed, but a C++ compiler, and CUDA's: from pip (the extra
+`kernels`), which is taken where it is installed, or from where flashinfer finds it.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Of Qwen3-VL's language models, and of the smaller vision towers; the larger have 72, see SDPA.
+_DECODER_HEAD_DIM, _ENCODER_HEAD_DIM = 128, 64
+
+
+def pip_toolkit(into: Path) -> Path | None:
+    """CUDA's compiler from pip in the layout of an installed toolkit; None: it is not there."""
+    package = importlib.util.find_spec("nvidia")
+    places = package.submodule_search_locations if package else None
+    roots = [Path(place) / "cu13" for place in places or ()]
+    found = next((root for root in roots if (root / "bin" / "nvcc").exists()), None)
+    if found is None:
+        return None
+    for name in ("bin", "include", "nvvm"):
+        (into / name).symlink_to(found / name)
+    # The linker asks for names without a version, which the packages lack.
+    libraries = into / "lib64"
+    libraries.mkdir()
+    for path in (found / "lib").glob("*.so.*"):
+        (libraries / path.name).symlink_to(path)
+        (libraries / f"{path.name.partition('.so.')[0]}.so").symlink_to(path)
+    # The driver's library is there where a GPU is: an empty one of its name will do for linking.
+    empty = into / "empty.c"
+    empty.touch()
+    stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", str(libraries / "libcuda.so"), str(empty)]
+    subprocess.run(["cc", *stub], check=True)
+    return into
+
+
+def compile_all(arch: str) -> None:
+    """Compiles what is not there yet; flashinfer reads its settings when it is imported."""
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = arch  # noqa: TID251 - a setting of flashinfer's
+    import torch
+    from flashinfer.jit import (  # pyright: ignore[reportMissingImports]
+        env,
+        gen_batch_decode_module,
+        gen_batch_prefill_module,
+    )
+
+    types = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
+    backends = ("fa3", "fa2") if arch.startswith("9.") else ("fa2",)
+    decode = _DECODER_HEAD_DIM
+    specs = [gen_batch_decode_module(*types, decode, decode, 0, False, False)] + [
+        gen_batch_prefill_module(backend, *types, size, size, 0, False, False, False)
+        for size in (_DECODER_HEAD_DIM, _ENCODER_HEAD_DIM)
+        for backend in backends
+    ]
+    for number, spec in enumerate(specs, 1):
+        target = env.FLASHINFER_AOT_DIR / spec.name / f"{spec.name}.so"
+        print(f"[{number}/{len(specs)}] {spec.name}", flush=True)
+        if target.exists():
+            continue
+        start = time.monotonic()
+        spec.build(verbose=False)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(spec.jit_library_path, target)
+        print(f"    {time.monotonic() - start:.0f} s", flush=True)
+
+
+def main() -> int:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arch", required=True, help="of the GPU: 9.0a for an H100 or H200")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="triptych-cuda-") as directory:
+        home = pip_toolkit(Path(directory))
+        if home is not None:
+            os.environ["CUDA_HOME"] = str(home)  # noqa: TID251 - a setting of flashinfer's
+        compile_all(arguments.arch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
