@@ -1,4 +1,4 @@
-"""Compiles the kernels of flashinfer that the services use, into its package: `--arch 9.0a`.
+"""Compiles flashinfer's bfloat16 kernels that the services use, into its package: `--arch 9.0a`.
 
 Without this flashinfer compiles them at the first start, which needs CUDA's compiler where the
 services run, and minutes. No GPU is needed, but a C++ compiler, and CUDA's: from pip (the extra
@@ -47,6 +47,9 @@ def compile_all(arch: str) -> None:
     """Compiles what is not there yet; flashinfer reads its settings when it is imported."""
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = arch  # noqa: TID251 - a setting of flashinfer's
     import torch
+
+    if torch.version.cuda is None:
+        raise SystemExit("torch is built for the CPU here: install its build for CUDA first")
     from flashinfer.jit import (  # pyright: ignore[reportMissingImports]
         env,
         gen_batch_decode_module,
@@ -78,6 +81,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", required=True, help="of the GPU: 9.0a for an H100 or H200")
     arguments = parser.parse_args()
+    # ninja may lie beside this Python, in an environment that is not activated.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # noqa: TID251
     with tempfile.TemporaryDirectory(prefix="triptych-cuda-") as directory:
         home = pip_toolkit(Path(directory))
         if home is not None:

@@ -7,26 +7,24 @@ a bound fails when no round keeps it. What must merely happen some time waits `P
 import time
 from collections.abc import Awaitable, Callable
 
-ROUNDS = 8
 PATIENCE_S = 60.0
+_ROUNDS = 8
 
 
-def least(measure: Callable[[], float], bound_s: float, rounds: int = ROUNDS) -> float:
-    """The least of up to `rounds` measures in seconds; ends with the first within `bound_s`."""
+def least(measure: Callable[[], float], bound_s: float) -> float:
+    """The least of up to eight measures in seconds; ends with the first within `bound_s`."""
     found = measure()
-    for _ in range(rounds - 1):
+    for _ in range(_ROUNDS - 1):
         if found <= bound_s:
             break
         found = min(found, measure())
     return found
 
 
-async def async_least(
-    measure: Callable[[], Awaitable[float]], bound_s: float, rounds: int = ROUNDS
-) -> float:
+async def async_least(measure: Callable[[], Awaitable[float]], bound_s: float) -> float:
     """`least` of an asynchronous measure."""
     found = await measure()
-    for _ in range(rounds - 1):
+    for _ in range(_ROUNDS - 1):
         if found <= bound_s:
             break
         found = min(found, await measure())

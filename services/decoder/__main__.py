@@ -50,8 +50,9 @@ async def serve(settings: DecoderSettings, engine_module: str = ENGINE_MODULE) -
     )
     cache = None
     if settings.redis_url:
-        timeout_s = settings.redis_timeout_ms / 1000
-        cache = RedisCache(settings.redis_url, ttl_s=_REDIS_TTL_S, timeout_s=timeout_s)
+        cache = RedisCache(
+            settings.redis_url, ttl_s=_REDIS_TTL_S, timeout_s=settings.redis_timeout_s
+        )
     try:
         ready = await _until(stopped, engine.channel.receive())
         if ready is None:

@@ -31,7 +31,7 @@ class DecoderSettings(ServiceSettings):
         shared_memory: read embeddings out of the memory of an encoder on this machine; false: all
             come over gRPC.
         redis_url: where the encoders store embeddings; empty: nowhere.
-        redis_timeout_ms: what a Redis that does not answer may cost a request, once.
+        redis_timeout_s: what a Redis that does not answer may cost a request, once.
         shutdown_grace_s: how long running sequences may go on after SIGTERM.
         log_level: of the standard logging module.
     """
@@ -55,7 +55,7 @@ class DecoderSettings(ServiceSettings):
     embedding_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     shared_memory: bool = True
     redis_url: str = ""
-    redis_timeout_ms: Annotated[float, Field(gt=0)] = 30.0
+    redis_timeout_s: Annotated[float, Field(gt=0)] = 0.03
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 

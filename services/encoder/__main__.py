@@ -110,8 +110,9 @@ async def _serve_engine(
     engine = EngineClient(process.channel, metrics.observe_batch)
     cache = writer = None
     if settings.redis_url:
-        timeout_s = settings.redis_timeout_ms / 1000
-        cache = RedisCache(settings.redis_url, ttl_s=settings.cache_ttl_s, timeout_s=timeout_s)
+        cache = RedisCache(
+            settings.redis_url, ttl_s=settings.cache_ttl_s, timeout_s=settings.redis_timeout_s
+        )
         stack.push_async_callback(cache.close)
         if not await cache.ping(_REDIS_START_TIMEOUT_S):
             logging.warning("Redis does not answer; going on without until it does")

@@ -26,7 +26,7 @@ class EncoderSettings(ServiceSettings):
         max_source_pixels: larger images are refused before a pixel is decoded.
         cache_bytes: of the memory that holds embeddings, in this process and pinned on CUDA.
         redis_url: where embeddings are shared; empty: nowhere.
-        redis_timeout_ms: what a Redis that does not answer may cost a request, once.
+        redis_timeout_s: what a Redis that does not answer may cost a request, once.
         cache_ttl_s: how long an embedding lives in Redis.
         preprocess_workers: threads that decode and resize; 0: one per core.
         num_threads: of torch on the CPU; 0: torch's own choice.
@@ -50,7 +50,7 @@ class EncoderSettings(ServiceSettings):
     max_source_pixels: int = Field(default=89_478_485, ge=1)
     cache_bytes: int = Field(default=2 << 30, ge=1 << 20)
     redis_url: str = ""
-    redis_timeout_ms: float = Field(default=30.0, gt=0.0)
+    redis_timeout_s: float = Field(default=0.03, gt=0.0)
     cache_ttl_s: int = Field(default=3600, ge=1)
     preprocess_workers: int = Field(default=0, ge=0)
     num_threads: int = Field(default=0, ge=0)

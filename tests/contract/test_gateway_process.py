@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.gateway_stack import MODEL
-from tests.noise import PATIENCE_S
+from tests.noise import PATIENCE_S, least
 from tests.tiny_tokenizer import vocab_size, write_model_directory
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -101,27 +101,37 @@ def test_sigterm_ends_running_streams_and_refuses_new_requests(fakes, tmp_path):
 
 def test_sigterm_ends_at_the_grace(fakes, tmp_path):
     _, decoder = fakes
-    with gateway(fakes, tmp_path, GATEWAY_SHUTDOWN_GRACE_S="0.3") as (process, client):
-        decoder.reply, decoder.delay_s = [40] * 1000, 0.05
-        with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
-            next(answer.iter_bytes())
-            start = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE_S) == 0
-            assert time.monotonic() - start < 30  # the stream would take 50 s
-        deadline = time.monotonic() + PATIENCE_S
-        while decoder.running and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not decoder.running
+
+    def seconds() -> float:
+        with gateway(fakes, tmp_path, GATEWAY_SHUTDOWN_GRACE_S="0.3") as (process, client):
+            decoder.reply, decoder.delay_s = [40] * 1000, 0.05
+            body = {**BODY, "stream": True}
+            with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                next(answer.iter_bytes())
+                taken = seconds_to_end(process, signal.SIGTERM)
+            deadline = time.monotonic() + PATIENCE_S
+            while decoder.running and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not decoder.running
+        return taken
+
+    assert least(seconds, 6) < 6
 
 
-def test_idle_gateway_ends_at_once(fakes, tmp_path):
-    for signum in (signal.SIGTERM, signal.SIGINT):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_idle_gateway_ends_at_once(fakes, tmp_path, signum):
+    def seconds() -> float:
         with gateway(fakes, tmp_path) as (process, _):
-            start = time.monotonic()
-            process.send_signal(signum)
-            assert process.wait(PATIENCE_S) == 0
-            assert time.monotonic() - start < 15  # its grace is 30 s
+            return seconds_to_end(process, signum)
+
+    assert least(seconds, 3) < 3
+
+
+def seconds_to_end(process, signum: int) -> float:
+    start = time.monotonic()
+    process.send_signal(signum)
+    assert process.wait(PATIENCE_S) == 0
+    return time.monotonic() - start
 
 
 def test_api_keys_guard_all_but_probes_and_page(fakes, tmp_path):

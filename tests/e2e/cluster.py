@@ -124,7 +124,7 @@ class Cluster:
         common = {
             "model": model, "device": "cpu", "dtype": "float32", "redis_url": self.redis.url,
             # A machine that is busy with something else must not make Redis look slow.
-            "redis_timeout_ms": 5000,
+            "redis_timeout_s": 5,
         }  # fmt: skip
         self.encoders = [
             Service("encoder", directory / f"encoder-{i}.log", **{**common, **(encoder or {})})

@@ -25,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def hasty(tmp_path: Path) -> Iterator[Cluster]:
     """With the default of Redis's timeout."""
-    usual: dict[str, object] = {"redis_timeout_ms": 30}
+    usual: dict[str, object] = {"redis_timeout_s": 0.03}
     with Cluster(tmp_path, encoder=usual, decoder=usual) as cluster:
         yield cluster
 
