@@ -17,6 +17,7 @@ class Harness:
             overlap=overlap,
             out_of_memory=(MemoryError,),
             prefix_caching=prefix_caching,
+            least_partial_tokens=1,
         )
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}

@@ -18,7 +18,7 @@ class InProcessEngine:
 
     def __init__(self, runner: FakeRunner, *, overlap: bool = True) -> None:
         self.runner = runner
-        self.engine = Engine(runner, overlap=overlap)
+        self.engine = Engine(runner, overlap=overlap, least_partial_tokens=1)
         self.running = asyncio.Event()
         self.running.set()
         self._inbox: list[FrontMessage] = []

@@ -87,7 +87,9 @@ class Bench:
         runner = create_runner(
             RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
         )
-        return Engine(runner, overlap=overlap, prefix_caching=prefix_caching)
+        return Engine(
+            runner, overlap=overlap, prefix_caching=prefix_caching, least_partial_tokens=1
+        )
 
     def ask(self, engine: Engine, numbers: Seq[int]) -> dict[int, list[int]]:
         """All at once; the tokens of each."""

@@ -21,7 +21,7 @@ from services.decoder.engine.messages import (
     StartOfSequence,
     StepDone,
 )
-from services.decoder.engine.scheduler import CannotSchedule, Scheduler
+from services.decoder.engine.scheduler import LEAST_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
 
 
@@ -34,6 +34,7 @@ class Engine:
             does not return before the step is done, this would only delay each token by a step.
         out_of_memory: exceptions of `Runner.execute` that cost one sequence, not the engine.
         prefix_caching: share blocks of equal beginnings.
+        least_partial_tokens: see `Scheduler`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Engine:
         overlap: bool,
         out_of_memory: tuple[type[BaseException], ...] = (),
         prefix_caching: bool = True,
+        least_partial_tokens: int = LEAST_PARTIAL_TOKENS,
     ) -> None:
         info = runner.info
         self._runner = runner
@@ -55,6 +57,7 @@ class Engine:
             max_batched_tokens=info.max_batched_tokens,
             # One sequence alone must fit: its last token is sampled, never computed.
             max_model_len=min(info.max_model_len, info.num_blocks * info.block_size + 1),
+            least_partial_tokens=least_partial_tokens,
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()

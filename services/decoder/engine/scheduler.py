@@ -9,9 +9,10 @@ counts is decided here, and stop ids are found when they arrive.
      │ image              ▼   │ image
     parked ◀──preempt── stalled
 
-A stalled sequence has computed all that comes before an image that is not there yet; it keeps its
-row and its blocks until somebody who can run needs them. A parked one has neither, and nothing it
-could compute. Any running sequence can be preempted: it loses its blocks and computes again, its
+A stalled sequence has computed what is worth computing before an image that is not there yet; it
+keeps its row and its blocks until somebody who can run needs them. A parked one has neither, and
+nothing it could compute: the few tokens that a chat has before its image would cost a step of their
+own and spare the later one next to nothing, while the encoder wants the same device. Any running sequence can be preempted: it loses its blocks and computes again, its
 completion so far included.
 """
 
@@ -21,6 +22,9 @@ from collections.abc import Iterator
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.sequence import Sequence, SequenceState
+
+
+LEAST_PARTIAL_TOKENS = 512
 
 
 class CannotSchedule(ValueError):
@@ -35,6 +39,7 @@ class Scheduler:
         max_num_sequences: rows, each held by one running sequence.
         max_batched_tokens: most tokens of a step, at least `max_num_sequences`.
         max_model_len: most tokens of a sequence, prompt and completion.
+        least_partial_tokens: fewer tokens than that wait for the image behind them.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Scheduler:
         max_num_sequences: int,
         max_batched_tokens: int,
         max_model_len: int,
+        least_partial_tokens: int = LEAST_PARTIAL_TOKENS,
     ) -> None:
         if max_batched_tokens < max_num_sequences:
             raise ValueError(
@@ -53,6 +59,7 @@ class Scheduler:
         self.blocks = blocks
         self.max_batched_tokens = max_batched_tokens
         self.max_model_len = max_model_len
+        self._least_partial_tokens = least_partial_tokens
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
         self._rows = list(range(max_num_sequences - 1, -1, -1))
@@ -236,8 +243,7 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Appends the sequence's next chunk; its length."""
         start = sequence.num_computed_tokens
-        limit = sequence.computable_until(start)
-        length = min(limit - start, budget)
+        length = min(self._computable_until(sequence, start) - start, budget)
         end = start + length
         samples = end == len(sequence.token_ids)
         generated = len(sequence.token_ids) - sequence.num_prompt_tokens
@@ -247,7 +253,7 @@ class Scheduler:
         if samples:
             sequence.num_in_flight += 1
             self._decoding[number] = self._prefilling.pop(number)
-        elif end == limit:
+        elif self._computable_until(sequence, end) == end:
             self._stalled[number] = self._prefilling.pop(number)
         if length:
             chunks.append(Chunk(sequence, start, length, False, samples, generated))
@@ -266,7 +272,7 @@ class Scheduler:
                 return None
             prefix = self.blocks.find_prefix(sequence)
             computed = len(prefix) * self.blocks.block_size
-            if sequence.computable_until(computed) == computed:
+            if self._computable_until(sequence, computed) == computed:
                 self._parked[sequence.sequence_id] = self._waiting.pop(0)
                 continue
             keep_free = self._watermark if self._decoding or self._prefilling else 0
@@ -297,7 +303,13 @@ class Scheduler:
 
     def _is_computable(self, sequence: Sequence) -> bool:
         start = sequence.num_computed_tokens
-        return sequence.computable_until(start) > start
+        return self._computable_until(sequence, start) > start
+
+    def _computable_until(self, sequence: Sequence, start: int) -> int:
+        """Where a chunk from `start` on may end at the latest; `start` itself: not worth a step."""
+        limit = sequence.computable_until(start)
+        worthwhile = limit - start >= self._least_partial_tokens
+        return limit if worthwhile or limit == len(sequence.token_ids) else start
 
     # Leaving.
 

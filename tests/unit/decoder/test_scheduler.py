@@ -11,12 +11,15 @@ from tests.fake_runner import add_message
 KEY = b"k" * 32
 
 
-def scheduler_of(*, blocks: int = 64, rows: int = 8, budget: int = 32, length: int = 256):
+def scheduler_of(
+    *, blocks: int = 64, rows: int = 8, budget: int = 32, length: int = 256, partial: int = 1
+):
     return Scheduler(
         BlockManager(blocks, 4),
         max_num_sequences=rows,
         max_batched_tokens=budget,
         max_model_len=length,
+        least_partial_tokens=partial,
     )
 
 
@@ -128,6 +131,29 @@ def test_has_work_only_while_something_can_be_computed():
     scheduler.image_ready(sequence, KEY, 0)
     assert scheduler.has_work
     assert step(scheduler) == [(1, 4, 8)]
+
+
+def test_a_few_tokens_before_a_missing_image_wait_for_it():
+    scheduler = scheduler_of(partial=8, budget=12)
+    few = add(scheduler, 1, 16, ImageSpan(KEY, 7, 4))
+    many = add(scheduler, 2, 28, ImageSpan(KEY, 20, 4))
+    assert step(scheduler) == [(2, 0, 12)]
+    assert step(scheduler) == [(2, 12, 8)]  # just enough
+    assert not scheduler.has_work
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    for sequence in (few, many):
+        scheduler.image_ready(sequence, KEY, 0)
+    assert step(scheduler) == [(2, 20, 8), (1, 0, 4)]
+    assert step(scheduler) == [(2, 28, 1), (1, 4, 11)]
+
+
+def test_what_a_small_budget_leaves_before_a_missing_image_waits():
+    scheduler = scheduler_of(partial=8, budget=12)
+    sequence = add(scheduler, 1, 24, ImageSpan(KEY, 16, 4))
+    assert step(scheduler) == [(1, 0, 12)]
+    assert not scheduler.has_work  # four tokens more could be computed
+    scheduler.image_ready(sequence, KEY, 0)
+    assert step(scheduler) == [(1, 12, 12)]
 
 
 def test_rolling_back_leaves_no_trace():
