@@ -137,7 +137,8 @@ def device_step_s(runner: ModelRunner, batch: int, repeats: int = 30) -> float |
     if not runner.graphs:
         return None
     captured = runner.graphs[0]._captured  # type: ignore[attr-defined]
-    graph = captured[min(size for size in captured if size >= batch)].graph
+    kinds = [kind for kind in captured if kind.size >= batch]
+    graph = captured[min(kinds, key=lambda kind: (kind.size, not kind.fused))].graph
     taken = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

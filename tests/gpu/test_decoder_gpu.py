@@ -154,9 +154,18 @@ def test_flashinfer_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) -> None
 # Graphs, overlap, batches.
 
 
-@pytest.mark.parametrize("count", [1, 3, 17, 64])
-def test_a_graph_agrees_with_the_eager_step(dummy: Harness, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "fused"),
+    [(1, True), (1, False), (2, True), (2, False), (3, False), (17, False), (64, False)],
+)
+def test_a_graph_agrees_with_the_eager_step(
+    dummy: Harness, monkeypatch: pytest.MonkeyPatch, count: int, fused: bool
+) -> None:
     assert dummy.runner.graphs, "no backend here captures steps"
+    ops = dummy.runner._model.ops
+    assert (ops.max_fused_context(count) > 0) == (count <= 2)
+    if not fused:
+        monkeypatch.setattr(ops, "max_fused_context", lambda num_tokens: 0)
     running = [dummy.start(ids, row) for row, ids in enumerate(prompts(count))]
     for sequence in running:
         dummy.step(dummy.chunk(sequence))

@@ -9,13 +9,19 @@ import torch
 
 pytest.importorskip("triton")
 from services.decoder.attention.base import kv_rows
+from services.decoder.kernels.few_attention import FewAttention, max_context
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.triton_ops import TritonOps
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 4e-3
 EPS = 1e-6
-FUSED, PLAIN = TritonOps(max_few_tokens=2), PlainOps()
+CUDA = torch.device("cuda")
+PLAIN = PlainOps()
+
+
+def fused(heads: int = 16, dim: int = 128) -> TritonOps:
+    return TritonOps(max_few_tokens=2, few_attention=FewAttention(CUDA, heads, dim))
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -31,16 +37,16 @@ def error(out: torch.Tensor, twin: torch.Tensor) -> float:
 def test_norms_agree_with_their_twins(num_tokens: int, width: int) -> None:
     x, residual, weight = random(num_tokens, width), random(num_tokens, width), random(width)
     expected, expected_residual = PLAIN.add_rms_norm(x, residual.clone(), weight, EPS)
-    out, new_residual = FUSED.add_rms_norm(x, residual.clone(), weight, EPS)
+    out, new_residual = fused().add_rms_norm(x, residual.clone(), weight, EPS)
     assert error(out, expected) <= TOLERANCE
     assert torch.equal(new_residual, expected_residual)  # one addition, one rounding
-    assert error(FUSED.rms_norm(x, weight, EPS), PLAIN.rms_norm(x, weight, EPS)) <= TOLERANCE
+    assert error(fused().rms_norm(x, weight, EPS), PLAIN.rms_norm(x, weight, EPS)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 768), (300, 6144), (7, 9728)])
 def test_silu_and_mul_agrees_with_its_twin(num_tokens: int, width: int) -> None:
     gate_up = random(num_tokens, 2 * width)
-    assert error(FUSED.silu_and_mul(gate_up), PLAIN.silu_and_mul(gate_up)) <= TOLERANCE
+    assert error(fused().silu_and_mul(gate_up), PLAIN.silu_and_mul(gate_up)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("num_tokens", [1, 127, 200])
@@ -60,11 +66,47 @@ def test_qk_rope_cache_agrees_with_its_twin(
     twin = cache.clone()
     weights = (random(dim), random(dim))
     expected = PLAIN.qk_rope_cache(qkv, weights, EPS, rope, twin, rows)
-    query = FUSED.qk_rope_cache(qkv, weights, EPS, rope, cache, rows)
+    query = fused().qk_rope_cache(qkv, weights, EPS, rope, cache, rows)
     assert error(query, expected) <= TOLERANCE
     cache, twin = cache[:39], twin[:39]  # the last block is scratch
     assert torch.equal(cache.isnan(), twin.isnan())  # the same slots, and no other
     assert error(cache.nan_to_num(), twin.nan_to_num()) <= TOLERANCE or num_tokens == 1
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [65], [1100], [4096], [1, 33], [700, 2048]])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (4, 2, 64), (5, 5, 32), (3, 1, 16)]
+)
+def test_attention_of_few_agrees_with_its_twin(
+    lengths: list[int], heads: int, kv_heads: int, dim: int
+) -> None:
+    count = len(lengths)
+    assert max(lengths) <= max_context(count)
+    ops, eps, block_size = fused(heads, dim), EPS, 16
+    sizes = [-(-length // block_size) for length in lengths]
+    block_ids = torch.randperm(sum(sizes), device="cuda", dtype=torch.int32)
+    last = [
+        ids[(length - 1) // block_size].long() * block_size + (length - 1) % block_size
+        for ids, length in zip(block_ids.split(sizes), lengths, strict=True)
+    ]
+    rows = kv_rows(torch.stack(last), block_size)
+    cache = random(sum(sizes) + 1, 2, block_size, kv_heads, dim)
+    weights = (random(dim), random(dim))
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    for _ in range(3):  # the memory where programs meet is left as it was found
+        qkv = random(count, (heads + 2 * kv_heads) * dim)
+        angles = torch.rand(count, dim // 2, device="cuda") * 6.28
+        rope = (angles.cos().bfloat16(), angles.sin().bfloat16())
+        twin = cache.clone()
+        expected = PLAIN.attend_few(qkv, weights, eps, rope, twin, rows, block_ids, seq_lens)
+        found = ops.attend_few(qkv, weights, eps, rope, cache, rows, block_ids, seq_lens)
+        assert error(found, expected) <= TOLERANCE
+        assert error(cache, twin) <= TOLERANCE
+    # A padding token writes nothing.
+    before = cache.clone()
+    nowhere = kv_rows(torch.full((count,), -1, device="cuda"), block_size)
+    ops.attend_few(qkv, weights, eps, rope, cache, nowhere, block_ids, seq_lens)
+    assert torch.equal(cache, before)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
@@ -77,14 +119,14 @@ def test_products_of_few_tokens_agree_with_their_twins(
     x, norm, residual = random(num_tokens, width), random(width), random(num_tokens, rows)
     weight = (torch.randn(2 * rows, width, device="cuda") * 0.02).bfloat16()
     half = weight[:rows]
-    assert error(FUSED.linear(x, half), PLAIN.linear(x, half)) <= TOLERANCE
+    assert error(fused().linear(x, half), PLAIN.linear(x, half)) <= TOLERANCE
     expected = PLAIN.norm_linear(x, norm, EPS, half)
-    assert error(FUSED.norm_linear(x, norm, EPS, half), expected) <= TOLERANCE
+    assert error(fused().norm_linear(x, norm, EPS, half), expected) <= TOLERANCE
     # Two products are rounded, then their product is.
     expected = PLAIN.norm_swiglu(x, norm, EPS, weight)
-    assert error(FUSED.norm_swiglu(x, norm, EPS, weight), expected) <= 2 * TOLERANCE
+    assert error(fused().norm_swiglu(x, norm, EPS, weight), expected) <= 2 * TOLERANCE
     twin = residual.clone()
-    FUSED.linear_add(x, half, residual)
+    fused().linear_add(x, half, residual)
     PLAIN.linear_add(x, half, twin)
     assert error(residual, twin) <= TOLERANCE
 
@@ -95,7 +137,7 @@ def test_greedy_agrees_with_its_twin(vocab_size: int) -> None:
     logits[3, 7], logits[4, 11], logits[5, -1] = torch.nan, torch.inf, -torch.inf
     logits[6] = 0.5  # all equal: the first wins
     logits[7, -1] = 100.0
-    found = FUSED.greedy(logits).tolist()
+    found = fused().greedy(logits).tolist()
     assert found[3:8] == [-1, -1, -1, 0, vocab_size - 1]
     values = logits.gather(1, torch.tensor(found, device="cuda").clamp(min=0)[:, None].long())
     for row in (0, 1, 2, 6, 7, 8):

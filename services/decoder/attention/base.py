@@ -40,6 +40,8 @@ class AttentionMetadata:
             padding. Empty unless the backend reads it.
         seq_lens_device: `[S]` int32, device.
         plan: what the backend's `plan` returned.
+        fused: the step is of a few decodes whose attention is part of a fused operation, and needs
+            no plan.
     """
 
     num_decodes: int
@@ -50,6 +52,7 @@ class AttentionMetadata:
     block_ids: torch.Tensor
     seq_lens_device: torch.Tensor
     plan: Any = None
+    fused: bool = False
 
 
 class AttentionBackend(Protocol):

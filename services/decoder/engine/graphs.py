@@ -6,7 +6,7 @@ buffer that all graphs of a kind share. All graphs share one memory pool: one ru
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,19 +72,27 @@ class _Captured:
     token_ids: Tensor  # [n] int32
 
 
+class _Kind(NamedTuple):
+    """What a graph is captured for."""
+
+    size: int  # sequences or tokens
+    fused: bool = False  # see AttentionMetadata
+
+
 class _GraphSet:
     """Captured steps by size."""
 
     def __init__(self, parts: StepParts, pool: Any) -> None:  # noqa: ANN401 - torch has no name
         self.parts = parts
         self._pool = pool
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[_Kind, _Captured] = {}
         self._logits: Tensor | None = None
 
     def _size(self, wanted: int) -> int | None:
-        return min((size for size in self._captured if size >= wanted), default=None)
+        sizes = (kind.size for kind in self._captured)
+        return min((size for size in sizes if size >= wanted), default=None)
 
-    def _capture(self, size: int, forward: Callable[[], Tensor], rows: Tensor) -> None:
+    def _capture(self, kind: _Kind, forward: Callable[[], Tensor], rows: Tensor) -> None:
         """Captures `forward` to logits; the size with the most logits must be the first."""
 
         def step() -> tuple[Tensor, Tensor]:
@@ -105,21 +113,24 @@ class _GraphSet:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits, token_ids = step()
-        self._captured[size] = _Captured(graph, logits, token_ids)
+        self._captured[kind] = _Captured(graph, logits, token_ids)
 
-    def _replay(self, staged: StagedStep, size: int) -> tuple[Tensor, Tensor]:
+    def _replay(self, staged: StagedStep, kind: _Kind) -> tuple[Tensor, Tensor]:
         parts = self.parts
-        metadata = step_inputs.attention_metadata(staged, parts.staging)
-        parts.backend.plan(metadata, captured=True)
-        captured = self._captured[size]
+        if not kind.fused:
+            metadata = step_inputs.attention_metadata(staged, parts.staging)
+            parts.backend.plan(metadata, captured=True)
+        captured = self._captured[kind]
         captured.graph.replay()
         return captured.logits, captured.token_ids
 
-    def _forward(self, staged: StagedStep) -> Callable[[], Tensor]:
+    def _forward(self, staged: StagedStep, *, fused: bool = False) -> Callable[[], Tensor]:
         """Inputs to the last layer's states; plans the attention."""
         parts = self.parts
         metadata = step_inputs.attention_metadata(staged, parts.staging)
-        metadata.plan = parts.backend.plan(metadata, captured=True)
+        metadata.fused = fused
+        if not fused:
+            metadata.plan = parts.backend.plan(metadata, captured=True)
 
         def forward() -> Tensor:
             visual = None
@@ -155,15 +166,29 @@ class DecodeGraphs(_GraphSet):
 
     def capture(self, staged: StagedStep) -> None:
         """Captures a padded step; the largest must be the first."""
-        parts = self.parts
+        parts, size = self.parts, staged.host.num_decodes
         parts.staging.upload()
-        forward = self._forward(staged)
         rows = parts.staging.device(staged.output_rows)
-        self._capture(staged.host.num_decodes, lambda: parts.model.logits(forward()), rows)
+        kinds = [_Kind(size)]
+        if self._is_fused(staged.host):
+            kinds.append(_Kind(size, fused=True))
+        for kind in kinds:
+            forward = self._forward(staged, fused=kind.fused)
+            self._capture(kind, lambda run=forward: parts.model.logits(run()), rows)
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
         """See StepGraphs."""
-        return self._replay(staged, staged.host.num_decodes)
+        return self._replay(staged, _Kind(staged.host.num_decodes, self._is_fused(staged.host)))
+
+    def _is_fused(self, step: HostStep) -> bool:
+        """Whether attention is part of a fused operation.
+
+        It reads block ids where they were staged at the capture: their place depends on how many
+        sequences sample, so there must be no padding.
+        """
+        count = step.num_decodes
+        longest = self.parts.model.ops.max_fused_context(count)
+        return len(step.samples) == count and int(step.seq_lens.max()) <= longest
 
 
 class PromptGraphs(_GraphSet):
@@ -187,11 +212,11 @@ class PromptGraphs(_GraphSet):
         forward = self._forward(staged)
         last = parts.staging.device(staged.sampled_tokens)
         rows = parts.staging.device(staged.sampled_rows)
-        size = len(staged.host.input_ids)
+        size = _Kind(len(staged.host.input_ids))
         self._capture(size, lambda: parts.model.logits(forward()[last]), rows)
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
         """See StepGraphs."""
         if staged.host.segments and self.parts.images is not None:
             self.parts.images.read_in_place(staged.host.segments)
-        return self._replay(staged, len(staged.host.input_ids))
+        return self._replay(staged, _Kind(len(staged.host.input_ids)))

@@ -12,8 +12,8 @@ counts is decided here, and stop ids are found when they arrive.
 A stalled sequence has computed what is worth computing before an image that is not there yet; it
 keeps its row and its blocks until somebody who can run needs them. A parked one has neither, and
 nothing it could compute: the few tokens that a chat has before its image would cost a step of their
-own and spare the later one next to nothing, while the encoder wants the same device. Any running sequence can be preempted: it loses its blocks and computes again, its
-completion so far included.
+own and spare the later one next to nothing, while the encoder wants the same device. Any running
+sequence can be preempted: it loses its blocks and computes again, its completion so far included.
 """
 
 from bisect import insort
@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.sequence import Sequence, SequenceState
-
 
 LEAST_PARTIAL_TOKENS = 512
 

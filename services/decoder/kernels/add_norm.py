@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.decoder.kernels.overlap import overlaps
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -37,20 +40,24 @@ def _launch(
     num_tokens, width = x.shape
     _kernel[(num_tokens,)](
         x, residual, total, weight, out, width, eps,
-        ADD=add, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
+        ADD=add, BLOCK=triton.next_power_of_2(width), OVERLAP=overlaps(),
+        num_warps=4 if width <= 2048 else 8, launch_pdl=overlaps(),
     )  # fmt: skip
 
 
 @triton.jit
 def _kernel(
     x_ptr, residual_ptr, total_ptr, weight_ptr, out_ptr, width, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
-    total = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
         # Rounded to the stored dtype before it is normalised, as in the plain twin.

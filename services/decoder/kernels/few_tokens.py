@@ -2,16 +2,17 @@
 
 cuBLAS reaches two thirds of the memory bandwidth on a matrix-vector product. Here a program takes a
 few whole rows of the weight, and the product's neighbours with them: the RMSNorm before it, the
-SwiGLU or the residual addition after it. By programmatic dependent launch a kernel starts while the
-one before it ends, and its weights, which depend on nothing, are on their way when its input is
-there. Rounding points are the plain twins'.
+SwiGLU or the residual addition after it. A kernel starts while the one before it ends (see
+`overlap`), and its weights, which depend on nothing, are on their way when its input is there.
+Rounding points are the plain twins'.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.decoder.kernels.overlap import overlaps
 
 MAX_TOKENS = 2
 MAX_WIDTH = 16384  # a program holds whole rows in registers
@@ -108,5 +109,4 @@ def _kernel(
 
 def fits(*widths: int) -> bool:
     """Whether rows of these widths can be held, on this device."""
-    hopper = torch.cuda.get_device_capability()[0] >= 9
-    return hopper and all(width <= MAX_WIDTH for width in widths)
+    return overlaps() and all(width <= MAX_WIDTH for width in widths)

@@ -48,6 +48,33 @@ class Ops(Protocol):
         """See `rope.qk_rope_cache`."""
         ...
 
+    def max_fused_context(self, num_tokens: int) -> int:
+        """The longest context for which `attend_few` serves so many decodes; 0: it does not."""
+        ...
+
+    def attend_few(
+        self,
+        qkv: Tensor,
+        weights: tuple[Tensor, Tensor],
+        eps: float,
+        rope: tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        rows: Tensor,
+        block_ids: Tensor,
+        seq_lens: Tensor,
+    ) -> Tensor:
+        """`qk_rope_cache`, then attention, of a few decodes.
+
+        Args:
+            qkv, weights, eps, rope, kv_cache, rows: as there.
+            block_ids: the sequences' KV blocks one after the other, int32.
+            seq_lens: `[T]` int32, the new token included.
+
+        Returns:
+            `[T, num_heads * head_dim]`.
+        """
+        ...
+
     def greedy(self, logits: Tensor) -> Tensor:
         """`[B, vocab_size]` → `[B]` int32: the most likely ids; -1 where a row is not finite."""
         ...
@@ -95,10 +122,36 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> None:
     residual += F.linear(x, weight)
 
 
+def attend_few(
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    rope_angles: tuple[Tensor, Tensor],
+    kv_cache: Tensor,
+    rows: Tensor,
+    block_ids: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """See Ops."""
+    query = rope.qk_rope_cache(qkv, weights, eps, rope_angles, kv_cache, rows)
+    block_size = kv_cache.shape[2]
+    counts = -(-seq_lens // block_size)
+    index = torch.arange(int(seq_lens.max()), device=qkv.device)
+    inside = index < seq_lens[:, None]  # [T, longest]
+    place = (counts.cumsum(0) - counts)[:, None] + index // block_size
+    blocks = block_ids[place.where(inside, 0)]
+    keys, values = (kv_cache[blocks, part, index % block_size].transpose(1, 2) for part in (0, 1))
+    attended = F.scaled_dot_product_attention(
+        query[:, :, None], keys, values, attn_mask=inside[:, None, None], enable_gqa=True
+    )
+    return attended.flatten(1)
+
+
 class PlainOps:
     """Plain torch: the specification, and the path of CPUs."""
 
     max_few_tokens = 0
+    attend_few = staticmethod(attend_few)
     greedy = staticmethod(greedy)
     linear = staticmethod(linear)
     norm_linear = staticmethod(norm_linear)
@@ -110,6 +163,10 @@ class PlainOps:
     silu_and_mul = staticmethod(layers.silu_and_mul)
     qk_rope_cache = staticmethod(rope.qk_rope_cache)
 
+    def max_fused_context(self, num_tokens: int) -> int:
+        """See Ops: in plain torch there is nothing to gain."""
+        return 0
+
 
 def create_ops(device: torch.device, config: TextConfig) -> Ops:
     """The fused operations where they run, else the plain ones."""
@@ -119,4 +176,4 @@ def create_ops(device: torch.device, config: TextConfig) -> Ops:
         return PlainOps()
     from services.decoder.kernels.triton_ops import create_triton_ops
 
-    return create_triton_ops(config)
+    return create_triton_ops(device, config)

@@ -8,6 +8,9 @@ each read and write q, k and v. This one reads them once. Its plain twin is
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.decoder.kernels.overlap import overlaps
 
 # Heads per program: few where a step is short and must fill the device, many where it is long.
 _FEW_HEADS, _MANY_HEADS = 1, 8
@@ -32,7 +35,8 @@ def qk_rope_cache(
     block = _MANY_HEADS if num_tokens >= _MANY_TOKENS else _FEW_HEADS
     _kernel[(num_tokens, triton.cdiv(all_heads, block))](
         qkv, *weights, *rope, rows, kv_cache, query,
-        num_tokens, num_heads, num_kv_heads, eps, HALF=head_dim // 2, BLOCK=block, num_warps=1,
+        num_tokens, num_heads, num_kv_heads, eps, HALF=head_dim // 2, BLOCK=block,
+        OVERLAP=overlaps(), num_warps=1, launch_pdl=overlaps(),
     )  # fmt: skip
     return query
 
@@ -44,9 +48,25 @@ def _product(a, b):
 
 
 @triton.jit
+def rotated(  # noqa: ANN201 - two of the inputs' kind
+    first, second, weight_first, weight_second, cos, sin, eps, HALF: tl.constexpr
+):
+    """Heads normalised and rotated, by halves: `[heads, HALF]` each, rounded as in torch."""
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+    scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+    one = _product((wide_first * scale).to(first.dtype), weight_first)
+    two = _product((wide_second * scale).to(first.dtype), weight_second)
+    turned = _product(one, cos).to(tl.float32) - _product(two, sin).to(tl.float32)
+    other = _product(two, cos).to(tl.float32) + _product(one, sin).to(tl.float32)
+    return turned.to(first.dtype), other.to(first.dtype)
+
+
+@triton.jit
 def _kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, query_ptr,
     num_tokens, num_heads, num_kv_heads, eps, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -56,25 +76,23 @@ def _kernel(
     is_query = (head < num_heads)[:, None]
     is_value = (head >= num_heads + num_kv_heads)[:, None]
 
+    weights = (
+        tl.where(is_query, tl.load(q_weight_ptr + column), tl.load(k_weight_ptr + column)),
+        tl.where(
+            is_query, tl.load(q_weight_ptr + HALF + column), tl.load(k_weight_ptr + HALF + column)
+        ),
+    )
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     place = qkv_ptr + (token * all_heads + head)[:, None] * (2 * HALF) + column
     first = tl.load(place, mask=inside, other=0.0)
     second = tl.load(place + HALF, mask=inside, other=0.0)
-    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
-    scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-    q_first, k_first = tl.load(q_weight_ptr + column), tl.load(k_weight_ptr + column)
-    q_second, k_second = (
-        tl.load(q_weight_ptr + HALF + column),
-        tl.load(k_weight_ptr + HALF + column),
-    )
-    one = _product((wide_first * scale).to(first.dtype), tl.where(is_query, q_first, k_first))
-    two = _product((wide_second * scale).to(first.dtype), tl.where(is_query, q_second, k_second))
     cos = tl.load(cos_ptr + token * HALF + column)
     sin = tl.load(sin_ptr + token * HALF + column)
-    turned = _product(one, cos).to(tl.float32) - _product(two, sin).to(tl.float32)
-    other = _product(two, cos).to(tl.float32) + _product(one, sin).to(tl.float32)
-    first = tl.where(is_value, first, turned.to(first.dtype))
-    second = tl.where(is_value, second, other.to(first.dtype))
+    turned, other = rotated(first, second, weights[0], weights[1], cos, sin, eps, HALF)
+    first = tl.where(is_value, first, turned)
+    second = tl.where(is_value, second, other)
 
     out = query_ptr + (token * num_heads + head)[:, None] * (2 * HALF) + column
     tl.store(out, first, mask=is_query)

@@ -6,6 +6,9 @@ The plain twin is `services.common.nn.layers.silu_and_mul`; the rounding points 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.decoder.kernels.overlap import overlaps
 
 _BLOCK = 1024
 
@@ -15,16 +18,21 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     num_tokens, width = gate_up.shape
     width //= 2
     out = gate_up.new_empty(num_tokens, width)
-    _kernel[(num_tokens, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK)
+    _kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
+        gate_up, out, width, BLOCK=_BLOCK, OVERLAP=overlaps(), launch_pdl=overlaps()
+    )
     return out
 
 
 @triton.jit
-def _kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     row = gate_up_ptr + token * 2 * width
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + width + column, mask=inside, other=0.0)
     activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)

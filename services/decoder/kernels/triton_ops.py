@@ -1,7 +1,10 @@
 """The fused operations, gathered. Imported only where Triton is."""
 
+import torch
+
 from services.common.model_config import TextConfig
 from services.decoder.kernels import add_norm, few_tokens, greedy, qk_rope_cache, silu_mul
+from services.decoder.kernels.few_attention import FewAttention, max_context
 
 
 class TritonOps:
@@ -17,11 +20,19 @@ class TritonOps:
     norm_swiglu = staticmethod(few_tokens.norm_swiglu)
     linear_add = staticmethod(few_tokens.linear_add)
 
-    def __init__(self, max_few_tokens: int) -> None:
+    def __init__(self, max_few_tokens: int, few_attention: FewAttention) -> None:
         self.max_few_tokens = max_few_tokens
+        self.attend_few = few_attention
+
+    def max_fused_context(self, num_tokens: int) -> int:
+        """See `ops.Ops`."""
+        return max_context(num_tokens) if num_tokens <= self.max_few_tokens else 0
 
 
-def create_triton_ops(config: TextConfig) -> TritonOps:
+def create_triton_ops(device: torch.device, config: TextConfig) -> TritonOps:
     """The operations for a model of these sizes."""
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    return TritonOps(few_tokens.MAX_TOKENS if few_tokens.fits(*widths) else 0)
+    return TritonOps(
+        few_tokens.MAX_TOKENS if few_tokens.fits(*widths) else 0,
+        FewAttention(device, config.num_heads, config.head_dim),
+    )

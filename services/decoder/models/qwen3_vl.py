@@ -51,15 +51,15 @@ class Attention(nn.Module):
 
     def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
         """What is between the projections: `[T, (H + 2 KVH) * D]` → `[T, H * D]`."""
-        query = self.ops.qk_rope_cache(
-            qkv,
-            (self.q_norm.weight, self.k_norm.weight),
-            self.q_norm.eps,
-            step.rope,
-            kv_cache,
-            step.kv_rows,
-        )
-        return self.backend.forward(query, kv_cache, step.metadata).flatten(1)
+        ops, metadata, eps = self.ops, step.metadata, self.q_norm.eps
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        if metadata.fused:
+            return ops.attend_few(
+                qkv, weights, eps, step.rope, kv_cache, step.kv_rows,
+                metadata.block_ids, metadata.seq_lens_device,
+            )  # fmt: skip
+        query = ops.qk_rope_cache(qkv, weights, eps, step.rope, kv_cache, step.kv_rows)
+        return self.backend.forward(query, kv_cache, metadata).flatten(1)
 
 
 class MLP(nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.decoder.attention import create_backend, resolve
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, kv_rows, write_kv
+from services.decoder.kernels.ops import PlainOps
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -161,3 +162,26 @@ def test_auto_falls_back_where_no_kernel_exists(monkeypatch: pytest.MonkeyPatch)
 def test_an_absent_package_says_what_to_install() -> None:
     with pytest.raises(ValueError, match=r"flashinfer-python.*triptych\[gpu\]"):
         create_backend("flashinfer", SIZES, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("contexts", [[1], [4], [9, 1], [30, 17, 5]])
+def test_attention_of_few_is_rotation_and_then_attention(contexts: list[int]):
+    metadata = layout([(context, 1) for context in contexts])
+    heads, kv_heads, dim = SIZES.num_heads, SIZES.num_kv_heads, SIZES.head_dim
+    count, ops = len(contexts), PlainOps()
+    pool = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, kv_heads, dim)
+    qkv = torch.randn(count, (heads + 2 * kv_heads) * dim)
+    weights = (torch.randn(dim), torch.randn(dim))
+    angles = torch.rand(count, dim // 2) * 6.28
+    rope = (angles.cos(), angles.sin())
+    rows = kv_rows(metadata.slot_mapping, BLOCK_SIZE)
+    written = pool.clone()
+    query = ops.qk_rope_cache(qkv, weights, 1e-6, rope, written, rows)
+    truth = expected(query, written, metadata).flatten(1)
+    counts = [-(-context // BLOCK_SIZE) for context in contexts]
+    block_ids = torch.cat([t[:n] for t, n in zip(metadata.block_tables, counts, strict=True)])
+    found = ops.attend_few(
+        qkv, weights, 1e-6, rope, pool, rows, block_ids, metadata.seq_lens_device
+    )
+    assert torch.equal(pool, written)
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
