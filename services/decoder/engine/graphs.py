@@ -192,13 +192,13 @@ class DecodeGraphs(_GraphSet):
 
 
 class PromptGraphs(_GraphSet):
-    """Steps of one chunk alone that reaches the end of its sequence, with or without images."""
+    """Steps of one chunk of a prompt alone, with or without images."""
 
     masks_images = True
 
     def pad(self, step: HostStep) -> HostStep | None:
         """See StepGraphs."""
-        if len(step.seq_lens) != 1 or step.num_decodes or len(step.samples) != 1:
+        if len(step.seq_lens) != 1 or step.num_decodes:
             return None
         if step.segments and self.parts.images is None:
             return None

@@ -157,10 +157,14 @@ def pad(step: HostStep, num_chunks: int, scratch_row: int) -> HostStep:
 
 
 def pad_prompt(step: HostStep, num_tokens: int) -> HostStep:
-    """A step of one chunk padded with tokens that write to slot -1 and that nobody attends to."""
+    """A step of one chunk padded with tokens that write to slot -1 and that nobody attends to.
+
+    It samples, as a captured one must; before the end of a prompt, nobody reads what.
+    """
     extra = num_tokens - len(step.input_ids)
     return replace(
         step,
+        samples=np.zeros(1, np.int64),
         input_ids=_padded(step.input_ids, extra, 0),
         input_rows=_padded(step.input_rows, extra, -1),
         positions=_padded(step.positions, extra, 0),
