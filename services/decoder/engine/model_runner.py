@@ -19,9 +19,8 @@ from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import HostStep, RowTable, StagedStep
 from services.decoder.models.base import CausalLM, VisualInput
 
-# Prompts of a step that are run one by one, and their tokens at most.
-_MAX_PARTS = 2
-_MAX_PARTS_TOKENS = 1280
+# Up to so many decodes, prompts and tokens of prompts, a step runs in parts.
+_PARTS_DECODES, _PARTS_PROMPTS, _PARTS_PROMPT_TOKENS = 96, 2, 1280
 
 # Every branch of the sampler.
 _WARM_UP_PARAMS = (
@@ -87,7 +86,8 @@ def parts_of(batch: Batch) -> list[Batch]:
     chunks = batch.chunks
     num_decodes = next((at for at, c in enumerate(chunks) if c.length > 1), len(chunks))
     prompts, num_tokens = chunks[num_decodes:], batch.num_tokens - num_decodes
-    if len(prompts) > _MAX_PARTS or num_tokens > _MAX_PARTS_TOKENS:
+    bound_by_launches = num_decodes <= _PARTS_DECODES and num_tokens <= _PARTS_PROMPT_TOKENS
+    if len(prompts) > _PARTS_PROMPTS or not bound_by_launches:
         return [batch]
     parts = [Batch([chunk], chunk.length) for chunk in prompts]
     return [Batch(chunks[:num_decodes], num_decodes), *parts] if num_decodes else parts
