@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine --model DIR --load-format dummy --batches 1,64,256
 
-Decode: all sequences have the same context; a step's wall time is the mean over many steps of the
+Decode: the sequences have about the same context; a step's wall time is the mean over many steps of the
 real engine (schedule, run, sample, postprocess), and beside it the device's own time for one
 captured step and the host's time in each part. Prefill: prompts of several lengths, one at a time,
 or so many at once (`--prompts 1008,8x1008`). `--profile` adds where the time goes, by kernel.
@@ -29,6 +29,7 @@ from services.decoder.engine.runner import RunnerOptions, create_runner
 BANDWIDTH = 4.3e12  # bytes/s
 FLOPS = 790e12  # bf16
 _PROFILED = 16  # kernels of a profile
+_SETTLE_STEPS = 10  # decodes before the first that is timed
 
 
 def weight_elements(config: ModelConfig) -> int:
@@ -64,17 +65,22 @@ def add(engine: Engine, number: int, prompt: int, completion: int, vocab: int) -
 def measure_decode(
     runner: ModelRunner, batch: int, context: int, steps: int
 ) -> tuple[float, float]:
-    """Seconds of a step, and of those the host's in `Engine.step` without the wait for the ids."""
+    """Seconds of a step, and of those the host's in `Engine.step` without the wait for the ids.
+
+    The context is the mean over sequences and timed steps: who starts first has grown meanwhile.
+    """
     engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
     vocab = runner.info.vocab_size
+    to_start = batch * context / runner.info.max_batched_tokens
+    prompt = max(1, round(context - to_start / 2 - _SETTLE_STEPS - steps / 2))
     for number in range(batch):
-        add(engine, number, context, steps + batch + 40, vocab)
+        add(engine, number, prompt, steps + batch + 4 * _SETTLE_STEPS, vocab)
     started = 0
     while started < batch:
         done = engine.step()
         assert done is not None
         started += sum(1 for event in done.events if event.start is not None)
-    for _ in range(10):
+    for _ in range(_SETTLE_STEPS):
         engine.step()
     waited = 0.0
     original = torch.cuda.Event.synchronize

@@ -2,6 +2,8 @@
 
 Tolerance: ‖out - twin‖ / ‖twin‖ <= 4e-3 in bf16: half a unit in the last place of each value on
 average is 2^-9 = 2e-3, and a sum taken in another order may move each value's rounding by one.
+Where two such roundings follow each other in the twin (probabilities and their sum, two products
+and theirs), twice that.
 """
 
 import pytest
@@ -100,7 +102,7 @@ def test_attention_of_few_agrees_with_its_twin(
         twin = cache.clone()
         expected = PLAIN.attend_few(qkv, weights, eps, rope, twin, rows, block_ids, seq_lens)
         found = ops.attend_few(qkv, weights, eps, rope, cache, rows, block_ids, seq_lens)
-        assert error(found, expected) <= TOLERANCE
+        assert error(found, expected) <= 2 * TOLERANCE
         assert error(cache, twin) <= TOLERANCE
     # A padding token writes nothing.
     before = cache.clone()
@@ -122,7 +124,6 @@ def test_products_of_few_tokens_agree_with_their_twins(
     assert error(fused().linear(x, half), PLAIN.linear(x, half)) <= TOLERANCE
     expected = PLAIN.norm_linear(x, norm, EPS, half)
     assert error(fused().norm_linear(x, norm, EPS, half), expected) <= TOLERANCE
-    # Two products are rounded, then their product is.
     expected = PLAIN.norm_swiglu(x, norm, EPS, weight)
     assert error(fused().norm_swiglu(x, norm, EPS, weight), expected) <= 2 * TOLERANCE
     twin = residual.clone()
