@@ -2,10 +2,11 @@
 
     python -m benchmarks.engine --model DIR --load-format dummy --batches 1,64,256
 
-Decode: the sequences have about the same context; a step's wall time is the mean over many steps of the
-real engine (schedule, run, sample, postprocess), and beside it the device's own time for one
-captured step and the host's time in each part. Prefill: prompts of several lengths, one at a time,
-or so many at once (`--prompts 1008,8x1008`). `--profile` adds where the time goes, by kernel.
+Decode: a step's wall time is the mean over many steps of the real engine (schedule, run, sample,
+postprocess), with the context as the mean over its sequences, and beside it the device's own time
+for one captured step and the host's time in each part. Prefill: prompts of several lengths, one at
+a time, or so many at once (`--prompts 1008,8x1008`). `--profile` adds where the time goes, by
+kernel.
 """
 
 import argparse

@@ -13,9 +13,9 @@ from torch import Tensor
 from services.common.model_config import ModelConfig
 from services.common.nn import weights
 from services.decoder.engine import step_inputs
-from services.decoder.engine.batch import Batch, Chunk, PendingStep
+from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.messages import ImageSpan, SamplingParams
-from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
 from services.decoder.engine.runner import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.kernels.ops import PlainOps
@@ -109,20 +109,20 @@ class Harness:
             sequence.num_in_flight += 1
         return Chunk(sequence, start, length, from_device, samples, generated)
 
-    def launch(self, *chunks: Chunk) -> PendingStep:
+    def launch(self, *chunks: Chunk) -> DevicePendingStep:
         """One step; decodes first."""
         ordered = sorted(chunks, key=lambda chunk: chunk.length != 1)
         pending = self.runner.execute(Batch(ordered, sum(chunk.length for chunk in ordered)))
         self._order = [chunk for chunk in ordered if chunk.samples]
         return pending
 
-    def take(self, pending: PendingStep, chunks: Seq[Chunk]) -> None:
+    def take(self, pending: DevicePendingStep, chunks: Seq[Chunk]) -> None:
         """Appends a step's tokens to the sequences of its sampling chunks, in their order."""
         for chunk, token_id in zip(chunks, pending.result().token_ids, strict=True):
             chunk.sequence.token_ids.append(token_id)
             chunk.sequence.num_in_flight -= 1
 
-    def step(self, *chunks: Chunk) -> PendingStep:
+    def step(self, *chunks: Chunk) -> DevicePendingStep:
         """Launch and take."""
         pending = self.launch(*chunks)
         self.take(pending, self._order)

@@ -33,6 +33,9 @@ from services.encoder.models.base import VisionModel, dtype_named
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings
 
+# With a smaller share of the memory, a process is not alone on its card.
+_MOST_OF_THE_CARD = 0.5
+
 
 def main() -> None:
     """Loads the model, warms up, says so, and runs until the front goes away."""
@@ -45,7 +48,8 @@ def main() -> None:
     device, dtype_name = resolve_device(settings.device, settings.dtype)
     prepare_device(device, settings)
     model, weights = load_model(config, settings, device, dtype_name)
-    runner = Runner(model, device, dtype_named(dtype_name), end.arena)
+    alone = settings.memory_fraction >= _MOST_OF_THE_CARD
+    runner = Runner(model, device, dtype_named(dtype_name), end.arena, alone=alone)
     prepare = functools.partial(
         preprocess,
         limits=config.image_limits,

@@ -8,7 +8,8 @@ from services.common.arena import Arena, ArenaEntry
 from services.common.embedding import EmbeddingSpec, TensorDigest, share_out, split_blocks
 from services.common.errors import Overloaded
 
-_RESERVE_TIMEOUT_S = 5.0
+# Embeddings that are read leave their room when they are; the largest take seconds to encode each.
+_RESERVE_TIMEOUT_S = 60.0
 _CLOSE_ATTEMPTS = 50
 _DIGEST_THREADS = 4  # of one embedding; a reader that has copied it waits for the digest
 Range = tuple[int, int]  # bytes of the tensor, [start, stop)

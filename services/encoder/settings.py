@@ -30,7 +30,9 @@ class EncoderSettings(ServiceSettings):
         cache_ttl_s: how long an embedding lives in Redis.
         preprocess_workers: threads that decode and resize; 0: one per core.
         num_threads: of torch on the CPU; 0: torch's own choice.
-        memory_fraction: share of the device's memory that this process may take.
+        memory_fraction: share of the device's memory that this process may take. With less than
+            half of it, others are taken to use the device, too: very large images leave it to them
+            half of the time.
         log_level: least level logged.
         shutdown_grace_s: how long running calls may go on after SIGTERM.
     """

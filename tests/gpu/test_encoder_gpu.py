@@ -8,6 +8,7 @@ tenth covers chance.
 """
 
 import mmap
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from services.common.model_config import VisionConfig
 from services.common.nn.weights import load_dummy
 from services.encoder.attention import create, resolve
 from services.encoder.engine.patches import pack_patches
+from services.encoder.engine.pauses import Pauses, count_operations
 from services.encoder.engine.runner import PreparedImage, Runner
 from services.encoder.kernels.ops import create_ops
 from services.encoder.models.base import Grid
@@ -239,6 +241,28 @@ def test_a_level_is_there_when_it_is_said_to_be(running: Running) -> None:
         assert whole.isfinite().all()
         assert all(torch.equal(rows, whole[level]) for level, rows in seen.items())
         assert runner.capture_next() == (turn == 1)
+
+
+def test_a_long_batch_pauses_as_long_as_it_works(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = images([(1, 160, 160)])[0]
+
+    def encode() -> tuple[float, Tensor]:
+        start = time.monotonic()
+        assert running.runner.finish(running.runner.launch([place])) == [True]
+        torch.cuda.synchronize()
+        return time.monotonic() - start, stored(running, place).clone()
+
+    encode()
+    taken, expected = min((encode() for _ in range(3)), key=lambda pair: pair[0])
+    pauses = Pauses()
+    pauses.calibrate(count_operations(running.model.config, [place.grid]), taken)
+    monkeypatch.setattr(running.runner, "_pauses", pauses)
+    monkeypatch.setattr("services.encoder.engine.pauses._LONG_OPERATIONS", 0.0)
+    paused, found = encode()
+    assert 1.8 * taken < paused < 2.5 * taken
+    assert torch.equal(found, expected)
 
 
 def test_replays_and_eager_batches_do_not_disturb_each_other(running: Running) -> None:

@@ -21,7 +21,7 @@ from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
-_RING = 6  # plans of two steps in flight, in up to three parts each
+_RING = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
-from services.decoder.engine.batch import Batch, PendingStep, RunnerInfo, StepOutput
+from services.decoder.engine.batch import Batch, RunnerInfo, StepOutput
 from services.decoder.engine.graphs import DecodeGraphs, PromptGraphs, StepGraphs, StepParts
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.messages import Logprobs, SamplingParams
@@ -18,9 +18,6 @@ from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import HostStep, RowTable, StagedStep
 from services.decoder.models.base import CausalLM, VisualInput
-
-# Up to so many decodes, prompts and tokens of prompts, a step runs in parts.
-_PARTS_DECODES, _PARTS_PROMPTS, _PARTS_PROMPT_TOKENS = 96, 2, 1280
 
 # Every branch of the sampler.
 _WARM_UP_PARAMS = (
@@ -59,38 +56,6 @@ class DevicePendingStep:
                 zip(self.plan.logprob_indices, self.plan.logprob_counts, strict=True)
             )
         }
-
-
-@dataclass(slots=True)
-class PendingParts:
-    """A step that was launched in parts, each of which has its own part of the samples."""
-
-    parts: list[DevicePendingStep]
-
-    def result(self) -> StepOutput:
-        """See batch.PendingStep."""
-        token_ids: list[int] = []
-        logprobs: dict[int, Logprobs] = {}
-        for output in [part.result() for part in self.parts]:
-            logprobs |= {len(token_ids) + at: given for at, given in output.logprobs.items()}
-            token_ids += output.token_ids
-        return StepOutput(token_ids, logprobs)
-
-
-def parts_of(batch: Batch) -> list[Batch]:
-    """A step as one or several for graphs, one after the other on the device: decodes, prompts.
-
-    Eagerly, the launches of a step take the host some ten milliseconds. Where the device would be
-    done sooner, it is better to read the weights twice and to replay graphs.
-    """
-    chunks = batch.chunks
-    num_decodes = next((at for at, c in enumerate(chunks) if c.length > 1), len(chunks))
-    prompts, num_tokens = chunks[num_decodes:], batch.num_tokens - num_decodes
-    bound_by_launches = num_decodes <= _PARTS_DECODES and num_tokens <= _PARTS_PROMPT_TOKENS
-    if len(prompts) > _PARTS_PROMPTS or not bound_by_launches:
-        return [batch]
-    parts = [Batch([chunk], chunk.length) for chunk in prompts]
-    return [Batch(chunks[:num_decodes], num_decodes), *parts] if num_decodes else parts
 
 
 @dataclass(slots=True)
@@ -145,13 +110,8 @@ class ModelRunner:
             )
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> PendingStep:
+    def execute(self, batch: Batch) -> DevicePendingStep:
         """See batch.Runner."""
-        parts = parts_of(batch) if self.graphs else [batch]
-        launched = [self._execute(part) for part in parts]
-        return launched[0] if len(launched) == 1 else PendingParts(launched)
-
-    def _execute(self, batch: Batch) -> DevicePendingStep:
         step = step_inputs.build(batch, self._table, self.info.block_size)
         graphs, padded = self._graphs_for(step)
         staged = self._stage(padded, masked=graphs is not None and graphs.masks_images)

@@ -31,12 +31,11 @@ class Staging:
     """Packs arrays, uploads them, shows them on the device.
 
     On a GPU the host side is pinned and there are several, used in turn: the copy of step n may
-    still wait behind step n - 1 when step n + 1 is packed, and a step may have three parts, each
-    with a turn of its own. The device side is one: kernels and
+    still wait behind step n - 1 when step n + 1 is packed. The device side is one: kernels and
     copies follow each other on one stream. On a CPU there is only the host side, one per turn.
     """
 
-    def __init__(self, size_bytes: int, device: torch.device, turns: int = 6) -> None:
+    def __init__(self, size_bytes: int, device: torch.device, turns: int = 3) -> None:
         cuda = device.type == "cuda"
         self._hosts = [
             torch.empty(size_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(turns)

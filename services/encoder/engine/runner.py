@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import Tensor
 from services.encoder.engine.arena_writer import ArenaWriter
 from services.encoder.engine.graphs import TowerGraphs
 from services.encoder.engine.patches import pack_patches
+from services.encoder.engine.pauses import Pauses, count_operations
 from services.encoder.models.base import Grid, VisionModel
 
 _WARM_HOST_BLOCKS = 16
@@ -69,10 +71,18 @@ class Runner:
         device: where it runs.
         dtype: of the embeddings.
         arena: where embeddings go; pinned on CUDA.
+        alone: nobody else uses the device; otherwise long batches leave it to others half of the
+            time (CUDA).
     """
 
     def __init__(
-        self, model: VisionModel, device: torch.device, dtype: torch.dtype, arena: mmap.mmap
+        self,
+        model: VisionModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        arena: mmap.mmap,
+        *,
+        alone: bool = True,
     ) -> None:
         self._model = model
         self._device = device
@@ -80,6 +90,7 @@ class Runner:
         self._writer = ArenaWriter(arena, device)
         self._stream: torch.cuda.Stream | None = None
         self._graphs: TowerGraphs | None = None
+        self._pauses = None if alone or device.type != "cuda" else Pauses()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the weights were written on another stream
             self._stream = torch.cuda.Stream(device)  # the default one cannot be captured
@@ -161,6 +172,7 @@ class Runner:
                 for _ in range(_WARM_HOST_BLOCKS)
             ]
             del blocks
+        images: list[PreparedImage] = []
         for grids in shapes:
             images = [
                 PreparedImage(-1, grid, _random_pixels(grid, config.patch_size), 0)
@@ -173,6 +185,12 @@ class Runner:
         if self._graphs is not None:
             with self._on_stream():
                 self._graphs.warm_up()
+        if self._pauses is not None and images:  # the largest, whose kernels are loaded now
+            with self._on_stream():
+                start = time.monotonic()
+                self.finish(self._launch(images, None))
+                operations = count_operations(config, [image.grid for image in images])
+                self._pauses.calibrate(operations, time.monotonic() - start)
 
     def _launch(self, images: Sequence[PreparedImage], graphs: TowerGraphs | None) -> LaunchedBatch:
         # Neighbours of one size share an attention call.
@@ -190,12 +208,21 @@ class Runner:
             self._model.config.levels, sum(tokens), dtype=torch.float32, device=self._device
         )
         written: list[tuple[int, torch.cuda.Event]] = []
+        pause_s = self._pause_after_level(grids)
         for level, rows in levels:
             event = self._writer.write(rows, tokens, offsets, level)
             torch.linalg.vector_norm(rows, math.inf, 1, dtype=torch.float32, out=peaks[level])
             if event is not None:
                 written.append((level, event))
+            if pause_s and self._pauses is not None:
+                self._pauses.put(torch.cuda.current_stream(), pause_s)
         return LaunchedBatch(images, *self._writer.seal(peaks), written[:-1])
+
+    def _pause_after_level(self, grids: Sequence[Grid]) -> float:
+        if self._pauses is None:
+            return 0.0
+        config = self._model.config
+        return self._pauses.seconds_after_part(count_operations(config, grids), config.levels)
 
     def _forward(
         self, pixels: Tensor, grids: Sequence[Grid], captured: bool

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.parametrize("service", ["encoder", "decoder"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_fused_kernels_agree_with_their_twins_in_the_interpreter() -> None:
+def test_fused_kernels_agree_with_their_twins_in_the_interpreter(service: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.encoder.interpreted_kernels"],
+        [sys.executable, "-m", f"tests.unit.{service}.interpreted_kernels"],
         cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip

@@ -1,0 +1,53 @@
+"""Run by test_fused_kernels.py with TRITON_INTERPRET=1, which Triton reads when it is imported."""
+
+import torch
+from torch import Tensor
+
+from services.decoder.attention.base import kv_rows
+from services.decoder.kernels.few_attention import FewAttention
+from services.decoder.kernels.ops import PlainOps
+from services.decoder.kernels.qk_rope_cache import qk_rope_cache
+
+PLAIN = PlainOps()
+BLOCK_SIZE, EPS = 16, 1e-6
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
+    """One new token of each sequence: rotated and written, and attended from."""
+    count, sizes = len(lengths), [-(-length // BLOCK_SIZE) for length in lengths]
+    block_ids = torch.randperm(sum(sizes), dtype=torch.int32)
+    slots = [
+        int(ids[(length - 1) // BLOCK_SIZE]) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
+        for ids, length in zip(block_ids.split(sizes), lengths, strict=True)
+    ]
+    rows = kv_rows(torch.tensor(slots), BLOCK_SIZE)
+    pool = torch.randn(sum(sizes) + 1, 2, BLOCK_SIZE, kv_heads, dim)
+    qkv = torch.randn(count, (heads + 2 * kv_heads) * dim)
+    weights = (torch.randn(dim), torch.randn(dim))
+    angles = torch.rand(count, dim // 2) * 6.28
+    rope = (angles.cos(), angles.sin())
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    of_plain, of_rope, of_few = (pool.clone() for _ in range(3))
+    expected = PLAIN.attend_few(qkv, weights, EPS, rope, of_plain, rows, block_ids, seq_lens)
+    query = PLAIN.qk_rope_cache(qkv, weights, EPS, rope, pool.clone(), rows)
+    close(qk_rope_cache(qkv, weights, EPS, rope, of_rope, rows), query)
+    close(of_rope, of_plain)
+    attend = FewAttention(torch.device("cpu"), heads, dim)
+    for _ in range(2):  # it leaves its own memory as it found it
+        found = attend(qkv, weights, EPS, rope, of_few, rows, block_ids, seq_lens)
+        close(found, expected)
+    close(of_few, of_plain)
+    nowhere = kv_rows(torch.full((count,), -1), BLOCK_SIZE)  # padding
+    attend(qkv, weights, EPS, rope, of_few, nowhere, block_ids, seq_lens)
+    close(of_few, of_plain)
+
+
+if __name__ == "__main__":
+    for shape in ((4, 2, 32), (3, 1, 16)):
+        for lengths in ([1], [100], [17, 64]):
+            check(lengths, *shape)
+    print("agreed")
