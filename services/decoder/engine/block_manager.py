@@ -51,10 +51,12 @@ class BlockManager:
         if not self._prefix_caching:
             return []
         most = (len(sequence.token_ids) - 1) // self.block_size
-        extend_hashes(sequence, self.block_size, most)
         prefix: list[int] = []
-        for block_hash in sequence.block_hashes[:most]:
-            block = self._block_of.get(block_hash)
+        while len(prefix) < most:
+            if len(prefix) >= len(sequence.block_hashes):
+                # Few more names at a time: most prompts are new from their first block on.
+                extend_hashes(sequence, self.block_size, min(most, 2 * len(prefix) + 1))
+            block = self._block_of.get(sequence.block_hashes[len(prefix)])
             if block is None:
                 break
             prefix.append(block)
