@@ -14,6 +14,7 @@ from services.decoder.attention.base import kv_rows
 from services.decoder.kernels.few_attention import FewAttention, max_context
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.triton_ops import TritonOps
+from services.decoder.models.rope import InterleavedMRope
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 4e-3
@@ -73,6 +74,25 @@ def test_qk_rope_cache_agrees_with_its_twin(
     cache, twin = cache[:39], twin[:39]  # the last block is scratch
     assert torch.equal(cache.isnan(), twin.isnan())  # the same slots, and no other
     assert error(cache.nan_to_num(), twin.nan_to_num()) <= TOLERANCE or num_tokens == 1
+
+
+@pytest.mark.parametrize("count", [1, 64, 3000])
+def test_what_comes_before_the_layers_agrees_with_its_twins(count: int) -> None:
+    ops = fused()
+    known = torch.randint(0, 9, (count,), dtype=torch.int32, device="cuda")
+    rows = torch.randint(-1, 257, (count,), device="cuda")
+    last_tokens = torch.arange(257, dtype=torch.int32, device="cuda")
+    arguments = (known, rows, last_tokens)
+    assert torch.equal(ops.pick_tokens(*arguments), PLAIN.pick_tokens(*arguments))
+    mrope = InterleavedMRope(128, 5e6, (24, 20, 20))
+    mrope.reset_buffers(CUDA)
+    positions = torch.randint(0, 262_144, (3, count), dtype=torch.int32, device="cuda")
+    slots = torch.randint(-1, 1_000_000, (count,), device="cuda")
+    arguments = (positions, slots, mrope, torch.bfloat16, 16)
+    (cos, sin), found = ops.rope_and_rows(*arguments)
+    (twin_cos, twin_sin), expected = PLAIN.rope_and_rows(*arguments)
+    assert torch.equal(found, expected)
+    assert error(cos, twin_cos) <= TOLERANCE and error(sin, twin_sin) <= TOLERANCE
 
 
 @pytest.mark.parametrize("lengths", [[1], [2], [65], [1100], [4096], [1, 33], [700, 2048]])

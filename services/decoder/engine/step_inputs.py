@@ -265,7 +265,6 @@ def attention_metadata(staged: StagedStep, staging: Staging) -> AttentionMetadat
     )
 
 
-def input_ids(staged: StagedStep, staging: Staging, last_tokens: Tensor) -> Tensor:
-    """`[T]`: known ids, or what the row sampled last (`last_tokens`, `[rows + 1]` int32)."""
-    rows = staging.device(staged.input_rows)
-    return torch.where(rows >= 0, last_tokens[rows.clamp(min=0)], staging.device(staged.input_ids))
+def token_sources(staged: StagedStep, staging: Staging) -> tuple[Tensor, Tensor]:
+    """The uploaded step's known ids and the rows of the others, for `Ops.pick_tokens`."""
+    return staging.device(staged.input_ids), staging.device(staged.input_rows)

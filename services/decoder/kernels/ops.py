@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 from services.common.model_config import TextConfig
 from services.common.nn import layers
+from services.decoder.attention.base import kv_rows
 from services.decoder.models import rope
+from services.decoder.models.rope import InterleavedMRope
 
 
 class Ops(Protocol):
@@ -21,6 +23,30 @@ class Ops(Protocol):
     """
 
     max_few_tokens: int
+
+    def pick_tokens(self, known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
+        """A step's token ids.
+
+        Args:
+            known: `[T]` int32, the ids that the host knows.
+            rows: `[T]` int64, the row whose last sampled token it is instead; -1: it is known.
+            last_tokens: int32, by row.
+
+        Returns:
+            `[T]` int32.
+        """
+        ...
+
+    def rope_and_rows(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        mrope: InterleavedMRope,
+        dtype: torch.dtype,
+        block_size: int,
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Cos and sin of `mrope` for `positions` `[3, T]`, and `kv_rows` of `slots` `[T]`."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `layers.rms_norm`."""
@@ -96,6 +122,18 @@ class Ops(Protocol):
         ...
 
 
+def pick_tokens(known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
+    """See Ops."""
+    return torch.where(rows >= 0, last_tokens[rows.clamp(min=0)], known)
+
+
+def rope_and_rows(
+    positions: Tensor, slots: Tensor, mrope: InterleavedMRope, dtype: torch.dtype, block_size: int
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """See Ops."""
+    return mrope(positions, dtype), kv_rows(slots, block_size)
+
+
 def greedy(logits: Tensor) -> Tensor:
     """See Ops."""
     finite = torch.isfinite(logits.sum(-1, dtype=torch.float32))
@@ -152,6 +190,8 @@ class PlainOps:
 
     max_few_tokens = 0
     attend_few = staticmethod(attend_few)
+    pick_tokens = staticmethod(pick_tokens)
+    rope_and_rows = staticmethod(rope_and_rows)
     greedy = staticmethod(greedy)
     linear = staticmethod(linear)
     norm_linear = staticmethod(norm_linear)

@@ -3,13 +3,22 @@
 import torch
 
 from services.common.model_config import TextConfig
-from services.decoder.kernels import add_norm, few_tokens, greedy, qk_rope_cache, silu_mul
+from services.decoder.kernels import (
+    add_norm,
+    few_tokens,
+    greedy,
+    qk_rope_cache,
+    silu_mul,
+    step_entry,
+)
 from services.decoder.kernels.few_attention import FewAttention, max_context
 
 
 class TritonOps:
     """See `ops.Ops`."""
 
+    pick_tokens = staticmethod(step_entry.pick_tokens)
+    rope_and_rows = staticmethod(step_entry.rope_and_rows)
     rms_norm = staticmethod(add_norm.rms_norm)
     add_rms_norm = staticmethod(add_norm.add_rms_norm)
     silu_and_mul = staticmethod(silu_mul.silu_and_mul)

@@ -14,7 +14,7 @@ from services.common.model_config import ModelConfig, TextConfig
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, MergedLinear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
-from services.decoder.attention.base import AttentionBackend, AttentionMetadata, kv_rows
+from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.kernels.ops import Ops
 from services.decoder.models.base import VisualInput
 from services.decoder.models.rope import InterleavedMRope
@@ -157,11 +157,11 @@ class Qwen3VLLanguageModel(nn.Module):
     ) -> Tensor:
         """See CausalLM."""
         residual = F.embedding(input_ids, self.embed_tokens.weight)
-        step = StepContext(
-            self.rope(positions, residual.dtype),
-            kv_rows(metadata.slot_mapping, kv_cache.shape[3]),
-            metadata,
+        block_size = kv_cache.shape[3]
+        rope, rows = self.ops.rope_and_rows(
+            positions, metadata.slot_mapping, self.rope, residual.dtype, block_size
         )
+        step = StepContext(rope, rows, metadata)
         if visual is None and len(residual) <= self.max_few_tokens:
             for index, layer in enumerate(self.layers):
                 assert isinstance(layer, DecoderLayer)

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from services.decoder.attention.base import kv_rows
+from services.decoder.kernels import step_entry
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
+from services.decoder.models.rope import InterleavedMRope
 
 PLAIN = PlainOps()
 BLOCK_SIZE, EPS = 16, 1e-6
@@ -46,7 +48,29 @@ def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
     close(of_few, of_plain)
 
 
+def check_entry(count: int, half: int) -> None:
+    """What a step computes before its first layer."""
+    known = torch.randint(0, 9, (count,), dtype=torch.int32)
+    last_tokens = torch.arange(100, 110, dtype=torch.int32)
+    rows = torch.randint(-1, 10, (count,))
+    assert torch.equal(
+        step_entry.pick_tokens(known, rows, last_tokens),
+        PLAIN.pick_tokens(known, rows, last_tokens),
+    )
+    mrope = InterleavedMRope(2 * half, 5e6, (half // 2, half // 4, half // 4))
+    mrope.reset_buffers(torch.device("cpu"))
+    positions = torch.randint(0, 40_000, (3, count), dtype=torch.int32)
+    slots = torch.randint(-1, 500, (count,))
+    rope, found = step_entry.rope_and_rows(positions, slots, mrope, torch.float32, BLOCK_SIZE)
+    expected = PLAIN.rope_and_rows(positions, slots, mrope, torch.float32, BLOCK_SIZE)
+    assert torch.equal(found, expected[1])
+    for part, twin in zip(rope, expected[0], strict=True):
+        close(part, twin)
+
+
 if __name__ == "__main__":
+    for size in ((1, 16), (300, 32)):
+        check_entry(*size)
     for shape in ((4, 2, 32), (3, 1, 16)):
         for lengths in ([1], [100], [17, 64]):
             check(lengths, *shape)
