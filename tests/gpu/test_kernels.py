@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 from services.decoder.attention.base import kv_rows
-from services.decoder.kernels.few_attention import FewAttention, max_context
+from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.triton_ops import TritonOps
 from services.decoder.models.rope import InterleavedMRope
@@ -23,8 +23,8 @@ CUDA = torch.device("cuda")
 PLAIN = PlainOps()
 
 
-def fused(heads: int = 16, dim: int = 128) -> TritonOps:
-    return TritonOps(max_few_tokens=2, few_attention=FewAttention(CUDA, heads, dim))
+def fused(heads: int = 16, kv_heads: int = 8, dim: int = 128) -> TritonOps:
+    return TritonOps(max_few_tokens=2, few_attention=FewAttention(CUDA, heads, kv_heads, dim))
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -103,8 +103,9 @@ def test_attention_of_few_agrees_with_its_twin(
     lengths: list[int], heads: int, kv_heads: int, dim: int
 ) -> None:
     count = len(lengths)
-    assert max(lengths) <= max_context(count)
-    ops, eps, block_size = fused(heads, dim), EPS, 16
+    ops, eps, block_size = fused(heads, kv_heads, dim), EPS, 16
+    measured = heads // kv_heads <= 2
+    assert ops.max_fused_context(count) == ({1: 4096, 2: 2048}[count] if measured else 0)
     sizes = [-(-length // block_size) for length in lengths]
     block_ids = torch.randperm(sum(sizes), device="cuda", dtype=torch.int32)
     last = [

@@ -20,8 +20,9 @@ from services.decoder.kernels.qk_rope_cache import rotated
 
 MAX_TOKENS = 2
 # Longer contexts are faster through flashinfer, which keeps more reads under way; by number of
-# sequences, measured on an H200.
+# sequences, measured on an H200. So may be more query heads per key head, which was not measured.
 _MAX_CONTEXTS = {1: 4096, 2: 2048}
+_MAX_GROUP = 2
 # (splits, tokens of a tile, warps) by number of sequences, measured for 16 query and 8 key heads
 # of 128.
 _SHAPES = {1: (32, 64, 4), 2: (16, 64, 4)}
@@ -30,25 +31,28 @@ _HEADS = 2  # of the query, per program
 _LOG2_E = 1.4426950408889634
 
 
-def max_context(num_tokens: int) -> int:
-    """The longest context, the new token included, for which so many sequences gain; 0: none."""
-    return _MAX_CONTEXTS.get(num_tokens, 0)
-
-
 class FewAttention:
     """The kernel, and the memory where its programs meet: for one device, one step at a time.
 
     Args:
         device: of the model.
         num_heads: of the query.
+        num_kv_heads: of keys and values.
         head_dim: twice a power of two.
     """
 
-    def __init__(self, device: torch.device, num_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        self._group = num_heads // num_kv_heads
         parts = MAX_TOKENS * num_heads * _MAX_SPLITS
         self._sums = torch.empty((parts, head_dim), dtype=torch.float32, device=device)
         self._scales = torch.empty((2, parts), dtype=torch.float32, device=device)
         self._arrived = torch.zeros(MAX_TOKENS * num_heads, dtype=torch.int32, device=device)
+
+    def max_context(self, num_tokens: int) -> int:
+        """The longest context, the new token included, for which so many sequences gain; 0: none."""
+        return _MAX_CONTEXTS.get(num_tokens, 0) if self._group <= _MAX_GROUP else 0
 
     def __call__(
         self,
@@ -65,15 +69,14 @@ class FewAttention:
         num_tokens = qkv.shape[0]
         block_size, num_kv_heads, head_dim = kv_cache.shape[-3:]
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        group = num_heads // num_kv_heads
-        heads = _HEADS if group % _HEADS == 0 else 1
+        heads = _HEADS if self._group % _HEADS == 0 else 1
         splits, tile, warps = _SHAPES[num_tokens]
         out = qkv.new_empty(num_tokens, num_heads * head_dim)
         _kernel[(num_heads // heads, splits, num_tokens)](
             qkv, *weights, *rope, rows, kv_cache, block_ids, seq_lens,
             self._sums, self._scales, self._arrived, out,
             num_tokens, num_heads, num_kv_heads, eps, head_dim**-0.5 * _LOG2_E,
-            HEADS=heads, GROUP=group, HALF=head_dim // 2, BLOCK_SIZE=block_size, TILE=tile,
+            HEADS=heads, GROUP=self._group, HALF=head_dim // 2, BLOCK_SIZE=block_size, TILE=tile,
             SPLITS=splits, TOKENS=triton.next_power_of_2(num_tokens), PARTS=len(self._sums),
             OVERLAP=overlaps(), num_warps=warps, launch_pdl=overlaps(),
         )  # fmt: skip

@@ -28,7 +28,8 @@ def pick_tokens(known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
 def rope_and_rows(
     positions: Tensor, slots: Tensor, mrope: InterleavedMRope, dtype: torch.dtype, block_size: int
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """See `ops.rope_and_rows`. All tensors are contiguous."""
+    """See `ops.rope_and_rows`."""
+    positions, slots = positions.contiguous(), slots.contiguous()
     count, half = len(slots), len(mrope.axis)
     cos, sin = (torch.empty(count, half, dtype=dtype, device=slots.device) for _ in range(2))
     rows = torch.empty(2, count, dtype=torch.int64, device=slots.device)

@@ -11,7 +11,7 @@ from services.decoder.kernels import (
     silu_mul,
     step_entry,
 )
-from services.decoder.kernels.few_attention import FewAttention, max_context
+from services.decoder.kernels.few_attention import FewAttention
 
 
 class TritonOps:
@@ -35,7 +35,7 @@ class TritonOps:
 
     def max_fused_context(self, num_tokens: int) -> int:
         """See `ops.Ops`."""
-        return max_context(num_tokens) if num_tokens <= self.max_few_tokens else 0
+        return self.attend_few.max_context(num_tokens) if num_tokens <= self.max_few_tokens else 0
 
 
 def create_triton_ops(device: torch.device, config: TextConfig) -> TritonOps:
@@ -43,5 +43,5 @@ def create_triton_ops(device: torch.device, config: TextConfig) -> TritonOps:
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
     return TritonOps(
         few_tokens.MAX_TOKENS if few_tokens.fits(*widths) else 0,
-        FewAttention(device, config.num_heads, config.head_dim),
+        FewAttention(device, config.num_heads, config.num_kv_heads, config.head_dim),
     )

@@ -38,7 +38,7 @@ def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
     query = PLAIN.qk_rope_cache(qkv, weights, EPS, rope, pool.clone(), rows)
     close(qk_rope_cache(qkv, weights, EPS, rope, of_rope, rows), query)
     close(of_rope, of_plain)
-    attend = FewAttention(torch.device("cpu"), heads, dim)
+    attend = FewAttention(torch.device("cpu"), heads, kv_heads, dim)
     for _ in range(2):  # it leaves its own memory as it found it
         found = attend(qkv, weights, EPS, rope, of_few, rows, block_ids, seq_lens)
         close(found, expected)
