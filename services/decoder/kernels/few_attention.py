@@ -51,7 +51,7 @@ class FewAttention:
         self._arrived = torch.zeros(MAX_TOKENS * num_heads, dtype=torch.int32, device=device)
 
     def max_context(self, num_tokens: int) -> int:
-        """The longest context, the new token included, for which so many sequences gain; 0: none."""
+        """The longest context, the new token included, where so many sequences gain; 0: none."""
         return _MAX_CONTEXTS.get(num_tokens, 0) if self._group <= _MAX_GROUP else 0
 
     def __call__(
