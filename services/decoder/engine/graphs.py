@@ -80,7 +80,7 @@ class _Kind(NamedTuple):
 
 
 class _GraphSet:
-    """Captured steps by size."""
+    """Captured steps by kind."""
 
     def __init__(self, parts: StepParts, pool: Any) -> None:  # noqa: ANN401 - torch has no name
         self.parts = parts
@@ -214,8 +214,8 @@ class PromptGraphs(_GraphSet):
         forward = self._forward(staged)
         last = parts.staging.device(staged.sampled_tokens)
         rows = parts.staging.device(staged.sampled_rows)
-        size = _Kind(len(staged.host.input_ids))
-        self._capture(size, lambda: parts.model.logits(forward()[last]), rows)
+        kind = _Kind(len(staged.host.input_ids))
+        self._capture(kind, lambda: parts.model.logits(forward()[last]), rows)
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
         """See StepGraphs."""

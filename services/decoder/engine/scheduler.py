@@ -23,6 +23,7 @@ from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.sequence import Sequence, SequenceState
 
+# Fewer cost a step what its launches and the weights cost, whatever their number.
 LEAST_PARTIAL_TOKENS = 512
 
 
