@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from services.common.model_config import TextConfig
 from services.common.nn import layers
 from services.decoder.attention.base import kv_rows
-from services.decoder.models import rope
-from services.decoder.models.rope import InterleavedMRope
+from services.decoder.models.rope import InterleavedMRope, qk_rope_cache
 
 
 class Ops(Protocol):
@@ -164,14 +163,14 @@ def attend_few(
     qkv: Tensor,
     weights: tuple[Tensor, Tensor],
     eps: float,
-    rope_angles: tuple[Tensor, Tensor],
+    rope: tuple[Tensor, Tensor],
     kv_cache: Tensor,
     rows: Tensor,
     block_ids: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
     """See Ops."""
-    query = rope.qk_rope_cache(qkv, weights, eps, rope_angles, kv_cache, rows)
+    query = qk_rope_cache(qkv, weights, eps, rope, kv_cache, rows)
     block_size = kv_cache.shape[2]
     counts = -(-seq_lens // block_size)
     index = torch.arange(int(seq_lens.max()), device=qkv.device)
@@ -201,7 +200,7 @@ class PlainOps:
     rms_norm = staticmethod(layers.rms_norm)
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_and_mul = staticmethod(layers.silu_and_mul)
-    qk_rope_cache = staticmethod(rope.qk_rope_cache)
+    qk_rope_cache = staticmethod(qk_rope_cache)
 
     def max_fused_context(self, num_tokens: int) -> int:
         """See Ops: in plain torch there is nothing to gain."""
