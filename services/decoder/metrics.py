@@ -27,7 +27,9 @@ class DecoderMetrics:
             )
 
         self.running = gauge("sequences_running", "Sequences in the batch.")
-        self.waiting = gauge("sequences_waiting", "Sequences that wait for the engine.")
+        self.waiting = gauge(
+            "sequences_waiting", "Sequences that wait for the engine or for an image."
+        )
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that sequences hold.")
         self.kv_free = gauge("kv_blocks_free", "KV blocks that no sequence holds.")
         self.kv_used = gauge("kv_blocks_used", "KV blocks that sequences hold.")
@@ -46,7 +48,9 @@ class DecoderMetrics:
         self.outcomes = counter(
             "sequences", "Sequences ended, by finish reason or error code.", "outcome"
         )
-        self.queue = seconds("queue", "Submitted to first scheduled.")
+        self.queue = seconds(
+            "queue", "Submitted to first scheduled, the wait for images at the beginning included."
+        )
         self.transfer = seconds("transfer", "Submitted to last embedding at hand.")
         self.prefill = seconds("prefill", "First scheduled to first token.")
         self.ttft = seconds("ttft", "Submitted to first token.")
