@@ -8,6 +8,7 @@ trusted: what does not match its header, its key or its digest is deleted and co
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ _RANGE_BYTES = 1 << 20
 _MIN_READ_RATE = 100 << 20
 _MIN_WRITE_RATE = 20 << 20
 _WRITE_TIMEOUT_S = 1.0
+_CONNECT_TIMEOUT_S = 1.0
 # Commands under way at once, which is connections: a burst shares them rather than opening more.
 _MAX_SMALL = 8
 _MAX_READS = 4
@@ -204,10 +206,13 @@ class RedisCache:
         with contextlib.suppress(_Failed, ResponseError):
             await self._command(self._timeout_s, "UNLINK", _ENTRY + key)
 
+    async def connect(self) -> None:
+        """Spares the first request the connecting; called once, at a service's start."""
+        if not await self.ping(_CONNECT_TIMEOUT_S):
+            logging.warning("Redis does not answer; going on without until it does")
+
     async def ping(self, timeout_s: float | None = None) -> bool:
-        """Whether Redis answers now; never opens or closes the breaker. Called once at the start
-        with a patient timeout, it spares the first request the connecting.
-        """
+        """Whether Redis answers now; never opens or closes the breaker."""
         try:
             await self._bounded(("PING",), timeout_s or self._timeout_s)
         except Exception:

@@ -62,6 +62,7 @@ async def serve(settings: DecoderSettings, engine_module: str = ENGINE_MODULE) -
         metrics = DecoderMetrics(registry)
         if cache is not None:
             registry.register(RedisCollector(lambda: cache.counters))
+            await cache.connect()
         await asyncio.to_thread(arena.map_resident)
         fetcher = EncoderFetcher(shared_memory=settings.shared_memory)
         source = EmbeddingSource(arena, fetcher, cache, metrics)

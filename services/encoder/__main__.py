@@ -34,7 +34,6 @@ from services.encoder.settings import EncoderSettings
 
 _ENGINE_MODULE = "services.encoder.engine_main"
 _WRITES_GRACE_S = 2.0
-_REDIS_START_TIMEOUT_S = 1.0
 _SERVICES = ("", SERVICE, reflection.SERVICE_NAME)
 
 
@@ -114,8 +113,7 @@ async def _serve_engine(
             settings.redis_url, ttl_s=settings.cache_ttl_s, timeout_s=settings.redis_timeout_s
         )
         stack.push_async_callback(cache.close)
-        if not await cache.ping(_REDIS_START_TIMEOUT_S):
-            logging.warning("Redis does not answer; going on without until it does")
+        await cache.connect()
         writer = RedisWriter(cache, memory, metrics.redis_writes_dropped)
         metrics.export_redis(cache.counters)
     description = describe(ready, settings)

@@ -205,6 +205,29 @@ async def test_frozen_before_the_first_connection(
     redis_server.thaw()
 
 
+async def test_connecting_at_the_start_spares_the_first_request_of_it(
+    cache: RedisCache,
+    redis_server: RedisServer,  # noqa: F811
+) -> None:
+    def connections() -> int:
+        with redis_server.client() as client:
+            return int(client.info("stats")["total_connections_received"])  # type: ignore[index]
+
+    await cache.connect()
+    before = connections()
+    assert await load(cache) is None
+    assert connections() == before + 1  # the one that asks
+
+
+async def test_connecting_to_a_redis_that_is_away_is_no_error(
+    open_cache: Callable[..., RedisCache], caplog: pytest.LogCaptureFixture
+) -> None:
+    away = open_cache(f"redis://127.0.0.1:{free_port()}")
+    await away.connect()
+    assert "Redis does not answer" in caplog.text
+    assert away.available  # the first command will find out
+
+
 async def test_frozen_between_header_and_body(
     cache: RedisCache,
     redis_server: RedisServer,  # noqa: F811
