@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from services.decoder.attention.base import kv_rows
-from services.decoder.kernels import step_entry
+from services.decoder.kernels import add_norm, greedy, silu_mul, step_entry
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
@@ -68,10 +68,29 @@ def check_entry(count: int, half: int) -> None:
         close(part, twin)
 
 
+def check_rows(count: int, width: int) -> None:
+    """Norms, SwiGLU, and the most likely tokens."""
+    x, residual, weight = torch.randn(count, width), torch.randn(count, width), torch.randn(width)
+    expected = PLAIN.add_rms_norm(x, residual.clone(), weight, EPS)
+    for found, twin in zip(
+        add_norm.add_rms_norm(x, residual.clone(), weight, EPS), expected, strict=True
+    ):
+        close(found, twin)
+    close(add_norm.rms_norm(x, weight, EPS), PLAIN.rms_norm(x, weight, EPS))
+    gate_up = torch.randn(count, 2 * width)
+    close(silu_mul.silu_and_mul(gate_up), PLAIN.silu_and_mul(gate_up))
+    logits = torch.randn(count + 4, width)
+    logits[0, 3], logits[1, 5], logits[2, -1] = torch.nan, torch.inf, 100.0
+    logits[3] = 0.5  # all equal: the first wins
+    assert torch.equal(greedy.greedy(logits), PLAIN.greedy(logits))
+
+
 if __name__ == "__main__":
+    for size in ((1, 96), (3, 1100)):
+        check_rows(*size)
     for size in ((1, 16), (300, 32)):
         check_entry(*size)
-    for shape in ((4, 2, 32), (3, 1, 16)):
-        for lengths in ([1], [100], [17, 64]):
-            check(lengths, *shape)
+    check([1], 4, 2, 32)
+    check([100], 4, 2, 32)
+    check([17, 64], 3, 1, 16)
     print("agreed")
