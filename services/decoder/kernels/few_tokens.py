@@ -68,7 +68,7 @@ def _launch(
     _kernel[(num_rows // rows,)](
         x, weight, out, norm, num_rows, eps,
         WIDTH=width, TOKENS=num_tokens, ROWS=rows, BLOCK=block, NORM=norm is not None,
-        SWIGLU=swiglu, ADD=add, num_warps=warps, launch_pdl=True,
+        SWIGLU=swiglu, ADD=add, OVERLAP=overlaps(), num_warps=warps, launch_pdl=overlaps(),
     )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def _launch(
 def _kernel(
     x_ptr, weight_ptr, out_ptr, norm_ptr, num_rows, eps,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -89,8 +89,9 @@ def _kernel(
         up_weight = tl.load(up_place, mask=inside[None, :], other=0.0)
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    gdc_launch_dependents()
-    gdc_wait()
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     dtype = out_ptr.dtype.element_ty
     for token in tl.static_range(TOKENS):
         x = tl.load(x_ptr + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from services.decoder.attention.base import kv_rows
-from services.decoder.kernels import add_norm, greedy, silu_mul, step_entry
+from services.decoder.kernels import add_norm, few_tokens, greedy, silu_mul, step_entry
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
@@ -85,7 +85,23 @@ def check_rows(count: int, width: int) -> None:
     assert torch.equal(greedy.greedy(logits), PLAIN.greedy(logits))
 
 
+def check_products(count: int, width: int, rows: int) -> None:
+    """The products of few tokens, with their neighbours."""
+    x, norm, residual = torch.randn(count, width), torch.randn(width), torch.randn(count, rows)
+    weight = torch.randn(2 * rows, width) * 0.02
+    half = weight[:rows]
+    close(few_tokens.linear(x, half), PLAIN.linear(x, half))
+    close(few_tokens.norm_linear(x, norm, EPS, half), PLAIN.norm_linear(x, norm, EPS, half))
+    close(few_tokens.norm_swiglu(x, norm, EPS, weight), PLAIN.norm_swiglu(x, norm, EPS, weight))
+    twin = residual.clone()
+    few_tokens.linear_add(x, half, residual)
+    PLAIN.linear_add(x, half, twin)
+    close(residual, twin)
+
+
 if __name__ == "__main__":
+    for count in (1, 2):
+        check_products(count, 100, 24)
     for size in ((1, 96), (3, 1100)):
         check_rows(*size)
     for size in ((1, 16), (300, 32)):
