@@ -263,6 +263,8 @@ def test_execute_waits_for_nothing(dummy: Harness, params: SamplingParams) -> No
         pending = dummy.launch(*chunks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    # In that mode whatever waits for the device raises.
+    assert len(pending.result().token_ids) == len(chunks)
     dummy.take(pending, chunks)
     for sequence in running:
         dummy.finish(sequence)

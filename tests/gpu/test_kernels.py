@@ -6,6 +6,8 @@ Where two such roundings follow each other in the twin (probabilities and their 
 and theirs), twice that.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from services.decoder.attention.base import kv_rows
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.triton_ops import TritonOps
-from services.decoder.models.rope import InterleavedMRope
+from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 4e-3
@@ -68,8 +70,8 @@ def test_qk_rope_cache_agrees_with_its_twin(
     cache = torch.full((40, 2, 16, kv_heads, dim), torch.nan, device="cuda").bfloat16()
     twin = cache.clone()
     weights = (random(dim), random(dim))
-    expected = PLAIN.qk_rope_cache(qkv, weights, EPS, rope, twin, rows)
-    query = fused().qk_rope_cache(qkv, weights, EPS, rope, cache, rows)
+    expected = PLAIN.qk_rope_cache(ProjectedHeads(qkv, weights, EPS, rope, twin, rows))
+    query = fused().qk_rope_cache(ProjectedHeads(qkv, weights, EPS, rope, cache, rows))
     assert error(query, expected) <= TOLERANCE
     cache, twin = cache[:39], twin[:39]  # the last block is scratch
     assert torch.equal(cache.isnan(), twin.isnan())  # the same slots, and no other
@@ -97,14 +99,15 @@ def test_what_comes_before_the_layers_agrees_with_its_twins(count: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[1], [2], [65], [1100], [4096], [1, 33], [700, 2048]])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (4, 2, 64), (5, 5, 32), (3, 1, 16)]
+    ("num_heads", "kv_heads", "dim"),
+    [(16, 8, 128), (32, 8, 128), (4, 2, 64), (5, 5, 32), (3, 1, 16)],
 )
 def test_attention_of_few_agrees_with_its_twin(
-    lengths: list[int], heads: int, kv_heads: int, dim: int
+    lengths: list[int], num_heads: int, kv_heads: int, dim: int
 ) -> None:
     count = len(lengths)
-    ops, eps, block_size = fused(heads, kv_heads, dim), EPS, 16
-    measured = heads // kv_heads <= 2
+    ops, block_size = fused(num_heads, kv_heads, dim), 16
+    measured = num_heads // kv_heads <= 2
     assert ops.max_fused_context(count) == ({1: 4096, 2: 2048}[count] if measured else 0)
     sizes = [-(-length // block_size) for length in lengths]
     block_ids = torch.randperm(sum(sizes), device="cuda", dtype=torch.int32)
@@ -117,18 +120,19 @@ def test_attention_of_few_agrees_with_its_twin(
     weights = (random(dim), random(dim))
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     for _ in range(3):  # the memory where programs meet is left as it was found
-        qkv = random(count, (heads + 2 * kv_heads) * dim)
+        qkv = random(count, (num_heads + 2 * kv_heads) * dim)
         angles = torch.rand(count, dim // 2, device="cuda") * 6.28
         rope = (angles.cos().bfloat16(), angles.sin().bfloat16())
         twin = cache.clone()
-        expected = PLAIN.attend_few(qkv, weights, eps, rope, twin, rows, block_ids, seq_lens)
-        found = ops.attend_few(qkv, weights, eps, rope, cache, rows, block_ids, seq_lens)
+        heads = ProjectedHeads(qkv, weights, EPS, rope, cache, rows)
+        expected = PLAIN.attend_few(replace(heads, kv_cache=twin), block_ids, seq_lens)
+        found = ops.attend_few(heads, block_ids, seq_lens)
         assert error(found, expected) <= 2 * TOLERANCE
         assert error(cache, twin) <= TOLERANCE
     # A padding token writes nothing.
     before = cache.clone()
     nowhere = kv_rows(torch.full((count,), -1, device="cuda"), block_size)
-    ops.attend_few(qkv, weights, eps, rope, cache, nowhere, block_ids, seq_lens)
+    ops.attend_few(replace(heads, rows=nowhere), block_ids, seq_lens)
     assert torch.equal(cache, before)
 
 

@@ -137,9 +137,7 @@ class _GraphSet:
             if staged.visual_mask is not None and parts.images is not None:
                 visual = parts.images.masked(parts.staging.device(staged.visual_mask))
             return parts.model.forward(
-                parts.model.ops.pick_tokens(
-                    *step_inputs.token_sources(staged, parts.staging), parts.last_tokens
-                ),
+                step_inputs.input_ids(staged, parts.staging, parts.last_tokens, parts.model.ops),
                 parts.staging.device(staged.positions),
                 parts.kv_cache,
                 metadata,

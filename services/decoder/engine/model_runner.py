@@ -213,9 +213,7 @@ class ModelRunner:
         metadata = step_inputs.attention_metadata(staged, self._staging)
         metadata.plan = self._backend.plan(metadata)
         return self._model.forward(
-            self._model.ops.pick_tokens(
-                *step_inputs.token_sources(staged, self._staging), self._state.last_tokens
-            ),
+            step_inputs.input_ids(staged, self._staging, self._state.last_tokens, self._model.ops),
             self._staging.device(staged.positions),
             self._state.kv_cache,
             metadata,

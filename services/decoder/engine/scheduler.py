@@ -243,7 +243,7 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Appends the sequence's next chunk; its length."""
         start = sequence.num_computed_tokens
-        length = min(self._computable_until(sequence, start) - start, budget)
+        length = min(self._chunk_limit(sequence, start) - start, budget)
         end = start + length
         samples = end == len(sequence.token_ids)
         generated = len(sequence.token_ids) - sequence.num_prompt_tokens
@@ -253,7 +253,7 @@ class Scheduler:
         if samples:
             sequence.num_in_flight += 1
             self._decoding[number] = self._prefilling.pop(number)
-        elif self._computable_until(sequence, end) == end:
+        elif self._chunk_limit(sequence, end) == end:
             self._stalled[number] = self._prefilling.pop(number)
         if length:
             chunks.append(Chunk(sequence, start, length, False, samples, generated))
@@ -272,7 +272,7 @@ class Scheduler:
                 return None
             prefix = self.blocks.find_prefix(sequence)
             computed = len(prefix) * self.blocks.block_size
-            if self._computable_until(sequence, computed) == computed:
+            if self._chunk_limit(sequence, computed) == computed:
                 self._parked[sequence.sequence_id] = self._waiting.pop(0)
                 continue
             keep_free = self._watermark if self._decoding or self._prefilling else 0
@@ -303,9 +303,9 @@ class Scheduler:
 
     def _is_computable(self, sequence: Sequence) -> bool:
         start = sequence.num_computed_tokens
-        return self._computable_until(sequence, start) > start
+        return self._chunk_limit(sequence, start) > start
 
-    def _computable_until(self, sequence: Sequence, start: int) -> int:
+    def _chunk_limit(self, sequence: Sequence, start: int) -> int:
         """Where a chunk from `start` on may end at the latest; `start` itself: not worth a step."""
         limit = sequence.computable_until(start)
         worthwhile = limit - start >= self._least_partial_tokens

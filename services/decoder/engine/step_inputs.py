@@ -13,6 +13,7 @@ from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.images import VisualSegment, find_segments
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.staging import Staged, Staging
+from services.decoder.kernels.ops import Ops
 
 IntArray = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", np.int32, np.int64)
@@ -265,6 +266,7 @@ def attention_metadata(staged: StagedStep, staging: Staging) -> AttentionMetadat
     )
 
 
-def token_sources(staged: StagedStep, staging: Staging) -> tuple[Tensor, Tensor]:
-    """The uploaded step's known ids and the rows of the others, for `Ops.pick_tokens`."""
-    return staging.device(staged.input_ids), staging.device(staged.input_rows)
+def input_ids(staged: StagedStep, staging: Staging, last_tokens: Tensor, ops: Ops) -> Tensor:
+    """`[T]`: known ids, or what the row sampled last (`last_tokens`, `[rows + 1]` int32)."""
+    known, rows = staging.device(staged.input_ids), staging.device(staged.input_rows)
+    return ops.pick_tokens(known, rows, last_tokens)

@@ -17,8 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.decoder.kernels.overlap import overlaps
 from services.decoder.kernels.qk_rope_cache import rotated
+from services.decoder.models.rope import ProjectedHeads
 
-MAX_TOKENS = 2
 # Longer contexts are faster through flashinfer, which keeps more reads under way; by number of
 # sequences, measured on an H200. So may be more query heads per key head, which was not measured.
 _MAX_CONTEXTS = {1: 4096, 2: 2048}
@@ -26,7 +26,6 @@ _MAX_GROUP = 2
 # (splits, tokens of a tile, warps) by number of sequences, measured for 16 query and 8 key heads
 # of 128.
 _SHAPES = {1: (32, 64, 4), 2: (16, 64, 4)}
-_MAX_SPLITS = 32
 _HEADS = 2  # of the query, per program
 _LOG2_E = 1.4426950408889634
 
@@ -45,38 +44,29 @@ class FewAttention:
         self, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
         self._group = num_heads // num_kv_heads
-        parts = MAX_TOKENS * num_heads * _MAX_SPLITS
+        most_tokens = max(_SHAPES)
+        parts = num_heads * max(tokens * splits for tokens, (splits, _, _) in _SHAPES.items())
         self._sums = torch.empty((parts, head_dim), dtype=torch.float32, device=device)
         self._scales = torch.empty((2, parts), dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(MAX_TOKENS * num_heads, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(most_tokens * num_heads, dtype=torch.int32, device=device)
 
     def max_context(self, num_tokens: int) -> int:
         """The longest context, the new token included, where so many sequences gain; 0: none."""
         return _MAX_CONTEXTS.get(num_tokens, 0) if self._group <= _MAX_GROUP else 0
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        weights: tuple[Tensor, Tensor],
-        eps: float,
-        rope: tuple[Tensor, Tensor],
-        kv_cache: Tensor,
-        rows: Tensor,
-        block_ids: Tensor,
-        seq_lens: Tensor,
-    ) -> Tensor:
+    def __call__(self, heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
         """See `ops.attend_few`. All tensors are contiguous."""
-        num_tokens = qkv.shape[0]
-        block_size, num_kv_heads, head_dim = kv_cache.shape[-3:]
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        heads = _HEADS if self._group % _HEADS == 0 else 1
+        assert heads.is_contiguous
+        num_tokens, num_heads = len(heads.qkv), heads.num_heads
+        block_size, num_kv_heads, head_dim = heads.kv_cache.shape[-3:]
+        at_once = _HEADS if self._group % _HEADS == 0 else 1
         splits, tile, warps = _SHAPES[num_tokens]
-        out = qkv.new_empty(num_tokens, num_heads * head_dim)
-        _kernel[(num_heads // heads, splits, num_tokens)](
-            qkv, *weights, *rope, rows, kv_cache, block_ids, seq_lens,
+        out = heads.qkv.new_empty(num_tokens, num_heads * head_dim)
+        _kernel[(num_heads // at_once, splits, num_tokens)](
+            heads.qkv, *heads.norms, *heads.rope, heads.rows, heads.kv_cache, block_ids, seq_lens,
             self._sums, self._scales, self._arrived, out,
-            num_tokens, num_heads, num_kv_heads, eps, head_dim**-0.5 * _LOG2_E,
-            HEADS=heads, GROUP=self._group, HALF=head_dim // 2, BLOCK_SIZE=block_size, TILE=tile,
+            num_tokens, num_heads, num_kv_heads, heads.eps, head_dim**-0.5 * _LOG2_E,
+            HEADS=at_once, GROUP=self._group, HALF=head_dim // 2, BLOCK_SIZE=block_size, TILE=tile,
             SPLITS=splits, TOKENS=triton.next_power_of_2(num_tokens), PARTS=len(self._sums),
             OVERLAP=overlaps(), num_warps=warps, launch_pdl=overlaps(),
         )  # fmt: skip

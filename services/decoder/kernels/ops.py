@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from services.common.model_config import TextConfig
 from services.common.nn import layers
 from services.decoder.attention.base import kv_rows
-from services.decoder.models.rope import InterleavedMRope, qk_rope_cache
+from services.decoder.models.rope import InterleavedMRope, ProjectedHeads, qk_rope_cache
 
 
 class Ops(Protocol):
@@ -61,15 +61,7 @@ class Ops(Protocol):
         """See `layers.silu_and_mul`."""
         ...
 
-    def qk_rope_cache(
-        self,
-        qkv: Tensor,
-        weights: tuple[Tensor, Tensor],
-        eps: float,
-        rope: tuple[Tensor, Tensor],
-        kv_cache: Tensor,
-        rows: Tensor,
-    ) -> Tensor:
+    def qk_rope_cache(self, heads: ProjectedHeads) -> Tensor:
         """See `rope.qk_rope_cache`."""
         ...
 
@@ -77,21 +69,11 @@ class Ops(Protocol):
         """The longest context for which `attend_few` serves so many decodes; 0: it does not."""
         ...
 
-    def attend_few(
-        self,
-        qkv: Tensor,
-        weights: tuple[Tensor, Tensor],
-        eps: float,
-        rope: tuple[Tensor, Tensor],
-        kv_cache: Tensor,
-        rows: Tensor,
-        block_ids: Tensor,
-        seq_lens: Tensor,
-    ) -> Tensor:
+    def attend_few(self, heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
         """`qk_rope_cache`, then attention, of a few decodes.
 
         Args:
-            qkv, weights, eps, rope, kv_cache, rows: as there.
+            heads: as there.
             block_ids: the sequences' KV blocks one after the other, int32.
             seq_lens: `[T]` int32, the new token included.
 
@@ -159,21 +141,12 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> None:
     residual += F.linear(x, weight)
 
 
-def attend_few(
-    qkv: Tensor,
-    weights: tuple[Tensor, Tensor],
-    eps: float,
-    rope: tuple[Tensor, Tensor],
-    kv_cache: Tensor,
-    rows: Tensor,
-    block_ids: Tensor,
-    seq_lens: Tensor,
-) -> Tensor:
+def attend_few(heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
     """See Ops."""
-    query = qk_rope_cache(qkv, weights, eps, rope, kv_cache, rows)
-    block_size = kv_cache.shape[2]
+    query = qk_rope_cache(heads)
+    kv_cache, block_size = heads.kv_cache, heads.kv_cache.shape[2]
     counts = -(-seq_lens // block_size)
-    index = torch.arange(int(seq_lens.max()), device=qkv.device)
+    index = torch.arange(int(seq_lens.max()), device=query.device)
     inside = index < seq_lens[:, None]  # [T, longest]
     place = (counts.cumsum(0) - counts)[:, None] + index // block_size
     blocks = block_ids[place.where(inside, 0)]

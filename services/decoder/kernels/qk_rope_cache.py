@@ -11,31 +11,23 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.decoder.kernels.overlap import overlaps
+from services.decoder.models.rope import ProjectedHeads
 
 # Heads per program: few where a step is short and must fill the device, many where it is long.
 _FEW_HEADS, _MANY_HEADS = 1, 8
 _MANY_TOKENS = 128
 
 
-def qk_rope_cache(
-    qkv: Tensor,
-    weights: tuple[Tensor, Tensor],
-    eps: float,
-    rope: tuple[Tensor, Tensor],
-    kv_cache: Tensor,
-    rows: Tensor,
-) -> Tensor:
+def qk_rope_cache(heads: ProjectedHeads) -> Tensor:
     """See the plain twin. `head_dim / 2` is a power of two, and all tensors are contiguous."""
-    assert all(part.is_contiguous() for part in (qkv, *rope, rows, kv_cache))
-    num_kv_heads, head_dim = kv_cache.shape[-2:]
-    num_tokens = qkv.shape[0]
-    all_heads = qkv.shape[1] // head_dim
-    num_heads = all_heads - 2 * num_kv_heads
-    query = qkv.new_empty(num_tokens, num_heads, head_dim)
+    assert heads.is_contiguous
+    num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
+    num_tokens, num_heads = len(heads.qkv), heads.num_heads
+    query = heads.qkv.new_empty(num_tokens, num_heads, head_dim)
     block = _MANY_HEADS if num_tokens >= _MANY_TOKENS else _FEW_HEADS
-    _kernel[(num_tokens, triton.cdiv(all_heads, block))](
-        qkv, *weights, *rope, rows, kv_cache, query,
-        num_tokens, num_heads, num_kv_heads, eps, HALF=head_dim // 2, BLOCK=block,
+    _kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
+        heads.qkv, *heads.norms, *heads.rope, heads.rows, heads.kv_cache, query,
+        num_tokens, num_heads, num_kv_heads, heads.eps, HALF=head_dim // 2, BLOCK=block,
         OVERLAP=overlaps(), num_warps=1, launch_pdl=overlaps(),
     )  # fmt: skip
     return query

@@ -70,7 +70,7 @@ def _rope_kernel(
     tl.store(sin_ptr + token * HALF + column, tl.sin(angle).to(dtype))
     slot = tl.load(slots_ptr + token)
     key_row = slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE
-    # Padding, slot -1: the last block but one slot, counted from the pool's end.
+    # Padding, slot -1: as `kv_rows` has it, counted from the pool's end.
     key_row = tl.where(slot < 0, -1 - BLOCK_SIZE, key_row)
     tl.store(rows_ptr + token, key_row)
     tl.store(rows_ptr + count + token, key_row + BLOCK_SIZE)

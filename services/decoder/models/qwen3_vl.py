@@ -17,7 +17,7 @@ from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.kernels.ops import Ops
 from services.decoder.models.base import VisualInput
-from services.decoder.models.rope import InterleavedMRope
+from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,11 @@ class Attention(nn.Module):
 
     def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
         """What is between the projections: `[T, (H + 2 KVH) * D]` → `[T, H * D]`."""
-        ops, metadata, eps = self.ops, step.metadata, self.q_norm.eps
-        weights = (self.q_norm.weight, self.k_norm.weight)
+        metadata, norms = step.metadata, (self.q_norm.weight, self.k_norm.weight)
+        heads = ProjectedHeads(qkv, norms, self.q_norm.eps, step.rope, kv_cache, step.kv_rows)
         if metadata.fused:
-            return ops.attend_few(
-                qkv, weights, eps, step.rope, kv_cache, step.kv_rows,
-                metadata.block_ids, metadata.seq_lens_device,
-            )  # fmt: skip
-        query = ops.qk_rope_cache(qkv, weights, eps, step.rope, kv_cache, step.kv_rows)
+            return self.ops.attend_few(heads, metadata.block_ids, metadata.seq_lens_device)
+        query = self.ops.qk_rope_cache(heads)
         return self.backend.forward(query, kv_cache, metadata).flatten(1)
 
 

@@ -1,5 +1,7 @@
 """Interleaved multimodal rotary embedding (M-RoPE)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -48,32 +50,51 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def qk_rope_cache(
-    qkv: Tensor,
-    weights: tuple[Tensor, Tensor],
-    eps: float,
-    rope: tuple[Tensor, Tensor],
-    kv_cache: Tensor,
-    rows: Tensor,
-) -> Tensor:
-    """Normalises and rotates queries and keys, writes keys and values to the cache.
+@dataclass(frozen=True, slots=True)
+class ProjectedHeads:
+    """One layer's queries, keys and values of a step's tokens, on their way to the cache.
 
-    The plain twin of one fused kernel.
-
-    Args:
+    Attributes:
         qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v.
-        weights: of the query's and the key's norm, `[head_dim]` each.
+        norms: weights of the query's and the key's norm, `[head_dim]` each.
         eps: of the norms.
         rope: cos and sin, `[T, head_dim / 2]`.
         kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`.
         rows: `[2, T]`, from `kv_rows`.
+    """
+
+    qkv: Tensor
+    norms: tuple[Tensor, Tensor]
+    eps: float
+    rope: tuple[Tensor, Tensor]
+    kv_cache: Tensor
+    rows: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        """Of the query."""
+        num_kv_heads, head_dim = self.kv_cache.shape[-2:]
+        return self.qkv.shape[1] // head_dim - 2 * num_kv_heads
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether all tensors are, as kernels take them."""
+        parts = (self.qkv, *self.norms, *self.rope, self.kv_cache, self.rows)
+        return all(part.is_contiguous() for part in parts)
+
+
+def qk_rope_cache(heads: ProjectedHeads) -> Tensor:
+    """Normalises and rotates queries and keys, writes keys and values to the cache.
+
+    The plain twin of one fused kernel.
 
     Returns:
         Queries, `[T, num_heads, head_dim]`.
     """
-    num_kv_heads, head_dim = kv_cache.shape[-2:]
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    write_kv(kv_cache, rows, rotate(rms_norm(key, weights[1], eps), *rope), value)
-    return rotate(rms_norm(query, weights[0], eps), *rope)
+    num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
+    query, key, value = heads.qkv.unflatten(-1, (-1, head_dim)).split(
+        (heads.num_heads, num_kv_heads, num_kv_heads), dim=1
+    )
+    key = rotate(rms_norm(key, heads.norms[1], heads.eps), *heads.rope)
+    write_kv(heads.kv_cache, heads.rows, key, value)
+    return rotate(rms_norm(query, heads.norms[0], heads.eps), *heads.rope)

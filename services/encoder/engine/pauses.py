@@ -30,7 +30,9 @@ def count_operations(config: VisionConfig, grids: Iterable[Grid]) -> float:
 
 
 class Pauses:
-    """How long a batch pauses, and the pauses on CUDA streams."""
+    """How long a batch pauses (not at all, until `calibrate` is called), and the pauses on CUDA
+    streams.
+    """
 
     def __init__(self) -> None:
         self._seconds_per_operation = 0.0

@@ -90,7 +90,8 @@ class Runner:
         self._writer = ArenaWriter(arena, device)
         self._stream: torch.cuda.Stream | None = None
         self._graphs: TowerGraphs | None = None
-        self._pauses = None if alone or device.type != "cuda" else Pauses()
+        self._alone = alone or device.type != "cuda"
+        self._pauses = Pauses()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the weights were written on another stream
             self._stream = torch.cuda.Stream(device)  # the default one cannot be captured
@@ -185,7 +186,7 @@ class Runner:
         if self._graphs is not None:
             with self._on_stream():
                 self._graphs.warm_up()
-        if self._pauses is not None and images:  # the largest, whose kernels are loaded now
+        if not self._alone and images:  # the largest, whose kernels are loaded now
             with self._on_stream():
                 start = time.monotonic()
                 self.finish(self._launch(images, None))
@@ -208,21 +209,17 @@ class Runner:
             self._model.config.levels, sum(tokens), dtype=torch.float32, device=self._device
         )
         written: list[tuple[int, torch.cuda.Event]] = []
-        pause_s = self._pause_after_level(grids)
+        config = self._model.config
+        operations = count_operations(config, grids)
+        pause_s = self._pauses.seconds_after_part(operations, config.levels)
         for level, rows in levels:
             event = self._writer.write(rows, tokens, offsets, level)
             torch.linalg.vector_norm(rows, math.inf, 1, dtype=torch.float32, out=peaks[level])
             if event is not None:
                 written.append((level, event))
-            if pause_s and self._pauses is not None:
+            if pause_s > 0:
                 self._pauses.put(torch.cuda.current_stream(), pause_s)
         return LaunchedBatch(images, *self._writer.seal(peaks), written[:-1])
-
-    def _pause_after_level(self, grids: Sequence[Grid]) -> float:
-        if self._pauses is None:
-            return 0.0
-        config = self._model.config
-        return self._pauses.seconds_after_part(count_operations(config, grids), config.levels)
 
     def _forward(
         self, pixels: Tensor, grids: Sequence[Grid], captured: bool

@@ -1,5 +1,7 @@
 """Run by test_fused_kernels.py with TRITON_INTERPRET=1, which Triton reads when it is imported."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from services.decoder.kernels import add_norm, few_tokens, greedy, silu_mul, ste
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
-from services.decoder.models.rope import InterleavedMRope
+from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
 
 PLAIN = PlainOps()
 BLOCK_SIZE, EPS = 16, 1e-6
@@ -33,19 +35,20 @@ def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
     angles = torch.rand(count, dim // 2) * 6.28
     rope = (angles.cos(), angles.sin())
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    of_plain, of_rope, of_few = (pool.clone() for _ in range(3))
-    expected = PLAIN.attend_few(qkv, weights, EPS, rope, of_plain, rows, block_ids, seq_lens)
-    query = PLAIN.qk_rope_cache(qkv, weights, EPS, rope, pool.clone(), rows)
-    close(qk_rope_cache(qkv, weights, EPS, rope, of_rope, rows), query)
-    close(of_rope, of_plain)
+    of_plain, of_rope, of_few = (
+        ProjectedHeads(qkv, weights, EPS, rope, pool.clone(), rows) for _ in range(3)
+    )
+    expected = PLAIN.attend_few(of_plain, block_ids, seq_lens)
+    query = PLAIN.qk_rope_cache(replace(of_plain, kv_cache=pool.clone()))
+    close(qk_rope_cache(of_rope), query)
+    close(of_rope.kv_cache, of_plain.kv_cache)
     attend = FewAttention(torch.device("cpu"), heads, kv_heads, dim)
     for _ in range(2):  # it leaves its own memory as it found it
-        found = attend(qkv, weights, EPS, rope, of_few, rows, block_ids, seq_lens)
-        close(found, expected)
-    close(of_few, of_plain)
+        close(attend(of_few, block_ids, seq_lens), expected)
+    close(of_few.kv_cache, of_plain.kv_cache)
     nowhere = kv_rows(torch.full((count,), -1), BLOCK_SIZE)  # padding
-    attend(qkv, weights, EPS, rope, of_few, nowhere, block_ids, seq_lens)
-    close(of_few, of_plain)
+    attend(replace(of_few, rows=nowhere), block_ids, seq_lens)
+    close(of_few.kv_cache, of_plain.kv_cache)
 
 
 def check_entry(count: int, half: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from services.decoder.attention import create_backend, resolve
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, kv_rows, write_kv
 from services.decoder.kernels.ops import PlainOps
+from services.decoder.models.rope import ProjectedHeads
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -176,12 +177,11 @@ def test_attention_of_few_is_rotation_and_then_attention(contexts: list[int]):
     rope = (angles.cos(), angles.sin())
     rows = kv_rows(metadata.slot_mapping, BLOCK_SIZE)
     written = pool.clone()
-    query = ops.qk_rope_cache(qkv, weights, 1e-6, rope, written, rows)
+    projected = ProjectedHeads(qkv, weights, 1e-6, rope, pool, rows)
+    query = ops.qk_rope_cache(replace(projected, kv_cache=written))
     truth = expected(query, written, metadata).flatten(1)
     counts = [-(-context // BLOCK_SIZE) for context in contexts]
     block_ids = torch.cat([t[:n] for t, n in zip(metadata.block_tables, counts, strict=True)])
-    found = ops.attend_few(
-        qkv, weights, 1e-6, rope, pool, rows, block_ids, metadata.seq_lens_device
-    )
+    found = ops.attend_few(projected, block_ids, metadata.seq_lens_device)
     assert torch.equal(pool, written)
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
