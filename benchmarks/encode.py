@@ -16,20 +16,19 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from services.common.channel import EngineChannel, create_socket_pair
 from services.common.image_geometry import image_grid
 from services.common.model_config import ModelConfig, VisionConfig
 from services.encoder.engine.engine import Engine
-from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs
+from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
 from services.encoder.engine.messages import (
     EncodeImage,
     EngineMessage,
@@ -108,26 +107,18 @@ def measure_tower(bench: Bench, side: int, batch: int, repeats: int) -> None:
     size = batch * patches * vision.patch_size**2 * vision.in_channels
     pixels = torch.randint(0, 256, (size,), dtype=torch.uint8, device=bench.device)
 
-    def forward(
-        source: Tensor, layouts: Sequence[Grid], captured: bool
-    ) -> Iterator[tuple[int, Tensor]]:
+    def eager() -> None:
         packed = pack_patches(
-            source, layouts, vision.patch_size, vision.spatial_merge_size, bench.dtype
+            pixels, grids, vision.patch_size, vision.spatial_merge_size, bench.dtype
         )
-        return bench.model.levels(packed, bench.model.layout(layouts, captured=captured))
+        list(bench.model.levels(packed, bench.model.layout(grids)))
 
-    taken, host = timed(bench, lambda: list(forward(pixels, grids, False)), repeats)
+    taken, host = timed(bench, eager, repeats)
     replayed = None
-    if bench.device.type == "cuda" and batch * patches <= MAX_CAPTURED_PATCHES:
-        graphs = TowerGraphs(bench.model, forward, bench.dtype, bench.device)
-        graphs.find(grids)
-        graphs.find(grids)
-        graphs.capture_next()
-        graph = graphs.find(grids)
-        assert graph is not None
-        graph.pixels.copy_(pixels)
-        replayed, _ = timed(bench, lambda: list(graph.replay()), repeats)
-        graphs.clear()
+    graphs = TowerGraphs.create(bench.model, bench.dtype, bench.device)
+    if graphs is not None and batch * patches <= MAX_CAPTURED_PATCHES:
+        graphs.capture([size for size in buckets() if size >= batch * patches][:1])
+        replayed, _ = timed(bench, lambda: list(graphs.replay(pixels, grids)), repeats)
     best, floor = min(taken, replayed or taken), floor_s(vision, patches) * batch
     shown = f"{replayed * 1e3:8.2f}" if replayed else f"{'-':>8}"
     print(
@@ -213,7 +204,6 @@ def measure_engine(bench: Bench, side: int, under_way: int, count: int) -> None:
     try:
         files = jpegs(side, min(count, 32))
         engine.encode(files, grid, under_way, max(8, under_way))
-        time.sleep(0.3)  # graphs are captured when nothing runs
         begin = time.perf_counter()
         taken = engine.encode(files, grid, under_way, count)
         wall = time.perf_counter() - begin

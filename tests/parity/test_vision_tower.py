@@ -204,9 +204,7 @@ def _unrotated(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
 
 
 def _one_segment(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
-    patch.setattr(
-        pair.ours.attention, "plan", lambda lengths, device, captured: [(1, sum(lengths))]
-    )
+    patch.setattr(pair.ours.attention, "plan", lambda lengths, device: [(1, sum(lengths))])
     return pair
 
 

@@ -12,17 +12,33 @@ import torch
 from torch import Tensor
 
 
+class LastingPlan(Protocol):
+    """A plan whose memory stays where it is, for CUDA graphs: captured once, then set anew before
+    each replay.
+    """
+
+    def set(self, lengths: Sequence[int]) -> None:
+        """Plans for these segments, once the device gets there. The first call has the most rows;
+        rows behind the last segment attend to nothing and get values of no meaning.
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
     """One implementation of ragged attention."""
 
-    def plan(self, lengths: Sequence[int], device: torch.device, *, captured: bool = False) -> Any:  # noqa: ANN401 - its own
+    def plan(self, lengths: Sequence[int], device: torch.device) -> Any:  # noqa: ANN401 - its own
         """Host work once per batch, shared by all blocks.
 
         Args:
             lengths: patches of each segment, in the order they are packed; all positive.
             device: where the tensors will be.
-            captured: `forward` will be captured as a CUDA graph and replayed with this plan, which
-                then holds no memory that a later plan may change; the lengths are all equal.
+        """
+        ...
+
+    def lasting_plan(self, max_segments: int, device: torch.device) -> LastingPlan | None:
+        """A plan of up to so many segments for `forward` in a graph; None: this backend has none
+        there.
         """
         ...
 
@@ -34,7 +50,7 @@ class AttentionBackend(Protocol):
                 strided over N, as key and value may.
             key: as the query.
             value: as the query, not rotated.
-            plan: what `plan` returned for these lengths.
+            plan: what `plan` returned for these lengths, or a lasting plan that was set to them.
 
         Returns:
             `[N, num_heads, head_dim]`.

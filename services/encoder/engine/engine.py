@@ -169,13 +169,11 @@ class Engine:
     # The loop's thread.
 
     def _read_mailbox(self) -> None:
-        """Takes what has come. With nothing to launch, does what can wait, or waits."""
+        """Takes what has come; with nothing to launch, waits for something."""
         try:
             item = self._mailbox.get(block=False)
         except queue.Empty:
             if len(self._batcher) > 0 and len(self._launched) < _MAX_LAUNCHED:
-                return
-            if not self._launched and not self._stopping and self._runner.capture_next():
                 return
             item = self._mailbox.get()
         with suppress(queue.Empty):

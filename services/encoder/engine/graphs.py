@@ -1,131 +1,117 @@
-"""The tower as CUDA graphs, for small batches of equal images that come often.
+"""The tower as CUDA graphs, by number of patches: whatever the sizes of a small batch's images.
 
-A small image's forward is bound by its launches, not by the device; a replay is one launch for each
-level, so that a level leaves the device while later blocks run. Larger batches keep the device busy
-longer than their launches take, and run eagerly.
+A small batch's forward is bound by its launches, not by the device; a replay is one launch for each
+level, so that a level leaves the device while later blocks run. A batch is padded to the next
+captured number of patches; the padding is no segment of the attention, so no image sees it. Larger
+batches keep the device busy longer than their launches take, and run eagerly.
 
-All graphs read one input buffer, write one output buffer and share one memory pool: one runs at a
+All graphs read one input and one layout, write one output and share one memory pool: one runs at a
 time, in the order of one stream.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from services.encoder.engine.frequent import FrequentLayouts
-from services.encoder.models.base import Grid, VisionLayout, VisionModel
+from services.encoder.engine.patches import pack_patches
+from services.encoder.models.base import Grid, LastingLayout, VisionModel
 
-MAX_CAPTURED_PATCHES = 4096  # one image of 1024 x 1024; above, a graph gains nothing
-_MAX_GRAPHS = 16
+MAX_CAPTURED_PATCHES = 6144
+_MAX_SEGMENTS = 16
 
-# Pixels, grids, whether it is captured → the levels.
-Forward = Callable[[Tensor, Sequence[Grid], bool], Iterator[tuple[int, Tensor]]]
-Layout = tuple[Grid, int]  # so many images of one grid
+Parts = list[tuple[torch.cuda.CUDAGraph, int]]  # each ends with a level, in the order of the tower
 
 
-@dataclass(slots=True)
-class TowerGraph:
-    """A captured forward.
-
-    Attributes:
-        parts: each ends with a level, in the order of the tower.
-        pixels: where its input goes, flat uint8.
-        output: `[levels, num_tokens, hidden]`, valid until the next replay of any graph.
-        tables: of its grid; the graph reads them, so they must live.
-    """
-
-    parts: list[tuple[torch.cuda.CUDAGraph, int]]
-    pixels: Tensor
-    output: Tensor
-    tables: VisionLayout
-
-    def replay(self) -> Iterator[tuple[int, Tensor]]:
-        """Enqueues part after part; yields each one's level, in memory of its own."""
-        for graph, level in self.parts:
-            graph.replay()
-            yield level, self.output[level].clone()
-
-    def reset(self) -> None:
-        """Gives the memory back. The device must be done with it."""
-        for graph, _ in self.parts:
-            graph.reset()
+def buckets() -> list[int]:
+    """Numbers of patches to capture: a step of 256 is less than a tenth of a lone image's time."""
+    return [*range(256, 4096, 256), *range(4096, MAX_CAPTURED_PATCHES + 1, 512)]
 
 
 class TowerGraphs:
-    """Captures and keeps graphs. All calls are made with the runner's stream as the current one.
+    """Captures the tower and replays it. All calls are made with one stream as the current one,
+    which is not the default one.
 
     Args:
         model: loaded.
-        forward: enqueues a batch.
+        layout: of the model, for `MAX_CAPTURED_PATCHES` and `_MAX_SEGMENTS`.
         dtype: of the embeddings.
         device: a CUDA device.
     """
 
     def __init__(
-        self, model: VisionModel, forward: Forward, dtype: torch.dtype, device: torch.device
+        self, model: VisionModel, layout: LastingLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._model = model
-        self._forward = forward
+        self._layout = layout
         self._dtype = dtype
-        self._device = device
-        self._frequent: FrequentLayouts[Layout] = FrequentLayouts(room=_MAX_GRAPHS)
-        self._captured: dict[Layout, TowerGraph] = {}
-        self._buffers: tuple[Tensor, Tensor] | None = None
-        self._pool = None  # torch's handle, once there is one
-        self._broken = False
+        config = model.config
+        self._patches = torch.zeros(
+            MAX_CAPTURED_PATCHES, config.in_channels * config.patch_size**2,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+        most_tokens = MAX_CAPTURED_PATCHES // config.spatial_merge_size**2
+        self._output = torch.empty(
+            config.levels, most_tokens, config.out_hidden_size, dtype=dtype, device=device
+        )
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, Parts] = {}
 
-    def find(self, grids: Sequence[Grid]) -> TowerGraph | None:
-        """The graph of a batch, if there is one. Notes that the batch was launched."""
-        layout = _layout(grids)
-        self._frequent.see(layout)
-        return self._captured.get(layout) if layout else None
+    @classmethod
+    def create(
+        cls, model: VisionModel, dtype: torch.dtype, device: torch.device
+    ) -> "TowerGraphs | None":
+        """Without any graph yet; None: the model's attention cannot be captured here."""
+        layout = model.lasting_layout(MAX_CAPTURED_PATCHES, _MAX_SEGMENTS)
+        return None if layout is None else cls(model, layout, dtype, device)
 
-    def capture_next(self) -> bool:
-        """Captures one frequent layout; False: there is none. Takes about three forwards."""
-        found = None if self._broken else self._frequent.next_capture()
-        if found is None:
-            return False
-        layout, victim = found
-        if victim is not None:
-            torch.cuda.current_stream(self._device).synchronize()  # it may still run
-            self._captured.pop(victim).reset()
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Captures these numbers of patches, the largest first; takes about two forwards each."""
         try:
-            self._captured[layout] = self._capture(*layout)
+            for size in sorted(sizes, reverse=True):
+                self._captured[size] = self._capture(size)
+                for graph, _ in self._captured[size]:
+                    graph.replay()  # the first one takes longer
         except Exception:
-            logging.exception("capturing failed; batches run eagerly from now on")
-            self.clear()
-            self._broken = True
-        return True
+            logging.exception("capturing failed; batches run eagerly")
+            self._captured.clear()
 
-    def warm_up(self) -> None:
-        """Runs a forward as for a capture: its attention may be another one than the eager."""
+    def fits(self, grids: Sequence[Grid]) -> bool:
+        """Whether there is a graph for a batch."""
+        return self._size(grids) is not None and sum(time for time, _, _ in grids) <= _MAX_SEGMENTS
+
+    def replay(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:
+        """Enqueues a batch that fits, part after part; yields each one's level, in memory of its
+        own.
+
+        Args:
+            pixels: flat, see `pack_patches`.
+            grids: of the images.
+        """
+        size = self._size(grids)
+        assert size is not None
+        config = self._model.config
+        merge, num_patches = config.spatial_merge_size, _num_patches(grids)
+        patches = self._patches[:num_patches]
+        pack_patches(pixels, grids, config.patch_size, merge, self._dtype, out=patches)
+        self._layout.set(grids)
+        for graph, level in self._captured[size]:
+            graph.replay()
+            yield level, self._output[level, : num_patches // merge**2].clone()
+
+    def _size(self, grids: Sequence[Grid]) -> int | None:
+        wanted = _num_patches(grids)
+        return min((size for size in self._captured if size >= wanted), default=None)
+
+    def _capture(self, size: int) -> Parts:
         merge = self._model.config.spatial_merge_size
-        side = int(MAX_CAPTURED_PATCHES**0.5) // merge * merge
-        grid = (1, side, side)
-        pixels, _ = self._views(grid, 1)
-        list(self._forward(pixels, [grid], True))
-
-    def clear(self) -> None:
-        """Gives up all graphs and their memory. The device must be idle."""
-        for captured in self._captured.values():
-            captured.reset()
-        self._captured.clear()
-        self._frequent.clear()
-        self._buffers = self._pool = None
-
-    def _capture(self, grid: Grid, count: int) -> TowerGraph:
-        grids = [grid] * count
-        pixels, output = self._views(grid, count)
-        tables = self._model.layout([grid])
-
-        for level, rows in self._forward(pixels, grids, True):  # libraries choose their kernels
-            output[level].copy_(rows)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        parts: list[tuple[torch.cuda.CUDAGraph, int]] = []
+        self._layout.set([(1, merge, size // merge)])
+        layout, patches = self._layout.rows(size), self._patches[:size]
+        for _ in self._model.levels(patches, layout):  # libraries choose their kernels
+            pass
+        parts: Parts = []
         levels: Iterator[tuple[int, Tensor]] | None = None
         for _ in range(self._model.config.levels):
             graph = torch.cuda.CUDAGraph()
@@ -133,42 +119,17 @@ class TowerGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 # What a part leaves to the next lives in the tower's frame until all are captured.
-                levels = levels or self._forward(pixels, grids, True)
+                levels = levels or self._model.levels(patches, layout)
                 level, rows = next(levels)
-                output[level].copy_(rows)
+                self._output[level, : len(rows)] = rows
             except BaseException:
                 with suppress(Exception):
                     graph.capture_end()
                 raise
             graph.capture_end()
             parts.append((graph, level))
-        return TowerGraph(parts, pixels, output, tables)
-
-    def _views(self, grid: Grid, count: int) -> tuple[Tensor, Tensor]:
-        """A layout's part of the shared input and output."""
-        config = self._model.config
-        merge = config.spatial_merge_size**2
-        patch_bytes = config.in_channels * config.patch_size**2
-        row = config.levels * config.out_hidden_size
-        if self._buffers is None:
-            self._buffers = (
-                torch.zeros(
-                    MAX_CAPTURED_PATCHES * patch_bytes, dtype=torch.uint8, device=self._device
-                ),
-                torch.empty(
-                    MAX_CAPTURED_PATCHES // merge * row, dtype=self._dtype, device=self._device
-                ),
-            )
-        num_patches = count * grid[1] * grid[2]
-        num_tokens = num_patches // merge
-        pixels, output = self._buffers
-        shape = (config.levels, num_tokens, config.out_hidden_size)
-        return pixels[: num_patches * patch_bytes], output[: num_tokens * row].view(shape)
+        return parts
 
 
-def _layout(grids: Sequence[Grid]) -> Layout | None:
-    """None: not one grid, or too large to gain from a graph."""
-    grid, count = grids[0], len(grids)
-    if count * grid[0] * grid[1] * grid[2] > MAX_CAPTURED_PATCHES:
-        return None
-    return (grid, count) if all(other == grid for other in grids) else None
+def _num_patches(grids: Sequence[Grid]) -> int:
+    return sum(time * height * width for time, height, width in grids)

@@ -10,7 +10,12 @@ from services.encoder.models.base import Grid
 
 
 def pack_patches(
-    pixels: Tensor, grids: Sequence[Grid], patch_size: int, merge_size: int, dtype: torch.dtype
+    pixels: Tensor,
+    grids: Sequence[Grid],
+    patch_size: int,
+    merge_size: int,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Patches of still images, normalized to [-1, 1], without the time axis.
 
@@ -20,6 +25,7 @@ def pack_patches(
         patch_size: pixels per patch side.
         merge_size: patches per image-token side.
         dtype: of the result; the arithmetic is float32's, as the reference processor's.
+        out: where the result goes; None: to memory of its own.
 
     Returns:
         `[N, channels * patch²]`, rows in merge-block order, channel-major.
@@ -38,10 +44,11 @@ def pack_patches(
         packed[first_row : first_row + rows].view(blocks.shape).copy_(blocks)
         first_pixel += images.numel()
         first_row += rows
-    return normalize(packed, dtype)
+    return normalize(packed, dtype, out)
 
 
-def normalize(values: Tensor, dtype: torch.dtype) -> Tensor:
+def normalize(values: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """(x / 255 - 0.5) / 0.5 as the reference processor fuses it: in float32, rounded once."""
-    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    if out is None:
+        out = torch.empty(values.shape, dtype=dtype, device=values.device)
     return torch.div(values - 127.5, 127.5, out=out)

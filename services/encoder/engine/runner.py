@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.encoder.engine.arena_writer import ArenaWriter
-from services.encoder.engine.graphs import TowerGraphs
+from services.encoder.engine.graphs import TowerGraphs, buckets
 from services.encoder.engine.patches import pack_patches
 from services.encoder.engine.pauses import Pauses, count_operations
 from services.encoder.models.base import Grid, VisionModel
@@ -95,7 +95,6 @@ class Runner:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the weights were written on another stream
             self._stream = torch.cuda.Stream(device)  # the default one cannot be captured
-            self._graphs = TowerGraphs(model, self._forward, dtype, device)
 
     @torch.inference_mode()
     def launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
@@ -106,13 +105,7 @@ class Runner:
                 places of these images only, and before any copy of a later launch.
         """
         with self._on_stream():
-            return self._launch(images, self._graphs)
-
-    @torch.inference_mode()
-    def capture_next(self) -> bool:
-        """Work that can wait: makes the forward of a frequent batch faster. False: none to do."""
-        with self._on_stream():
-            return self._graphs is not None and self._graphs.capture_next()
+            return self._launch(images)
 
     def is_done(self, batch: LaunchedBatch) -> bool:
         """Whether `finish` would not wait."""
@@ -140,14 +133,13 @@ class Runner:
         return [bool(rows.all()) for rows in finite.split(self._num_tokens(batch.images))]
 
     def recover(self) -> None:
-        """After a failed launch: gives cached memory back, that of graphs included.
+        """After a failed launch: gives cached memory back.
 
         Raises:
             RuntimeError: the device itself is broken, and the process with it.
         """
-        if self._graphs is not None:
+        if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            self._graphs.clear()
             torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -156,9 +148,10 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, max_batch_patches: int) -> None:
-        """Runs each kernel once: a small mixed batch; on CUDA also images up to the largest batch.
+        """Runs each kernel once: a small mixed batch; on CUDA also images up to the largest batch,
+        and captures the graphs of small ones.
 
-        Writes to the start of the arena, which holds nothing yet. Captures nothing.
+        Writes to the start of the arena, which holds nothing yet.
         """
         config = self._model.config
         merge = config.spatial_merge_size
@@ -173,36 +166,37 @@ class Runner:
                 for _ in range(_WARM_HOST_BLOCKS)
             ]
             del blocks
-        images: list[PreparedImage] = []
-        for grids in shapes:
-            images = [
-                PreparedImage(-1, grid, _random_pixels(grid, config.patch_size), 0)
-                for grid in grids
-                if self._embedding_bytes(grid) <= self._writer.size_bytes
-            ]
-            if images:
-                with self._on_stream():
-                    self.finish(self._launch(images, None))
-        if self._graphs is not None:
-            with self._on_stream():
-                self._graphs.warm_up()
-        if not self._alone and images:  # the largest, whose kernels are loaded now
-            with self._on_stream():
+        batches = [
+            [PreparedImage(-1, grid, _random_pixels(grid, config.patch_size), 0) for grid in grids]
+            for grids in shapes
+            if max(map(self._embedding_bytes, grids)) <= self._writer.size_bytes
+        ]
+        with self._on_stream():
+            self._run_each(batches)
+            if self._device.type == "cuda":
+                self._graphs = TowerGraphs.create(self._model, self._dtype, self._device)
+            if self._graphs is not None:
+                self._graphs.capture(buckets())
+                self._run_each(batches)
+            if not self._alone and batches:  # the largest, whose kernels are loaded now
                 start = time.monotonic()
-                self.finish(self._launch(images, None))
-                operations = count_operations(config, [image.grid for image in images])
+                self._run_each(batches[-1:])
+                operations = count_operations(config, [image.grid for image in batches[-1]])
                 self._pauses.calibrate(operations, time.monotonic() - start)
 
-    def _launch(self, images: Sequence[PreparedImage], graphs: TowerGraphs | None) -> LaunchedBatch:
+    def _run_each(self, batches: Sequence[Sequence[PreparedImage]]) -> None:
+        for images in batches:
+            self.finish(self._launch(images))
+
+    def _launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
         # Neighbours of one size share an attention call.
         images = sorted(images, key=lambda image: image.grid)
         grids = [image.grid for image in images]
-        graph = graphs.find(grids) if graphs is not None else None
-        if graph is not None:
-            self._upload(images, graph.pixels)
-            levels = graph.replay()
+        pixels = self._upload(images)
+        if self._graphs is not None and self._graphs.fits(grids):
+            levels = self._graphs.replay(pixels, grids)
         else:
-            levels = self._forward(self._upload(images), grids, False)
+            levels = self._forward(pixels, grids)
         tokens = self._num_tokens(images)
         offsets = [image.arena_offset for image in images]
         peaks = torch.empty(
@@ -221,15 +215,13 @@ class Runner:
                 self._pauses.put(torch.cuda.current_stream(), pause_s)
         return LaunchedBatch(images, *self._writer.seal(peaks), written[:-1])
 
-    def _forward(
-        self, pixels: Tensor, grids: Sequence[Grid], captured: bool
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:
         """From flat pixels on the device to the levels."""
         config = self._model.config
         patches = pack_patches(
             pixels, grids, config.patch_size, config.spatial_merge_size, self._dtype
         )
-        return self._model.levels(patches, self._model.layout(grids, captured=captured))
+        return self._model.levels(patches, self._model.layout(grids))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -243,14 +235,13 @@ class Runner:
         tokens = grid[0] * grid[1] * grid[2] // config.spatial_merge_size**2
         return config.levels * tokens * config.out_hidden_size * self._dtype.itemsize
 
-    def _upload(self, images: Sequence[PreparedImage], target: Tensor | None = None) -> Tensor:
-        """All pixels, flat, on the device, in `target` if there is one."""
+    def _upload(self, images: Sequence[PreparedImage]) -> Tensor:
+        """All pixels, flat, on the device."""
         flat = [image.pixels.reshape(-1) for image in images]
         if self._device.type != "cuda":
             return flat[0] if len(flat) == 1 else torch.cat(flat)
         sizes = [pixels.numel() for pixels in flat]
-        if target is None:
-            target = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        target = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         for part, pixels in zip(target.split(sizes), flat, strict=True):
             # Not pinned, the copy would wait for the device.
             part.copy_(pixels if pixels.is_pinned() else pixels.pin_memory(), non_blocking=True)

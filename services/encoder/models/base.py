@@ -34,6 +34,20 @@ class VisionLayout:
     attention_plan: Any
 
 
+class LastingLayout(Protocol):
+    """A layout whose memory stays where it is: captured once, then set anew before each replay."""
+
+    def rows(self, num_patches: int) -> VisionLayout:
+        """The layout of a graph of so many rows: views of the memory."""
+        ...
+
+    def set(self, grids: Sequence[Grid]) -> None:
+        """Enqueues the tables of a batch, the first with `max_patches`; rows behind it get values
+        of no meaning, and no row of the batch reads them.
+        """
+        ...
+
+
 class VisionModel(Protocol):
     """Packed patches in, embeddings out. Built on `meta`, filled by `common.nn.weights`."""
 
@@ -44,12 +58,16 @@ class VisionModel(Protocol):
         self, config: VisionConfig, attention: AttentionBackend, ops: Ops | None = None
     ) -> None: ...
 
-    def layout(self, grids: Sequence[Grid], *, captured: bool = False) -> VisionLayout:
-        """Tables of a batch of images or videos, packed in this order.
+    def layout(self, grids: Sequence[Grid]) -> VisionLayout:
+        """Tables of a batch of images or videos, packed in this order."""
+        ...
+
+    def lasting_layout(self, max_patches: int, max_segments: int) -> "LastingLayout | None":
+        """A layout for CUDA graphs; None: the attention backend has no plan for them here.
 
         Args:
-            grids: of the images.
-            captured: the forward will be captured as a CUDA graph; the grids are all equal then.
+            max_patches: of a batch.
+            max_segments: images, or frames of videos, of a batch.
         """
         ...
 

@@ -50,7 +50,7 @@ class GridTables:
         self, table: Tensor, head_dim: int, merge_size: int, max_bytes: int = _CACHE_BYTES
     ) -> None:
         self._table = table
-        self._merge_size = merge_size
+        self.merge_size = merge_size
         self._max_bytes = max_bytes
         quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32)
         self._frequencies = 1.0 / ROPE_THETA ** (quarter / (head_dim // 2))  # [head_dim / 4], host
@@ -75,7 +75,7 @@ class GridTables:
         if found is not None:
             self._cache.move_to_end((height, width))
             return found
-        rows, columns = merge_block_order(height, width, self._merge_size)
+        rows, columns = merge_block_order(height, width, self.merge_size)
         angles = torch.cat(
             [axis[:, None] * self._frequencies for axis in (rows.float(), columns.float())], dim=1
         )

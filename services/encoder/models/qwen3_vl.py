@@ -14,6 +14,7 @@ from services.encoder.attention.base import AttentionBackend
 from services.encoder.kernels.ops import Ops, PlainOps
 from services.encoder.models.base import Grid, VisionLayout
 from services.encoder.models.grid_tables import GridTables
+from services.encoder.models.lasting_tables import LastingTables, frames_of
 
 _LAYER_NORM_EPS = 1e-6
 
@@ -60,19 +61,18 @@ class Qwen3VLVisionModel(nn.Module):
             self.config.spatial_merge_size,
         )
 
-    def layout(self, grids: Sequence[Grid], *, captured: bool = False) -> VisionLayout:
-        """See `VisionModel.layout`. Each frame of a video is a segment of its own."""
-        frames = [(height, width) for time, height, width in grids for _ in range(time)]
+    def layout(self, grids: Sequence[Grid]) -> VisionLayout:
+        """See `VisionModel.layout`."""
+        frames = frames_of(grids)
         table = self._tables.of(frames)
         lengths = [height * width for height, width in frames]
-        plan = self.attention.plan(lengths, table.positions.device, captured=captured)
-        return VisionLayout(
-            num_patches=sum(lengths),
-            positions=table.positions,
-            cos=table.cos,
-            sin=table.sin,
-            attention_plan=plan,
-        )
+        plan = self.attention.plan(lengths, table.positions.device)
+        return VisionLayout(sum(lengths), table.positions, table.cos, table.sin, plan)
+
+    def lasting_layout(self, max_patches: int, max_segments: int) -> LastingTables | None:
+        """See `VisionModel.lasting_layout`."""
+        plan = self.attention.lasting_plan(max_segments, self.pos_embed.weight.device)
+        return LastingTables(self._tables, plan, max_patches) if plan is not None else None
 
     def levels(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
         """See `VisionModel.levels`.
