@@ -1,8 +1,9 @@
 """Wiring: settings to the objects that serve, and these to one ASGI application."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -12,6 +13,7 @@ from services.common.errors import TriptychError
 from services.common.model_config import ModelConfig
 from services.gateway.admission import Admission
 from services.gateway.chat import ChatService
+from services.gateway.chat_endpoint import ChatEndpoint
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.edge import Edge, handle_bug, handle_http_error, handle_triptych_error
@@ -19,11 +21,15 @@ from services.gateway.images import ImageReader
 from services.gateway.media import MediaLoader
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prompt import PromptBuilder
+from services.gateway.rehearsal import Rehearsal
 from services.gateway.routes import Routes
 from services.gateway.sampling import SamplingDefaults
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer import ModelTokenizer
 from services.gateway.web_media import WebMedia
+
+# The interpreter has learnt most of a path's code after so many calls.
+REHEARSALS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +42,12 @@ class Gateway:
     metrics: GatewayMetrics
 
 
-def create_gateway(settings: GatewaySettings) -> Gateway:
+def create_gateway(settings: GatewaySettings, *, rehearsals: int = REHEARSALS) -> Gateway:
     """Builds everything; connects nothing before the application starts.
+
+    Args:
+        settings: of the service.
+        rehearsals: see `Rehearsal`.
 
     Raises:
         ModelConfigError: the model directory cannot be served.
@@ -63,13 +73,24 @@ def create_gateway(settings: GatewaySettings) -> Gateway:
         request_timeout_s=settings.request_timeout_s,
     )
     admission = Admission(settings.max_concurrent_requests)
+    unseen = GatewayMetrics()
+    rehearsal = Rehearsal(
+        ChatEndpoint(replace(service, metrics=unseen), Admission(1), unseen),
+        service.model_name,
+        service.ready,
+        rounds=rehearsals,
+        pictures=settings.max_images_per_request > 0,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         await service.start()
+        rehearsing = asyncio.create_task(rehearsal.run())
         try:
             yield
         finally:
+            rehearsing.cancel()
+            await asyncio.wait((rehearsing,))
             await service.close()
             await loader.close()
 
@@ -77,7 +98,7 @@ def create_gateway(settings: GatewaySettings) -> Gateway:
         # Requests are checked by msgspec, which FastAPI's generated pages would know nothing of;
         # docs/api.md is the description.
         openapi_url=None,
-        routes=[*Routes(service, admission, metrics).table()],
+        routes=[*Routes(service, rehearsal, admission, metrics).table()],
         exception_handlers={
             TriptychError: handle_triptych_error,
             HTTPException: handle_http_error,

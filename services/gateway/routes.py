@@ -19,6 +19,7 @@ from services.gateway.chat_endpoint import ChatEndpoint
 from services.gateway.edge import JsonResponse, read_body
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import MAX_MESSAGES, ChatRequest, Message, decode_json
+from services.gateway.rehearsal import Rehearsal
 
 View = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -44,8 +45,15 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 class Routes:
     """The views, over what they serve."""
 
-    def __init__(self, service: ChatService, admission: Admission, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        service: ChatService,
+        rehearsal: Rehearsal,
+        admission: Admission,
+        metrics: GatewayMetrics,
+    ) -> None:
         self._service = service
+        self._rehearsal = rehearsal
         self._admission = admission
         self._metrics = metrics
         self._created = int(time.time())
@@ -101,11 +109,15 @@ class Routes:
         return JsonResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: an encoder and a decoder that fit each other are there, and we stay."""
+        """Readiness: an encoder and a decoder that fit each other are there, we have rehearsed
+        with them, and we stay.
+        """
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)
         if not self._service.ready():
             return JsonResponse({"status": "waiting for an encoder and a decoder"}, 503)
+        if not self._rehearsal.over:
+            return JsonResponse({"status": "rehearsing"}, 503)
         return JsonResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:

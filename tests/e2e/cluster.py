@@ -1,5 +1,6 @@
 """Real services as real processes, each of which a test may kill, freeze or restart."""
 
+import asyncio
 import base64
 import io
 import os
@@ -18,6 +19,7 @@ from PIL import Image
 
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, free_port
+from triptych.probes import http_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "demo" / "model"
@@ -182,10 +184,14 @@ class Cluster:
         self.restore()
 
     def is_whole(self) -> bool:
-        """Each service answers, and the gateway gives work to each."""
-        return all(service.answers() for service in self.services) and all(
-            self.gateway.metric("gateway_healthy_pods", service=kind) == len(services)
-            for kind, services in (("encoder", self.encoders), ("decoder", self.decoders))
+        """Each service answers, the gateway gives work to each and has rehearsed."""
+        return (
+            all(service.answers() for service in self.services)
+            and all(
+                self.gateway.metric("gateway_healthy_pods", service=kind) == len(services)
+                for kind, services in (("encoder", self.encoders), ("decoder", self.decoders))
+            )
+            and asyncio.run(http_ready("127.0.0.1", self.gateway.port, "/ready"))
         )
 
     def client(self, **options: Any) -> openai.OpenAI:

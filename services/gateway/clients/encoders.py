@@ -113,6 +113,8 @@ class EncoderPod(Pod):
             if not answered.done():
                 answered.cancel()
                 call.cancel()
+            elif not answered.cancelled():
+                answered.exception()  # seen, though whoever asked may be gone
         return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
 
     @property
