@@ -131,8 +131,9 @@ def layout(lengths: list[tuple[int, int]], device: torch.device) -> AttentionMet
     [
         [(1, 1)], [(1000, 1)], [(n * 17 + 1, 1) for n in range(64)], [(300, 300)],
         [(2000, 500), (33, 33)], [(5, 1), (700, 1), (64, 64), (1030, 17)],
+        [(4000, 1), *[(40, 1)] * 50, (100, 100)],
     ],
-    ids=["first", "one", "many", "prefill", "chunks", "mixed"],
+    ids=["first", "one", "many", "prefill", "chunks", "mixed", "many mixed"],
 )  # fmt: skip
 def test_flashinfer_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) -> None:
     sizes = AttentionSizes(heads, kv_heads, head_dim, BLOCK_SIZE, 64, 256)
@@ -156,7 +157,16 @@ def test_flashinfer_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) -> None
 
 @pytest.mark.parametrize(
     ("count", "fused"),
-    [(1, True), (1, False), (2, True), (2, False), (3, False), (17, False), (64, False)],
+    [
+        (1, True),
+        (1, False),
+        (2, True),
+        (2, False),
+        (3, False),
+        (17, False),
+        (51, False),
+        (64, False),
+    ],
 )
 def test_a_graph_agrees_with_the_eager_step(
     dummy: Harness, monkeypatch: pytest.MonkeyPatch, count: int, fused: bool

@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 pytest.importorskip("triton")
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels.few_attention import FewAttention
+from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.triton_ops import TritonOps
 from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
@@ -134,6 +136,50 @@ def test_attention_of_few_agrees_with_its_twin(
     nowhere = kv_rows(torch.full((count,), -1, device="cuda"), block_size)
     ops.attend_few(replace(heads, rows=nowhere), block_ids, seq_lens)
     assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (8, 8, 64), (32, 16, 128)])
+@pytest.mark.parametrize("count", [1, 48, 130, 512])
+def test_attention_of_many_agrees_with_its_twin_in_a_graph(
+    count: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    """One graph, other lengths and blocks at each replay."""
+    attend, block_size, most = ManyAttention(CUDA, heads, kv_heads, dim), 16, 3000
+    pool = random(count * most // block_size // 4, 2, block_size, kv_heads, dim)
+    block_ids = torch.zeros(count * most // block_size, dtype=torch.int32, device="cuda")
+    seq_lens = torch.ones(count, dtype=torch.int32, device="cuda")
+    query = random(count, heads, dim)
+    out = torch.empty_like(query)
+    attend(query, pool, block_ids, seq_lens, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(query, pool, block_ids, seq_lens, out=out)
+    for turn in range(6):
+        generator = torch.Generator().manual_seed(turn)
+        longest = (1, 16, 100, 700, 2000, most)[turn]
+        lengths = torch.randint(1, longest + 1, (count,), generator=generator, dtype=torch.int32)
+        lengths[count // 2] = most
+        sizes = (-(-lengths // block_size)).tolist()
+        ids = torch.randint(0, len(pool), (sum(sizes),), generator=generator, dtype=torch.int32)
+        block_ids[: len(ids)] = ids.cuda()
+        seq_lens.copy_(lengths)
+        query.copy_(random(count, heads, dim))
+        found = []
+        for _ in range(2):
+            out.fill_(torch.nan)
+            graph.replay()
+            found.append(out.clone())
+        assert torch.equal(*found)  # whoever comes last
+        for index, (table, length) in enumerate(
+            zip(ids.cuda().split(sizes), lengths.tolist(), strict=True)
+        ):
+            keys, values = (
+                pool[table, part].flatten(0, 1)[:length].transpose(0, 1).float() for part in (0, 1)
+            )
+            asked = query[index, :, None].float()
+            expected = F.scaled_dot_product_attention(asked, keys, values, enable_gqa=True)
+            assert error(found[0][index], expected[:, 0]) <= 2 * TOLERANCE, (turn, index, length)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])

@@ -1,6 +1,7 @@
-"""Paged attention by flashinfer's kernels.
+"""Paged attention by flashinfer's kernels, and by one of our own where that is faster.
 
-Decodes of large groups go through the tensor-core path, which is the FA2 prefill kernel. All
+Many decodes go through `ManyAttention`, which needs no plan. Decodes of large groups go through the
+tensor-core path, which is the FA2 prefill kernel. All
 wrappers share one float workspace. A plan is written to pinned memory and copied to the device
 asynchronously, so that memory is a ring: a plan's copy may still wait behind the previous step when
 the next is planned.
@@ -18,6 +19,8 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from torch import Tensor
 
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.kernels.many_attention import ManyAttention
+from services.decoder.kernels.overlap import overlaps
 
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
@@ -26,7 +29,7 @@ _RING = 3
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    decode: BatchDecodeWithPagedKVCacheWrapper | None
+    decode: BatchDecodeWithPagedKVCacheWrapper | ManyAttention | None
     prefill: BatchPrefillWithPagedKVCacheWrapper | None
 
 
@@ -87,6 +90,10 @@ class FlashInferBackend:
             backend="fa2",
         )
         self._prefill_backend = "fa3" if hopper else "fa2"
+        shape = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
+        self._many: ManyAttention | None = None
+        if overlaps() and ManyAttention.fits(*shape, sizes.block_size):
+            self._many = ManyAttention(device, *shape)
         self._captured: dict[int, BatchDecodeWithPagedKVCacheWrapper] = {}
         self._captured_prefills: dict[int, BatchPrefillWithPagedKVCacheWrapper] = {}
         self._captured_block_ids: Tensor | None = None  # [most blocks of a batch] int32
@@ -101,7 +108,9 @@ class FlashInferBackend:
         total_decode_blocks = int(num_blocks[:decodes].sum())
         host = self._index_ring.take().numpy().view(np.int32)
         decode = prefill = None
-        if decodes:
+        if self._many is not None and self._many.gains(decodes):
+            decode = self._many
+        elif decodes:
             indptr, host = _cumulated(host, num_blocks[:decodes])
             last_len, host = _copied(host, last[:decodes])
             decode = self._captured_wrapper(decodes) if captured else self._decode
@@ -123,7 +132,10 @@ class FlashInferBackend:
         plan: _Plan = metadata.plan
         decodes = metadata.num_decodes
         output = torch.empty_like(query)
-        if plan.decode is not None:
+        if isinstance(plan.decode, ManyAttention):
+            block_ids, seq_lens = metadata.block_ids, metadata.seq_lens_device
+            plan.decode(query[:decodes], kv_cache, block_ids, seq_lens, out=output[:decodes])
+        elif plan.decode is not None:
             plan.decode.run(query[:decodes], kv_cache, out=output[:decodes])
         if plan.prefill is not None:
             plan.prefill.run(query[decodes:], kv_cache, out=output[decodes:])

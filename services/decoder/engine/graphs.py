@@ -31,9 +31,8 @@ def decode_buckets(max_num_sequences: int) -> list[int]:
 
 
 def prompt_buckets(max_num_tokens: int) -> list[int]:
-    """Lengths to capture: multiples of 64, then of 128, up to where launches no longer matter."""
-    sizes = [*range(64, 512, 64), *range(512, _MAX_CAPTURED_PROMPT + 1, 128)]
-    return [size for size in sizes if size <= max_num_tokens]
+    """Lengths to capture: up to where launches no longer matter."""
+    return list(range(64, min(max_num_tokens, _MAX_CAPTURED_PROMPT) + 1, 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +180,9 @@ class DecodeGraphs(_GraphSet):
         return self._replay(staged, _Kind(staged.host.num_decodes, self._is_fused(staged.host)))
 
     def _is_fused(self, step: HostStep) -> bool:
-        """Whether attention is part of a fused operation.
-
-        It reads block ids where they were staged at the capture: their place depends on how many
-        sequences sample, so there must be no padding.
-        """
-        count = step.num_decodes
-        longest = self.parts.model.ops.max_fused_context(count)
-        return len(step.samples) == count and int(step.seq_lens.max()) <= longest
+        """Whether attention is part of a fused operation."""
+        longest = self.parts.model.ops.max_fused_context(step.num_decodes)
+        return int(step.seq_lens.max()) <= longest
 
 
 class PromptGraphs(_GraphSet):

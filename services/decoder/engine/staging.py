@@ -53,18 +53,18 @@ class Staging:
         if self._events:
             self._events[self._turn].synchronize()
 
-    def add(self, array: npt.NDArray[np.generic]) -> Staged:
-        """Copies an array into the buffer."""
-        staged = self.reserve(array.shape, array.dtype)
+    def add(self, array: npt.NDArray[np.generic], *, room: int = 0) -> Staged:
+        """Copies an array into the buffer; what comes next lies behind `room` elements at least."""
+        staged = self.reserve(array.shape, array.dtype, room=room)
         self.host(staged)[...] = array
         return staged
 
-    def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Staged:
-        """Room for an array that is written in place, through `host`."""
+    def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike, *, room: int = 0) -> Staged:
+        """A place for an array that is written there, through `host`; `room` as for `add`."""
         kind = np.dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         staged = Staged(self._used, size, _DTYPES[kind], shape)
-        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._used += -(-max(size, room * kind.itemsize) // _ALIGNMENT) * _ALIGNMENT
         if self._used > len(self._hosts[0]):
             raise RuntimeError(f"a step's inputs need {self._used} bytes of staging, too many")
         return staged

@@ -217,6 +217,7 @@ def stage(
 
     Block ids go in as a table or one after the other, visual tokens as a mask or as a list.
     """
+    num_chunks = len(step.table_rows)
     last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
     counts = -(-step.seq_lens // block_size)
     blocks = table.blocks[step.table_rows, : int(counts.max())]
@@ -230,8 +231,8 @@ def stage(
         slot_mapping=staging.add(step.slot_mapping),
         seq_lens=staging.add(step.seq_lens),
         output_rows=staging.add(step.table_rows),
-        sampled_rows=staging.add(step.table_rows[step.samples]),
-        sampled_tokens=staging.add(last_tokens[step.samples]),
+        sampled_rows=staging.add(step.table_rows[step.samples], room=num_chunks),
+        sampled_tokens=staging.add(last_tokens[step.samples], room=num_chunks),
         visual_rows=_stage_visual_rows(step, staging) if step.segments and not masked else None,
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
         block_ids=staging.add(flat),

@@ -21,6 +21,7 @@ class LastingTables:
     def __init__(self, tables: GridTables, plan: LastingPlan, max_patches: int) -> None:
         self._tables = tables
         self._plan = plan
+        self._frames: list[tuple[int, int]] = []  # that are set
         one = tables.of([(tables.merge_size, tables.merge_size)])
         self._positions, self._cos, self._sin = (
             torch.zeros(max_patches, table.shape[1], dtype=table.dtype, device=table.device)
@@ -36,6 +37,9 @@ class LastingTables:
     def set(self, grids: Sequence[Grid]) -> None:
         """See `LastingLayout.set`."""
         frames = frames_of(grids)
+        if frames == self._frames:
+            return
+        self._frames = frames
         table = self._tables.of(frames)
         size = len(table.positions)
         self._positions[:size] = table.positions

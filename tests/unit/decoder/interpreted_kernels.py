@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels import add_norm, few_tokens, greedy, silu_mul, step_entry
 from services.decoder.kernels.few_attention import FewAttention
+from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
 from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
@@ -49,6 +51,34 @@ def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
     nowhere = kv_rows(torch.full((count,), -1), BLOCK_SIZE)  # padding
     attend(replace(of_few, rows=nowhere), block_ids, seq_lens)
     close(of_few.kv_cache, of_plain.kv_cache)
+
+
+def check_many(lengths: list[int], heads: int, kv_heads: int, programs: int) -> None:
+    """Attention of many decodes: items that are cut anywhere, in memory that is used again."""
+    dim = 16
+    attend = ManyAttention(torch.device("cpu"), heads, kv_heads, dim, programs)
+    for turn in range(2):
+        contexts = [1 + (length + 13 * turn) % 150 for length in lengths]
+        sizes = [-(-length // BLOCK_SIZE) for length in contexts]
+        block_ids = torch.randperm(sum(sizes) + 3, dtype=torch.int32)
+        pool = torch.full((sum(sizes) + 3, 2, BLOCK_SIZE, kv_heads, dim), torch.nan)
+        query = torch.randn(len(contexts), heads, dim)
+        expected: list[Tensor] = []
+        for ids, length, asked in zip(
+            block_ids[: sum(sizes)].split(sizes), contexts, query, strict=True
+        ):
+            keys, values = (torch.randn(length, kv_heads, dim) for _ in range(2))
+            for index in range(length):
+                place = int(ids[index // BLOCK_SIZE]), slice(None), index % BLOCK_SIZE
+                pool[place] = torch.stack((keys[index], values[index]))
+            attended = F.scaled_dot_product_attention(
+                asked[:, None], keys.transpose(0, 1), values.transpose(0, 1), enable_gqa=True
+            )
+            expected.append(attended[:, 0])
+        seq_lens = torch.tensor([*contexts, 99], dtype=torch.int32)  # one behind them
+        found = torch.empty_like(query)
+        attend(query, pool, block_ids, seq_lens, out=found)
+        close(found, torch.stack(expected))
 
 
 def check_entry(count: int, half: int) -> None:
@@ -112,4 +142,7 @@ if __name__ == "__main__":
     check([1], 4, 2, 32)
     check([100], 4, 2, 32)
     check([17, 64], 3, 1, 16)
+    check_many([0, 15, 16, 7, 120], 16, 8, 4)
+    check_many([33, 1, 98], 8, 8, 40)  # more programs than some have units
+    check_many([60, 141], 32, 16, 3)
     print("agreed")
