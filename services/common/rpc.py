@@ -30,7 +30,7 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 300),
+    ("grpc.max_reconnect_backoff_ms", 100),
     ("grpc.max_metadata_size", 16 << 10),
 )
 _SERVER_OPTIONS: Sequence[tuple[str, int]] = (

@@ -1,10 +1,10 @@
 """Paged attention by flashinfer's kernels, and by one of our own where that is faster.
 
-Many decodes go through `ManyAttention`, which needs no plan. Decodes of large groups go through the
-tensor-core path, which is the FA2 prefill kernel. All
-wrappers share one float workspace. A plan is written to pinned memory and copied to the device
-asynchronously, so that memory is a ring: a plan's copy may still wait behind the previous step when
-the next is planned.
+Many decodes in a graph go through `ManyAttention`; launched one by one, its kernels would keep the
+host longer than flashinfer's. Decodes of large groups go through the tensor-core path, which is the
+FA2 prefill kernel. All wrappers share one float workspace. A plan is written to pinned memory and
+copied to the device asynchronously, so that memory is a ring: a plan's copy may still wait behind
+the previous step when the next is planned.
 """
 
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportCallIssue=false
@@ -108,7 +108,7 @@ class FlashInferBackend:
         total_decode_blocks = int(num_blocks[:decodes].sum())
         host = self._index_ring.take().numpy().view(np.int32)
         decode = prefill = None
-        if self._many is not None and self._many.gains(decodes):
+        if captured and self._many is not None and self._many.gains(decodes):
             decode = self._many
         elif decodes:
             indptr, host = _cumulated(host, num_blocks[:decodes])

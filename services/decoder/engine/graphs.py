@@ -31,8 +31,9 @@ def decode_buckets(max_num_sequences: int) -> list[int]:
 
 
 def prompt_buckets(max_num_tokens: int) -> list[int]:
-    """Lengths to capture: up to where launches no longer matter."""
-    return list(range(64, min(max_num_tokens, _MAX_CAPTURED_PROMPT) + 1, 64))
+    """Lengths to capture: multiples of 64, then of 128, up to where launches no longer matter."""
+    sizes = [*range(64, 512, 64), *range(512, _MAX_CAPTURED_PROMPT + 1, 128)]
+    return [size for size in sizes if size <= max_num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +93,23 @@ class _GraphSet:
         return min((size for size in sizes if size >= wanted), default=None)
 
     def _capture(self, kind: _Kind, forward: Callable[[], Tensor], rows: Tensor) -> None:
-        """Captures `forward` to logits; the size with the most logits must be the first."""
+        """Captures `forward` to the states that sample; the kind with the most must be the first.
+
+        Args:
+            kind: what it is captured for.
+            forward: enqueues all but the head.
+            rows: where each state's token goes.
+        """
+        model = self.parts.model
 
         def step() -> tuple[Tensor, Tensor]:
-            logits = forward()
+            hidden = forward()
             if self._logits is None:
-                self._logits = torch.empty_like(logits)
-            kept = self._logits[: len(logits)]
-            kept.copy_(logits)
-            token_ids = self.parts.model.ops.greedy(logits)
+                self._logits = torch.empty_like(model.logits(hidden))
+            logits = model.logits(hidden, out=self._logits[: len(hidden)])
+            token_ids = model.ops.greedy(logits)
             self.parts.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
-            return kept, token_ids
+            return logits, token_ids
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -112,6 +119,7 @@ class _GraphSet:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits, token_ids = step()
+        graph.replay()  # the first one takes longer
         self._captured[kind] = _Captured(graph, logits, token_ids)
 
     def _replay(self, staged: StagedStep, kind: _Kind) -> tuple[Tensor, Tensor]:
@@ -173,7 +181,7 @@ class DecodeGraphs(_GraphSet):
             kinds.append(_Kind(size, fused=True))
         for kind in kinds:
             forward = self._forward(staged, fused=kind.fused)
-            self._capture(kind, lambda run=forward: parts.model.logits(run()), rows)
+            self._capture(kind, forward, rows)
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
         """See StepGraphs."""
@@ -207,7 +215,7 @@ class PromptGraphs(_GraphSet):
         last = parts.staging.device(staged.sampled_tokens)
         rows = parts.staging.device(staged.sampled_rows)
         kind = _Kind(len(staged.host.input_ids))
-        self._capture(kind, lambda: parts.model.logits(forward()[last]), rows)
+        self._capture(kind, lambda: forward()[last], rows)
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
         """See StepGraphs."""

@@ -22,9 +22,10 @@ _NORM_SWIGLU = {1: (2, 4), 2: (2, 4)}
 _LINEAR_ADD = {1: (4, 8), 2: (4, 4)}
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T`: `[T, K]`, `[N, K]` → `[T, N]`."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
+def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """`x @ weight.T`: `[T, K]`, `[N, K]` → `[T, N]`; to `out`, if there is one."""
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0])
     _launch(x, weight, out, None, 0.0, _NORM_LINEAR)
     return out
 

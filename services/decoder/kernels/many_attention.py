@@ -28,6 +28,7 @@ _HEADS = 8  # of keys, per item
 _MAX_GROUP = 2  # with more query heads per key head it was not measured
 # Measured on an H200: one program per processor, with six tiles on their way.
 _TILE, _WARPS, _STAGES = 64, 4, 6
+_AHEAD = 4  # tiles that are fetched into the second cache while the kernel before ends
 _LOG2_E = 1.4426950408889634
 
 
@@ -94,7 +95,7 @@ class ManyAttention:
             num_sequences, self._head_dim**-0.5 * _LOG2_E,
             ITEMS=self._num_kv_heads // _HEADS, HEADS=_HEADS, GROUP=self._group,
             DIM=self._head_dim, BLOCK_SIZE=kv_cache.shape[2], TILE=_TILE, STAGES=_STAGES,
-            SEQUENCES=max(triton.next_power_of_2(num_sequences), 32 * _WARPS),
+            AHEAD=_AHEAD, SEQUENCES=max(triton.next_power_of_2(num_sequences), 32 * _WARPS),
             PROGRAMS=self._programs, OVERLAP=overlaps(), num_warps=_WARPS, launch_pdl=overlaps(),
         )  # fmt: skip
 
@@ -104,8 +105,8 @@ def _kernel(
     query_ptr, cache_ptr, block_ids_ptr, seq_lens_ptr, sums_ptr, scales_ptr, arrived_ptr, out_ptr,
     num_sequences, scale,
     ITEMS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SEQUENCES: tl.constexpr,
-    PROGRAMS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    SEQUENCES: tl.constexpr, PROGRAMS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = HEADS * GROUP  # of queries
     UNIT: tl.constexpr = TILE // HEADS  # tokens
@@ -119,6 +120,11 @@ def _kernel(
     table_ptr = block_ids_ptr + blocks
     length = tl.load(seq_lens_ptr + tl.minimum(sequence, num_sequences - 1))
     if OVERLAP:
+        if unit < stop:
+            _prefetch(
+                cache_ptr, table_ptr, unit - origin, length,
+                ITEMS, UNIT, HEADS * DIM, BLOCK_SIZE, AHEAD,
+            )  # fmt: skip
         gdc_wait()
 
     row, column = tl.arange(0, 16), tl.arange(0, DIM)
@@ -141,20 +147,12 @@ def _kernel(
             tl.minimum((first + taken) * UNIT, length), scale,
             ITEMS * HEADS * DIM, HEADS, GROUP, DIM, BLOCK_SIZE, TILE, STAGES,
         )  # fmt: skip
-        if taken == count:
-            result = (sums / weight[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + number * (ROWS * DIM) + place, result, mask=inside)
-        else:
-            _leave(
-                sums_ptr, scales_ptr, 2 * program + (first == 0).to(tl.int32),
-                top, weight, sums, ROWS, DIM, PROGRAMS,
-            )  # fmt: skip
-            begin = unit - first
-            _arrive(
-                sums_ptr, scales_ptr, arrived_ptr, out_ptr + number * (ROWS * DIM),
-                _program_of(begin, least, rest), _program_of(begin + count - 1, least, rest),
-                ROWS, DIM, PROGRAMS,
-            )  # fmt: skip
+        begin = unit - first
+        _finish(
+            sums_ptr, scales_ptr, arrived_ptr, out_ptr + number * (ROWS * DIM), taken == count,
+            2 * program + (first == 0).to(tl.int32), _program_of(begin, least, rest),
+            _program_of(begin + count - 1, least, rest), top, weight, sums, ROWS, DIM, PROGRAMS,
+        )  # fmt: skip
         if ends:
             origin += count * ITEMS
             table_ptr += (length + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -181,6 +179,32 @@ def _run_of(
     over = ((tl.cumsum(units) <= unit) & (sequences < num_sequences)).to(tl.int32)
     blocks = tl.sum(over * ((lengths + BLOCK_SIZE - 1) // BLOCK_SIZE))
     return unit, stop, least, rest, tl.sum(over), tl.sum(over * units), blocks
+
+
+@triton.jit
+def _prefetch(
+    cache_ptr, table_ptr, within, length,
+    ITEMS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Asks for the first tiles of a run. The new token's key and value may be among them: they are
+    written to the second cache, too.
+    """
+    count = (length + UNIT - 1) // UNIT
+    item = within // count
+    token = (within - item * count) * UNIT + tl.arange(0, AHEAD * UNIT)
+    token = tl.minimum(token, length - 1)
+    block = tl.load(table_ptr + token // BLOCK_SIZE).to(tl.int64)
+    row = block * (2 * BLOCK_SIZE) + token % BLOCK_SIZE
+    key_ptr = cache_ptr + (row * ITEMS + item) * WIDTH
+    width: tl.constexpr = WIDTH * cache_ptr.dtype.element_ty.primitive_bitwidth // 8
+    num_bytes = tl.full((AHEAD * UNIT,), width, tl.int32)
+    for part in tl.static_range(2):
+        tl.inline_asm_elementwise(
+            "{ mov.u32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], $2; }", "=r,l,r",
+            [key_ptr + part * (BLOCK_SIZE * ITEMS * WIDTH), num_bytes],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -223,21 +247,30 @@ def _attend(
 
 
 @triton.jit
-def _leave(
-    sums_ptr, scales_ptr, part, top, weight, sums,
+def _finish(
+    sums_ptr, scales_ptr, arrived_ptr, out_ptr, is_whole, part, first, last, top, weight, sums,
     ROWS: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """A part of an item for whoever merges, past the first cache, which other processors do not
-    see.
+    """Writes an item out, or leaves a part of it that programs [first, last] share; the last of
+    them to come merges.
     """
     row = tl.arange(0, 16)
     place = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
     inside, scales = row < ROWS, scales_ptr + part * ROWS + row
-    tl.store(
-        sums_ptr + part * (ROWS * DIM) + place, sums, mask=inside[:, None], cache_modifier=".cg"
-    )
-    tl.store(scales, top, mask=inside, cache_modifier=".cg")
-    tl.store(scales + 2 * PROGRAMS * ROWS, weight, mask=inside, cache_modifier=".cg")
+    if is_whole:
+        result = (sums / weight[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place, result, mask=inside[:, None])
+    else:
+        # Past the first cache, which other processors do not see.
+        sums_place = sums_ptr + part * (ROWS * DIM) + place
+        tl.store(sums_place, sums, mask=inside[:, None], cache_modifier=".cg")
+        tl.store(scales, top, mask=inside, cache_modifier=".cg")
+        tl.store(scales + 2 * PROGRAMS * ROWS, weight, mask=inside, cache_modifier=".cg")
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + first, 1, sem="acq_rel") == last - first:
+            tl.debug_barrier()
+            _merge(sums_ptr, scales_ptr, out_ptr, first, last, ROWS, DIM, PROGRAMS)
+            tl.store(arrived_ptr + first, 0)
 
 
 @triton.jit
@@ -249,31 +282,27 @@ def _program_of(unit, least, rest):
 
 
 @triton.jit
-def _arrive(
-    sums_ptr, scales_ptr, arrived_ptr, out_ptr, first, last,
+def _merge(
+    sums_ptr, scales_ptr, out_ptr, first, last,
     ROWS: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """A part of an item that programs [first, last] share lies ready; the last to come merges."""
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + first, 1, sem="acq_rel") == last - first:
-        tl.debug_barrier()
-        row, column = tl.arange(0, ROWS), tl.arange(0, DIM)
-        place = row[:, None] * DIM + column[None, :]
-        top = tl.full((ROWS,), -1e30, tl.float32)
-        weight = tl.zeros((ROWS,), tl.float32)
-        sums = tl.zeros((ROWS, DIM), tl.float32)
-        for program in tl.range(first, last + 1, num_stages=4):
-            # The item begins in the first program's second part.
-            part = 2 * program + (program == first).to(tl.int32)
-            scales = scales_ptr + part * ROWS + row
-            part_top = tl.load(scales, cache_modifier=".cg")
-            part_weight = tl.load(scales + 2 * PROGRAMS * ROWS, cache_modifier=".cg")
-            part_sums = tl.load(sums_ptr + part * (ROWS * DIM) + place, cache_modifier=".cg")
-            new_top = tl.maximum(top, part_top)
-            old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-            weight = weight * old + part_weight * new
-            sums = sums * old[:, None] + part_sums * new[:, None]
-            top = new_top
-        result = (sums / weight[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place, result)
-        tl.store(arrived_ptr + first, 0)
+    """The parts of one item, in the order of the programs."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, DIM)
+    place = row[:, None] * DIM + column[None, :]
+    top = tl.full((ROWS,), -1e30, tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, DIM), tl.float32)
+    for program in tl.range(first, last + 1, num_stages=4):
+        # The item begins in the first program's second part.
+        part = 2 * program + (program == first).to(tl.int32)
+        scales = scales_ptr + part * ROWS + row
+        part_top = tl.load(scales, cache_modifier=".cg")
+        part_weight = tl.load(scales + 2 * PROGRAMS * ROWS, cache_modifier=".cg")
+        part_sums = tl.load(sums_ptr + part * (ROWS * DIM) + place, cache_modifier=".cg")
+        new_top = tl.maximum(top, part_top)
+        old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+        weight = weight * old + part_weight * new
+        sums = sums * old[:, None] + part_sums * new[:, None]
+        top = new_top
+    result = (sums / weight[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, result)

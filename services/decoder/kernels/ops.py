@@ -86,8 +86,8 @@ class Ops(Protocol):
         """`[B, vocab_size]` → `[B]` int32: the most likely ids; -1 where a row is not finite."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`[T, K]`, `[N, K]` → `[T, N]`."""
+    def linear(self, x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """`[T, K]`, `[N, K]` → `[T, N]`; to `out`, if there is one."""
         ...
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -121,9 +121,9 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1).masked_fill(~finite, -1).to(torch.int32)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """See Ops."""
-    return F.linear(x, weight)
+    return torch.mm(x, weight.t(), out=out)
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:

@@ -123,6 +123,8 @@ class CausalLM(Protocol):
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, hidden]`, only the rows that need it → `[R, vocab_size]`, in the model's dtype."""
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """`[R, hidden]`, only the rows that need it → `[R, vocab_size]`, in the model's dtype; to
+        `out`, if there is one.
+        """
         ...

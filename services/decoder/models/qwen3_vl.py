@@ -7,6 +7,7 @@ to the visual tokens after the first decoder layers (DeepStack).
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -177,9 +178,9 @@ class Qwen3VLLanguageModel(nn.Module):
             return self.ops.rms_norm(residual, self.norm.weight, self.norm.eps)
         return self.ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See CausalLM."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if len(hidden) <= self.max_few_tokens:
-            return self.ops.linear(hidden, weight)
-        return F.linear(hidden, weight)
+            return self.ops.linear(hidden, weight, out=out)
+        return torch.mm(hidden, weight.t(), out=out)

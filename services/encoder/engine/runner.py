@@ -143,8 +143,11 @@ class Runner:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Gives the arena's pinning back; due before the memory is unmapped, if it ever is."""
+        """Gives graphs and the arena's pinning back; due before the memory is unmapped, if it ever
+        is, and before the interpreter ends.
+        """
         self._writer.close()
+        self._graphs = None
 
     @torch.inference_mode()
     def warm_up(self, max_batch_patches: int) -> None:
