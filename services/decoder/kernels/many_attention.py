@@ -28,7 +28,7 @@ _HEADS = 8  # of keys, per item
 _MAX_GROUP = 2  # with more query heads per key head it was not measured
 # Measured on an H200: one program per processor, with six tiles on their way.
 _TILE, _WARPS, _STAGES = 64, 4, 6
-_AHEAD = 4  # tiles that are fetched into the second cache while the kernel before ends
+_AHEAD = 1  # tiles that are fetched into the second cache while the kernel before ends
 _LOG2_E = 1.4426950408889634
 
 
