@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
+from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.many_attention import ManyAttention
@@ -136,6 +137,30 @@ def test_attention_of_few_agrees_with_its_twin(
     nowhere = kv_rows(torch.full((count,), -1, device="cuda"), block_size)
     ops.attend_few(replace(heads, rows=nowhere), block_ids, seq_lens)
     assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 16, 33, 64])
+@pytest.mark.parametrize(("columns", "rows"), [(2048, 4096), (2048, 2048), (6144, 2048), (128, 64)])
+def test_products_in_parts_agree_with_their_twins(num_tokens: int, columns: int, rows: int) -> None:
+    ops = fused()
+    x, weight = random(num_tokens, columns), random(rows, columns) * columns**-0.5
+    parts = ops.linear_parts(x, weight)
+    whole = PLAIN.linear(x, weight)
+    assert error(sum_parts(parts, torch.bfloat16), whole) <= TOLERANCE
+    residual, norm = random(num_tokens, rows), random(rows)
+    expected = PLAIN.add_rms_norm(parts, residual.clone(), norm, EPS)
+    found = ops.add_rms_norm(parts, residual.clone(), norm, EPS)
+    assert error(found[0], expected[0]) <= TOLERANCE
+    assert torch.equal(found[1], expected[1]) or error(found[1], expected[1]) <= TOLERANCE
+    if rows < 4096:
+        return
+    heads = ProjectedHeads(
+        parts, (random(128), random(128)), EPS, (random(num_tokens, 64), random(num_tokens, 64)),
+        random(9, 2, 16, 8, 128), kv_rows(torch.arange(num_tokens, device="cuda"), 16),
+    )  # fmt: skip
+    twin = replace(heads, kv_cache=heads.kv_cache.clone())
+    assert error(ops.qk_rope_cache(heads), PLAIN.qk_rope_cache(twin)) <= TOLERANCE
+    assert error(heads.kv_cache, twin.kv_cache) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (8, 8, 64), (32, 16, 128)])

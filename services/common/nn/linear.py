@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def sum_parts(product: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product `[T, N]` as it is, or from its parts `[S, T, N]` float32, rounded to `dtype`."""
+    return product if product.dim() == 2 else product.sum(0).to(dtype)
+
+
 class LinearMethod(Protocol):
     """How one linear layer stores and applies its weights."""
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from services.common.model_config import TextConfig
 from services.common.nn import layers
+from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
 from services.decoder.models.rope import InterleavedMRope, ProjectedHeads, qk_rope_cache
 
@@ -54,7 +55,15 @@ class Ops(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """See `layers.add_rms_norm`."""
+        """See `layers.add_rms_norm`; `x` may be in parts, see `linear_parts`."""
+        ...
+
+    def in_parts(self, x: Tensor) -> bool:
+        """Whether products of `x` `[T, K]` gain from coming in parts."""
+        ...
+
+    def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`[T, K]`, `[N, K]` → `[S, T, N]` float32, which `sum_parts` makes the product."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -121,6 +130,16 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1).masked_fill(~finite, -1).to(torch.int32)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See Ops."""
+    return layers.add_rms_norm(sum_parts(x, residual.dtype), residual, weight, eps)
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """See Ops. In one part."""
+    return F.linear(x.float(), weight.float())[None]
+
+
 def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """See Ops."""
     return torch.mm(x, weight.t(), out=out)
@@ -171,13 +190,18 @@ class PlainOps:
     linear_add = staticmethod(linear_add)
 
     rms_norm = staticmethod(layers.rms_norm)
-    add_rms_norm = staticmethod(layers.add_rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    linear_parts = staticmethod(linear_parts)
     silu_and_mul = staticmethod(layers.silu_and_mul)
     qk_rope_cache = staticmethod(qk_rope_cache)
 
     def max_fused_context(self, num_tokens: int) -> int:
         """See Ops: in plain torch there is nothing to gain."""
         return 0
+
+    def in_parts(self, x: Tensor) -> bool:
+        """As `max_fused_context`."""
+        return False
 
 
 def create_ops(device: torch.device, config: TextConfig) -> Ops:

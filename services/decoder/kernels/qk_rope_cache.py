@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from services.decoder.kernels.linear_parts import load_product
 from services.decoder.kernels.overlap import overlaps
 from services.decoder.models.rope import ProjectedHeads
 
@@ -22,12 +23,13 @@ def qk_rope_cache(heads: ProjectedHeads) -> Tensor:
     """See the plain twin. `head_dim / 2` is a power of two, and all tensors are contiguous."""
     assert heads.is_contiguous
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
-    num_tokens, num_heads = len(heads.qkv), heads.num_heads
-    query = heads.qkv.new_empty(num_tokens, num_heads, head_dim)
+    num_tokens, num_heads = heads.num_tokens, heads.num_heads
+    query = heads.kv_cache.new_empty(num_tokens, num_heads, head_dim)
     block = _MANY_HEADS if num_tokens >= _MANY_TOKENS else _FEW_HEADS
     _kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
         heads.qkv, *heads.norms, *heads.rope, heads.rows, heads.kv_cache, query,
-        num_tokens, num_heads, num_kv_heads, heads.eps, HALF=head_dim // 2, BLOCK=block,
+        num_tokens, num_heads, num_kv_heads, heads.eps, heads.qkv[0].numel(),
+        HALF=head_dim // 2, BLOCK=block, PARTS=heads.num_parts,
         OVERLAP=overlaps(), num_warps=1, launch_pdl=overlaps(),
     )  # fmt: skip
     return query
@@ -57,8 +59,8 @@ def rotated(  # noqa: ANN201 - two of the inputs' kind
 @triton.jit
 def _kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, query_ptr,
-    num_tokens, num_heads, num_kv_heads, eps, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -77,9 +79,10 @@ def _kernel(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    place = qkv_ptr + (token * all_heads + head)[:, None] * (2 * HALF) + column
-    first = tl.load(place, mask=inside, other=0.0)
-    second = tl.load(place + HALF, mask=inside, other=0.0)
+    place = (token * all_heads + head)[:, None] * (2 * HALF) + column
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    first = load_product(qkv_ptr, place, inside, stride, PARTS, dtype)
+    second = load_product(qkv_ptr, place + HALF, inside, stride, PARTS, dtype)
     cos = tl.load(cos_ptr + token * HALF + column)
     sin = tl.load(sin_ptr + token * HALF + column)
     turned, other = rotated(first, second, weights[0], weights[1], cos, sin, eps, HALF)

@@ -5,6 +5,7 @@ positions have three axes (interleaved M-RoPE), and the vision tower's intermedi
 to the visual tokens after the first decoder layers (DeepStack).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class StepContext:
     rope: tuple[Tensor, Tensor]  # cos and sin, [T, head_dim / 2]
     kv_rows: Tensor  # [2, T]: where keys and values go
     metadata: AttentionMetadata
+    project: Callable[[Linear, Tensor], Tensor]  # `[T, K]` → `[T, N]`, or that in parts
 
 
 class Attention(nn.Module):
@@ -47,8 +49,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
-        """`[T, hidden]` → `[T, hidden]`; writes this layer's keys and values to `kv_cache`."""
-        return self.o_proj(self.attend(self.qkv_proj(x), kv_cache, step))
+        """`[T, hidden]` → as `step.project`; writes this layer's keys and values to `kv_cache`."""
+        qkv = step.project(self.qkv_proj, x)
+        return step.project(self.o_proj, self.attend(qkv, kv_cache, step))
 
     def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
         """What is between the projections: `[T, (H + 2 KVH) * D]` → `[T, H * D]`."""
@@ -70,9 +73,9 @@ class MLP(nn.Module):
         self.gate_up_proj = MergedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size})
         self.down_proj = Linear(size, config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden]` → `[T, hidden]`."""
-        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """`[T, hidden]` → as `step.project`."""
+        return step.project(self.down_proj, self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -107,7 +110,7 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(normed, kv_cache, step)
         weight = self.post_attention_layernorm.weight
         normed, residual = self.ops.add_rms_norm(attended, residual, weight, self.eps)
-        return self.mlp(normed), residual
+        return self.mlp(normed, step), residual
 
     def forward_few(self, residual: Tensor, kv_cache: Tensor, step: StepContext) -> None:
         """The layer for `ops.max_few_tokens` tokens at most; `residual` is updated in place."""
@@ -140,6 +143,7 @@ class Qwen3VLLanguageModel(nn.Module):
         linears = [part for part in self.modules() if isinstance(part, Linear)]
         plain = all(type(part.method) is UnquantizedLinear for part in linears)
         self.max_few_tokens = ops.max_few_tokens if plain else 0
+        self._may_split = plain
         self.weight_map = WeightMap(
             prefixes={"": "model.language_model."} | ({} if tied else {"lm_head.": "lm_head."}),
             ignored=frozenset({"lm_head.weight"}) if tied else frozenset(),
@@ -159,7 +163,9 @@ class Qwen3VLLanguageModel(nn.Module):
         rope, rows = self.ops.rope_and_rows(
             positions, metadata.slot_mapping, self.rope, residual.dtype, block_size
         )
-        step = StepContext(rope, rows, metadata)
+        in_parts = self._may_split and visual is None and self.ops.in_parts(residual)
+        project = self._project_in_parts if in_parts else _project
+        step = StepContext(rope, rows, metadata, project)
         if visual is None and len(residual) <= self.max_few_tokens:
             for index, layer in enumerate(self.layers):
                 assert isinstance(layer, DecoderLayer)
@@ -178,9 +184,16 @@ class Qwen3VLLanguageModel(nn.Module):
             return self.ops.rms_norm(residual, self.norm.weight, self.norm.eps)
         return self.ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)[0]
 
+    def _project_in_parts(self, linear: Linear, x: Tensor) -> Tensor:
+        return self.ops.linear_parts(x, linear.weight)
+
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See CausalLM."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if len(hidden) <= self.max_few_tokens:
             return self.ops.linear(hidden, weight, out=out)
         return torch.mm(hidden, weight.t(), out=out)
+
+
+def _project(linear: Linear, x: Tensor) -> Tensor:
+    return linear(x)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from services.common.nn.layers import rms_norm
+from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import write_kv
 
 
@@ -55,7 +56,8 @@ class ProjectedHeads:
     """One layer's queries, keys and values of a step's tokens, on their way to the cache.
 
     Attributes:
-        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v.
+        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v; or that in parts,
+            `[S, T, ...]` float32, see `sum_parts`.
         norms: weights of the query's and the key's norm, `[head_dim]` each.
         eps: of the norms.
         rope: cos and sin, `[T, head_dim / 2]`.
@@ -74,7 +76,17 @@ class ProjectedHeads:
     def num_heads(self) -> int:
         """Of the query."""
         num_kv_heads, head_dim = self.kv_cache.shape[-2:]
-        return self.qkv.shape[1] // head_dim - 2 * num_kv_heads
+        return self.qkv.shape[-1] // head_dim - 2 * num_kv_heads
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.qkv.shape[-2]
+
+    @property
+    def num_parts(self) -> int:
+        """S; 0: the projection is whole."""
+        return len(self.qkv) if self.qkv.dim() == 3 else 0
 
     @property
     def is_contiguous(self) -> bool:
@@ -92,7 +104,8 @@ def qk_rope_cache(heads: ProjectedHeads) -> Tensor:
         Queries, `[T, num_heads, head_dim]`.
     """
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
-    query, key, value = heads.qkv.unflatten(-1, (-1, head_dim)).split(
+    qkv = sum_parts(heads.qkv, heads.kv_cache.dtype)
+    query, key, value = qkv.unflatten(-1, (-1, head_dim)).split(
         (heads.num_heads, num_kv_heads, num_kv_heads), dim=1
     )
     key = rotate(rms_norm(key, heads.norms[1], heads.eps), *heads.rope)

@@ -6,8 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
-from services.decoder.kernels import add_norm, few_tokens, greedy, silu_mul, step_entry
+from services.decoder.kernels import (
+    add_norm,
+    few_tokens,
+    greedy,
+    linear_parts,
+    silu_mul,
+    step_entry,
+)
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
@@ -132,6 +140,37 @@ def check_products(count: int, width: int, rows: int) -> None:
     close(residual, twin)
 
 
+def check_parts(count: int, columns: int, rows: int) -> None:
+    """A product in parts, and what adds them up."""
+    x, weight, norm = torch.randn(count, columns), torch.randn(rows, columns), torch.randn(rows)
+    parts = linear_parts.linear_parts(x, weight * 0.02)
+    assert len(parts) == linear_parts.count_parts(rows, columns)
+    expected = PLAIN.linear(x, weight * 0.02)
+    close(sum_parts(parts, torch.float32), expected)
+    residual = torch.randn(count, rows)
+    for found, twin in zip(
+        add_norm.add_rms_norm(parts, residual.clone(), norm, EPS),
+        PLAIN.add_rms_norm(parts, residual.clone(), norm, EPS),
+        strict=True,
+    ):
+        close(found, twin)
+    heads, kv_heads, dim = rows // 32 // 2, rows // 32 // 4, 32
+    angles = torch.rand(count, dim // 2)
+    pools = [torch.zeros(5, 2, BLOCK_SIZE, kv_heads, dim) for _ in range(2)]
+    in_parts, whole = (
+        ProjectedHeads(
+            qkv, (norm[:dim], norm[dim : 2 * dim]), EPS, (angles.cos(), angles.sin()), pool,
+            kv_rows(torch.randperm(4 * BLOCK_SIZE)[:count].sort().values, BLOCK_SIZE),
+        )
+        for qkv, pool in zip((parts, expected), pools, strict=True)
+    )  # fmt: skip
+    assert in_parts.num_heads == heads and in_parts.num_tokens == count
+    in_parts = replace(in_parts, rows=whole.rows)
+    close(qk_rope_cache(in_parts), PLAIN.qk_rope_cache(whole))
+    close(*pools)
+    close(PLAIN.qk_rope_cache(in_parts), PLAIN.qk_rope_cache(whole))
+
+
 if __name__ == "__main__":
     for count in (1, 2):
         check_products(count, 100, 24)
@@ -142,6 +181,8 @@ if __name__ == "__main__":
     check([1], 4, 2, 32)
     check([100], 4, 2, 32)
     check([17, 64], 3, 1, 16)
+    for size in ((3, 512, 128), (40, 128, 256)):
+        check_parts(*size)
     check_many([0, 15, 16, 7, 120], 16, 8, 4)
     check_many([33, 1, 98], 8, 8, 40)  # more programs than some have units
     check_many([60, 141], 32, 16, 3)
