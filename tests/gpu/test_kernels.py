@@ -141,12 +141,16 @@ def test_attention_of_few_agrees_with_its_twin(
 
 @pytest.mark.parametrize("num_tokens", [3, 16, 33, 64])
 @pytest.mark.parametrize(("columns", "rows"), [(2048, 4096), (2048, 2048), (6144, 2048), (128, 64)])
-def test_products_in_parts_agree_with_their_twins(num_tokens: int, columns: int, rows: int) -> None:
+def test_products_of_small_batches_agree_with_their_twins(
+    num_tokens: int, columns: int, rows: int
+) -> None:
     ops = fused()
     x, weight = random(num_tokens, columns), random(rows, columns) * columns**-0.5
     parts = ops.linear_parts(x, weight)
     whole = PLAIN.linear(x, weight)
     assert error(sum_parts(parts, torch.bfloat16), whole) <= TOLERANCE
+    swiglu = ops.linear_swiglu(x, weight)
+    assert error(swiglu, PLAIN.linear_swiglu(x, weight)) <= 2 * TOLERANCE
     residual, norm = random(num_tokens, rows), random(rows)
     expected = PLAIN.add_rms_norm(parts, residual.clone(), norm, EPS)
     found = ops.add_rms_norm(parts, residual.clone(), norm, EPS)

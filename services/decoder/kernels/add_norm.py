@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.decoder.kernels.linear_parts import load_product
 from services.decoder.kernels.overlap import overlaps
+from services.decoder.kernels.small_batch import load_product
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -58,12 +58,16 @@ class Ops(Protocol):
         """See `layers.add_rms_norm`; `x` may be in parts, see `linear_parts`."""
         ...
 
-    def in_parts(self, x: Tensor) -> bool:
-        """Whether products of `x` `[T, K]` gain from coming in parts."""
+    def is_small_batch(self, x: Tensor) -> bool:
+        """Whether `linear_parts` and `linear_swiglu` serve products of `x` `[T, K]`."""
         ...
 
     def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
         """`[T, K]`, `[N, K]` → `[S, T, N]` float32, which `sum_parts` makes the product."""
+        ...
+
+    def linear_swiglu(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`linear` to gate and up, `[2 * N, K]`, then `silu_and_mul`: `[T, N]`."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -140,6 +144,11 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())[None]
 
 
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """See Ops."""
+    return layers.silu_and_mul(F.linear(x, weight))
+
+
 def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """See Ops."""
     return torch.mm(x, weight.t(), out=out)
@@ -192,6 +201,7 @@ class PlainOps:
     rms_norm = staticmethod(layers.rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     linear_parts = staticmethod(linear_parts)
+    linear_swiglu = staticmethod(linear_swiglu)
     silu_and_mul = staticmethod(layers.silu_and_mul)
     qk_rope_cache = staticmethod(qk_rope_cache)
 
@@ -199,7 +209,7 @@ class PlainOps:
         """See Ops: in plain torch there is nothing to gain."""
         return 0
 
-    def in_parts(self, x: Tensor) -> bool:
+    def is_small_batch(self, x: Tensor) -> bool:
         """As `max_fused_context`."""
         return False
 

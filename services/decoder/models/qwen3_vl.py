@@ -5,7 +5,6 @@ positions have three axes (interleaved M-RoPE), and the vision tower's intermedi
 to the visual tokens after the first decoder layers (DeepStack).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,7 @@ class StepContext:
     rope: tuple[Tensor, Tensor]  # cos and sin, [T, head_dim / 2]
     kv_rows: Tensor  # [2, T]: where keys and values go
     metadata: AttentionMetadata
-    project: Callable[[Linear, Tensor], Tensor]  # `[T, K]` → `[T, N]`, or that in parts
+    small_batch: bool  # products are the fused operations'; sums of them may be in parts
 
 
 class Attention(nn.Module):
@@ -49,9 +48,13 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
-        """`[T, hidden]` → as `step.project`; writes this layer's keys and values to `kv_cache`."""
-        qkv = step.project(self.qkv_proj, x)
-        return step.project(self.o_proj, self.attend(qkv, kv_cache, step))
+        """`[T, hidden]` → the same, or that in parts; writes this layer's keys and values to
+        `kv_cache`.
+        """
+        if not step.small_batch:
+            return self.o_proj(self.attend(self.qkv_proj(x), kv_cache, step))
+        attended = self.attend(self.ops.linear_parts(x, self.qkv_proj.weight), kv_cache, step)
+        return self.ops.linear_parts(attended, self.o_proj.weight)
 
     def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
         """What is between the projections: `[T, (H + 2 KVH) * D]` → `[T, H * D]`."""
@@ -74,8 +77,11 @@ class MLP(nn.Module):
         self.down_proj = Linear(size, config.hidden_size)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        """`[T, hidden]` → as `step.project`."""
-        return step.project(self.down_proj, self.ops.silu_and_mul(self.gate_up_proj(x)))
+        """`[T, hidden]` → the same, or that in parts."""
+        if not step.small_batch:
+            return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
+        hidden = self.ops.linear_swiglu(x, self.gate_up_proj.weight)
+        return self.ops.linear_parts(hidden, self.down_proj.weight)
 
 
 class DecoderLayer(nn.Module):
@@ -143,7 +149,7 @@ class Qwen3VLLanguageModel(nn.Module):
         linears = [part for part in self.modules() if isinstance(part, Linear)]
         plain = all(type(part.method) is UnquantizedLinear for part in linears)
         self.max_few_tokens = ops.max_few_tokens if plain else 0
-        self._may_split = plain
+        self._is_plain = plain
         self.weight_map = WeightMap(
             prefixes={"": "model.language_model."} | ({} if tied else {"lm_head.": "lm_head."}),
             ignored=frozenset({"lm_head.weight"}) if tied else frozenset(),
@@ -163,9 +169,8 @@ class Qwen3VLLanguageModel(nn.Module):
         rope, rows = self.ops.rope_and_rows(
             positions, metadata.slot_mapping, self.rope, residual.dtype, block_size
         )
-        in_parts = self._may_split and visual is None and self.ops.in_parts(residual)
-        project = self._project_in_parts if in_parts else _project
-        step = StepContext(rope, rows, metadata, project)
+        small_batch = self._is_plain and visual is None and self.ops.is_small_batch(residual)
+        step = StepContext(rope, rows, metadata, small_batch)
         if visual is None and len(residual) <= self.max_few_tokens:
             for index, layer in enumerate(self.layers):
                 assert isinstance(layer, DecoderLayer)
@@ -184,16 +189,9 @@ class Qwen3VLLanguageModel(nn.Module):
             return self.ops.rms_norm(residual, self.norm.weight, self.norm.eps)
         return self.ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)[0]
 
-    def _project_in_parts(self, linear: Linear, x: Tensor) -> Tensor:
-        return self.ops.linear_parts(x, linear.weight)
-
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See CausalLM."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if len(hidden) <= self.max_few_tokens:
             return self.ops.linear(hidden, weight, out=out)
         return torch.mm(hidden, weight.t(), out=out)
-
-
-def _project(linear: Linear, x: Tensor) -> Tensor:
-    return linear(x)

@@ -12,8 +12,8 @@ from services.decoder.kernels import (
     add_norm,
     few_tokens,
     greedy,
-    linear_parts,
     silu_mul,
+    small_batch,
     step_entry,
 )
 from services.decoder.kernels.few_attention import FewAttention
@@ -142,11 +142,13 @@ def check_products(count: int, width: int, rows: int) -> None:
 
 def check_parts(count: int, columns: int, rows: int) -> None:
     """A product in parts, and what adds them up."""
-    x, weight, norm = torch.randn(count, columns), torch.randn(rows, columns), torch.randn(rows)
-    parts = linear_parts.linear_parts(x, weight * 0.02)
-    assert len(parts) == linear_parts.count_parts(rows, columns)
-    expected = PLAIN.linear(x, weight * 0.02)
+    x, norm = torch.randn(count, columns), torch.randn(rows)
+    weight = torch.randn(rows, columns) * 0.02
+    parts = small_batch.linear_parts(x, weight)
+    assert len(parts) == small_batch.count_parts(rows, columns)
+    expected = PLAIN.linear(x, weight)
     close(sum_parts(parts, torch.float32), expected)
+    close(small_batch.linear_swiglu(x, weight), PLAIN.linear_swiglu(x, weight))
     residual = torch.randn(count, rows)
     for found, twin in zip(
         add_norm.add_rms_norm(parts, residual.clone(), norm, EPS),

@@ -5,7 +5,10 @@ kernel of its own. Here the parts are left in float32 for the kernel that comes 
 or a rotation, which adds them in one order and rounds once (`load_product`). What the rounding
 points are does not change.
 
-The plain twin is `services.decoder.kernels.ops.linear_parts`.
+SwiGLU's product is not split: half of a program's rows are the gate's and half the same rows of
+up, so that it can apply the activation itself.
+
+The plain twins are `linear_parts` and `linear_swiglu` of `services.decoder.kernels.ops`.
 """
 
 import torch
@@ -19,23 +22,38 @@ from services.decoder.kernels.overlap import overlaps
 MAX_TOKENS = 64
 # Measured on an H200 for the 2B's shapes: about one program per processor.
 _ROWS, _COLUMNS, _STAGES, _WARPS = 64, 128, 5, 4
+_SWIGLU_STAGES = 3  # two programs per processor
 _MOST_PROGRAMS = 132
 _MAX_PARTS = 8
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """`[T, K]`, `[N, K]` → `[S, T, N]` float32, which add up to `x @ weight.T`."""
-    num_tokens, num_columns = x.shape
-    num_rows = weight.shape[0]
-    parts = count_parts(num_rows, num_columns)
+    num_tokens, num_rows = len(x), len(weight)
+    parts = count_parts(num_rows, x.shape[1])
     out = torch.empty((parts, num_tokens, num_rows), dtype=torch.float32, device=x.device)
+    _launch(x, weight, out, parts, _STAGES, swiglu=False)
+    return out
+
+
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """`silu_and_mul(x @ weight.T)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
+    out = x.new_empty(len(x), len(weight) // 2)
+    _launch(x, weight, out, 1, _SWIGLU_STAGES, swiglu=True)
+    return out
+
+
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, parts: int, stages: int, *, swiglu: bool
+) -> None:
+    num_tokens, num_columns = x.shape
+    num_rows = len(weight)
     _kernel[(num_rows // _ROWS, parts)](
         x, weight, out, num_tokens, num_rows, num_columns,
         TOKENS=max(16, triton.next_power_of_2(num_tokens)), ROWS=_ROWS, COLUMNS=_COLUMNS,
-        SPAN=num_columns // parts, STAGES=_STAGES, OVERLAP=overlaps(),
+        SPAN=num_columns // parts, STAGES=stages, SWIGLU=swiglu, OVERLAP=overlaps(),
         num_warps=_WARPS, launch_pdl=overlaps(),
     )  # fmt: skip
-    return out
 
 
 def count_parts(num_rows: int, num_columns: int) -> int:
@@ -56,9 +74,14 @@ def count_parts(num_rows: int, num_columns: int) -> int:
 def _kernel(
     x_ptr, weight_ptr, out_ptr, num_tokens, num_rows, num_columns,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, SWIGLU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    HALF: tl.constexpr = ROWS // 2
+    index = tl.arange(0, ROWS)
+    if SWIGLU:
+        row = tl.program_id(0) * HALF + index % HALF + index // HALF * (num_rows // 2)
+    else:
+        row = tl.program_id(0) * ROWS + index
     part = tl.program_id(1)
     token, column = tl.arange(0, TOKENS), part * SPAN + tl.arange(0, COLUMNS)
     inside = (token < num_tokens)[:, None]
@@ -73,8 +96,18 @@ def _kernel(
         weight = tl.load(weights + at)
         x = tl.load(inputs + at, mask=inside, other=0.0)
         sums = tl.dot(weight, tl.trans(x), sums)
-    place = (part * num_tokens + token)[:, None] * num_rows + row[None, :]
-    tl.store(out_ptr + place, tl.trans(sums), mask=inside)
+    if SWIGLU:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        halves = tl.permute(tl.reshape(sums.to(dtype), (2, HALF, TOKENS)), (2, 1, 0))
+        gate, up = tl.split(halves)  # [TOKENS, HALF] each
+        wide = gate.to(tl.float32)
+        activated = (wide / (1.0 + tl.exp(-wide))).to(dtype)
+        result = (activated.to(tl.float32) * up.to(tl.float32)).to(dtype)
+        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        tl.store(out_ptr + token[:, None] * (num_rows // 2) + column[None, :], result, mask=inside)
+    else:
+        place = (part * num_tokens + token)[:, None] * num_rows + row[None, :]
+        tl.store(out_ptr + place, tl.trans(sums), mask=inside)
 
 
 @triton.jit
