@@ -26,7 +26,7 @@ Parts = list[tuple[torch.cuda.CUDAGraph, int]]  # each ends with a level, in the
 
 
 def buckets() -> list[int]:
-    """Numbers of patches to capture: a step of 256 is less than a tenth of a lone image's time."""
+    """Numbers of patches to capture, close enough that padding costs little."""
     return [*range(256, 4096, 256), *range(4096, MAX_CAPTURED_PATCHES + 1, 512)]
 
 

@@ -39,13 +39,14 @@ class LastingTables:
         frames = frames_of(grids)
         if frames == self._frames:
             return
-        self._frames = frames
+        self._frames = []  # until all of it is enqueued
         table = self._tables.of(frames)
         size = len(table.positions)
         self._positions[:size] = table.positions
         self._cos[:size] = table.cos
         self._sin[:size] = table.sin
         self._plan.set([height * width for height, width in frames])
+        self._frames = frames
 
 
 def frames_of(grids: Sequence[Grid]) -> list[tuple[int, int]]:
