@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.decoder.kernels.ops import PlainOps
 from services.decoder.models import rope
 from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Answer, Oracle, Prompt, make_oracle
@@ -119,6 +120,22 @@ def test_decode_logits_agree(pair: Pair) -> None:
         assert error(row, expected[index : index + 1]) < TOLERANCE
         sequence.token_ids.append(tokens[index])
     pair.ours.finish(sequence)
+
+
+def test_products_of_small_batches_agree(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of small batches through a layer, with sums in parts."""
+    asked: list[int] = []
+
+    def is_small_batch(self: PlainOps, x: Tensor) -> bool:
+        asked.append(len(x))
+        return True
+
+    monkeypatch.setattr(PlainOps, "is_small_batch", is_small_batch)
+    prompt = pair.oracle.prompt(*PROMPTS["text"], seed=6)
+    answer = pair.oracle.answer(prompt)
+    assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
+    assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE
+    assert set(asked) >= {3, len(prompt.token_ids)}
 
 
 def test_a_large_grid_agrees_in_chunks(deep: Pair) -> None:
