@@ -1,6 +1,7 @@
 """The failure contract: each request ends once, and one broken pod is nobody's problem."""
 
 import asyncio
+import itertools
 import json
 import random
 import threading
@@ -150,13 +151,14 @@ def test_decoder_that_cannot_get_an_embedding_names_the_encoder_to_avoid(pair):
 
 
 def test_only_encoder_is_asked_once_more_for_a_lost_embedding(stack):
-    failures = iter([True, False])
+    attempts = itertools.count(1)
 
     async def before(_):
+        attempt = next(attempts)
         async with asyncio.timeout(PATIENCE_S):
-            while not stack.encoder.requests:  # noqa: ASYNC110 - a list of a fake
+            while len(stack.encoder.requests) < attempt:  # noqa: ASYNC110 - a list of a fake
                 await asyncio.sleep(0.001)
-        if next(failures):
+        if attempt == 1:
             raise EmbeddingUnavailable("evicted")
 
     stack.decoder.before = before
