@@ -115,8 +115,10 @@ def measure_tower(bench: Bench, side: int, batch: int, repeats: int) -> None:
 
     taken, host = timed(bench, eager, repeats)
     replayed = None
-    graphs = TowerGraphs.create(bench.model, bench.dtype, bench.device)
-    if graphs is not None and batch * patches <= MAX_CAPTURED_PATCHES:
+    graphs = None
+    if batch * patches <= MAX_CAPTURED_PATCHES:
+        graphs = TowerGraphs.create(bench.model, bench.dtype, bench.device)
+    if graphs is not None:
         graphs.capture([size for size in buckets() if size >= batch * patches][:1])
         replayed, _ = timed(bench, lambda: list(graphs.replay(pixels, grids)), repeats)
     best, floor = min(taken, replayed or taken), floor_s(vision, patches) * batch

@@ -319,6 +319,7 @@ async def test_nothing_is_left_after_a_storm():
         await until(decoder.is_idle)
         # What was cancelled ends a few turns of the loop later.
         await until(lambda: not decoder.front._streams)
-        await until(lambda: not decoder.source._flights and not decoder.source._claims)
-        gc.collect()
         await until(lambda: all(task.done() for task in decoder.front._tasks))
+        assert not decoder.source._flights and not decoder.source._claims
+        gc.collect()
+        assert not [t for t in decoder.front._tasks if not t.done()]

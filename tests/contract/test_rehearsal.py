@@ -64,4 +64,5 @@ def test_a_failure_changes_nothing(loop_thread, tmp_path) -> None:
     with stack_of(loop_thread, tmp_path, rehearsals=20) as stack:
         stack.decoder.before = fail
         stack.encoder.before = fail
-        wait_until_ready(stack)
+        assert (200, "ready") in wait_until_ready(stack)
+        assert stack.decoder.submits, "it had failed before it asked"

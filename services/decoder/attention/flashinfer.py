@@ -100,6 +100,8 @@ class FlashInferBackend:
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
         """Plans decodes and prefills apart."""
+        if captured and self._many is not None and self._many.gains(metadata.num_decodes):
+            return _Plan(self._many, None)  # it finds its work by itself
         if captured and not metadata.num_decodes and self._replan(metadata):
             return _Plan(None, self._captured_prefills[len(metadata.slot_mapping)])
         size = self._sizes.block_size
@@ -110,9 +112,7 @@ class FlashInferBackend:
         total_decode_blocks = int(num_blocks[:decodes].sum())
         host = self._index_ring.take().numpy().view(np.int32)
         decode = prefill = None
-        if captured and self._many is not None and self._many.gains(decodes):
-            decode = self._many
-        elif decodes:
+        if decodes:
             indptr, host = _cumulated(host, num_blocks[:decodes])
             last_len, host = _copied(host, last[:decodes])
             decode = self._captured_wrapper(decodes) if captured else self._decode

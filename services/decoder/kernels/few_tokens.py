@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.decoder.kernels.overlap import overlaps
+from services.decoder.kernels.silu_mul import swiglu
 
 MAX_TOKENS = 2
 MAX_WIDTH = 16384  # a program holds whole rows in registers
@@ -101,8 +102,8 @@ def _kernel(
             x = ((x * scale).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
         result = tl.sum(weight.to(tl.float32) * x[None, :], axis=1).to(dtype).to(tl.float32)
         if SWIGLU:
-            up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1).to(dtype).to(tl.float32)
-            result = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32) * up
+            up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1).to(dtype)
+            result = swiglu(result.to(dtype), up).to(tl.float32)
         out = out_ptr + token * num_rows + row
         if ADD:
             result += tl.load(out).to(tl.float32)

@@ -51,15 +51,16 @@ class TritonOps:
 
 def create_triton_ops(device: torch.device, config: TextConfig) -> TritonOps:
     """The operations for a model of these sizes."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
     query_size = config.num_heads * config.head_dim
-    widths = (config.hidden_size, config.intermediate_size, query_size)
     qkv_size = query_size + 2 * config.num_kv_heads * config.head_dim
-    hidden, intermediate, _ = widths
-    products = ((qkv_size, hidden), (hidden, query_size), (hidden, intermediate))
-    splits = all(small_batch.count_parts(*sizes) for sizes in products)
-    small = overlaps() and splits and small_batch.count_parts(2 * intermediate, hidden)
+    # Rows and columns of q/k/v, output, gate and up, down.
+    weights = (
+        (qkv_size, hidden), (hidden, query_size), (2 * intermediate, hidden), (hidden, intermediate)
+    )  # fmt: skip
+    small = overlaps() and all(small_batch.count_parts(*sizes) for sizes in weights)
     return TritonOps(
-        few_tokens.MAX_TOKENS if few_tokens.fits(*widths) else 0,
+        few_tokens.MAX_TOKENS if few_tokens.fits(hidden, intermediate, query_size) else 0,
         FewAttention(device, config.num_heads, config.num_kv_heads, config.head_dim),
         small_batch.MAX_TOKENS if small else 0,
     )

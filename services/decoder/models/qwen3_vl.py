@@ -57,7 +57,9 @@ class Attention(nn.Module):
         return self.ops.linear_parts(attended, self.o_proj.weight)
 
     def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
-        """What is between the projections: `[T, (H + 2 KVH) * D]` → `[T, H * D]`."""
+        """What is between the projections: `[T, (H + 2 KVH) * D]`, perhaps in parts, →
+        `[T, H * D]`.
+        """
         metadata, norms = step.metadata, (self.q_norm.weight, self.k_norm.weight)
         heads = ProjectedHeads(qkv, norms, self.q_norm.eps, step.rope, kv_cache, step.kv_rows)
         if metadata.fused:

@@ -180,7 +180,8 @@ class Runner:
                 self._graphs = TowerGraphs.create(self._model, self._dtype, self._device)
             if self._graphs is not None:
                 self._graphs.capture(buckets())
-                self._run_each(batches)
+                fits = self._graphs.fits
+                self._run_each([batch for batch in batches if fits([i.grid for i in batch])])
             if not self._alone and batches:  # the largest, whose kernels are loaded now
                 start = time.monotonic()
                 self._run_each(batches[-1:])
