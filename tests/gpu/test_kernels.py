@@ -13,8 +13,10 @@ import torch
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
+from services.common.nn import cublaslt, launches
 from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
+from services.decoder.kernels import prompt_swiglu
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
@@ -38,6 +40,37 @@ def random(*shape: int) -> torch.Tensor:
 
 def error(out: torch.Tensor, twin: torch.Tensor) -> float:
     return ((out.float() - twin.float()).norm() / twin.float().norm()).item()
+
+
+@pytest.mark.parametrize("num_tokens", [900, 1024, 1088, 1280, 2048, 3000, 8192])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 2048), (2048, 2048), (2048, 6144)])
+def test_products_by_chosen_tiles_are_those_of_torch(
+    num_tokens: int, rows: int, columns: int
+) -> None:
+    x, weight, bias = random(num_tokens, columns), random(rows, columns), random(rows)
+    with launches.captured():
+        tile = cublaslt.tile_tokens(num_tokens, rows, columns)
+        assert (tile == 0) == (columns > 2048 and num_tokens > 1408)
+        found = [cublaslt.linear(x, weight), cublaslt.linear(x, weight, bias)]
+        gelu = cublaslt.linear(x, weight, bias, gelu=True)
+    if tile == 0:
+        assert found == [None, None] and gelu is None
+        return
+    assert torch.equal(found[0], F.linear(x, weight))
+    assert torch.equal(found[1], F.linear(x, weight, bias))
+    assert torch.equal(gelu, torch._addmm_activation(bias, x, weight.t(), use_gelu=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1000, 1024, 1408, 8058])
+@pytest.mark.parametrize("rows", [6144, 9728])
+def test_swiglu_of_prompts_agrees_with_its_twin(num_tokens: int, rows: int) -> None:
+    x, weight = random(num_tokens, 2048), random(2 * rows, 2048) / 45
+    found = prompt_swiglu.linear_swiglu(x, weight)
+    assert error(found, PLAIN.linear_swiglu(x, weight)) <= TOLERANCE
+    if rows == 6144:  # the 2B's, for which these are the lengths that fill the processors
+        with launches.captured():
+            assert prompt_swiglu.gains(x, weight)
+            assert torch.equal(fused().linear_swiglu(x, weight), found)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])

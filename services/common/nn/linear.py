@@ -10,10 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from services.common.nn import cublaslt
+
 
 def sum_parts(product: Tensor, dtype: torch.dtype) -> Tensor:
     """A product `[T, N]` as it is, or from its parts `[S, T, N]` float32, rounded to `dtype`."""
     return product if product.dim() == 2 else product.sum(0).to(dtype)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, by a kernel of our choice where we know a better one."""
+    if x.is_cuda and x.dim() == 2:
+        found = cublaslt.linear(x, weight, bias)
+        if found is not None:
+            return found
+    return F.linear(x, weight, bias)
 
 
 class LinearMethod(Protocol):
@@ -47,7 +58,7 @@ class UnquantizedLinear:
         """`x @ weight.T`."""
         weight = layer.weight
         assert isinstance(weight, Tensor)
-        return F.linear(x, weight)
+        return multiply(x, weight)
 
 
 class Linear(nn.Module):
@@ -69,10 +80,15 @@ class Linear(nn.Module):
         self.method.create_weights(self, in_features, out_features)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `weight` is all there is to multiply with, so that a fused operation may."""
+        return type(self.method) is UnquantizedLinear
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` → `[..., out_features]`."""
-        if self.bias is not None and type(self.method) is UnquantizedLinear:
-            return F.linear(x, self.weight, self.bias)  # one kernel
+        if self.bias is not None and self.is_plain:
+            return multiply(x, self.weight, self.bias)  # one kernel
         y = self.method.apply(self, x)
         return y if self.bias is None else y + self.bias
 

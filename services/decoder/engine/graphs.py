@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from services.common.nn import launches
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
@@ -31,8 +32,10 @@ def decode_buckets(max_num_sequences: int) -> list[int]:
 
 
 def prompt_buckets(max_num_tokens: int) -> list[int]:
-    """Lengths to capture: multiples of 64, then of 128, up to where launches no longer matter."""
-    sizes = [*range(64, 512, 64), *range(512, _MAX_CAPTURED_PROMPT + 1, 128)]
+    """Lengths to capture, up to where launches no longer matter. Above 1,408, tiles of products
+    fit the processors no better in steps of 64.
+    """
+    sizes = [*range(64, 1408, 64), *range(1408, _MAX_CAPTURED_PROMPT + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
 
 
@@ -113,11 +116,11 @@ class _GraphSet:
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), launches.captured():
             step()  # libraries allocate and choose kernels at the first call
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool), launches.captured():
             logits, token_ids = step()
         graph.replay()  # the first one takes longer
         self._captured[kind] = _Captured(graph, logits, token_ids)

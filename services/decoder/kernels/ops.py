@@ -59,7 +59,7 @@ class Ops(Protocol):
         ...
 
     def is_small_batch(self, x: Tensor) -> bool:
-        """Whether `linear_parts` and `linear_swiglu` serve products of `x` `[T, K]`."""
+        """Whether `linear_parts` serves products of `x` `[T, K]`, better than `F.linear`."""
         ...
 
     def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:

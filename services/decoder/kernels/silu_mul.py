@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from services.decoder.kernels.overlap import overlaps
 
 _BLOCK = 1024
+_MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -28,7 +29,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def swiglu(gate, up):  # noqa: ANN201 - as its arguments
     """`silu(gate) * up` of one dtype: SiLU and the product are rounded to it."""
     wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(up.dtype)
+    # 1 / x as the square of 1 / sqrt(x): two instructions, where a division takes eight.
+    root = tl.rsqrt(1.0 + tl.exp2(wide * _MINUS_LOG2_E))
+    activated = (wide * (root * root)).to(up.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
 
 

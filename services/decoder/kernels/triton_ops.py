@@ -3,10 +3,12 @@
 import torch
 
 from services.common.model_config import TextConfig
+from services.common.nn.linear import multiply
 from services.decoder.kernels import (
     add_norm,
     few_tokens,
     greedy,
+    prompt_swiglu,
     qk_rope_cache,
     silu_mul,
     small_batch,
@@ -27,7 +29,6 @@ class TritonOps:
     qk_rope_cache = staticmethod(qk_rope_cache.qk_rope_cache)
     greedy = staticmethod(greedy.greedy)
     linear_parts = staticmethod(small_batch.linear_parts)
-    linear_swiglu = staticmethod(small_batch.linear_swiglu)
     linear = staticmethod(few_tokens.linear)
     norm_linear = staticmethod(few_tokens.norm_linear)
     norm_swiglu = staticmethod(few_tokens.norm_swiglu)
@@ -47,6 +48,14 @@ class TritonOps:
     def is_small_batch(self, x: torch.Tensor) -> bool:
         """See `ops.Ops`. Tensor cores would round float32."""
         return len(x) <= self._max_small_batch and x.itemsize == 2
+
+    def linear_swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `ops.Ops`: by the kernel that is the fastest for so many tokens."""
+        if self.is_small_batch(x):
+            return small_batch.linear_swiglu(x, weight)
+        if overlaps() and prompt_swiglu.gains(x, weight):
+            return prompt_swiglu.linear_swiglu(x, weight)
+        return silu_mul.silu_and_mul(multiply(x, weight))
 
 
 def create_triton_ops(device: torch.device, config: TextConfig) -> TritonOps:

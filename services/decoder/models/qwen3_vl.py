@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from services.common.model_config import ModelConfig, TextConfig
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear, MergedLinear, UnquantizedLinear
+from services.common.nn.linear import Linear, MergedLinear
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.kernels.ops import Ops
@@ -80,10 +80,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """`[T, hidden]` → the same, or that in parts."""
-        if not step.small_batch:
-            return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
-        hidden = self.ops.linear_swiglu(x, self.gate_up_proj.weight)
-        return self.ops.linear_parts(hidden, self.down_proj.weight)
+        ops, gate_up, down = self.ops, self.gate_up_proj, self.down_proj
+        if gate_up.is_plain:
+            hidden = ops.linear_swiglu(x, gate_up.weight)
+        else:
+            hidden = ops.silu_and_mul(gate_up(x))
+        return ops.linear_parts(hidden, down.weight) if step.small_batch else down(hidden)
 
 
 class DecoderLayer(nn.Module):
@@ -148,8 +150,7 @@ class Qwen3VLLanguageModel(nn.Module):
         tied = text.tie_word_embeddings
         self.lm_head = None if tied else Linear(text.hidden_size, text.vocab_size)
         # The products of few tokens read weights as they are, past a layer's quantization method.
-        linears = [part for part in self.modules() if isinstance(part, Linear)]
-        plain = all(type(part.method) is UnquantizedLinear for part in linears)
+        plain = all(part.is_plain for part in self.modules() if isinstance(part, Linear))
         self.max_few_tokens = ops.max_few_tokens if plain else 0
         self._is_plain = plain
         self.weight_map = WeightMap(

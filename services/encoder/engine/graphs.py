@@ -16,6 +16,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from services.common.nn import launches
 from services.encoder.engine.patches import pack_patches
 from services.encoder.models.base import Grid, LastingLayout, VisionModel
 
@@ -71,7 +72,8 @@ class TowerGraphs:
         """Captures these numbers of patches, the largest first; takes about two forwards each."""
         try:
             for size in sorted(sizes, reverse=True):
-                self._captured[size] = self._capture(size)
+                with launches.captured():
+                    self._captured[size] = self._capture(size)
                 for graph, _ in self._captured[size]:
                     graph.replay()  # the first one takes longer
         except Exception:

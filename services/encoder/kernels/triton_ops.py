@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from services.common.nn import cublaslt
 from services.encoder.kernels import add_layer_norm, rotate
 
 
@@ -14,4 +15,7 @@ class TritonOps:
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """See `ops.Ops`. cublasLt adds the bias and applies the GELU before it rounds, once."""
-        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+        found = cublaslt.linear(x, weight, bias, gelu=True)
+        if found is None:
+            found = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+        return found

@@ -158,7 +158,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[N, hidden]`, as `x`."""
         fc1 = self.linear_fc1
-        if type(fc1.method) is UnquantizedLinear and fc1.bias is not None:
+        if fc1.is_plain and fc1.bias is not None:
             return self.linear_fc2(self.ops.linear_gelu(x, fc1.weight, fc1.bias))
         return self.linear_fc2(F.gelu(fc1(x), approximate="tanh"))
 

@@ -12,6 +12,7 @@ from services.decoder.kernels import (
     add_norm,
     few_tokens,
     greedy,
+    prompt_swiglu,
     silu_mul,
     small_batch,
     step_entry,
@@ -173,7 +174,14 @@ def check_parts(count: int, columns: int, rows: int) -> None:
     close(PLAIN.qk_rope_cache(in_parts), PLAIN.qk_rope_cache(whole))
 
 
+def check_prompt(count: int, columns: int, rows: int) -> None:
+    """SwiGLU's product, in tiles of which the last holds fewer tokens than it could."""
+    x, weight = torch.randn(count, columns), torch.randn(2 * rows, columns) * 0.1
+    close(prompt_swiglu.linear_swiglu(x, weight), PLAIN.linear_swiglu(x, weight))
+
+
 if __name__ == "__main__":
+    check_prompt(130, 128, 256)
     for count in (1, 2):
         check_products(count, 100, 24)
     for size in ((1, 96), (3, 1100)):

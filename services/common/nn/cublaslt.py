@@ -1,0 +1,233 @@
+"""Matrix products on Hopper by cuBLASLt's kernels, with a tile of our choice.
+
+cuBLAS picks a kernel as if time were all; a busy H200 is at its power limit instead, where a kernel
+with another tile needs up to a sixth less energy, and so less time. For a lone prompt the tile is
+chosen so that all tiles fit the processors in whole waves. The sums are in the same order: results
+are bit for bit those of `F.linear`. Where the library refuses a choice (another version, another
+device), callers go on with torch.
+
+Names and numbers are those of `cublasLt.h`.
+"""
+
+import ctypes
+import functools
+import logging
+from ctypes import Structure, addressof, byref, c_float, c_int, c_size_t, c_void_p, sizeof
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.common.nn import launches
+
+_BF16, _FP16, _FP32, _COMPUTE_FP32 = 14, 2, 0, 68
+_TRANSA, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
+_TRANSPOSED = 1
+_PLAIN, _WITH_BIAS, _GELU_BIAS = 1, 4, 36
+_TILE, _STAGES, _CUSTOM, _CLUSTER = 1, 6, 5, 8
+# The kernels for Hopper; 64 columns of K in as many stages as fit; two tiles of features share
+# their tokens; the schedule that needed the least.
+_ALGORITHM, _STAGES_64_AUTO, _CLUSTER_2X1, _SCHEDULE = 66, 35, 3, 1
+# CUBLASLT_MATMUL_TILE_128x<tokens>, by tokens.
+_TILE_IDS = {
+    64: 18, 72: 399, 80: 400, 88: 401, 96: 33, 104: 402, 112: 403, 120: 404, 128: 20, 136: 405,
+    144: 406, 152: 407, 160: 29, 168: 408,
+}  # fmt: skip
+_FEATURES = 128  # of a tile
+_TILES = range(64, 169, 8)  # tokens; with more, a tile's end is not hidden behind the next one
+_END = 12  # what the end of a tile costs, in tokens
+_PROCESSORS = 132
+# Measured on an H200: with fewer tokens cuBLAS' choice is better, and so it is for many with a long
+# sum, which hides what a tile costs at its end.
+_LEAST_TOKENS, _MANY_TOKENS, _MAX_COLUMNS = 832, 1408, 2048
+_MAX_KEPT = 4096
+_WORKSPACE_BYTES = 1 << 20  # kernels of many tiles count in it who takes which
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool = False
+) -> Tensor | None:
+    """`x @ weight.T`, with a bias, and GELU's tanh form of that, rounded once; None: torch shall.
+
+    Args:
+        x: `[T, K]`, bfloat16 or float16, on CUDA.
+        weight: `[N, K]`.
+        bias: `[N]`; there must be one for `gelu`.
+    """
+    num_tokens, num_columns = x.shape
+    tile = tile_tokens(num_tokens, len(weight), num_columns)
+    if tile == 0 or x.itemsize != 2 or not x.is_contiguous():
+        return None
+    library = _library()
+    if library is None:
+        return None
+    epilogue = _PLAIN if bias is None else _GELU_BIAS if gelu else _WITH_BIAS
+    shape = (num_tokens, len(weight), num_columns)
+    product = library.product(shape, x.dtype, epilogue, tile)
+    if product is None:
+        return None
+    out = x.new_empty(num_tokens, len(weight))
+    product.run(x, weight, bias, out)
+    return out
+
+
+def tile_tokens(num_tokens: int, num_rows: int, num_columns: int) -> int:
+    """How many tokens a tile of 128 features has for such a product; 0: cuBLAS shall choose.
+
+    Tiles run in waves of one per processor; a wave takes as long as its tiles are wide, and a bit
+    for their end.
+    """
+    if num_tokens < _LEAST_TOKENS or not launches.are_free(num_tokens):
+        return 0
+    if num_columns > _MAX_COLUMNS and num_tokens > _MANY_TOKENS:
+        return 0
+
+    def cost(tokens: int) -> int:
+        tiles = -(-num_tokens // tokens) * -(-num_rows // _FEATURES)
+        return -(-tiles // _PROCESSORS) * (tokens + _END)
+
+    return min(_TILES, key=cost)
+
+
+class _Algorithm(Structure):
+    _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+class _Checked(Structure):
+    _fields_ = (
+        ("algorithm", _Algorithm), ("workspace_bytes", c_size_t), ("status", c_int),
+        ("waves", c_float), ("reserved", c_int * 4),
+    )  # fmt: skip
+
+
+class _Refused(Exception):
+    """The library does not do that."""
+
+
+class _Product:
+    """One product's descriptors. cuBLAS counts columns first: to it, a weight is `[K, N]`."""
+
+    def __init__(
+        self, library: "_Library", shape: tuple[int, int, int], dtype: int, epilogue: int, tile: int
+    ) -> None:
+        num_tokens, num_rows, num_columns = shape
+        self._library = library
+        self._layouts = [
+            library.made("MatrixLayoutCreate", dtype, *sizes)
+            for sizes in (
+                (num_columns, num_rows, num_columns),
+                (num_columns, num_tokens, num_columns),
+                (num_rows, num_tokens, num_rows),
+            )
+        ]
+        self._how = library.made("MatmulDescCreate", _COMPUTE_FP32, _FP32)
+        library.set("MatmulDescSetAttribute", self._how, _TRANSA, c_int(_TRANSPOSED))
+        library.set("MatmulDescSetAttribute", self._how, _EPILOGUE, c_int(epilogue))
+        self._algorithm = _Algorithm()
+        library.call(
+            "MatmulAlgoInit", library.handle, _COMPUTE_FP32, _FP32, dtype, dtype, dtype, dtype,
+            _ALGORITHM, byref(self._algorithm),
+        )  # fmt: skip
+        for attribute, value in (
+            (_TILE, c_int(_TILE_IDS[tile])), (_STAGES, c_int(_STAGES_64_AUTO)),
+            (_CLUSTER, ctypes.c_uint16(_CLUSTER_2X1)), (_CUSTOM, c_int(_SCHEDULE)),
+        ):  # fmt: skip
+            library.set(
+                "MatmulAlgoConfigSetAttribute", addressof(self._algorithm), attribute, value
+            )
+        checked = _Checked()
+        weight, x, out = self._layouts
+        library.call(
+            "MatmulAlgoCheck", library.handle, self._how, weight, x, out, out,
+            byref(self._algorithm), byref(checked),
+        )  # fmt: skip
+        if checked.workspace_bytes > _WORKSPACE_BYTES:
+            raise _Refused(f"it wants {checked.workspace_bytes} bytes of workspace")
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Puts the kernel on the current stream."""
+        library = self._library
+        if bias is not None:
+            pointer = c_void_p(bias.data_ptr())
+            library.set("MatmulDescSetAttribute", self._how, _BIAS_POINTER, pointer)
+        of_weight, of_x, of_out = self._layouts
+        library.call(
+            "Matmul", library.handle, self._how, library.one, weight.data_ptr(), of_weight,
+            x.data_ptr(), of_x, library.zero, out.data_ptr(), of_out, out.data_ptr(), of_out,
+            addressof(self._algorithm), library.workspace.data_ptr(), _WORKSPACE_BYTES,
+            torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+
+
+class _Library:
+    """cuBLASLt, which torch has loaded, and the products asked of it so far."""
+
+    def __init__(self) -> None:
+        assert torch.version.cuda is not None
+        self._functions = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+        self._one, self._zero = c_float(1.0), c_float(0.0)
+        self.one, self.zero = addressof(self._one), addressof(self._zero)
+        for name, types in _SIGNATURES.items():
+            function = getattr(self._functions, f"cublasLt{name}")
+            function.argtypes, function.restype = types, c_int
+        self.handle = self.made("Create")
+        # One stream at a time uses it.
+        self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        self._products: dict[tuple[object, ...], _Product | None] = {}
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Calls a function; raises _Refused where it does not succeed."""
+        status = getattr(self._functions, f"cublasLt{name}")(*arguments)
+        if status:
+            raise _Refused(f"cublasLt{name} returned {status}")
+
+    def made(self, name: str, *arguments: object) -> int:
+        """What a function that creates something puts at its first argument."""
+        pointer = c_void_p()
+        self.call(name, byref(pointer), *arguments)
+        assert pointer.value is not None
+        return pointer.value
+
+    def set(self, name: str, target: int, attribute: int, value: Any) -> None:  # noqa: ANN401
+        """Sets an attribute to a value of one of ctypes' types."""
+        self.call(name, target, attribute, addressof(value), sizeof(value))
+
+    def product(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: int, tile: int
+    ) -> _Product | None:
+        """The product, made at its first use; None: the library refuses it."""
+        key = (shape, dtype, epilogue, tile)
+        if key not in self._products:
+            if len(self._products) >= _MAX_KEPT:
+                self._products.clear()
+            try:
+                kind = _BF16 if dtype == torch.bfloat16 else _FP16
+                self._products[key] = _Product(self, shape, kind, epilogue, tile)
+            except _Refused as why:
+                logging.warning("a product of %s is left to torch: %s", shape, why)
+                self._products[key] = None
+        return self._products[key]
+
+
+@functools.cache
+def _library() -> _Library | None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        return None
+    try:
+        return _Library()
+    except (OSError, AttributeError, _Refused) as why:
+        logging.warning("cuBLASLt is left to torch: %s", why)
+        return None
+
+
+_POINTER = c_void_p
+_SIGNATURES = {
+    "Create": (_POINTER,),
+    "MatrixLayoutCreate": (_POINTER, c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
+    "MatmulDescCreate": (_POINTER, c_int, c_int),
+    "MatmulDescSetAttribute": (_POINTER, c_int, _POINTER, c_size_t),
+    "MatmulAlgoInit": (_POINTER, *(c_int,) * 7, _POINTER),
+    "MatmulAlgoConfigSetAttribute": (_POINTER, c_int, _POINTER, c_size_t),
+    "MatmulAlgoCheck": (_POINTER,) * 8,
+    "Matmul": (*(_POINTER,) * 14, c_size_t, _POINTER),
+}
