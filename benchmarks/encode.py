@@ -34,6 +34,7 @@ from services.encoder.engine.messages import (
     EngineMessage,
     FrontMessage,
     ImageDone,
+    PlaceImage,
     Shutdown,
 )
 from services.encoder.engine.patches import pack_patches
@@ -179,7 +180,8 @@ class EngineBench:
                 number, self._next_id = self._next_id, self._next_id + 1
                 started[number] = time.perf_counter()
                 offset = number % self._slots * self._slot_bytes
-                self._front.send(EncodeImage(number, files[number % len(files)], grid, offset))
+                self._front.send(EncodeImage(number, files[number % len(files)], grid))
+                self._front.send(PlaceImage(number, offset))
             for message in self._front.receive(60.0):
                 if isinstance(message, ImageDone):
                     assert not message.error_code, message

@@ -37,6 +37,7 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     LevelDone,
+    PlaceImage,
 )
 from services.encoder.engine_client import EngineClient
 from services.encoder.memory_tier import MemoryTier
@@ -57,6 +58,7 @@ class InstantEngine:
 
     def __init__(self) -> None:
         self._done: asyncio.Queue[EngineMessage] = asyncio.Queue()
+        self._slow: set[int] = set()
         self._towers: set[asyncio.Task[None]] = set()
 
     async def receive(self) -> EngineMessage:
@@ -66,8 +68,11 @@ class InstantEngine:
     def send(self, *messages: FrontMessage) -> None:
         """See `EngineLink`."""
         for message in messages:
-            if isinstance(message, EncodeImage):
-                if message.image == _SLOW:
+            if isinstance(message, EncodeImage) and message.image == _SLOW:
+                self._slow.add(message.job_id)
+            elif isinstance(message, PlaceImage):
+                if message.job_id in self._slow:
+                    self._slow.discard(message.job_id)
                     tower = asyncio.create_task(self._run_tower(message.job_id))
                     self._towers.add(tower)
                     tower.add_done_callback(self._towers.discard)
@@ -94,7 +99,7 @@ async def serve(num_tokens: int) -> None:
     )
     client = EngineClient(InstantEngine(), metrics.observe_batch)
     embeddings = Embeddings(
-        like=like, merge_size=1, memory=memory, engine=client, cache=None, writer=None,
+        like=like, merge_size=1, memory=memory, engine=client, shared=None, writer=None,
         metrics=metrics, max_queued_patches=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())

@@ -31,6 +31,7 @@ from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_writer import RedisWriter
 from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
 from services.encoder.settings import EncoderSettings
+from services.encoder.shared_tier import SharedTier
 
 _ENGINE_MODULE = "services.encoder.engine_main"
 _WRITES_GRACE_S = 2.0
@@ -107,19 +108,20 @@ async def _serve_engine(
     metrics = EncoderMetrics()
     await asyncio.to_thread(memory.arena.map_resident)
     engine = EngineClient(process.channel, metrics.observe_batch)
-    cache = writer = None
+    shared = writer = None
     if settings.redis_url:
         cache = RedisCache(
             settings.redis_url, ttl_s=settings.cache_ttl_s, timeout_s=settings.redis_timeout_s
         )
         stack.push_async_callback(cache.close)
         await cache.connect()
+        shared = SharedTier(cache, memory)
         writer = RedisWriter(cache, memory, metrics.redis_writes_dropped)
         metrics.export_redis(cache.counters)
     description = describe(ready, settings)
     embeddings = Embeddings(
         like=description.like, merge_size=ready.merge_size, memory=memory, engine=engine,
-        cache=cache, writer=writer, metrics=metrics,
+        shared=shared, writer=writer, metrics=metrics,
         max_queued_patches=settings.max_queued_patches,
     )  # fmt: skip
     settle_collector()

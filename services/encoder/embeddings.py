@@ -5,54 +5,23 @@ last of them goes away, the flight is cancelled. Across pods, a claim in Redis d
 """
 
 import asyncio
-import itertools
-import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from services.common.arena import ArenaEntry
 from services.common.embedding import EmbeddingSpec
-from services.common.embedding_cache import RedisCache
 from services.common.errors import EmbeddingUnavailable, Overloaded
 from services.common.shared_memory import MemoryAddress
+from services.encoder.encoded import Encoded, Origin
 from services.encoder.engine_client import EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.reading import Reading, unavailable
 from services.encoder.redis_writer import RedisWriter
+from services.encoder.shared_tier import SharedTier, Wish
 from services.encoder.sources import Grid, SourceStore
-
-# A pod that claimed a key and says nothing for this long is not waited for.
-_PEER_TIMEOUT_S = 3.0
-_LOCK_TTL_S = 10.0
-_FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.05
-_NO_TIMES = StageTimes()
-
-
-class Origin(Enum):
-    """Where an embedding came from."""
-
-    COMPUTED = "computed"
-    MEMORY = "memory"
-    REDIS = "redis"
-    JOINED = "joined"
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """The answer to `Embeddings.encode`.
-
-    Attributes:
-        entry: the bytes in memory; None: they are in Redis.
-    """
-
-    origin: Origin
-    entry: ArenaEntry | None = None
-    lookup_s: float = 0.0
-    times: StageTimes = _NO_TIMES
 
 
 @dataclass(slots=True, eq=False)
@@ -60,15 +29,13 @@ class _Flight:
     """The work on one key, and how many wait for it.
 
     Attributes:
-        into_memory: Redis alone is not enough: somebody asks for the bytes.
+        wish: what it is for.
         begun: the entry, once the engine writes it.
     """
 
-    key: bytes
+    wish: Wish
     image: bytes
     grid: Grid
-    spec: EmbeddingSpec
-    into_memory: bool
     waiters: int = 0
     task: asyncio.Task[Encoded] | None = None
     begun: asyncio.Future[ArenaEntry] = field(
@@ -89,8 +56,8 @@ class Embeddings:
         merge_size: patches per image-token side.
         memory: this pod's own.
         engine: makes them.
-        cache: shared by all pods; None: there is none.
-        writer: puts new ones there; None as `cache`.
+        shared: of all pods; None: there is none.
+        writer: puts new ones there; None as `shared`.
         metrics: counts.
         max_queued_patches: images beyond this in work are refused at once.
         least_levelwise_bytes: embeddings that are smaller are handed out in one piece: the messages
@@ -104,7 +71,7 @@ class Embeddings:
         merge_size: int,
         memory: MemoryTier,
         engine: EngineClient,
-        cache: RedisCache | None,
+        shared: SharedTier | None,
         writer: RedisWriter | None,
         metrics: EncoderMetrics,
         max_queued_patches: int,
@@ -114,7 +81,7 @@ class Embeddings:
         self._merge_size = merge_size
         self._memory = memory
         self._engine = engine
-        self._cache = cache
+        self._shared = shared
         self._writer = writer
         self._metrics = metrics
         self._max_queued_patches = max_queued_patches
@@ -123,8 +90,6 @@ class Embeddings:
         self._flights: dict[bytes, _Flight] = {}
         self._queued_patches = 0
         self._arrivals: dict[bytes, set[asyncio.Future[None]]] = {}
-        self._owner = os.urandom(8).hex()
-        self._claims = itertools.count()
 
     def spec_of(self, grid: Grid) -> EmbeddingSpec:
         """The embedding of an image of that grid."""
@@ -245,7 +210,7 @@ class Embeddings:
             flight.task.cancel()
 
     def _start(self, key: bytes, image: bytes, grid: Grid, *, into_memory: bool) -> _Flight:
-        flight = _Flight(key, image, grid, self.spec_of(grid), into_memory)
+        flight = _Flight(Wish(key, self.spec_of(grid), into_memory), image, grid)
         room = self._max_queued_patches - self._queued_patches
         if flight.num_patches > room:
             raise Overloaded("too many images are being encoded", retry_after_s=1.0)
@@ -264,11 +229,11 @@ class Embeddings:
         self._forget(flight)
         self._show_queue()
         if not task.cancelled() and task.exception() is None:
-            self._sources.put(flight.key, flight.image, flight.grid)
+            self._sources.put(flight.wish.key, flight.image, flight.grid)
 
     def _forget(self, flight: _Flight) -> None:
-        if self._flights.get(flight.key) is flight:
-            del self._flights[flight.key]
+        if self._flights.get(flight.wish.key) is flight:
+            del self._flights[flight.wish.key]
 
     def _show_queue(self) -> None:
         self._metrics.queue_images.set(len(self._flights))
@@ -277,91 +242,42 @@ class Embeddings:
 
     async def _fly(self, flight: _Flight) -> Encoded:
         start = time.monotonic()  # the loop's own clock has a grain of a millisecond
-        claim = b""
-        if self._cache is not None:
-            if found := await self._from_redis(self._cache, flight, Origin.REDIS):
-                return replace(found, lookup_s=time.monotonic() - start)
-            claim = await self._claim(self._cache, flight.key)
-            if not claim and (found := await self._from_peer(self._cache, flight)):
-                return replace(found, lookup_s=time.monotonic() - start)
-        lookup_s = time.monotonic() - start
+        # Decoded while Redis is asked; that Redis has it is the rarer case.
+        job = self._engine.submit(flight.image, flight.grid)
         try:
-            entry, times = await self._compute(flight)
+            found = b"" if self._shared is None else await self._shared.find(flight.wish)
         except BaseException:
-            if claim and self._cache is not None:
-                await self._cache.unlock(flight.key, claim)
+            self._engine.cancel(job)
+            raise
+        lookup_s = time.monotonic() - start
+        if isinstance(found, Encoded):
+            self._engine.cancel(job)
+            return replace(found, lookup_s=lookup_s)
+        try:
+            entry, times = await self._compute(flight, job)
+        except BaseException:
+            self._engine.cancel(job)
+            if self._shared is not None:
+                await self._shared.give_up(flight.wish.key, found)
             raise
         try:
             if self._writer is not None:
-                self._writer.put(entry, claim)
+                self._writer.put(entry, found)
         finally:
             self._memory.release(entry)
         self._metrics.observe_stage("lookup", lookup_s)
         return Encoded(Origin.COMPUTED, entry, lookup_s, times)
 
-    async def _from_redis(
-        self, cache: RedisCache, flight: _Flight, origin: Origin
-    ) -> Encoded | None:
-        """The entry in Redis, if it is there; its bytes too, if they are wanted."""
-        header = await cache.header(flight.key)
-        if header is None:
-            return None
-        spec, digest = header
-        if spec != flight.spec:
-            await cache.delete(flight.key)
-            return None
-        if not flight.into_memory:
-            return Encoded(origin)
-        entry = await self._memory.reserve(flight.key, spec)
-        if entry.committed:
-            return Encoded(Origin.MEMORY, entry)
-        try:
-            if not await cache.read(flight.key, spec, digest, self._memory.arena.view(entry)):
-                return None
-            entry.digest = digest
-            self._memory.commit(entry)
-            return Encoded(origin, entry)
-        finally:
-            self._memory.release(entry)
-
-    async def _claim(self, cache: RedisCache, key: bytes) -> bytes:
-        """Our claim on making the key, or nothing while another pod holds one."""
-        owner = f"{self._owner}:{next(self._claims)}".encode()
-        try:
-            return owner if await cache.try_lock(key, owner, _LOCK_TTL_S) else b""
-        except asyncio.CancelledError:
-            await cache.unlock(key, owner)  # it may have been granted
-            raise
-
-    async def _from_peer(self, cache: RedisCache, flight: _Flight) -> Encoded | None:
-        """Waits for the pod that claimed the key; None: it is not worth waiting any longer."""
-        pause_s = _FIRST_POLL_S
-        deadline = asyncio.get_running_loop().time() + _PEER_TIMEOUT_S
-        while asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_POLL_S)
-            if claim := await self._claim(cache, flight.key):
-                # The other pod stored its result before it gave the claim back, or has failed.
-                await cache.unlock(flight.key, claim)
-                return await self._from_redis(cache, flight, Origin.JOINED)
-        return None
-
-    async def _compute(self, flight: _Flight) -> tuple[ArenaEntry, StageTimes]:
+    async def _compute(self, flight: _Flight, job: EngineJob) -> tuple[ArenaEntry, StageTimes]:
         """Encodes; the caller releases the entry, which nothing can evict until then."""
-        entry = await self._memory.reserve(flight.key, flight.spec)
+        entry = await self._memory.reserve(flight.wish.key, flight.wish.spec)
         self._memory.arena.acquire(entry)
         try:
             if entry.committed:
-                return entry, _NO_TIMES
+                self._engine.cancel(job)
+                return entry, StageTimes()
             self._memory.begin(entry)
-            try:
-                job = self._engine.submit(
-                    flight.image, flight.grid, entry.offset, lambda level: self._grow(entry, level)
-                )
-            except BaseException:
-                self._memory.abandon(entry)
-                self._memory.release(entry)  # the writer's, which the engine never became
-                raise
+            self._engine.place(job, entry.offset, lambda level: self._grow(entry, level))
             job.done.add_done_callback(lambda done: self._settle(entry, done))
             flight.begun.set_result(entry)
             return entry, await self._awaited(job)
@@ -370,11 +286,7 @@ class Embeddings:
             raise
 
     async def _awaited(self, job: EngineJob) -> StageTimes:
-        try:
-            times = await asyncio.shield(job.done)
-        except asyncio.CancelledError:
-            self._engine.cancel(job)
-            raise
+        times = await asyncio.shield(job.done)
         self._metrics.observe_stage("queue", times.queue_s)
         self._metrics.observe_stage("preprocess", times.preprocess_s)
         self._metrics.observe_stage("forward", times.forward_s)

@@ -16,6 +16,7 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     LevelDone,
+    PlaceImage,
     Shutdown,
 )
 
@@ -41,18 +42,19 @@ class StageTimes:
     forward_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineJob:
     """An image given to the engine.
 
     Attributes:
         done: ends when the engine no longer uses the memory.
-        on_level: called with each level, but for the last, that lies in the memory before that.
+        on_level: called with each level, but for the last, that lies in the memory before that;
+            None: the image has no place yet.
     """
 
     job_id: int
     done: asyncio.Future[StageTimes]
-    on_level: Callable[[int], None]
+    on_level: Callable[[int], None] | None = None
 
 
 class EngineClient:
@@ -70,25 +72,26 @@ class EngineClient:
         self._jobs: dict[int, EngineJob] = {}
         self._died = False
 
-    def submit(
-        self,
-        image: bytes,
-        grid: tuple[int, int, int],
-        arena_offset: int,
-        on_level: Callable[[int], None],
-    ) -> EngineJob:
-        """Starts a job. Its future ends in `StageTimes` or the image's `TriptychError`.
+    def submit(self, image: bytes, grid: tuple[int, int, int]) -> EngineJob:
+        """Starts a job, which is decoded and then waits for `place`. Its future ends in
+        `StageTimes` or the image's `TriptychError`.
 
         Raises:
             Unavailable: the engine is gone.
         """
         if self._died:
             raise Unavailable("the encoder's engine ended")
-        done: asyncio.Future[StageTimes] = asyncio.get_running_loop().create_future()
-        job = EngineJob(next(self._ids), done, on_level)
+        job = EngineJob(next(self._ids), asyncio.get_running_loop().create_future())
+        job.done.add_done_callback(_see)
         self._jobs[job.job_id] = job
-        self._link.send(EncodeImage(job.job_id, image, grid, arena_offset))
+        self._link.send(EncodeImage(job.job_id, image, grid))
         return job
+
+    def place(self, job: EngineJob, arena_offset: int, on_level: Callable[[int], None]) -> None:
+        """The embedding has its place: the image may run. Once per job."""
+        job.on_level = on_level
+        if job.job_id in self._jobs and not self._died:
+            self._link.send(PlaceImage(job.job_id, arena_offset))
 
     def cancel(self, job: EngineJob) -> None:
         """Nobody waits for the job. Its future still ends, when the engine lets go of it."""
@@ -126,9 +129,16 @@ class EngineClient:
                     )
             case LevelDone():
                 for job_id in message.job_ids:
-                    if job := self._jobs.get(job_id):  # it may have overtaken its level
+                    job = self._jobs.get(job_id)  # it may have overtaken its level
+                    if job is not None and job.on_level is not None:
                         job.on_level(message.level)
             case EngineStats():
                 self._on_stats(message)
             case _:
                 raise AssertionError(f"the engine sent {type(message).__name__}")
+
+
+def _see(done: asyncio.Future[StageTimes]) -> None:
+    """An error of a job that nobody waits for any more is nobody's."""
+    if not done.cancelled():
+        done.exception()

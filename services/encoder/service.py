@@ -17,7 +17,8 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import abort
 from services.common.shared_memory import host_identity
-from services.encoder.embeddings import Embeddings, Encoded, Origin
+from services.encoder.embeddings import Embeddings
+from services.encoder.encoded import Encoded, Origin
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.reading import Reading
 

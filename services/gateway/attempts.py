@@ -144,7 +144,7 @@ class Attempts:
             self._decoder.cancel(sequence_id)
 
     async def _start(self) -> None:
-        """Submits all choices and, in the same instant, calls the encoders."""
+        """Calls the encoders and, in the same instant, submits all choices."""
         placed, calls = await self._place_images()
         try:
             decoder = self._decoders.choose(self._affinity(placed), self._excluded["decoder"])
@@ -152,6 +152,13 @@ class Attempts:
             raise self._none_left() from None
         self._decoder = decoder
         self._mailbox = Mailbox()
+        self._encodes = [
+            asyncio.create_task(self._encode(key, pod, index))
+            for key, (pod, index) in calls.items()
+        ]
+        await asyncio.sleep(
+            0
+        )  # the images are on their way before the prompt, which waits for them
         work, prompt = self._work, self._work.prompt
         generation = Generation(
             work.request_id, prompt.token_ids, prompt.positions, prompt.position_delta,
@@ -162,10 +169,6 @@ class Attempts:
             self._sequences[choice] = decoder.submit(
                 replace(generation, sampling=sampling), choice, self._mailbox.put
             )
-        self._encodes = [
-            asyncio.create_task(self._encode(key, pod, index))
-            for key, (pod, index) in calls.items()
-        ]
 
     async def _place_images(
         self,

@@ -25,12 +25,14 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     LevelDone,
+    PlaceImage,
 )
 from services.encoder.engine_client import EngineClient
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_writer import RedisWriter
 from services.encoder.service import Description, EncoderServicer
+from services.encoder.shared_tier import SharedTier
 from tests.noise import PATIENCE_S
 
 LIKE = EmbeddingSpec("float32", 2, 0, 64)
@@ -46,12 +48,13 @@ def embedding_of(image: bytes, spec: EmbeddingSpec) -> bytes:
 
 class FakeEngine:
     """The far end of the channel. Jobs wait for `gate`, and after each level for `level_gate`; what
-    was asked is in `jobs`.
+    ran, or would, is in `jobs`.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.jobs: list[EncodeImage] = []
+        self.waiting: dict[int, EncodeImage] = {}  # for their place
         self.cancelled: set[int] = set()
         self.ended: set[int] = set()
         self.gate = asyncio.Event()
@@ -74,12 +77,16 @@ class FakeEngine:
         for message in messages:
             match message:
                 case EncodeImage():
-                    self.jobs.append(message)
-                    task = asyncio.create_task(self._encode(message))
+                    self.waiting[message.job_id] = message
+                case PlaceImage():
+                    job = self.waiting.pop(message.job_id)
+                    self.jobs.append(job)
+                    task = asyncio.create_task(self._encode(job, message.arena_offset))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
                 case CancelImage() if message.job_id not in self.ended:
-                    self.cancelled.add(message.job_id)
+                    if self.waiting.pop(message.job_id, None) is None:
+                        self.cancelled.add(message.job_id)
                     self._end(ImageDone(message.job_id, error_code="cancelled"))
                 case _:
                     pass
@@ -87,7 +94,7 @@ class FakeEngine:
     def die(self) -> None:
         self._out.put_nowait(None)
 
-    async def _encode(self, job: EncodeImage) -> None:
+    async def _encode(self, job: EncodeImage, arena_offset: int) -> None:
         await self.gate.wait()
         if job.job_id in self.cancelled:
             return
@@ -99,7 +106,7 @@ class FakeEngine:
         spec = EmbeddingSpec(LIKE.dtype, LIKE.levels, tokens, LIKE.hidden)
         data, size = embedding_of(job.image, spec), spec.size_bytes // spec.levels
         for level in reversed(range(spec.levels)):  # as the tower does: its main output is the last
-            start = job.arena_offset + level * size
+            start = arena_offset + level * size
             self.arena.memory[start : start + size] = data[level * size : (level + 1) * size]
             if level:
                 self._out.put_nowait(LevelDone([job.job_id], level))
@@ -192,13 +199,14 @@ async def run_pod(
     engine = FakeEngine(arena)
     memory, metrics = MemoryTier(arena), EncoderMetrics()
     client = EngineClient(engine, metrics.observe_batch)
-    cache = writer = None
+    cache = shared = writer = None
     if redis_url:
         cache = RedisCache(redis_url, ttl_s=60, timeout_s=redis_timeout_s)
+        shared = SharedTier(cache, memory)
         writer = RedisWriter(cache, memory, metrics.redis_writes_dropped)
         metrics.export_redis(cache.counters)
     embeddings = Embeddings(
-        like=LIKE, merge_size=2, memory=memory, engine=client, cache=cache, writer=writer,
+        like=LIKE, merge_size=2, memory=memory, engine=client, shared=shared, writer=writer,
         metrics=metrics, max_queued_patches=max_queued_patches, least_levelwise_bytes=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())

@@ -268,6 +268,25 @@ async def test_a_restarted_encoder_encodes_nothing_again(redis_server: RedisServ
         assert (await pod.encode(b"image")).source == Response.SOURCE_MEMORY
 
 
+async def test_a_file_is_decoded_while_redis_is_asked(redis_server: RedisServer) -> None:  # noqa: F811
+    async with run_pod(redis_server.url) as pod:
+        await pod.encode(b"warm")
+        await pod.flush_writes()
+        redis_server.freeze()
+        encoding = asyncio.ensure_future(pod.encode(b"image"))
+        await until(lambda: pod.engine.waiting)
+        assert len(pod.engine.jobs) == 1  # the warm one's
+        redis_server.thaw()
+        assert (await encoding).source == Response.SOURCE_COMPUTED
+        assert len(pod.engine.jobs) == 2 and not pod.engine.waiting
+        # Where Redis has it, the file is let go of.
+        await pod.flush_writes()
+    async with run_pod(redis_server.url) as pod:
+        assert (await pod.encode(b"image")).source == Response.SOURCE_REDIS
+        await until(lambda: pod.engine.ended)
+        assert not pod.engine.jobs and not pod.engine.waiting and not pod.engine.cancelled
+
+
 async def test_two_encoders_one_encode(redis_server: RedisServer) -> None:  # noqa: F811
     async with run_pod(redis_server.url) as a, run_pod(redis_server.url) as b:
         a.engine.gate.clear()

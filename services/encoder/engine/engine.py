@@ -7,6 +7,7 @@ the device. The loop and the waiter both send, one at a time.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -29,6 +30,7 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     LevelDone,
+    PlaceImage,
     Shutdown,
 )
 from services.encoder.engine.runner import LaunchedBatch, PreparedImage, Runner
@@ -41,16 +43,27 @@ Prepare = Callable[[bytes, tuple[int, int, int]], Tensor]
 
 @dataclass(slots=True)
 class _Job:
-    """One image from its arrival to its `ImageDone`."""
+    """One image from its arrival to its `ImageDone`.
+
+    Attributes:
+        waits: the loop has the pixels, and not yet their place.
+        arena_offset: its place; None: not yet known.
+    """
 
     message: EncodeImage
     received_at: float
-    prepared_at: float = 0.0
     launched_at: float = 0.0
     preprocess_s: float = 0.0
     pixels: Tensor | None = None
     error: TriptychError | None = None
     cancelled: bool = False
+    waits: bool = False
+    arena_offset: int | None = None
+
+    @property
+    def num_patches(self) -> int:
+        """Patches before merging."""
+        return math.prod(self.message.grid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +142,8 @@ class Engine:
                 job = _Job(message, time.monotonic())
                 self._jobs[message.job_id] = job
                 self._pool.submit(self._preprocess, job)
+            case PlaceImage():
+                self._mailbox.put(message)
             case CancelImage():
                 if job := self._jobs.get(message.job_id):
                     job.cancelled = True
@@ -162,8 +177,7 @@ class Engine:
         except Exception:
             logging.exception("preprocessing failed")
             job.error = InternalError("preprocessing failed")
-        job.prepared_at = time.monotonic()
-        job.preprocess_s = job.prepared_at - start
+        job.preprocess_s = time.monotonic() - start
         self._mailbox.put(job)
 
     # The loop's thread.
@@ -188,15 +202,23 @@ class Engine:
             case _Stop():
                 self._stopping = True
             case CancelImage():
-                if self._batcher.remove(item.job_id):
+                job = self._jobs.get(item.job_id)
+                if job is not None and (job.waits or self._batcher.remove(item.job_id)):
                     self._end(item.job_id, Cancelled("nobody waits for this image"))
+            case PlaceImage():
+                if job := self._jobs.get(item.job_id):
+                    job.arena_offset = item.arena_offset
+                    if job.waits:
+                        job.waits = False
+                        self._batcher.add(item.job_id, job.num_patches)
             case _Job():
                 if item.cancelled or item.error or item.pixels is None:
                     error = item.error or Cancelled("nobody waits for this image")
                     self._end(item.message.job_id, error)
+                elif item.arena_offset is None:
+                    item.waits = True
                 else:
-                    grid = item.message.grid
-                    self._batcher.add(item.message.job_id, grid[0] * grid[1] * grid[2])
+                    self._batcher.add(item.message.job_id, item.num_patches)
 
     def _launch_next(self) -> None:
         if len(self._launched) >= _MAX_LAUNCHED or self._stopping:
@@ -209,9 +231,8 @@ class Engine:
         for job_id in chosen:
             job = self._jobs[job_id]
             job.launched_at = now
-            assert job.pixels is not None
-            message = job.message
-            images.append(PreparedImage(job_id, message.grid, job.pixels, message.arena_offset))
+            assert job.pixels is not None and job.arena_offset is not None
+            images.append(PreparedImage(job_id, job.message.grid, job.pixels, job.arena_offset))
         try:
             batch = self._runner.launch(images)
         except Exception:
@@ -273,7 +294,7 @@ class Engine:
             self._channel.send(message)
 
 
-_Item = _Job | CancelImage | _Stop | _Wake
+_Item = _Job | PlaceImage | CancelImage | _Stop | _Wake
 
 
 def _device_error(error: Exception) -> TriptychError:

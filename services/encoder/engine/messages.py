@@ -4,11 +4,17 @@ import msgspec
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):
-    """An image to encode into the arena."""
+    """An image to encode. It is decoded at once, and runs when it has its place."""
 
     job_id: int  # minted by the front, never reused
     image: bytes  # the encoded file
     grid: tuple[int, int, int]  # checked against the decoded image
+
+
+class PlaceImage(msgspec.Struct, tag="place"):
+    """Where the embedding goes; once per job. A job that has ended by then is ignored."""
+
+    job_id: int
     arena_offset: int  # bytes; room for [levels, num_tokens, hidden] is reserved there
 
 
@@ -22,7 +28,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine ends after this."""
 
 
-FrontMessage = EncodeImage | CancelImage | Shutdown
+FrontMessage = EncodeImage | PlaceImage | CancelImage | Shutdown
 
 
 class EngineReady(msgspec.Struct, tag="ready"):

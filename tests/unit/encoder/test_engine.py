@@ -21,6 +21,7 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     LevelDone,
+    PlaceImage,
     Shutdown,
 )
 from services.encoder.engine.runner import LaunchedBatch, PreparedImage
@@ -88,7 +89,8 @@ class Front:
             self._channel.send(message)
 
     def encode(self, *job_ids: int, grid: tuple[int, int, int] = GRID) -> None:
-        self.send(*(EncodeImage(job_id, b"%d" % job_id, grid, 0) for job_id in job_ids))
+        for job_id in job_ids:
+            self.send(EncodeImage(job_id, b"%d" % job_id, grid), PlaceImage(job_id, 0))
 
     def receive_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -129,6 +131,10 @@ class Running:
         )
         self.thread = threading.Thread(target=self.engine.run)
         self.thread.start()
+
+    def waiting_jobs(self) -> list[int]:
+        """Those that are prepared and have no place."""
+        return sorted(job_id for job_id, job in list(self.engine._jobs.items()) if job.waits)
 
     def _prepare(self, image: bytes, grid: tuple[int, int, int]) -> torch.Tensor:
         self.may_prepare.wait(10)
@@ -251,6 +257,25 @@ def test_a_cancelled_image_leaves_the_queue(running: Running) -> None:
     assert queued not in chain.from_iterable(launched)
 
 
+def test_an_image_is_prepared_and_waits_for_its_place(running: Running) -> None:
+    running.front.send(*(EncodeImage(job_id, b"%d" % job_id, GRID) for job_id in (1, 2)))
+    wait_until(lambda: running.waiting_jobs() == [1, 2])
+    running.front.send(PlaceImage(2, 0))
+    assert running.front.codes(2) == [""] and running.runner.batches == [[2]]
+    running.front.send(PlaceImage(2, 0), PlaceImage(1, 0))  # the first comes too late
+    assert running.front.codes(1) == [""] and running.runner.batches == [[2], [1]]
+
+
+def test_a_cancelled_image_does_not_wait_for_its_place(running: Running) -> None:
+    running.front.send(EncodeImage(1, b"1", GRID))
+    wait_until(lambda: running.waiting_jobs() == [1])
+    running.front.send(CancelImage(1))
+    assert running.front.codes(1) == ["cancelled"]
+    running.front.send(PlaceImage(1, 0))
+    running.front.encode(2)
+    assert running.front.codes(2) == [""] and running.runner.batches == [[2]]
+
+
 def test_a_level_is_told_before_its_batch_is_done(running: Running) -> None:
     running.runner.levels = [1, 2]
     running.runner.device_done.clear()
@@ -272,7 +297,8 @@ def test_the_fronts_end_ends_the_loop() -> None:
 
 def test_messages_survive_the_wire() -> None:
     for message in (
-        EncodeImage(1, b"\x00\xff", (1, 2, 3), 4096),
+        EncodeImage(1, b"\x00\xff", (1, 2, 3)),
+        PlaceImage(1, 4096),
         CancelImage(1),
         Shutdown(),
     ):
