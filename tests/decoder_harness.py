@@ -128,8 +128,8 @@ class Harness:
         self.take(pending, self._order)
         return pending
 
-    def logits(self, *chunks: Chunk) -> Tensor:
-        """`[T, V]` of a step's tokens, those that nobody samples from included."""
+    def logits(self, *chunks: Chunk, only: list[int] | None = None) -> Tensor:
+        """`[T, V]` of a step's tokens, those that nobody samples from included; or of some."""
         runner = self.runner
         step = step_inputs.build(
             Batch(list(chunks), sum(chunk.length for chunk in chunks)), runner._table, self._size
@@ -137,7 +137,8 @@ class Harness:
         with torch.inference_mode():
             staged = runner._stage(step)
             runner._staging.upload()
-            return runner._model.logits(runner._forward(staged)).clone()
+            rows = None if only is None else torch.tensor(only)
+            return runner._model.logits(runner._forward(staged, rows)).clone()
 
     def generate(
         self, sequence: Sequence, num_tokens: int, chunk_size: int | None = None

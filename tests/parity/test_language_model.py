@@ -92,6 +92,18 @@ def test_prompt_logits_agree(pair: Pair, parts: tuple) -> None:
     assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
 
 
+@pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS)
+def test_tokens_that_are_wanted_alone_agree(pair: Pair, parts: tuple) -> None:
+    """The last layer computes only what samples."""
+    prompt = pair.oracle.prompt(*parts)
+    answer = pair.oracle.answer(prompt)
+    sequence = pair.start(prompt, answer)
+    wanted = [len(prompt.token_ids) - 1, 2]
+    found = pair.ours.logits(pair.ours.chunk(sequence), only=wanted)
+    pair.ours.finish(sequence)
+    assert float((found - answer.logits[wanted]).abs().max()) < TOLERANCE
+
+
 @pytest.mark.parametrize("chunk_size", [1, 3, 5, 16, 31])
 def test_chunks_that_cut_images_agree(pair: Pair, chunk_size: int) -> None:
     prompt = pair.oracle.prompt(*PROMPTS["three images"], seed=1)

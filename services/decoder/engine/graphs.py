@@ -134,8 +134,10 @@ class _GraphSet:
         captured.graph.replay()
         return captured.logits, captured.token_ids
 
-    def _forward(self, staged: StagedStep, *, fused: bool = False) -> Callable[[], Tensor]:
-        """Inputs to the last layer's states; plans the attention."""
+    def _forward(
+        self, staged: StagedStep, *, fused: bool = False, rows: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """Inputs to the states of `rows`, see CausalLM; plans the attention."""
         parts = self.parts
         metadata = step_inputs.attention_metadata(staged, parts.staging)
         metadata.fused = fused
@@ -152,6 +154,7 @@ class _GraphSet:
                 parts.kv_cache,
                 metadata,
                 visual,
+                rows,
             )
 
         return forward
@@ -214,11 +217,9 @@ class PromptGraphs(_GraphSet):
         """Captures a chunk without padding."""
         parts = self.parts
         parts.staging.upload()
-        forward = self._forward(staged)
-        last = parts.staging.device(staged.sampled_tokens)
+        forward = self._forward(staged, rows=parts.staging.device(staged.sampled_tokens))
         rows = parts.staging.device(staged.sampled_rows)
-        kind = _Kind(len(staged.host.input_ids))
-        self._capture(kind, lambda: forward()[last], rows)
+        self._capture(_Kind(len(staged.host.input_ids)), forward, rows)
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
         """See StepGraphs."""

@@ -123,12 +123,12 @@ class ModelRunner:
             if plan is not None:
                 return self._sample(staged, logits, plan)
             return self._copy_back(Sampled(token_ids, None), None)
-        hidden = self._forward(staged)
         if len(step.samples) == 0:
+            self._forward(staged)
             # The step still reads the arena: who waits for its result may then free it.
             return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, self._mark())
-        sampled_tokens = self._staging.device(staged.sampled_tokens)
-        return self._sample(staged, self._model.logits(hidden[sampled_tokens]), plan)
+        hidden = self._forward(staged, self._staging.device(staged.sampled_tokens))
+        return self._sample(staged, self._model.logits(hidden), plan)
 
     def close(self) -> None:
         """Lets go of the arena; the process may go on without the runner."""
@@ -167,9 +167,8 @@ class ModelRunner:
         step = HostStep.scratch(lengths, self._scratch_row)
         staged = self._stage(step)
         self._staging.upload()
-        hidden = self._forward(staged)
-        last = self._staging.device(staged.sampled_tokens)
-        self._model.ops.greedy(self._model.logits(hidden[last]))
+        hidden = self._forward(staged, self._staging.device(staged.sampled_tokens))
+        self._model.ops.greedy(self._model.logits(hidden))
 
     @torch.inference_mode()
     def sample_scratch(self, num_rows: int) -> None:
@@ -208,8 +207,8 @@ class ModelRunner:
             masked=masked,
         )
 
-    def _forward(self, staged: StagedStep) -> Tensor:
-        """Runs an uploaded step eagerly: `[T, hidden]`."""
+    def _forward(self, staged: StagedStep, rows: Tensor | None = None) -> Tensor:
+        """Runs an uploaded step eagerly; see `CausalLM.forward` for `rows`."""
         metadata = step_inputs.attention_metadata(staged, self._staging)
         metadata.plan = self._backend.plan(metadata)
         return self._model.forward(
@@ -218,6 +217,7 @@ class ModelRunner:
             self._state.kv_cache,
             metadata,
             self._visual(staged),
+            rows,
         )
 
     def _visual(self, staged: StagedStep) -> VisualInput | None:

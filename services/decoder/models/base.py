@@ -108,6 +108,7 @@ class CausalLM(Protocol):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         visual: VisualInput | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Runs the layers.
 
@@ -117,9 +118,10 @@ class CausalLM(Protocol):
             kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`.
             metadata: the step's attention layout.
             visual: embeddings of the step's image tokens.
+            rows: `[R]` int64, the tokens whose states are wanted; None: all.
 
         Returns:
-            `[T, hidden]`, after the final norm.
+            `[R, hidden]`, after the final norm.
         """
         ...
 

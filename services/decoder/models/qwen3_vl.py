@@ -28,7 +28,14 @@ class StepContext:
     rope: tuple[Tensor, Tensor]  # cos and sin, [T, head_dim / 2]
     kv_rows: Tensor  # [2, T]: where keys and values go
     metadata: AttentionMetadata
-    small_batch: bool  # products are the fused operations'; sums of them may be in parts
+    may_split: bool  # a product may be left in parts for the norm or rotation after it
+
+
+def multiply(x: Tensor, layer: Linear, ops: Ops, step: StepContext) -> Tensor:
+    """`layer(x)`, or the parts of it, see `Ops.linear_parts`."""
+    if step.may_split and ops.is_small_batch(x):
+        return ops.linear_parts(x, layer.weight)
+    return layer(x)
 
 
 class Attention(nn.Module):
@@ -48,13 +55,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
-        """`[T, hidden]` → the same, or that in parts; writes this layer's keys and values to
-        `kv_cache`.
+        """`[T, hidden]` → `[T, H * D]`, before the output projection; writes this layer's keys and
+        values to `kv_cache`.
         """
-        if not step.small_batch:
-            return self.o_proj(self.attend(self.qkv_proj(x), kv_cache, step))
-        attended = self.attend(self.ops.linear_parts(x, self.qkv_proj.weight), kv_cache, step)
-        return self.ops.linear_parts(attended, self.o_proj.weight)
+        return self.attend(multiply(x, self.qkv_proj, self.ops, step), kv_cache, step)
 
     def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
         """What is between the projections: `[T, (H + 2 KVH) * D]`, perhaps in parts, →
@@ -80,12 +84,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """`[T, hidden]` → the same, or that in parts."""
-        ops, gate_up, down = self.ops, self.gate_up_proj, self.down_proj
+        gate_up = self.gate_up_proj
         if gate_up.is_plain:
-            hidden = ops.linear_swiglu(x, gate_up.weight)
+            hidden = self.ops.linear_swiglu(x, gate_up.weight)
         else:
-            hidden = ops.silu_and_mul(gate_up(x))
-        return ops.linear_parts(hidden, down.weight) if step.small_batch else down(hidden)
+            hidden = self.ops.silu_and_mul(gate_up(x))
+        return multiply(hidden, self.down_proj, self.ops, step)
 
 
 class DecoderLayer(nn.Module):
@@ -110,16 +114,22 @@ class DecoderLayer(nn.Module):
         residual: Tensor,
         kv_cache: Tensor,
         step: StepContext,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`x` None: `residual` alone is the hidden state."""
+        """The layer's output for all tokens, or for those of `rows` `[R]`, though all leave their
+        keys and values. `x` None: `residual` alone is the hidden state.
+        """
         if x is None:
             normed = self.ops.rms_norm(residual, self.input_layernorm.weight, self.eps)
         else:
             weight = self.input_layernorm.weight
             normed, residual = self.ops.add_rms_norm(x, residual, weight, self.eps)
         attended = self.self_attn(normed, kv_cache, step)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        projected = multiply(attended, self.self_attn.o_proj, self.ops, step)
         weight = self.post_attention_layernorm.weight
-        normed, residual = self.ops.add_rms_norm(attended, residual, weight, self.eps)
+        normed, residual = self.ops.add_rms_norm(projected, residual, weight, self.eps)
         return self.mlp(normed, step), residual
 
     def forward_few(self, residual: Tensor, kv_cache: Tensor, step: StepContext) -> None:
@@ -165,32 +175,38 @@ class Qwen3VLLanguageModel(nn.Module):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         visual: VisualInput | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """See CausalLM."""
         residual = F.embedding(input_ids, self.embed_tokens.weight)
-        block_size = kv_cache.shape[3]
-        rope, rows = self.ops.rope_and_rows(
-            positions, metadata.slot_mapping, self.rope, residual.dtype, block_size
+        rope, kv_rows = self.ops.rope_and_rows(
+            positions, metadata.slot_mapping, self.rope, residual.dtype, kv_cache.shape[3]
         )
-        small_batch = self._is_plain and visual is None and self.ops.is_small_batch(residual)
-        step = StepContext(rope, rows, metadata, small_batch)
+        step = StepContext(rope, kv_rows, metadata, self._is_plain and visual is None)
+        norm = self.norm
         if visual is None and len(residual) <= self.max_few_tokens:
             for index, layer in enumerate(self.layers):
                 assert isinstance(layer, DecoderLayer)
                 layer.forward_few(residual, kv_cache[index], step)
-            return self.ops.rms_norm(residual, self.norm.weight, self.norm.eps)
+            wanted = residual if rows is None else residual[rows]
+            return self.ops.rms_norm(wanted, norm.weight, norm.eps)
         if visual is not None:
             visual.replace(residual)
         x: Tensor | None = None
+        final = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, kv_cache[index], step)
-            if x is not None and visual is not None and index + 1 < visual.num_levels:
+            added = visual is not None and index + 1 < visual.num_levels
+            # Nobody attends to what comes of the last layer.
+            early = rows if index == final and not added else None
+            x, residual = layer(x, residual, kv_cache[index], step, early)
+            if x is not None and visual is not None and added:
                 residual = residual + x
                 visual.add(residual, index + 1)
                 x = None
         if x is None:
-            return self.ops.rms_norm(residual, self.norm.weight, self.norm.eps)
-        return self.ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)[0]
+            wanted = residual if rows is None else residual[rows]
+            return self.ops.rms_norm(wanted, norm.weight, norm.eps)
+        return self.ops.add_rms_norm(x, residual, norm.weight, norm.eps)[0]
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See CausalLM."""
