@@ -1,6 +1,8 @@
 """The embeddings in this pod's arena: reserving with patience, growth, digests, references."""
 
 import asyncio
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,7 +13,8 @@ from services.common.errors import Overloaded
 # Embeddings that are read leave their room when they are; the largest take seconds to encode each.
 _RESERVE_TIMEOUT_S = 60.0
 _CLOSE_ATTEMPTS = 50
-_DIGEST_THREADS = 4  # of one embedding; a reader that has copied it waits for the digest
+# A reader that has copied an embedding waits for its digest.
+_DIGEST_THREADS = min(4, os.cpu_count() or 1)
 Range = tuple[int, int]  # bytes of the tensor, [start, stop)
 
 
@@ -22,15 +25,15 @@ class _Growth:
     Attributes:
         ranges: in the order they came.
         change: done when there is more, or will be no more.
-        digesting: of these ranges.
-        finishing: ends in the digest, after `commit`.
+        num_digesting: parts of these ranges that threads are digesting.
+        finished: ends in the digest; made by `commit`.
     """
 
     digest: TensorDigest
     change: asyncio.Future[None]
     ranges: list[Range] = field(default_factory=list[Range])
-    digesting: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
-    finishing: asyncio.Task[bytes] | None = None
+    num_digesting: int = 0
+    finished: asyncio.Future[bytes] | None = None
 
 
 class MemoryTier:
@@ -42,6 +45,8 @@ class MemoryTier:
         self.arena = arena
         self._changed = asyncio.Event()
         self._growths: dict[ArenaEntry, _Growth] = {}
+        # Not the event loop's own: its futures would take the loop longer than this takes threads.
+        self._threads = ThreadPoolExecutor(_DIGEST_THREADS, "digest")
 
     def get(self, key: bytes) -> ArenaEntry | None:
         """A complete entry; `arena.acquire` it before yielding to the event loop."""
@@ -72,10 +77,11 @@ class MemoryTier:
         """
         if not entry.digest:
             growth = self._growths[entry]
+            growth.finished = asyncio.get_running_loop().create_future()
             for gap in _gaps(growth.ranges, entry.spec.size_bytes):
                 self._add(entry, growth, gap, _DIGEST_THREADS)
-            growth.finishing = asyncio.create_task(self._finish(entry, growth))
             growth.change.set_result(None)
+            self._finish_if_digested(entry, growth)
         self.arena.commit(entry)
         self._wake()
 
@@ -102,8 +108,8 @@ class MemoryTier:
 
     async def digest_of(self, entry: ArenaEntry) -> bytes:
         """The digest of a committed, held entry; computed once."""
-        if (growth := self._growths.get(entry)) and growth.finishing:
-            return await asyncio.shield(growth.finishing)
+        if (growth := self._growths.get(entry)) and growth.finished:
+            return await asyncio.shield(growth.finished)
         return entry.digest
 
     async def until_unread(self, entry: ArenaEntry, timeout_s: float) -> None:
@@ -140,9 +146,8 @@ class MemoryTier:
 
     async def close(self) -> None:
         """Waits for running digests and unmaps the memory."""
-        for growth in list(self._growths.values()):
-            tasks = [*growth.digesting, *([growth.finishing] if growth.finishing else [])]
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.sleep(0)  # what the threads leave to this loop
         self._growths.clear()
         for _ in range(_CLOSE_ATTEMPTS):
             try:
@@ -153,22 +158,28 @@ class MemoryTier:
 
     def _add(self, entry: ArenaEntry, growth: _Growth, where: Range, num_threads: int) -> None:
         growth.ranges.append(where)
+        loop = asyncio.get_running_loop()
+
+        def digested(job: Future[None]) -> None:  # in the thread
+            loop.call_soon_threadsafe(self._digested, entry, growth, job)
+
         for share in share_out(split_blocks(*where), num_threads):
             self.arena.acquire(entry)
-            growth.digesting.add(asyncio.create_task(self._digest(entry, growth, share)))
+            growth.num_digesting += 1
+            self._threads.submit(_add_all, growth.digest, share).add_done_callback(digested)
 
-    async def _digest(self, entry: ArenaEntry, growth: _Growth, ranges: list[Range]) -> None:
-        """Releases the reference that `_add` took."""
-        try:
-            await asyncio.to_thread(_add_all, growth.digest, ranges)
-        finally:
-            self.release(entry)
+    def _digested(self, entry: ArenaEntry, growth: _Growth, job: Future[None]) -> None:
+        """A thread is done with a part; gives back the reference that `_add` took."""
+        job.result()  # it raises nothing
+        growth.num_digesting -= 1
+        self.release(entry)
+        self._finish_if_digested(entry, growth)
 
-    async def _finish(self, entry: ArenaEntry, growth: _Growth) -> bytes:
-        await asyncio.gather(*growth.digesting)
-        entry.digest = growth.digest.finish()
-        del self._growths[entry]
-        return entry.digest
+    def _finish_if_digested(self, entry: ArenaEntry, growth: _Growth) -> None:
+        if growth.finished is not None and growth.num_digesting == 0:
+            entry.digest = growth.digest.finish()
+            del self._growths[entry]
+            growth.finished.set_result(entry.digest)
 
     def _wake(self) -> None:
         self._changed.set()

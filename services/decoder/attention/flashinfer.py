@@ -90,6 +90,7 @@ class FlashInferBackend:
             backend="fa2",
         )
         self._prefill_backend = "fa3" if hopper else "fa2"
+        self._replans = hopper
         shape = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
         self._many: ManyAttention | None = None
         if overlaps() and ManyAttention.fits(*shape, sizes.block_size):
@@ -122,9 +123,9 @@ class FlashInferBackend:
             indptr, host = _cumulated(host, num_blocks[decodes:])
             last_len, host = _copied(host, last[decodes:])
             prefill = self._prefill
-            if captured:
-                prefill = self._captured_prefill(len(metadata.slot_mapping))
             block_ids = metadata.block_ids[total_decode_blocks:]
+            if captured:
+                prefill = self._captured_prefill(len(metadata.slot_mapping), block_ids)
             self._plan_prefill(prefill, query_indptr, indptr, block_ids, last_len)
         self._index_ring.copied()
         return _Plan(decode, prefill)
@@ -192,18 +193,18 @@ class FlashInferBackend:
         """Plans a captured chunk as flashinfer would, but for 0.7 ms of its Python, which the first
         token would wait for; False: flashinfer must do it (the first time, or before Hopper).
 
-        What the graph reads besides the plan are the block ids.
+        What the graph reads besides the plan are the block ids, where they were staged.
         """
         wrapper = self._captured_prefills.get(len(metadata.slot_mapping))
-        if wrapper is None or self._prefill_backend != "fa3":
+        if wrapper is None or not self._replans:
             return False
         ids, sizes = metadata.block_ids, self._sizes
-        wrapper._paged_kv_indices_buf[: len(ids)].copy_(ids)
+        assert ids.data_ptr() == wrapper._paged_kv_indices_buf.data_ptr()
         self._lend_workspace(wrapper, 1)
         wrapper._cached_module.plan(
             self._float_workspace, wrapper._int_workspace_buffer,
             wrapper._pin_memory_int_workspace_buffer, metadata.cu_query_lens,
-            torch.tensor((0, len(ids)), dtype=torch.int32), metadata.seq_lens,
+            torch.from_numpy(np.array((0, len(ids)), np.int32)), metadata.seq_lens,
             wrapper._max_total_num_rows, 1, sizes.num_heads, sizes.num_kv_heads, sizes.block_size,
             True, sizes.head_dim, sizes.head_dim, True, -1,
         )  # fmt: skip
@@ -243,7 +244,9 @@ class FlashInferBackend:
             self._captured[batch_size] = wrapper
         return wrapper
 
-    def _captured_prefill(self, num_tokens: int) -> BatchPrefillWithPagedKVCacheWrapper:
+    def _captured_prefill(
+        self, num_tokens: int, block_ids: Tensor
+    ) -> BatchPrefillWithPagedKVCacheWrapper:
         """The wrapper of the graph of one chunk padded to `num_tokens`."""
         wrapper = self._captured_prefills.get(num_tokens)
         if wrapper is None:
@@ -257,7 +260,8 @@ class FlashInferBackend:
                 backend=self._prefill_backend,
                 qo_indptr_buf=pair,
                 paged_kv_indptr_buf=torch.zeros_like(pair),
-                paged_kv_indices_buf=self._block_ids(),
+                # `_replan` leaves them where they are; flashinfer copies, and wants room for all.
+                paged_kv_indices_buf=block_ids if self._replans else self._block_ids(),
                 paged_kv_last_page_len_buf=one,
             )
             self._captured_prefills[num_tokens] = wrapper
