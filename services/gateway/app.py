@@ -40,6 +40,7 @@ class Gateway:
     admission: Admission
     service: ChatService
     metrics: GatewayMetrics
+    rehearsal: Rehearsal
 
 
 def create_gateway(settings: GatewaySettings, *, rehearsals: int = REHEARSALS) -> Gateway:
@@ -99,7 +100,8 @@ def create_gateway(settings: GatewaySettings, *, rehearsals: int = REHEARSALS) -
         },
         lifespan=lifespan,
     )
-    return Gateway(Edge(app, admission, settings.keys), admission, service, metrics)
+    edge = Edge(app, admission, settings.keys, rehearsal.path)
+    return Gateway(edge, admission, service, metrics, rehearsal)
 
 
 def _rehearsal(service: ChatService, rounds: int) -> Rehearsal:

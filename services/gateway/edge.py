@@ -115,10 +115,15 @@ class Edge:
         app: what is inside.
         admission: tells whether the gateway is draining.
         keys: accepted API keys; none: nobody is asked.
+        own_path: of requests that the gateway sends itself, which need no key and no line of log.
     """
 
-    def __init__(self, app: ASGIApp, admission: Admission, keys: Sequence[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, admission: Admission, keys: Sequence[str], own_path: str
+    ) -> None:
         self._app = app
+        self._open_paths = _OPEN_PATHS | {own_path}
+        self._quiet_paths = _QUIET_PATHS | {own_path}
         self._admission = admission
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
@@ -150,7 +155,7 @@ class Edge:
         except ClientGone:
             status = 499
         finally:
-            level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+            level = logging.DEBUG if scope["path"] in self._quiet_paths else logging.INFO
             log.log(
                 level,
                 "%s %s %d",
@@ -166,7 +171,7 @@ class Edge:
             )
 
     def _may_pass(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        if not self._key_digests or path in _OPEN_PATHS:
+        if not self._key_digests or path in self._open_paths:
             return True
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         found = hashlib.sha256(given.strip()).digest()

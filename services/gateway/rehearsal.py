@@ -1,10 +1,11 @@
 """What a gateway does before it says that it is ready: a few requests of its own.
 
 The first requests through a process pay for what later ones find done: connections, the first calls
-of libraries, what the interpreter and the processor learn. These run through the chat endpoint and
-all that is behind it, texts and pictures in turn, and nobody waits for them. Encoders and decoders
-count them, the gateway's metrics do not. Failures are logged and change nothing: who is ready is
-for the health checks to say.
+of libraries, what the interpreter and the processor learn. These come through the gateway's own port,
+texts and pictures in turn, and nobody waits for them. They have a path of their own, which nobody
+knows and which is closed when they are over: encoders and decoders count them, the gateway's
+metrics do not. Failures are logged and change nothing: who is ready is for the health checks to
+say.
 """
 
 import asyncio
@@ -13,13 +14,14 @@ import io
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from PIL import Image
-from starlette.types import ASGIApp, Message, Scope
-
-from services.common.errors import TriptychError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ class Rehearsal:
 
     Attributes:
         over: nothing is left to wait for.
+        path: where they go.
+        address: host and port where the gateway listens; None: not yet.
 
     Args:
         chat: the chat endpoint, with metrics of its own.
@@ -59,12 +63,20 @@ class Rehearsal:
         self._rounds = rounds
         self._pictures = pictures
         self.over = rounds == 0
+        self.path = f"/rehearsal/{secrets.token_urlsafe(16)}"
+        self.address: tuple[str, int] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves `path`."""
+        if self.over:
+            raise HTTPException(404)
+        await self._chat(scope, receive, send)
 
     async def run(self) -> None:
         """Waits until it may begin; asks; is over."""
         if self.over:
             return
-        while not self._may_begin():  # noqa: ASYNC110 - of several pools
+        while self.address is None or not self._may_begin():  # noqa: ASYNC110 - of several pools
             await asyncio.sleep(_POLL_S)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -72,17 +84,17 @@ class Rehearsal:
                 for number in range(self._rounds):
                     if time.monotonic() - start > _ENOUGH_S:
                         break
-                    await self._ask(f"rehearsal-{number}", [_text(number)])
+                    await self._ask(*self.address, [_text(number)])
                     if self._pictures:
-                        await self._ask(f"rehearsal-{number}", [_picture(), _text(number)])
-        except TriptychError as error:
+                        await self._ask(*self.address, [_picture(), _text(number)])
+        except (OSError, _Refused) as error:  # TimeoutError is an OSError
             log.warning("the rehearsal failed: %s", error)
         except Exception:
             log.exception("the rehearsal failed")
         finally:
             self.over = True
 
-    async def _ask(self, request_id: str, content: list[dict[str, object]]) -> None:
+    async def _ask(self, host: str, port: int, content: list[dict[str, object]]) -> None:
         """One request, as a client would send it."""
         body = json.dumps(
             {
@@ -90,19 +102,24 @@ class Rehearsal:
                 "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True,
             }
         ).encode()  # fmt: skip
-        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            writer.writelines((head.encode(), body))
+            answer = await reader.read(-1)
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+        if not answer.startswith(b"HTTP/1.1 200 "):
+            raise _Refused(answer.partition(b"\r\n")[0].decode(errors="replace"))
 
-        async def receive() -> Message:
-            return pending.pop() if pending else await asyncio.Future[Message]()
 
-        async def send(message: Message) -> None:
-            pass
-
-        scope: Scope = {
-            "type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [],
-            "state": {"request_id": request_id},
-        }  # fmt: skip
-        await self._chat(scope, receive, send)
+class _Refused(Exception):
+    """The answer was not the one that clients hope for."""
 
 
 def _text(number: int) -> dict[str, object]:

@@ -46,6 +46,7 @@ class GatewayServer(uvicorn.Server):
         )
         self._settings = settings
         self._admission = gateway.admission
+        self._rehearsal = gateway.rehearsal
         self._grace_s = settings.shutdown_grace_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -56,7 +57,9 @@ class GatewayServer(uvicorn.Server):
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn, on the shared port too; remembers the loop for signals."""
+        """As uvicorn, on the shared port too; remembers the loop for signals, and lets the
+        rehearsal begin.
+        """
         self._loop = asyncio.get_running_loop()
         settings = self._settings
         if settings.shared_port is not None:
@@ -65,6 +68,7 @@ class GatewayServer(uvicorn.Server):
                 _listen(settings.host, settings.shared_port, shared=True),
             ]
         await super().startup(sockets)
+        self._rehearsal.address = self.servers[0].sockets[0].getsockname()[:2]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal that ends the server."""

@@ -51,6 +51,15 @@ def test_it_is_not_ready_before(loop_thread, tmp_path) -> None:
         assert (503, "rehearsing") in wait_until_ready(stack)
 
 
+def test_its_path_is_closed_when_it_is_over(loop_thread, tmp_path) -> None:
+    with stack_of(loop_thread, tmp_path, rehearsals=1, api_keys="secret") as stack:
+        wait_until_ready(stack)
+        assert len(stack.decoder.submits) == 2  # without a key
+        path = stack.gateway.rehearsal.path
+        assert httpx2.post(f"{stack.url}{path}", json={}).status_code == 404
+        assert httpx2.post(f"{stack.url}/rehearsal/x", json={}).status_code == 401
+
+
 def test_where_no_picture_is_served_none_is_asked(loop_thread, tmp_path) -> None:
     with stack_of(loop_thread, tmp_path, rehearsals=2, max_images_per_request=0) as stack:
         wait_until_ready(stack)
