@@ -1,9 +1,9 @@
 """What a gateway does before it says that it is ready: a few requests of its own.
 
 The first requests through a process pay for what later ones find done: connections, the first calls
-of libraries, what the interpreter and the processor learn. These come through the gateway's own port,
-texts and pictures in turn, and nobody waits for them. They have a path of their own, which nobody
-knows and which is closed when they are over: encoders and decoders count them, the gateway's
+of libraries, what the interpreter and the processor learn. These come through the gateway's own
+port, texts and pictures in turn, and nobody waits for them. They have a path of their own, which
+nobody knows and which is closed when they are over: encoders and decoders count them, the gateway's
 metrics do not. Failures are logged and change nothing: who is ready is for the health checks to
 say.
 """
