@@ -64,7 +64,6 @@ class Routes:
         chat = ChatEndpoint(self._service, self._admission, self._metrics)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route(self._rehearsal.path, self._rehearsal, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
