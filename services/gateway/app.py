@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from services.common.errors import TriptychError
@@ -93,10 +92,7 @@ def create_gateway(settings: GatewaySettings, *, rehearsals: int = REHEARSALS) -
         # Requests are checked by msgspec, which FastAPI's generated pages would know nothing of;
         # docs/api.md is the description.
         openapi_url=None,
-        routes=[
-            *Routes(service, rehearsal, admission, metrics).table(),
-            Route(rehearsal.path, rehearsal, methods=["POST"]),
-        ],
+        routes=[*Routes(service, rehearsal, admission, metrics).table(), rehearsal.route],
         exception_handlers={
             TriptychError: handle_triptych_error,
             HTTPException: handle_http_error,

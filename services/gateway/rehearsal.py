@@ -21,6 +21,7 @@ from contextlib import suppress
 
 from PIL import Image
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,11 @@ class Rehearsal:
         self.over = rounds == 0
         self.path = f"/rehearsal/{secrets.token_urlsafe(16)}"
         self.address: tuple[str, int] | None = None
+
+    @property
+    def route(self) -> Route:
+        """Where they arrive."""
+        return Route(self.path, self, methods=["POST"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves `path`."""
