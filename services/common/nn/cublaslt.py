@@ -39,7 +39,7 @@ _END = 12  # what the end of a tile costs, in tokens
 _PROCESSORS = 132
 # Measured on an H200: with fewer tokens cuBLAS' choice is better, and so it is for many with a long
 # sum, which hides what a tile costs at its end.
-_LEAST_TOKENS, _MANY_TOKENS, _MAX_COLUMNS = 832, 1408, 2048
+_LEAST_TOKENS, _MANY_TOKENS, _LONG_SUM = 832, 1408, 2048
 _MAX_KEPT = 4096
 _WORKSPACE_BYTES = 1 << 20  # kernels of many tiles count in it who takes which
 
@@ -62,25 +62,30 @@ def linear(
     if library is None:
         return None
     epilogue = _PLAIN if bias is None else _GELU_BIAS if gelu else _WITH_BIAS
-    shape = (num_tokens, len(weight), num_columns)
-    product = library.product(shape, x.dtype, epilogue, tile)
-    if product is None:
-        return None
     out = x.new_empty(num_tokens, len(weight))
-    product.run(x, weight, bias, out)
+    try:
+        shape = (num_tokens, len(weight), num_columns)
+        library.product(shape, x.dtype, epilogue, tile).run(x, weight, bias, out)
+    except Refused as why:
+        _say_once(str(why))
+        return None
     return out
 
 
 def tile_tokens(num_tokens: int, num_rows: int, num_columns: int) -> int:
-    """How many tokens a tile of 128 features has for such a product; 0: cuBLAS shall choose.
-
-    Tiles run in waves of one per processor; a wave takes as long as its tiles are wide, and a bit
-    for their end.
-    """
+    """How many tokens a tile of 128 features has for such a product; 0: cuBLAS shall choose."""
     if num_tokens < _LEAST_TOKENS or not launches.are_free(num_tokens):
         return 0
-    if num_columns > _MAX_COLUMNS and num_tokens > _MANY_TOKENS:
+    if num_columns > _LONG_SUM and num_tokens > _MANY_TOKENS:
         return 0
+    return _cheapest_tile(num_tokens, num_rows)
+
+
+@functools.lru_cache(_MAX_KEPT)
+def _cheapest_tile(num_tokens: int, num_rows: int) -> int:
+    """Tiles run in waves of one per processor; a wave takes as long as its tiles are wide, and a
+    bit for their end.
+    """
 
     def cost(tokens: int) -> int:
         tiles = -(-num_tokens // tokens) * -(-num_rows // _FEATURES)
@@ -100,7 +105,7 @@ class _Checked(Structure):
     )  # fmt: skip
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The library does not do that."""
 
 
@@ -108,9 +113,9 @@ class _Product:
     """One product's descriptors. cuBLAS counts columns first: to it, a weight is `[K, N]`."""
 
     def __init__(
-        self, library: "_Library", shape: tuple[int, int, int], dtype: int, epilogue: int, tile: int
-    ) -> None:
-        num_tokens, num_rows, num_columns = shape
+        self, library: "_Library", num_tokens: int, num_rows: int, num_columns: int,
+        dtype: int, epilogue: int, tile: int,
+    ) -> None:  # fmt: skip
         self._library = library
         self._layouts = [
             library.made("MatrixLayoutCreate", dtype, *sizes)
@@ -142,10 +147,16 @@ class _Product:
             byref(self._algorithm), byref(checked),
         )  # fmt: skip
         if checked.workspace_bytes > _WORKSPACE_BYTES:
-            raise _Refused(f"it wants {checked.workspace_bytes} bytes of workspace")
+            raise Refused(f"it wants {checked.workspace_bytes} bytes of workspace")
+
+    def close(self) -> None:
+        """Gives the descriptors back; kernels under way have read them."""
+        for layout in self._layouts:
+            self._library.call("MatrixLayoutDestroy", layout)
+        self._library.call("MatmulDescDestroy", self._how)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Puts the kernel on the current stream."""
+        """Puts the kernel on the current stream; raises Refused where it does not."""
         library = self._library
         if bias is not None:
             pointer = c_void_p(bias.data_ptr())
@@ -173,13 +184,13 @@ class _Library:
         self.handle = self.made("Create")
         # One stream at a time uses it.
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        self._products: dict[tuple[object, ...], _Product | None] = {}
+        self._products: dict[tuple[object, ...], _Product | str] = {}  # or why there is none
 
     def call(self, name: str, *arguments: object) -> None:
-        """Calls a function; raises _Refused where it does not succeed."""
+        """Calls a function; raises Refused where it does not succeed."""
         status = getattr(self._functions, f"cublasLt{name}")(*arguments)
         if status:
-            raise _Refused(f"cublasLt{name} returned {status}")
+            raise Refused(f"cublasLt{name} returned {status}")
 
     def made(self, name: str, *arguments: object) -> int:
         """What a function that creates something puts at its first argument."""
@@ -194,19 +205,31 @@ class _Library:
 
     def product(
         self, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: int, tile: int
-    ) -> _Product | None:
-        """The product, made at its first use; None: the library refuses it."""
+    ) -> _Product:
+        """The product of so many tokens, rows and columns, made at its first use.
+
+        Raises:
+            Refused: now, or when it was first asked for.
+        """
         key = (shape, dtype, epilogue, tile)
-        if key not in self._products:
+        if (found := self._products.get(key)) is None:
             if len(self._products) >= _MAX_KEPT:
-                self._products.clear()
+                self._forget_all()
+            kind = _BF16 if dtype == torch.bfloat16 else _FP16
             try:
-                kind = _BF16 if dtype == torch.bfloat16 else _FP16
-                self._products[key] = _Product(self, shape, kind, epilogue, tile)
-            except _Refused as why:
-                logging.warning("a product of %s is left to torch: %s", shape, why)
-                self._products[key] = None
-        return self._products[key]
+                found = _Product(self, *shape, kind, epilogue, tile)
+            except Refused as why:
+                found = str(why)
+            self._products[key] = found
+        if isinstance(found, str):
+            raise Refused(found)
+        return found
+
+    def _forget_all(self) -> None:
+        for found in self._products.values():
+            if isinstance(found, _Product):
+                found.close()
+        self._products.clear()
 
 
 @functools.cache
@@ -215,9 +238,14 @@ def _library() -> _Library | None:
         return None
     try:
         return _Library()
-    except (OSError, AttributeError, _Refused) as why:
-        logging.warning("cuBLASLt is left to torch: %s", why)
+    except (OSError, AttributeError, Refused) as why:
+        _say_once(str(why))
         return None
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    logging.warning("some products are left to torch: %s", why)
 
 
 _POINTER = c_void_p
@@ -226,6 +254,8 @@ _SIGNATURES = {
     "MatrixLayoutCreate": (_POINTER, c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
     "MatmulDescCreate": (_POINTER, c_int, c_int),
     "MatmulDescSetAttribute": (_POINTER, c_int, _POINTER, c_size_t),
+    "MatrixLayoutDestroy": (_POINTER,),
+    "MatmulDescDestroy": (_POINTER,),
     "MatmulAlgoInit": (_POINTER, *(c_int,) * 7, _POINTER),
     "MatmulAlgoConfigSetAttribute": (_POINTER, c_int, _POINTER, c_size_t),
     "MatmulAlgoCheck": (_POINTER,) * 8,

@@ -48,3 +48,34 @@ def test_short_eager_steps_are_left_to_cublas() -> None:
 def test_what_torch_shall_multiply_is_not_refused_loudly() -> None:
     x, weight = torch.zeros(4096, 64), torch.zeros(128, 64)  # float32
     assert cublaslt.linear(x, weight) is None
+
+
+class Refusing:
+    """A library that does not do what it is asked for; at the first use, or when it runs."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self.at_once = at_once
+        self.asked = 0
+
+    def product(self, *_: object) -> "Refusing":
+        self.asked += 1
+        if self.at_once:
+            raise cublaslt.Refused("no such tile")
+        return self
+
+    def run(self, *_: object) -> None:
+        raise cublaslt.Refused("not aligned")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_the_library_refuses_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, at_once: bool
+) -> None:
+    library = Refusing(at_once=at_once)
+    monkeypatch.setattr(cublaslt, "_library", lambda: library)
+    cublaslt._say_once.cache_clear()
+    x, weight = torch.zeros(4096, 64).bfloat16(), torch.zeros(128, 64).bfloat16()
+    for _ in range(3):
+        assert cublaslt.linear(x, weight) is None
+    assert library.asked == 3
+    assert len([r for r in caplog.records if "left to torch" in r.message]) == 1
