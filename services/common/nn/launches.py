@@ -1,7 +1,8 @@
 """Whether launches cost the host anything where they are made.
 
 A step that is captured once and replayed pays for no launch; one that is launched kernel by kernel
-may keep the device waiting for the host. Who chooses between kernels asks here.
+may keep the device waiting for the host. Who chooses between kernels asks here. One thread of a
+process launches.
 """
 
 from collections.abc import Iterator
