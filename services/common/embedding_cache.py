@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
+from redis.retry import Retry as BlockingRetry
 
 from services.common.embedding import (
     STORED_HEADER_BYTES,
@@ -34,14 +37,14 @@ MAX_VALUE_BYTES = 512 << 20
 _ENTRY = b"triptych:embedding:"
 _LOCK = b"triptych:lock:"
 _RANGE_BYTES = 1 << 20
-# Slower than these, Redis is no accelerator: bytes per second of a body.
+# Slower than this, Redis is no accelerator: bytes per second of a body.
 _MIN_READ_RATE = 100 << 20
-_MIN_WRITE_RATE = 20 << 20
 _WRITE_TIMEOUT_S = 1.0
 _CONNECT_TIMEOUT_S = 1.0
 # Commands under way at once, which is connections: a burst shares them rather than opening more.
 _MAX_SMALL = 8
 _MAX_READS = 4
+_MAX_WRITES = 2
 _FIRST_PROBE_S = 0.05
 _LAST_PROBE_S = 1.0
 
@@ -93,6 +96,16 @@ class RedisCache:
             socket_connect_timeout=None,
             socket_read_size=_RANGE_BYTES,
         )
+        # Large values would keep the event loop busy for longer than all else: a thread sends them,
+        # without the interpreter lock.
+        self._blocking: Any = BlockingRedis.from_url(  # pyright: ignore[reportUnknownMemberType]
+            url,
+            protocol=2,
+            retry=BlockingRetry(NoBackoff(), 0),
+            socket_timeout=_WRITE_TIMEOUT_S,
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
+        )
+        self._writers = ThreadPoolExecutor(_MAX_WRITES, "redis-write")
         self._small = asyncio.Semaphore(_MAX_SMALL)
         self._reads = asyncio.Semaphore(_MAX_READS)
         self._probe: asyncio.Task[None] | None = None
@@ -159,16 +172,16 @@ class RedisCache:
         if not self.available:
             self.counters.skipped += 1
             return False
-        value = await asyncio.to_thread(b"".join, (pack_header(key, spec, digest), data))
+        job = asyncio.get_running_loop().run_in_executor(
+            self._writers, self._set, _ENTRY + key, pack_header(key, spec, digest), data
+        )
         try:
-            await self._send(
-                _WRITE_TIMEOUT_S + len(value) / _MIN_WRITE_RATE,
-                "SET", _ENTRY + key, value, "EX", self._ttl_s,
-            )  # fmt: skip
-        except _Failed:
-            return False
-        except ResponseError:  # out of memory, read-only, no permission
+            await _whatever_happens(job)
+        except Exception as error:
             self.counters.errors += 1
+            # Out of memory, read-only, no permission: Redis is there.
+            if not isinstance(error, ResponseError) or isinstance(error, RedisConnectionError):
+                self._open_breaker()
             return False
         self.counters.writes += 1
         return True
@@ -225,7 +238,31 @@ class RedisCache:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._writers.shutdown)
+        self._blocking.close()
         await self._redis.aclose()
+
+    def _set(self, name: bytes, header: bytes, body: bytes | memoryview) -> None:
+        """SET, in a thread and without a copy of the body; raises redis-py's errors. Each MiB may
+        take `_WRITE_TIMEOUT_S`.
+        """
+        view = memoryview(body)
+        size = len(header) + len(view)
+        begin = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
+        ttl = b"%d" % self._ttl_s
+        connection = self._blocking.connection_pool.get_connection()
+        try:
+            connection.send_packed_command(
+                [
+                    begin + header,
+                    *(view[at : at + _RANGE_BYTES] for at in range(0, len(view), _RANGE_BYTES)),
+                    b"\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl),
+                ]
+            )
+            connection.read_response()
+        finally:
+            # One that failed has been disconnected.
+            self._blocking.connection_pool.release(connection)
 
     async def _read_ranges(self, key: bytes, into: memoryview, deadline: float) -> bool:
         """False: the entry is gone. One copy: from the reply's bytes into `into`."""
@@ -329,6 +366,17 @@ class RedisCache:
                 break
             pause_s = min(2 * pause_s, _LAST_PROBE_S)
         self._probe = None
+
+
+async def _whatever_happens(job: asyncio.Future[None]) -> None:
+    """Waits for a thread, cancelled or not: it reads memory that its caller would give away."""
+    try:
+        await asyncio.shield(job)
+    except asyncio.CancelledError:
+        await asyncio.wait({job})
+        if not job.cancelled():
+            job.exception()
+        raise
 
 
 def _now() -> float:

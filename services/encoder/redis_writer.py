@@ -15,7 +15,7 @@ from services.encoder.memory_tier import MemoryTier
 _WORKERS = 2
 # Queued entries cannot be evicted from the arena, so they may hold only a part of it.
 _ARENA_SHARE = 4
-# Readers go first: a write keeps the event loop and memory busy while they wait for the bytes.
+# Readers go first: a write keeps a processor and memory busy while they wait for the bytes.
 _READERS_FIRST_S = 0.05
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -341,6 +342,22 @@ async def test_one_lock_has_one_owner(cache: RedisCache) -> None:
     assert await cache.try_lock(KEY, b"a", 5.0)  # expired
 
 
+async def test_a_cancelled_write_lets_go_of_its_memory_before_it_ends(
+    cache: RedisCache,
+    redis_server: RedisServer,  # noqa: F811
+) -> None:
+    spec = replace(SPEC, num_tokens=(64 << 20) // SPEC.hidden // SPEC.levels // 2)
+    data = memoryview(bytearray(spec.size_bytes))
+    redis_server.freeze()
+    writing = asyncio.create_task(cache.write(KEY, spec, b"d" * 32, data))
+    await asyncio.sleep(0.1)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    data.release()  # nobody reads it any more
+    redis_server.thaw()
+
+
 async def test_a_late_loop_is_not_a_late_redis(
     redis_server: RedisServer,  # noqa: F811
     open_cache: Callable[..., RedisCache],
@@ -348,6 +365,7 @@ async def test_a_late_loop_is_not_a_late_redis(
     """A reply that lies in the socket counts, however long this process was busy."""
     cache = open_cache(redis_server.url, timeout_s=0.2)
     data = body()
+    await cache.connect()
     await cache.write(KEY, SPEC, digest(data), data)
     task = asyncio.create_task(cache.header(KEY))
     for _ in range(3):
