@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,12 +68,6 @@ async def test_what_is_written_is_read(cache: RedisCache, redis_server: RedisSer
     with redis_server.client() as client:
         assert 0 < client.ttl(ENTRY) <= 60
     assert (cache.counters.hits, cache.counters.misses, cache.counters.corrupt) == (1, 2, 0)
-
-
-async def test_a_memoryview_is_written_too(cache: RedisCache) -> None:
-    data = body()
-    assert await cache.write(KEY, SPEC, digest(data), memoryview(bytearray(data)))
-    assert await load(cache) == data
 
 
 @pytest.mark.parametrize("position", [0, 8, 40, 44, 60, STORED_HEADER_BYTES, -1])
@@ -340,22 +333,6 @@ async def test_one_lock_has_one_owner(cache: RedisCache) -> None:
     assert await cache.try_lock(KEY, b"b", 0.05)
     await asyncio.sleep(0.2)
     assert await cache.try_lock(KEY, b"a", 5.0)  # expired
-
-
-async def test_a_cancelled_write_lets_go_of_its_memory_before_it_ends(
-    cache: RedisCache,
-    redis_server: RedisServer,  # noqa: F811
-) -> None:
-    spec = replace(SPEC, num_tokens=(64 << 20) // SPEC.hidden // SPEC.levels // 2)
-    data = memoryview(bytearray(spec.size_bytes))
-    redis_server.freeze()
-    writing = asyncio.create_task(cache.write(KEY, spec, b"d" * 32, data))
-    await asyncio.sleep(0.1)
-    writing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await writing
-    data.release()  # nobody reads it any more
-    redis_server.thaw()
 
 
 async def test_a_late_loop_is_not_a_late_redis(

@@ -1,0 +1,35 @@
+"""How an embedding is sent to Redis: by a thread, out of memory that is somebody else's."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from services.common.embedding import digest
+from services.common.embedding_cache import RedisCache
+from tests.redis_server import RedisServer, redis_server  # noqa: F401
+from tests.unit.common.test_embedding_cache import KEY, SPEC, body, cache, load, open_cache
+
+__all__ = ["cache", "open_cache"]
+
+
+async def test_a_memoryview_is_written_too(cache: RedisCache) -> None:
+    data = body()
+    assert await cache.write(KEY, SPEC, digest(data), memoryview(bytearray(data)))
+    assert await load(cache) == data
+
+
+async def test_a_cancelled_write_lets_go_of_its_memory_before_it_ends(
+    cache: RedisCache,
+    redis_server: RedisServer,  # noqa: F811
+) -> None:
+    spec = replace(SPEC, num_tokens=(64 << 20) // SPEC.hidden // SPEC.levels // 2)
+    data = memoryview(bytearray(spec.size_bytes))
+    redis_server.freeze()
+    writing = asyncio.create_task(cache.write(KEY, spec, b"d" * 32, data))
+    await asyncio.sleep(0.1)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    data.release()  # nobody reads it any more
+    redis_server.thaw()
