@@ -9,10 +9,10 @@ trusted: what does not match its header, its key or its digest is deleted and co
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
@@ -31,6 +31,7 @@ from services.common.embedding import (
     unpack_header,
 )
 from services.common.embedding import digest as digest_of
+from services.common.threads import finished
 
 # A value's largest size (proto-max-bulk-len's default).
 MAX_VALUE_BYTES = 512 << 20
@@ -47,6 +48,8 @@ _MAX_READS = 4
 _MAX_WRITES = 2
 _FIRST_PROBE_S = 0.05
 _LAST_PROBE_S = 1.0
+
+_Reply = TypeVar("_Reply")
 
 
 @dataclass(slots=True)
@@ -169,19 +172,18 @@ class RedisCache:
         """
         if STORED_HEADER_BYTES + spec.size_bytes > MAX_VALUE_BYTES:
             return False
-        if not self.available:
-            self.counters.skipped += 1
-            return False
-        job = asyncio.get_running_loop().run_in_executor(
-            self._writers, self._set, _ENTRY + key, pack_header(key, spec, digest), data
-        )
+
+        def send() -> Awaitable[None]:
+            arguments = _ENTRY + key, pack_header(key, spec, digest), data
+            loop = asyncio.get_running_loop()
+            return finished([loop.run_in_executor(self._writers, self._set, *arguments)])
+
         try:
-            await _whatever_happens(job)
-        except Exception as error:
+            await self._guarded(send)
+        except _Failed:
+            return False
+        except ResponseError:  # out of memory, read-only, no permission
             self.counters.errors += 1
-            # Out of memory, read-only, no permission: Redis is there.
-            if not isinstance(error, ResponseError) or isinstance(error, RedisConnectionError):
-                self._open_breaker()
             return False
         self.counters.writes += 1
         return True
@@ -309,7 +311,11 @@ class RedisCache:
             permits.release()
 
     async def _send(self, timeout_s: float, *command: Any) -> Any:  # noqa: ANN401 - a reply
-        """Sends one command.
+        """Sends one command; raises as `_guarded`."""
+        return await self._guarded(lambda: self._bounded(command, timeout_s))
+
+    async def _guarded(self, send: Callable[[], Awaitable[_Reply]]) -> _Reply:
+        """Sends something while the breaker is closed.
 
         Raises:
             _Failed: no answer; the breaker is open now.
@@ -319,7 +325,7 @@ class RedisCache:
             self.counters.skipped += 1
             raise _Failed
         try:
-            return await self._bounded(command, timeout_s)
+            return await send()
         except Exception as error:
             # An authentication error is a ConnectionError, too, and opens the breaker.
             if isinstance(error, ResponseError) and not isinstance(error, RedisConnectionError):
@@ -366,17 +372,6 @@ class RedisCache:
                 break
             pause_s = min(2 * pause_s, _LAST_PROBE_S)
         self._probe = None
-
-
-async def _whatever_happens(job: asyncio.Future[None]) -> None:
-    """Waits for a thread, cancelled or not: it reads memory that its caller would give away."""
-    try:
-        await asyncio.shield(job)
-    except asyncio.CancelledError:
-        await asyncio.wait({job})
-        if not job.cancelled():
-            job.exception()
-        raise
 
 
 def _now() -> float:

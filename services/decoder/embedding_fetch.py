@@ -5,7 +5,7 @@ decoder are on one machine, over gRPC everywhere else.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +23,9 @@ from services.common.shared_memory import (
     NotReadable,
     host_identity,
 )
+from services.common.threads import finished, num_threads
 from services.decoder.embedding_receiver import Receiver, WrongContent
-from services.decoder.shared_reader import copy_range, num_threads
+from services.decoder.shared_reader import copy_range
 
 log = logging.getLogger(__name__)
 
@@ -228,22 +229,4 @@ class EncoderFetcher:
         task.add_done_callback(self._closing.discard)
 
 
-async def finished(jobs: "Sequence[asyncio.Future[None]]") -> None:
-    """Waits for jobs in threads, and raises the first's error. A cancelled caller still waits until
-    all threads are done, because they use what the caller would give away.
-    """
-    cancelled = False
-    while any(not job.done() for job in jobs):
-        try:
-            await asyncio.wait(jobs)
-        except asyncio.CancelledError:
-            cancelled = True
-    failures = [job.exception() for job in jobs]  # all are seen, so that none is reported as lost
-    if cancelled:
-        raise asyncio.CancelledError
-    for failure in failures:
-        if failure is not None:
-            raise failure
-
-
-__all__ = ["EncoderFailed", "EncoderFetcher", "Fetched", "finished"]
+__all__ = ["EncoderFailed", "EncoderFetcher", "Fetched"]

@@ -1,21 +1,13 @@
 """An embedding out of an encoder's memory on the same machine: copied and checked in one pass."""
 
 import asyncio
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from services.common.embedding import TensorDigest, all_finite, share_out, split_blocks
+from services.common.threads import num_threads
 from services.decoder.embedding_receiver import WrongContent
-
-# More threads would only wait for memory, and for the interpreter lock between their steps.
-_MAX_THREADS = 4
-
-
-def num_threads() -> int:
-    """Threads that copy at once on this machine."""
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def copy_range(
@@ -60,4 +52,4 @@ def _copy(
         digest.add(start, stop)
 
 
-__all__ = ["copy_range", "num_threads"]
+__all__ = ["copy_range"]

@@ -1,7 +1,6 @@
 """The embeddings in this pod's arena: reserving with patience, growth, digests, references."""
 
 import asyncio
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -9,12 +8,11 @@ from dataclasses import dataclass, field
 from services.common.arena import Arena, ArenaEntry
 from services.common.embedding import EmbeddingSpec, TensorDigest, share_out, split_blocks
 from services.common.errors import Overloaded
+from services.common.threads import num_threads
 
 # Embeddings that are read leave their room when they are; the largest take seconds to encode each.
 _RESERVE_TIMEOUT_S = 60.0
 _CLOSE_ATTEMPTS = 50
-# A reader that has copied an embedding waits for its digest.
-_DIGEST_THREADS = min(4, os.cpu_count() or 1)
 Range = tuple[int, int]  # bytes of the tensor, [start, stop)
 
 
@@ -46,7 +44,7 @@ class MemoryTier:
         self._changed = asyncio.Event()
         self._growths: dict[ArenaEntry, _Growth] = {}
         # Not the event loop's own: its futures would take the loop longer than this takes threads.
-        self._threads = ThreadPoolExecutor(_DIGEST_THREADS, "digest")
+        self._threads = ThreadPoolExecutor(num_threads(), "digest")
 
     def get(self, key: bytes) -> ArenaEntry | None:
         """A complete entry; `arena.acquire` it before yielding to the event loop."""
@@ -67,7 +65,7 @@ class MemoryTier:
         and a thread digests them.
         """
         growth = self._growths[entry]
-        self._add(entry, growth, (start, stop), num_threads=1)
+        self._add(entry, growth, (start, stop), 1)
         growth.change.set_result(None)
         growth.change = asyncio.get_running_loop().create_future()
 
@@ -79,7 +77,7 @@ class MemoryTier:
             growth = self._growths[entry]
             growth.finished = asyncio.get_running_loop().create_future()
             for gap in _gaps(growth.ranges, entry.spec.size_bytes):
-                self._add(entry, growth, gap, _DIGEST_THREADS)
+                self._add(entry, growth, gap, num_threads())  # a reader waits for it
             growth.change.set_result(None)
             self._finish_if_digested(entry, growth)
         self.arena.commit(entry)
@@ -156,14 +154,14 @@ class MemoryTier:
                 # A thread that is done still drops its view; what it leaves ends with the process.
                 await asyncio.sleep(0.01)
 
-    def _add(self, entry: ArenaEntry, growth: _Growth, where: Range, num_threads: int) -> None:
+    def _add(self, entry: ArenaEntry, growth: _Growth, where: Range, max_parts: int) -> None:
         growth.ranges.append(where)
         loop = asyncio.get_running_loop()
 
         def digested(job: Future[None]) -> None:  # in the thread
             loop.call_soon_threadsafe(self._digested, entry, growth, job)
 
-        for share in share_out(split_blocks(*where), num_threads):
+        for share in share_out(split_blocks(*where), max_parts):
             self.arena.acquire(entry)
             growth.num_digesting += 1
             self._threads.submit(_add_all, growth.digest, share).add_done_callback(digested)

@@ -90,7 +90,6 @@ class FlashInferBackend:
             backend="fa2",
         )
         self._prefill_backend = "fa3" if hopper else "fa2"
-        self._replans = hopper
         shape = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
         self._many: ManyAttention | None = None
         if overlaps() and ManyAttention.fits(*shape, sizes.block_size):
@@ -188,6 +187,11 @@ class FlashInferBackend:
             kv_data_type=self._dtype,
         )
         self._workspace_rings[1].copied()
+
+    @property
+    def _replans(self) -> bool:
+        """Whether `_replan` knows how the captured chunks' kernel is planned."""
+        return self._prefill_backend == "fa3"
 
     def _replan(self, metadata: AttentionMetadata) -> bool:
         """Plans a captured chunk as flashinfer would, but for 0.7 ms of its Python, which the first

@@ -31,7 +31,7 @@ class StepContext:
     may_split: bool  # a product may be left in parts for the norm or rotation after it
 
 
-def multiply(x: Tensor, layer: Linear, ops: Ops, step: StepContext) -> Tensor:
+def project(x: Tensor, layer: Linear, ops: Ops, step: StepContext) -> Tensor:
     """`layer(x)`, or the parts of it, see `Ops.linear_parts`."""
     if step.may_split and ops.is_small_batch(x):
         return ops.linear_parts(x, layer.weight)
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         """`[T, hidden]` → `[T, H * D]`, before the output projection; writes this layer's keys and
         values to `kv_cache`.
         """
-        return self.attend(multiply(x, self.qkv_proj, self.ops, step), kv_cache, step)
+        return self.attend(project(x, self.qkv_proj, self.ops, step), kv_cache, step)
 
     def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
         """What is between the projections: `[T, (H + 2 KVH) * D]`, perhaps in parts, →
@@ -89,7 +89,7 @@ class MLP(nn.Module):
             hidden = self.ops.linear_swiglu(x, gate_up.weight)
         else:
             hidden = self.ops.silu_and_mul(gate_up(x))
-        return multiply(hidden, self.down_proj, self.ops, step)
+        return project(hidden, self.down_proj, self.ops, step)
 
 
 class DecoderLayer(nn.Module):
@@ -127,7 +127,7 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(normed, kv_cache, step)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
-        projected = multiply(attended, self.self_attn.o_proj, self.ops, step)
+        projected = project(attended, self.self_attn.o_proj, self.ops, step)
         weight = self.post_attention_layernorm.weight
         normed, residual = self.ops.add_rms_norm(projected, residual, weight, self.eps)
         return self.mlp(normed, step), residual
