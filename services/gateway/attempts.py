@@ -156,9 +156,8 @@ class Attempts:
             asyncio.create_task(self._encode(key, pod, index))
             for key, (pod, index) in calls.items()
         ]
-        await asyncio.sleep(
-            0
-        )  # the images are on their way before the prompt, which waits for them
+        # The images go first: the prompt will wait for them.
+        await asyncio.sleep(0)
         work, prompt = self._work, self._work.prompt
         generation = Generation(
             work.request_id, prompt.token_ids, prompt.positions, prompt.position_delta,
