@@ -4,8 +4,10 @@
 
 Writes a checkpoint of random weights in the shape of a model directory (its config and tokenizer),
 forgets the kernel's copy of it, starts `triptych serve` on it, and asks ten new texts and ten new
-pictures, one after the other: the first should take no longer than the tenth. The last of each kind
-comes after a pause, as the first did: a machine that rests forgets something, too.
+pictures, one after the other: the first should take no longer than the tenth. Each has a connection
+of its own, and the client's code has run before, against a server of ours that answers at once:
+what is measured is the server's first time. The last of each kind comes after a pause, as the first
+did: a machine that rests forgets something, too.
 """
 
 import argparse
@@ -32,6 +34,14 @@ _READY = re.compile(r"Triptych is ready: (\S+)")
 _ASKED = 10
 _PAUSE_S = 2.0
 _TIMEOUT_S = 600.0
+_ANSWER_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+_EVENTS = (
+    '{"choices": [{"index": 0, "delta": {"role": "assistant", "content": "a"}}]}',
+    '{"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}',
+    '{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}',
+)
 
 
 def write_checkpoint(shape: Path, directory: Path, dtype: str) -> None:
@@ -96,7 +106,11 @@ async def first_tokens_s(url: str) -> dict[str, list[float]]:
     """Seconds to the first token of each request."""
     target = Target.from_url(url)
     model, words, rng = model_name(target), random.Random(0), np.random.default_rng(0)
-    connection = Connection(target)
+    async with await asyncio.start_server(_answer_at_once, "127.0.0.1", limit=1 << 24) as server:
+        host, port = server.sockets[0].getsockname()
+        practice = Target.from_url(f"http://{host}:{port}")
+        for _ in range(_ASKED):
+            await _ask(practice, chat_body(model, "", 4, [data_url(random_image(rng, 512))]))
     times: dict[str, list[float]] = {"text": [], "picture": []}
     for kind, taken in times.items():
         for number in range(_ASKED + 1):
@@ -104,12 +118,33 @@ async def first_tokens_s(url: str) -> dict[str, list[float]]:
                 await asyncio.sleep(_PAUSE_S)
             text = " ".join(words.choices(WORDS, k=200 if kind == "text" else 10))
             urls = [data_url(random_image(rng, 512))] if kind == "picture" else []
-            sample = await connection.post(chat_body(model, text, 4, urls), _TIMEOUT_S)
-            if sample.error:
-                raise SystemExit(f"a request failed: {sample.error}")
-            taken.append(sample.first - sample.start)
-    connection.close()
+            taken.append(await _ask(target, chat_body(model, text, 4, urls)))
     return times
+
+
+async def _ask(target: Target, body: bytes) -> float:
+    """Seconds to the first token, the connection included."""
+    begin, connection = time.monotonic(), Connection(target)
+    try:
+        sample = await connection.post(body, _TIMEOUT_S)
+    finally:
+        connection.close()
+    if sample.error:
+        raise SystemExit(f"a request failed: {sample.error}")
+    return sample.first - begin
+
+
+async def _answer_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One request and one answer, as the gateway would write it."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    await reader.readexactly(int(head.partition("content-length:")[2].split()[0]))
+    writer.write(_ANSWER_HEAD)
+    for event in (*_EVENTS, "[DONE]"):
+        data = f"data: {event}\n\n".encode()
+        writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+    writer.write(b"0\r\n\r\n")
+    await writer.drain()
+    writer.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
