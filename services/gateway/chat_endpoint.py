@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
+from services.common.threads import INLINE_BYTES
 from services.gateway.admission import Admission, Slot
 from services.gateway.chat import ChatService, Job
 from services.gateway.choice import Update
@@ -36,7 +37,6 @@ _STREAM_HEADERS = [
 ]
 # How long a client may take to accept the last event of a stream that broke off.
 _FAREWELL_S = 5.0
-_INLINE_PARSE_BYTES = 1 << 20  # 0.3 ms; a thread takes longer to begin and to come back from
 
 
 @dataclass(slots=True)
@@ -220,7 +220,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _parse(body: bytes) -> ChatRequest:
-    if len(body) <= _INLINE_PARSE_BYTES:
+    if len(body) <= INLINE_BYTES:
         return parse_chat_request(body)
     return await asyncio.to_thread(parse_chat_request, body)
 

@@ -9,13 +9,13 @@ import PIL.Image
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.common.image_geometry import ImageLimits, image_grid, open_image, upright_size
 from services.common.image_key import image_key
+from services.common.threads import INLINE_BYTES
 from services.gateway.media import MediaLoader
 from services.gateway.mrope import Grid
 
 # `detail: low` asks for at most this many pixels; `high` and `auto` mean the model's own limits.
 LOW_DETAIL_PIXELS = 512 * 512
 _MAX_CONCURRENT_LOADS = 8
-_INLINE_HASH_BYTES = 1 << 20  # 0.3 ms; what a thread costs to begin and to come back from
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Image:
         """The image key for encoders of that prefix and a tenant's salt; hashed once."""
         found = self._keys.get((prefix, salt))
         if found is None:
-            if len(self.data) <= _INLINE_HASH_BYTES:
+            if len(self.data) <= INLINE_BYTES:
                 found = image_key(prefix, self.data, grid=self.grid, salt=salt)
             else:
                 found = await asyncio.to_thread(

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest
+from services.common.threads import INLINE_BYTES
 from services.gateway.web_media import WebMedia
 
 _MEDIA_TYPES = frozenset(
@@ -20,7 +21,6 @@ _MEDIA_TYPES = frozenset(
      "image/png", "image/webp")
 )  # fmt: skip
 _MAX_DATA_HEADER = 256
-_INLINE_URL_CHARS = 1 << 20  # 0.2 ms; a thread takes longer to begin and to come back from
 
 
 class MediaLoader:
@@ -49,7 +49,7 @@ class MediaLoader:
         scheme = url[:8].partition(":")[0].lower()
         match scheme:
             case "data":
-                if len(url) > _INLINE_URL_CHARS:
+                if len(url) > INLINE_BYTES:
                     return await asyncio.to_thread(decode_data_url, url, self._max_bytes)
                 return decode_data_url(url, self._max_bytes)
             case "http" | "https":

@@ -36,7 +36,6 @@ _TILE_IDS = {
 _FEATURES = 128  # of a tile
 _TILES = range(64, 169, 8)  # tokens; with more, a tile's end is not hidden behind the next one
 _END = 12  # what the end of a tile costs, in tokens
-_PROCESSORS = 132
 # Measured on an H200: with fewer tokens cuBLAS' choice is better, and so it is for many with a long
 # sum, which hides what a tile costs at its end.
 _LEAST_TOKENS, _MANY_TOKENS, _LONG_SUM = 832, 1408, 2048
@@ -89,7 +88,7 @@ def _cheapest_tile(num_tokens: int, num_rows: int) -> int:
 
     def cost(tokens: int) -> int:
         tiles = -(-num_tokens // tokens) * -(-num_rows // _FEATURES)
-        return -(-tiles // _PROCESSORS) * (tokens + _END)
+        return -(-tiles // launches.PROCESSORS) * (tokens + _END)
 
     return min(_TILES, key=cost)
 

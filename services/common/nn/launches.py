@@ -8,6 +8,8 @@ process launches.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Of an H100 or H200, for which tiles are chosen: other devices get them, too, less well.
+PROCESSORS = 132
 # Steps of so many tokens keep the device busy for longer than their launches take.
 _MANY_TOKENS = 2048
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.common.pinned import pin, unpin
 from services.decoder.engine.batch import Chunk
 from services.decoder.models.base import VisualInput, VisualMask, VisualRows, VisualSegments
 
@@ -71,7 +72,7 @@ class ImageReader:
         self._values = torch.frombuffer(arena, dtype=dtype)
         self._buffer: Tensor | None = None
         if device.type == "cuda":
-            _pin(self._values)
+            pin(self._values)
             self._buffer = torch.empty(
                 (levels, max_batched_tokens, hidden), dtype=dtype, device=device
             )
@@ -79,10 +80,7 @@ class ImageReader:
     def close(self) -> None:
         """Gives the arena's pinning back; due before the memory is unmapped, if it ever is."""
         if self._buffer is not None:
-            torch.cuda.synchronize(self._buffer.device)
-            runtime = torch.cuda.cudart()
-            assert runtime is not None
-            runtime.cudaHostUnregister(self._values.data_ptr())
+            unpin(self._values, self._buffer.device)
 
     def read(self, segments: Seq[VisualSegment], rows: Tensor | None) -> VisualInput:
         """The embeddings of a step's segments.
@@ -122,12 +120,3 @@ class ImageReader:
         size = self._levels * part.num_tokens * self._hidden
         image = self._values[start : start + size].view(self._levels, part.num_tokens, self._hidden)
         return image[:, part.first_token : part.first_token + part.num_rows]
-
-
-def _pin(values: Tensor) -> None:
-    """Registers memory that torch did not allocate, so that copies from it are asynchronous."""
-    runtime = torch.cuda.cudart()
-    assert runtime is not None
-    result = runtime.cudaHostRegister(values.data_ptr(), values.nbytes, 0)
-    if int(result) != 0:
-        raise RuntimeError(f"the arena cannot be registered as pinned memory: {result}")

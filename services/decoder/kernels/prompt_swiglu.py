@@ -19,7 +19,6 @@ from services.decoder.kernels.silu_mul import swiglu
 _TOKENS, _ROWS, _COLUMNS = 128, 128, 64  # of a tile: of x, of gate and of up; of both
 _STAGES, _WARPS = 3, 8
 _GROUP = 16  # tiles of tokens that share rows of the weight in the second cache
-_PROCESSORS = 132
 _MOST_IDLE = 1.05  # what the last wave of tiles may leave unused
 
 
@@ -31,7 +30,7 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     if num_columns % _COLUMNS or len(weight) % (2 * _ROWS):
         return False
     tiles = _count(num_tokens) * (len(weight) // (2 * _ROWS))
-    return -(-tiles // _PROCESSORS) * _PROCESSORS <= _MOST_IDLE * tiles
+    return -(-tiles // launches.PROCESSORS) * launches.PROCESSORS <= _MOST_IDLE * tiles
 
 
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
@@ -41,7 +40,7 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     out = x.new_empty(num_tokens, num_rows)
     halves = weight.view(2, num_rows, num_columns)
     tiles = _count(num_tokens) * (num_rows // _ROWS)
-    _kernel[(min(tiles, _PROCESSORS),)](
+    _kernel[(min(tiles, launches.PROCESSORS),)](
         TensorDescriptor.from_tensor(x, [_TOKENS, _COLUMNS]),
         TensorDescriptor.from_tensor(halves, [2, _ROWS, _COLUMNS]),
         TensorDescriptor.from_tensor(out, [_TOKENS, _ROWS]),

@@ -17,14 +17,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from services.common.nn import launches
 from services.decoder.kernels.overlap import overlaps
 from services.decoder.kernels.silu_mul import swiglu
 
 MAX_TOKENS = 64
-# Measured on an H200 for the 2B's shapes: about one program per processor.
+# Measured on an H200 for the 2B's shapes: at most one program per processor.
 _ROWS, _COLUMNS, _STAGES, _WARPS = 64, 128, 5, 4
 _SWIGLU_STAGES = 3  # two programs per processor
-_MOST_PROGRAMS = 132
 _MAX_PARTS = 8
 
 
@@ -64,7 +64,7 @@ def count_parts(num_rows: int, num_columns: int) -> int:
     parts = 1
     while (
         parts < _MAX_PARTS
-        and num_rows // _ROWS * parts * 2 <= _MOST_PROGRAMS
+        and num_rows // _ROWS * parts * 2 <= launches.PROCESSORS
         and num_columns % (parts * 2 * _COLUMNS) == 0
     ):
         parts *= 2

@@ -2,10 +2,11 @@
 
 import mmap
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from services.common.pinned import pin, unpin
 
 
 class ArenaWriter:
@@ -22,7 +23,7 @@ class ArenaWriter:
         self._arena = torch.frombuffer(arena, dtype=torch.uint8)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            _pin(self._arena)
+            pin(self._arena)
             self._stream = torch.cuda.Stream(device)
 
     @property
@@ -75,8 +76,7 @@ class ArenaWriter:
     def close(self) -> None:
         """Gives the pinning back; due before the memory is unmapped, if it ever is."""
         if self._stream is not None:
-            torch.cuda.synchronize(self._stream.device)
-            _cudart().cudaHostUnregister(self._arena.data_ptr())
+            unpin(self._arena, self._stream.device)
 
     def _copy(
         self, rows: Tensor, counts: Sequence[int], offsets: Sequence[int], level: int
@@ -87,14 +87,3 @@ class ArenaWriter:
             start = offset + level * size
             target = self._arena[start : start + size].view(rows.dtype).view(part.shape)
             target.copy_(part, non_blocking=True)
-
-
-def _pin(memory: Tensor) -> None:
-    """Registers host memory with CUDA, so that copies to it are asynchronous."""
-    result = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(result) != 0:
-        raise RuntimeError(f"cudaHostRegister failed with {int(result)}")
-
-
-def _cudart() -> Any:  # noqa: ANN401 - a module made at run time
-    return torch.cuda.cudart()
