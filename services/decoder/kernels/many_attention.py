@@ -26,8 +26,9 @@ from services.decoder.kernels.overlap import overlaps
 _LEAST_SEQUENCES = 48
 _HEADS = 8  # of keys, per item
 _MAX_GROUP = 2  # with more query heads per key head it was not measured
-# Measured on an H200: one program per processor, with six tiles on their way.
-_TILE, _WARPS, _STAGES = 64, 4, 6
+# Measured on an H200: two programs per processor, with three tiles on their way each.
+_TILE, _WARPS, _STAGES = 64, 4, 3
+_PROGRAMS_PER_PROCESSOR = 2
 _AHEAD = 1  # tiles that are fetched into the second cache while the kernel before ends
 _LOG2_E = 1.4426950408889634
 
@@ -40,7 +41,7 @@ class ManyAttention:
         num_heads: of the query.
         num_kv_heads: of keys and values.
         head_dim: of all.
-        programs: that share the work; None: as many as the device has processors.
+        programs: that share the work; None: as many as the device has room for.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class ManyAttention:
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
         self._group = num_heads // num_kv_heads
         if programs is None:
-            programs = int(torch.cuda.get_device_properties(device).multi_processor_count)
+            processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+            programs = processors * _PROGRAMS_PER_PROCESSOR
         self._programs = programs
         # A program has two parts of cut items at most: at the begin and at the end of its run.
         rows = 2 * programs * _HEADS * self._group
