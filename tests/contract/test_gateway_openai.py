@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import openai
@@ -207,6 +208,35 @@ def test_client_retries_a_dead_decoder(stack):
         answer = client.chat.completions.create(model=MODEL, messages=HELLO)
     reviver.join()
     assert answer.choices[0].message.content == "A red circle."
+
+
+# Other clients
+
+
+def test_a_client_that_offers_http2_keeps_its_body(stack):
+    """Java's does so in its first request. (httptools, as uvicorn uses it, would drop the body.)"""
+    headers = {
+        "connection": "Upgrade, HTTP2-Settings",
+        "upgrade": "h2c",
+        "http2-settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+    }
+    with stack.client(headers=headers) as client:
+        response = client.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
+    assert response.json()["choices"][0]["message"]["content"] == "A red circle."
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"x" * (80 << 10), b"GET /health HTTP/1.1\r\nx-long: " + b"y" * (80 << 10)],
+    ids=["line", "header"],
+)
+def test_a_head_that_is_too_long_is_refused(stack, head):
+    with socket.create_connection(("127.0.0.1", stack.port), PATIENCE_S) as connection:
+        answer = b" 400 "
+        with suppress(ConnectionError):  # it may close before it has had all
+            connection.sendall(head)
+            answer = connection.recv(64)
+        assert b" 400 " in answer
 
 
 # Request ids
