@@ -29,6 +29,9 @@ import numpy as np
 from benchmarks.client import Connection, Target
 from benchmarks.worker import model_name
 from benchmarks.workloads import WORDS, chat_body, data_url, random_image
+from services.gateway.choice import Update
+from services.gateway.responses import PromptTokensDetails, Usage
+from services.gateway.sse import DONE, ChunkWriter
 
 _READY = re.compile(r"Triptych is ready: (\S+)")
 _ASKED = 10
@@ -36,11 +39,6 @@ _PAUSE_S = 2.0
 _TIMEOUT_S = 600.0
 _ANSWER_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-)
-_EVENTS = (
-    '{"choices": [{"index": 0, "delta": {"role": "assistant", "content": "a"}}]}',
-    '{"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}',
-    '{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}',
 )
 
 
@@ -106,7 +104,7 @@ async def first_tokens_s(url: str) -> dict[str, list[float]]:
     """Seconds to the first token of each request."""
     target = Target.from_url(url)
     model, words, rng = model_name(target), random.Random(0), np.random.default_rng(0)
-    async with await asyncio.start_server(_answer_at_once, "127.0.0.1", limit=1 << 24) as server:
+    async with await asyncio.start_server(_answer_at_once, "127.0.0.1") as server:
         host, port = server.sockets[0].getsockname()
         practice = Target.from_url(f"http://{host}:{port}")
         for _ in range(_ASKED):
@@ -135,13 +133,20 @@ async def _ask(target: Target, body: bytes) -> float:
 
 
 async def _answer_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One request and one answer, as the gateway would write it."""
+    """One request and one answer, with the gateway's own chunks."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     await reader.readexactly(int(head.partition("content-length:")[2].split()[0]))
+    chunks = ChunkWriter("practice", 0, "practice", usage_field=True)
+    events = (
+        chunks.role(0),
+        chunks.update(Update(0, "word", None, None)),
+        chunks.update(Update(0, "", None, "length")),
+        chunks.closing(Usage(1, 1, 2, PromptTokensDetails(0, None)), None, None),
+        DONE,
+    )
     writer.write(_ANSWER_HEAD)
-    for event in (*_EVENTS, "[DONE]"):
-        data = f"data: {event}\n\n".encode()
-        writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+    for event in events:
+        writer.write(b"%x\r\n%b\r\n" % (len(event), event))
     writer.write(b"0\r\n\r\n")
     await writer.drain()
     writer.close()

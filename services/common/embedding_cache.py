@@ -91,23 +91,11 @@ class RedisCache:
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
         # Without a socket timeout of its own: `_bounded` bounds connecting and answering together.
-        self._redis: Any = Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
-            url,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            socket_read_size=_RANGE_BYTES,
-        )
+        self._redis = _client(Redis, Retry, url, (None, None), socket_read_size=_RANGE_BYTES)
         # Large values would keep the event loop busy for longer than all else: a thread sends them,
         # without the interpreter lock.
-        self._blocking: Any = BlockingRedis.from_url(  # pyright: ignore[reportUnknownMemberType]
-            url,
-            protocol=2,
-            retry=BlockingRetry(NoBackoff(), 0),
-            socket_timeout=_WRITE_TIMEOUT_S,
-            socket_connect_timeout=_CONNECT_TIMEOUT_S,
-        )
+        timeouts_s = (_CONNECT_TIMEOUT_S, _WRITE_TIMEOUT_S)
+        self._blocking = _client(BlockingRedis, BlockingRetry, url, timeouts_s)
         self._writers = ThreadPoolExecutor(_MAX_WRITES, "redis-write")
         self._small = asyncio.Semaphore(_MAX_SMALL)
         self._reads = asyncio.Semaphore(_MAX_READS)
@@ -372,6 +360,25 @@ class RedisCache:
                 break
             pause_s = min(2 * pause_s, _LAST_PROBE_S)
         self._probe = None
+
+
+def _client(
+    kind: Any,  # noqa: ANN401 - redis-py's types are partly unknown
+    retry: Any,  # noqa: ANN401
+    url: str,
+    timeouts_s: tuple[float | None, float | None],
+    **options: int,
+) -> Any:  # noqa: ANN401
+    """redis-py's client of that kind, which tries nothing twice; timeouts to connect, to answer."""
+    connect_s, answer_s = timeouts_s
+    return kind.from_url(
+        url,
+        protocol=2,
+        retry=retry(NoBackoff(), 0),
+        socket_connect_timeout=connect_s,
+        socket_timeout=answer_s,
+        **options,
+    )
 
 
 def _now() -> float:
