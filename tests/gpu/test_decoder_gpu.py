@@ -11,14 +11,12 @@ compared where the best logit leads by more than the noise.
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
@@ -26,79 +24,23 @@ from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.sampling import SamplingTable
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels.ops import greedy
 from tests.decoder_harness import Harness, write_checkpoint
+from tests.gpu.decoder_2b import (
+    BLOCK_SIZE,
+    GPU,
+    IDS,
+    ROPE,
+    TEXT_2B,
+    VISION,
+    options,
+    prompts,
+    relative,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 needs_flashinfer = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
 )
-
-GPU = torch.device("cuda", 0)
-BLOCK_SIZE = 16
-TEXT_2B = {
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "attention_bias": False,
-    "eos_token_id": 151645, "tie_word_embeddings": True,
-}  # fmt: skip
-ROPE = {
-    "rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True,
-    "mrope_section": [24, 20, 20],
-}  # fmt: skip
-VISION = {
-    "depth": 4, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
-    "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3,
-    "num_position_embeddings": 2304, "out_hidden_size": 2048,
-    "deepstack_visual_indexes": [0, 1, 2],
-}  # fmt: skip
-IDS = {
-    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653, "tie_word_embeddings": True,
-}  # fmt: skip
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Relative L2 of the worst row."""
-    actual, expected = actual.double().flatten(1), expected.double().flatten(1)
-    return float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).max())
-
-
-def options(**changes: object) -> dict[str, object]:
-    return {
-        "device": "cuda:0", "dtype": "bfloat16", "attention_backend": "auto", "block_size": 16,
-        "max_num_sequences": 64, "max_batched_tokens": 4096, "max_model_len": 4096,
-        "kv_cache_bytes": 8 << 30,
-    } | changes  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 2B shape's configuration without weights."""
-    made = tmp_path_factory.mktemp("dummy-2b")
-    config = IDS | {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "text_config": TEXT_2B | {"rope_scaling": ROPE, "rope_theta": 5e6},
-        "vision_config": VISION,
-    }
-    (made / "config.json").write_text(json.dumps(config))
-    size = {"size": {"shortest_edge": 65536, "longest_edge": 1 << 24}}
-    (made / "preprocessor_config.json").write_text(json.dumps(size))
-    return made
-
-
-@pytest.fixture(scope="module")
-def dummy(directory: Path) -> Iterator[Harness]:
-    """The 2B shape with graphs."""
-    with closing(Harness(directory, **options(load_format="dummy"))) as harness:
-        yield harness
-    torch.cuda.empty_cache()
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 150000, int(n)).tolist() for n in rng.integers(20, 300, count)]
-
 
 # Attention.
 
@@ -153,77 +95,6 @@ def test_flashinfer_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) -> None
 
 
 # Graphs, overlap, batches.
-
-
-@pytest.mark.parametrize(
-    ("count", "fused"),
-    [
-        (1, True),
-        (1, False),
-        (2, True),
-        (2, False),
-        (3, False),
-        (17, False),
-        (51, False),
-        (64, False),
-    ],
-)
-def test_a_graph_agrees_with_the_eager_step(
-    dummy: Harness, monkeypatch: pytest.MonkeyPatch, count: int, fused: bool
-) -> None:
-    assert dummy.runner.graphs, "no backend here captures steps"
-    ops = dummy.runner._model.ops
-    assert (ops.max_fused_context(count) > 0) == (count <= 2)
-    if not fused:
-        monkeypatch.setattr(ops, "max_fused_context", lambda num_tokens: 0)
-    running = [dummy.start(ids, row) for row, ids in enumerate(prompts(count))]
-    for sequence in running:
-        dummy.step(dummy.chunk(sequence))
-    chunks = [dummy.chunk(sequence) for sequence in running]
-    eager = dummy.logits(*chunks)
-    tokens = dummy.launch(*chunks).result().token_ids
-    captured = dummy.runner.graphs[0]._logits[:count]
-    # Padded to a bucket, the matrix products are of another size: as a batch against one alone.
-    assert relative(captured, eager) < 5e-2
-    assert tokens == greedy(captured).tolist()
-    for sequence in running:
-        dummy.finish(sequence)
-
-
-@pytest.mark.parametrize("cached", [0, 37])
-@pytest.mark.parametrize("length", [2, 64, 333, 1500])
-def test_a_captured_prompt_agrees_with_the_eager_one(
-    dummy: Harness, length: int, cached: int
-) -> None:
-    """With an image in the chunk, and with context before it."""
-    rng = np.random.default_rng(length)
-    token_ids = rng.integers(0, 150000, length + cached).tolist()
-    span = min(40, length // 2)
-    embedding = torch.randn(4, span, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
-    sequence = dummy.start(token_ids, images=[(cached + 1, embedding)])
-    if cached:
-        dummy.step(dummy.chunk(sequence, cached))
-    chunk = dummy.chunk(sequence)
-    eager = dummy.logits(chunk)[-1:]
-    tokens = dummy.launch(chunk).result().token_ids
-    captured = dummy.runner.graphs[1]._logits[:1]
-    assert relative(captured, eager) < 5e-2  # matrix products of another size, as above
-    assert tokens == greedy(captured).tolist()
-    dummy.finish(sequence)
-
-
-def test_a_captured_part_of_a_prompt_is_as_good_as_an_eager_one(dummy: Harness) -> None:
-    """Nobody samples from the first part, and the second attends to it."""
-    token_ids = np.random.default_rng(5).integers(0, 150000, 500).tolist()
-    prompt = dummy.start(token_ids)
-    assert dummy.launch(dummy.chunk(prompt, 300)).result().token_ids == []
-    tokens = dummy.launch(dummy.chunk(prompt)).result().token_ids
-    captured = dummy.runner.graphs[1]._logits[:1].clone()
-    assert tokens == greedy(captured).tolist()
-    dummy.finish(prompt)
-    whole = dummy.start(token_ids)
-    assert relative(captured, dummy.logits(dummy.chunk(whole))[-1:]) < 5e-2
-    dummy.finish(whole)
 
 
 def test_steps_in_flight_do_not_matter(dummy: Harness) -> None:

@@ -20,6 +20,7 @@ from services.decoder.kernels import prompt_swiglu
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
+from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
 from services.decoder.kernels.triton_ops import TritonOps
 from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
 
@@ -198,6 +199,64 @@ def test_products_of_small_batches_agree_with_their_twins(
     twin = replace(heads, kv_cache=heads.kv_cache.clone())
     assert error(ops.qk_rope_cache(heads), PLAIN.qk_rope_cache(twin)) <= TOLERANCE
     assert error(heads.kv_cache, twin.kv_cache) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (8, 8, 64)])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(0, 1)],
+        [(0, 64), (1000, 64)],
+        [(0, 1058)],
+        [(333, 700), (0, 290), (16, 2), (0, 1056)],
+        [(9000, 40)],
+        [(2000, 100), (50, 3), (700, 64)],
+    ],
+    ids=["token", "whole", "prompt", "ragged", "question", "questions"],
+)
+def test_attention_of_prompts_agrees_with_its_twin(
+    chunks: list[tuple[int, int]], heads: int, kv_heads: int, dim: int
+) -> None:
+    """Tokens of nobody are not finite, and whoever runs the kernel twice gets the same."""
+    size, before = 16, [part for part, _ in chunks]
+    lengths = torch.tensor([length for _, length in chunks], dtype=torch.int32)
+    seq_lens = torch.tensor([sum(chunk) for chunk in chunks], dtype=torch.int32)
+    counts = -(-seq_lens // size)
+    block_ids = torch.randperm(int(counts.sum()), dtype=torch.int32)
+    cu_query_lens = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()))
+    num_tokens = int(cu_query_lens[-1])
+    pool = torch.full((len(block_ids), 2, size, kv_heads, dim), torch.nan, device="cuda").bfloat16()
+    query, own = random(num_tokens + 7, heads, dim), random(num_tokens + 7, 2 * kv_heads, dim)
+    own[num_tokens:] = torch.nan
+    attend = PromptAttention(CUDA, heads, dim)
+    first_blocks = (counts.cumsum(0) - counts).numpy()
+    items = attend.list_items(
+        Chunks(cu_query_lens.numpy(), seq_lens.numpy(), first_blocks),
+        attend.count_items(len(query), len(chunks)),
+    )
+    expected = []
+    for index, ids in enumerate(block_ids.cuda().split(counts.tolist())):
+        rows = slice(int(cu_query_lens[index]), int(cu_query_lens[index + 1]))
+        cached = random(before[index], 2 * kv_heads, dim)
+        both = torch.cat((cached, own[rows]))
+        place = torch.arange(len(cached), device="cuda")
+        parts = cached.unflatten(1, (2, kv_heads))
+        pool[ids[place // size].long(), :, place % size] = parts
+        keys, values = both.float().unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
+        mask = torch.ones(len(both), len(both), dtype=torch.bool, device="cuda").tril()
+        attended = F.scaled_dot_product_attention(
+            query[rows].float().transpose(0, 1)[None], keys[None], values[None],
+            attn_mask=mask[before[index] :], enable_gqa=True,
+        )  # fmt: skip
+        expected.append(attended[0].transpose(0, 1))
+    found = []
+    for _ in range(2):
+        out = torch.full_like(query, torch.nan)
+        attend(query, own, pool, block_ids.cuda(), torch.from_numpy(items).cuda(), out=out)
+        found.append(out[:num_tokens])
+        assert out[num_tokens:].isnan().all()
+    assert torch.equal(*found)
+    assert error(found[0], torch.cat(expected)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (8, 8, 64), (32, 16, 128)])

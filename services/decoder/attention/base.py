@@ -8,6 +8,8 @@ Passed as an argument all the way down; there is no global context.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -40,6 +42,8 @@ class AttentionMetadata:
             padding. Empty unless the backend reads it.
         seq_lens_device: `[S]` int32, device.
         plan: what the backend's `plan` returned.
+        wants_keys_values: `forward` reads the step's own keys and values beside the cache; set by
+            `plan`.
         fused: the step is of a few decodes whose attention is part of a fused operation, and needs
             no plan.
     """
@@ -52,6 +56,7 @@ class AttentionMetadata:
     block_ids: torch.Tensor
     seq_lens_device: torch.Tensor
     plan: Any = None
+    wants_keys_values: bool = False
     fused: bool = False
 
 
@@ -62,31 +67,48 @@ class AttentionBackend(Protocol):
         reads_block_tables: it wants `block_tables`; otherwise it wants `block_ids`.
         captures: steps of decodes alone, and of one prompt's chunk alone, can be captured as CUDA
             graphs.
+        captures_mixed: so can steps of decodes and chunks.
     """
 
     reads_block_tables: bool
     captures: bool
+    captures_mixed: bool
+
+    def captures_chunks(
+        self, query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
+    ) -> bool:
+        """Whether a captured step is the faster one for chunks of `query_lens` tokens that end
+        contexts of `seq_lens`.
+        """
+        ...
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> Any:  # noqa: ANN401 - backend's own
         """Host work once per step, shared by all layers; the result becomes `metadata.plan`.
 
         Args:
             metadata: the step's layout.
-            captured: the step is a CUDA graph's, of S decodes or of one chunk padded to T tokens
-                (`slot_mapping` has the padding, `cu_query_lens` has not): what kernels read must
-                lie where it lay when the graph of that S, or of that T, was captured. The first
-                plan for a T has no padding.
+            captured: the step is a CUDA graph's: of S decodes, or of chunks padded to T tokens
+                behind `num_decodes` decodes, some of which may be padding without a context
+                (`slot_mapping` has the padding, `cu_query_lens` has not). What kernels read must
+                lie where it lay when the graph was captured.
         """
         ...
 
     def forward(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        keys_values: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends; the step's keys and values are in the cache already.
 
         Args:
             query: `[T, num_heads, head_dim]`, rotated.
             kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, this layer's.
+            metadata: as planned.
+            keys_values: `[T, 2 * num_kv_heads, head_dim]`, the step's own keys, then values, if
+                `metadata.wants_keys_values`.
 
         Returns:
             `[T, num_heads, head_dim]`.

@@ -1,10 +1,10 @@
-"""Paged attention by flashinfer's kernels, and by one of our own where that is faster.
+"""Paged attention by flashinfer's kernels, and by our own where those are faster.
 
-Many decodes in a graph go through `ManyAttention`; launched one by one, its kernels would keep the
-host longer than flashinfer's. Decodes of large groups go through the tensor-core path, which is the
-FA2 prefill kernel. All wrappers share one float workspace. A plan is written to pinned memory and
-copied to the device asynchronously, so that memory is a ring: a plan's copy may still wait behind
-the previous step when the next is planned.
+In a graph, many decodes go through `ManyAttention` and chunks of prompts through `PromptAttention`;
+launched one by one, Triton's kernels would keep the host longer than flashinfer's. Decodes of large
+groups go through the tensor-core path, which is the FA2 prefill kernel. All wrappers share one
+float workspace. A plan is written to pinned memory and copied to the device asynchronously, so that
+memory is a ring: a plan's copy may still wait behind the previous step when the next is planned.
 """
 
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportCallIssue=false
@@ -14,6 +14,7 @@ the previous step when the next is planned.
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
@@ -21,16 +22,18 @@ from torch import Tensor
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.overlap import overlaps
+from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
 
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
 _RING = 3
+_PROMPT_ITEMS_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     decode: BatchDecodeWithPagedKVCacheWrapper | ManyAttention | None
-    prefill: BatchPrefillWithPagedKVCacheWrapper | None
+    prefill: BatchPrefillWithPagedKVCacheWrapper | Tensor | None  # the tensor: `list_items`
 
 
 class _PinnedRing:
@@ -89,26 +92,39 @@ class FlashInferBackend:
             use_tensor_cores=self._tensor_cores,
             backend="fa2",
         )
-        self._prefill_backend = "fa3" if hopper else "fa2"
         shape = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
         self._many: ManyAttention | None = None
         if overlaps() and ManyAttention.fits(*shape, sizes.block_size):
             self._many = ManyAttention(device, *shape)
         self._captured: dict[int, BatchDecodeWithPagedKVCacheWrapper] = {}
-        self._captured_prefills: dict[int, BatchPrefillWithPagedKVCacheWrapper] = {}
+        self._prompts = PromptAttention(device, sizes.num_heads, sizes.head_dim)
+        self._prompt_items = torch.zeros(_PROMPT_ITEMS_BYTES, dtype=torch.uint8, device=device)
+        self._prompt_ring = _PinnedRing(_PROMPT_ITEMS_BYTES)
         self._captured_block_ids: Tensor | None = None  # [most blocks of a batch] int32
+
+    @property
+    def captures_mixed(self) -> bool:
+        """See `base.AttentionBackend`: only `ManyAttention` needs no plan for any decodes."""
+        return self._many is not None
+
+    def captures_chunks(
+        self, query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
+    ) -> bool:
+        """See `base.AttentionBackend`."""
+        return self._prompts.gains(query_lens, seq_lens)
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
         """Plans decodes and prefills apart."""
-        if captured and self._many is not None and self._many.gains(metadata.num_decodes):
+        count, decodes = len(metadata.seq_lens), metadata.num_decodes
+        if captured and decodes < count:
+            metadata.wants_keys_values = True
+            return _Plan(self._many if decodes else None, self._plan_prompts(metadata))
+        if captured and self._many is not None and self._many.gains(decodes):
             return _Plan(self._many, None)  # it finds its work by itself
-        if captured and not metadata.num_decodes and self._replan(metadata):
-            return _Plan(None, self._captured_prefills[len(metadata.slot_mapping)])
         size = self._sizes.block_size
         seq_lens, queries = metadata.seq_lens.numpy(), metadata.cu_query_lens.numpy()
         num_blocks = -(-seq_lens // size)
         last = seq_lens - (num_blocks - 1) * size
-        count, decodes = len(seq_lens), metadata.num_decodes
         total_decode_blocks = int(num_blocks[:decodes].sum())
         host = self._index_ring.take().numpy().view(np.int32)
         decode = prefill = None
@@ -123,25 +139,48 @@ class FlashInferBackend:
             last_len, host = _copied(host, last[decodes:])
             prefill = self._prefill
             block_ids = metadata.block_ids[total_decode_blocks:]
-            if captured:
-                prefill = self._captured_prefill(len(metadata.slot_mapping), block_ids)
             self._plan_prefill(prefill, query_indptr, indptr, block_ids, last_len)
         self._index_ring.copied()
         return _Plan(decode, prefill)
 
-    def forward(self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        keys_values: Tensor | None = None,
+    ) -> Tensor:
         """See the contract."""
         plan: _Plan = metadata.plan
-        decodes = metadata.num_decodes
+        decodes, block_ids = metadata.num_decodes, metadata.block_ids
         output = torch.empty_like(query)
         if isinstance(plan.decode, ManyAttention):
-            block_ids, seq_lens = metadata.block_ids, metadata.seq_lens_device
+            seq_lens = metadata.seq_lens_device
             plan.decode(query[:decodes], kv_cache, block_ids, seq_lens, out=output[:decodes])
         elif plan.decode is not None:
             plan.decode.run(query[:decodes], kv_cache, out=output[:decodes])
-        if plan.prefill is not None:
+        if isinstance(plan.prefill, Tensor):
+            assert keys_values is not None
+            self._prompts(query, keys_values, kv_cache, block_ids, plan.prefill, out=output)
+        elif plan.prefill is not None:
             plan.prefill.run(query[decodes:], kv_cache, out=output[decodes:])
         return output
+
+    def _plan_prompts(self, metadata: AttentionMetadata) -> Tensor:
+        """A captured step's chunks, where its graph reads them."""
+        decodes = metadata.num_decodes
+        seq_lens, queries = metadata.seq_lens.numpy(), metadata.cu_query_lens.numpy()
+        num_blocks = -(-seq_lens.astype(np.int64) // self._sizes.block_size)
+        first_blocks = num_blocks.cumsum() - num_blocks
+        room = self._prompts.count_items(len(metadata.slot_mapping), len(seq_lens) - decodes)
+        chunks = Chunks(queries[decodes:], seq_lens[decodes:], first_blocks[decodes:])
+        items = self._prompts.list_items(chunks, room)
+        host = self._prompt_ring.take()[: items.nbytes]
+        host.numpy()[:] = items.reshape(-1).view(np.uint8)
+        target = self._prompt_items[: items.nbytes]
+        target.copy_(host, non_blocking=True)
+        self._prompt_ring.copied()
+        return target.view(torch.int32).view(items.shape)
 
     def _plan_decode(
         self,
@@ -188,33 +227,6 @@ class FlashInferBackend:
         )
         self._workspace_rings[1].copied()
 
-    @property
-    def _replans(self) -> bool:
-        """Whether `_replan` knows how the captured chunks' kernel is planned."""
-        return self._prefill_backend == "fa3"
-
-    def _replan(self, metadata: AttentionMetadata) -> bool:
-        """Plans a captured chunk as flashinfer would, but for 0.7 ms of its Python, which the first
-        token would wait for; False: flashinfer must do it (the first time, or before Hopper).
-
-        What the graph reads besides the plan are the block ids, where they were staged.
-        """
-        wrapper = self._captured_prefills.get(len(metadata.slot_mapping))
-        if wrapper is None or not self._replans:
-            return False
-        ids, sizes = metadata.block_ids, self._sizes
-        assert ids.data_ptr() == wrapper._paged_kv_indices_buf.data_ptr()
-        self._lend_workspace(wrapper, 1)
-        wrapper._cached_module.plan(
-            self._float_workspace, wrapper._int_workspace_buffer,
-            wrapper._pin_memory_int_workspace_buffer, metadata.cu_query_lens,
-            torch.from_numpy(np.array((0, len(ids)), np.int32)), metadata.seq_lens,
-            wrapper._max_total_num_rows, 1, sizes.num_heads, sizes.num_kv_heads, sizes.block_size,
-            True, sizes.head_dim, sizes.head_dim, True, -1,
-        )  # fmt: skip
-        self._workspace_rings[1].copied()
-        return True
-
     def _lend_workspace(
         self,
         wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper,
@@ -246,29 +258,6 @@ class FlashInferBackend:
                 ),
             )
             self._captured[batch_size] = wrapper
-        return wrapper
-
-    def _captured_prefill(
-        self, num_tokens: int, block_ids: Tensor
-    ) -> BatchPrefillWithPagedKVCacheWrapper:
-        """The wrapper of the graph of one chunk padded to `num_tokens`."""
-        wrapper = self._captured_prefills.get(num_tokens)
-        if wrapper is None:
-            pair, one = (
-                torch.zeros(count, dtype=torch.int32, device=self._device) for count in (2, 1)
-            )
-            wrapper = BatchPrefillWithPagedKVCacheWrapper(
-                self._float_workspace,
-                "NHD",
-                use_cuda_graph=True,
-                backend=self._prefill_backend,
-                qo_indptr_buf=pair,
-                paged_kv_indptr_buf=torch.zeros_like(pair),
-                # `_replan` leaves them where they are; flashinfer copies, and wants room for all.
-                paged_kv_indices_buf=block_ids if self._replans else self._block_ids(),
-                paged_kv_last_page_len_buf=one,
-            )
-            self._captured_prefills[num_tokens] = wrapper
         return wrapper
 
     def _block_ids(self) -> Tensor:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,10 +33,16 @@ class SdpaBackend:
     """See `base.AttentionBackend`; for "rows" of the pool, `base.write_kv`."""
 
     reads_block_tables = True
-    captures = False
+    captures = captures_mixed = False
 
     def __init__(self, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> None:
         self._sizes = sizes
+
+    def captures_chunks(
+        self, query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
+    ) -> bool:
+        """See `base.AttentionBackend`."""
+        return False
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
         """Which rows of the pool each sequence reads."""
@@ -58,7 +66,13 @@ class SdpaBackend:
             prefills.append(_Prefill(starts[index], starts[index + 1], rows, mask))
         return _Plan(decodes, decode_rows, reachable[:, None, None], prefills)
 
-    def forward(self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        keys_values: Tensor | None = None,
+    ) -> Tensor:
         """See the contract."""
         plan: _Plan = metadata.plan
         flat = kv_cache.view(-1, *kv_cache.shape[-2:])  # [rows, KVH, D]

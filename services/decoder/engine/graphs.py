@@ -1,4 +1,5 @@
-"""Steps as CUDA graphs: decodes by bucket of batch size, lone prompts by bucket of length.
+"""Steps as CUDA graphs: decodes by bucket of batch size, lone prompts by bucket of length, and
+mixtures of both by buckets of tokens and of decodes.
 
 A graph reads its inputs where the staging buffer has them on the device, and writes logits to one
 buffer that all graphs of a kind share. All graphs share one memory pool: one runs at a time.
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,10 @@ from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import HostStep, StagedStep
 from services.decoder.models.base import CausalLM
 
-_MAX_CAPTURED_PROMPT = 2048  # above, the device takes longer than the launches
+# Above, the device takes longer than the launches: alone, or while an encoder shares it.
+_MAX_CAPTURED_PROMPT, _MAX_CAPTURED_TOKENS = 2048, 4096
+_MAX_CAPTURED_CHUNKS = 16  # of a mixed step
+_FEW_DECODES = 64  # a mixed step's head is for as many rows as it has decodes at most
 
 
 def decode_buckets(max_num_sequences: int) -> list[int]:
@@ -37,6 +42,15 @@ def prompt_buckets(max_num_tokens: int) -> list[int]:
     """
     sizes = [*range(64, 1408, 64), *range(1408, _MAX_CAPTURED_PROMPT + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
+
+
+def mixed_buckets(max_num_tokens: int, max_num_sequences: int) -> list[tuple[int, int]]:
+    """Numbers of tokens, decodes among them, and of decodes, to capture mixed steps for."""
+    sizes = [*range(256, 2048, 128), *range(2048, _MAX_CAPTURED_TOKENS + 1, 256)]
+    decodes = {min(_FEW_DECODES, max_num_sequences), max_num_sequences}
+    return [
+        (size, most) for most in sorted(decodes) for size in sizes if most < size <= max_num_tokens
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +94,7 @@ class _Kind(NamedTuple):
 
     size: int  # sequences or tokens
     fused: bool = False  # see AttentionMetadata
+    decodes: int = 0  # of a mixed step
 
 
 class _GraphSet:
@@ -94,6 +109,13 @@ class _GraphSet:
     def _size(self, wanted: int) -> int | None:
         sizes = (kind.size for kind in self._captured)
         return min((size for size in sizes if size >= wanted), default=None)
+
+    def _captures_chunks(self, step: HostStep) -> bool:
+        if step.segments and self.parts.images is None:
+            return False
+        first = step.num_decodes
+        lengths = np.diff(step.cu_query_lens[first:])
+        return self.parts.backend.captures_chunks(lengths, step.seq_lens[first:])
 
     def _capture(self, kind: _Kind, forward: Callable[[], Tensor], rows: Tensor) -> None:
         """Captures `forward` to the states that sample; the kind with the most must be the first.
@@ -206,9 +228,7 @@ class PromptGraphs(_GraphSet):
 
     def pad(self, step: HostStep) -> HostStep | None:
         """See StepGraphs."""
-        if len(step.seq_lens) != 1 or step.num_decodes:
-            return None
-        if step.segments and self.parts.images is None:
+        if len(step.seq_lens) != 1 or step.num_decodes or not self._captures_chunks(step):
             return None
         size = self._size(len(step.input_ids))
         return step_inputs.pad_prompt(step, size) if size else None
@@ -226,3 +246,52 @@ class PromptGraphs(_GraphSet):
         if staged.host.segments and self.parts.images is not None:
             self.parts.images.read_in_place(staged.host.segments)
         return self._replay(staged, _Kind(len(staged.host.input_ids)))
+
+
+class MixedGraphs(_GraphSet):
+    """Steps of chunks, and perhaps decodes before them, with or without images."""
+
+    masks_images = True
+
+    def __init__(self, parts: StepParts, pool: Any, scratch_row: int) -> None:  # noqa: ANN401
+        super().__init__(parts, pool)
+        self._scratch_row = scratch_row
+
+    def pad(self, step: HostStep) -> HostStep | None:
+        """See StepGraphs."""
+        if len(step.seq_lens) - step.num_decodes > _MAX_CAPTURED_CHUNKS:
+            return None
+        if not self._captures_chunks(step):
+            return None
+        tokens, rows = len(step.input_ids), max(step.num_decodes, len(step.samples))
+        fitting = (k for k in self._captured if k.size >= tokens and k.decodes >= rows)
+        kind = min(fitting, key=lambda kind: (kind.decodes, kind.size), default=None)
+        return self._padded(step, kind) if kind is not None else None
+
+    def capture(self, stage: Callable[[HostStep], StagedStep], tokens: int, decodes: int) -> None:
+        """Captures a step of so many tokens, and up to so many decodes or tokens that are sampled
+        from; the most decodes come first.
+
+        Args:
+            stage: puts a step into the staging buffer.
+            tokens: of decodes and chunks.
+            decodes: fewer than tokens.
+        """
+        parts, kind = self.parts, _Kind(tokens, decodes=decodes)
+        lengths = [1] * (decodes - 1) + [tokens - decodes + 1]
+        staged = stage(self._padded(HostStep.scratch(lengths, self._scratch_row), kind))
+        parts.staging.upload()
+        forward = self._forward(staged, rows=parts.staging.device(staged.sampled_tokens))
+        self._capture(kind, forward, parts.staging.device(staged.sampled_rows))
+
+    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
+        """See StepGraphs."""
+        if staged.host.segments and self.parts.images is not None:
+            self.parts.images.read_in_place(staged.host.segments)
+        step = staged.host
+        return self._replay(staged, _Kind(len(step.input_ids), decodes=step.num_decodes))
+
+    def _padded(self, step: HostStep, kind: _Kind) -> HostStep:
+        return step_inputs.pad_mixed(
+            step, kind.size, kind.decodes, _MAX_CAPTURED_CHUNKS, self._scratch_row
+        )

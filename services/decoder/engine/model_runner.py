@@ -1,5 +1,6 @@
 """The model runner: batches in, sampled tokens out. The only owner of its device."""
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +10,13 @@ from torch import Tensor
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch, RunnerInfo, StepOutput
-from services.decoder.engine.graphs import DecodeGraphs, PromptGraphs, StepGraphs, StepParts
+from services.decoder.engine.graphs import (
+    DecodeGraphs,
+    MixedGraphs,
+    PromptGraphs,
+    StepGraphs,
+    StepParts,
+)
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.messages import Logprobs, SamplingParams
 from services.decoder.engine.sampler import Sampled, Sampler
@@ -136,8 +143,12 @@ class ModelRunner:
             self._images.close()
 
     @torch.inference_mode()
-    def capture_graphs(self, decodes: list[int], prompts: list[int]) -> None:
-        """Captures decode steps of these sizes and lone prompts of these lengths (GPU)."""
+    def capture_graphs(
+        self, decodes: list[int], prompts: list[int], mixed: list[tuple[int, int]]
+    ) -> None:
+        """Captures decode steps of these sizes, lone prompts of these lengths, and mixed steps of
+        these numbers of tokens and decodes (GPU).
+        """
         parts = StepParts(
             self._model,
             self._backend,
@@ -149,6 +160,7 @@ class ModelRunner:
         pool = torch.cuda.graph_pool_handle()
         of_decodes = DecodeGraphs(parts, pool, self._scratch_row)
         of_prompts = PromptGraphs(parts, pool)
+        of_mixed = MixedGraphs(parts, pool, self._scratch_row)
         # The largest first: what they need, all others find in the pool.
         for length in sorted(prompts, reverse=True):
             step = HostStep.scratch([length], self._scratch_row)
@@ -156,7 +168,9 @@ class ModelRunner:
         for count in sorted(decodes, reverse=True):
             step = HostStep.scratch([1] * count, self._scratch_row)
             of_decodes.capture(self._stage(step))
-        self.graphs = [of_decodes, of_prompts]
+        for tokens, count in sorted(mixed, key=lambda sizes: sizes[::-1], reverse=True):
+            of_mixed.capture(functools.partial(self._stage, masked=True), tokens, count)
+        self.graphs = [of_decodes, of_prompts, of_mixed]
 
     @torch.inference_mode()
     def forward_scratch(self, lengths: list[int]) -> None:
@@ -235,7 +249,7 @@ class ModelRunner:
             sampled = Sampled(self._model.ops.greedy(logits), None)
         else:
             sampled = self._sampler.sample(logits, plan, self._staging)
-        rows = self._staging.device(staged.sampled_rows)
+        rows = self._staging.device(staged.sampled_rows)[: len(sampled.token_ids)]  # no padding
         # A row that failed may be in the next step already: any valid id will do for it.
         self._state.last_tokens.index_copy_(0, rows, sampled.token_ids.clamp(min=0))
         return self._copy_back(sampled, plan)
@@ -271,6 +285,6 @@ class ModelRunner:
 def _staging_bytes(info: RunnerInfo, max_blocks: int) -> int:
     """The most a step's arrays take: per token, per chunk, and the blocks of all sequences."""
     per_token, per_row = 48, 256
-    rows = info.max_num_sequences + 1
+    rows = info.max_num_sequences + 32  # padding's among them
     tokens = max(info.max_batched_tokens, rows)
     return tokens * per_token + rows * (per_row + 4 * max_blocks) + np.dtype(np.int64).itemsize * 64

@@ -15,7 +15,7 @@ from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
 from services.decoder.engine import kv_cache
 from services.decoder.engine.batch import RunnerInfo
-from services.decoder.engine.graphs import decode_buckets, prompt_buckets
+from services.decoder.engine.graphs import decode_buckets, mixed_buckets, prompt_buckets
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.model_runner import DeviceState, ModelRunner
@@ -226,4 +226,7 @@ def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) 
     runner.sample_scratch(1)
     if with_graphs and backend.captures:
         longest = min(info.max_batched_tokens, info.max_model_len)
-        runner.capture_graphs(decode_buckets(info.max_num_sequences), prompt_buckets(longest))
+        mixed = mixed_buckets(longest, info.max_num_sequences) if backend.captures_mixed else []
+        runner.capture_graphs(
+            decode_buckets(info.max_num_sequences), prompt_buckets(longest), mixed
+        )

@@ -173,6 +173,44 @@ def pad_prompt(step: HostStep, num_tokens: int) -> HostStep:
     )
 
 
+def pad_mixed(
+    step: HostStep, num_tokens: int, num_decodes: int, num_chunks: int, scratch_row: int
+) -> HostStep:
+    """A step of decodes and chunks, padded to so many tokens, decodes and, behind them, chunks.
+
+    Padding has no context. Tokens stay together, decodes first, so that only the last are padding.
+    As many tokens are sampled from as there are decodes: after the step's own the last one of the
+    step, again and again, for the scratch row.
+    """
+    decodes, count = step.num_decodes, len(step.seq_lens)
+    used, end = len(step.input_ids), num_decodes + count - step.num_decodes
+    total = num_decodes + num_chunks + 1  # one is always padding
+    extra = num_tokens - used
+    seq_lens = np.zeros(total, np.int32)
+    table_rows = np.full(total, scratch_row)
+    cu_query_lens = np.full(total + 1, used, np.int32)
+    for target, source in ((seq_lens, step.seq_lens), (table_rows, step.table_rows)):
+        target[:decodes], target[num_decodes:end] = source[:decodes], source[decodes:]
+    cu_query_lens[: decodes + 1] = step.cu_query_lens[: decodes + 1]
+    cu_query_lens[decodes : num_decodes + 1] = decodes
+    cu_query_lens[num_decodes : end + 1] = step.cu_query_lens[decodes:]
+    samples = np.full(num_decodes, total - 1)
+    chosen = step.samples
+    samples[: len(chosen)] = np.where(chosen < decodes, chosen, chosen + num_decodes - decodes)
+    return replace(
+        step,
+        num_decodes=num_decodes,
+        input_ids=_padded(step.input_ids, extra, 0),
+        input_rows=_padded(step.input_rows, extra, -1),
+        positions=_padded(step.positions, extra, 0),
+        slot_mapping=_padded(step.slot_mapping, extra, -1),
+        cu_query_lens=cu_query_lens,
+        seq_lens=seq_lens,
+        table_rows=table_rows,
+        samples=samples,
+    )
+
+
 def _padded(array: npt.NDArray[_Number], extra: int, value: int) -> npt.NDArray[_Number]:
     """`array` with so many columns more; numpy.pad takes ten times as long."""
     columns = array.shape[-1]
@@ -199,7 +237,7 @@ class StagedStep:
     sampled_rows: Staged  # [B] int64: rows of the table
     sampled_tokens: Staged  # [B] int64: tokens of the step
     visual_rows: Staged | None  # [V] int64
-    visual_mask: Staged | None  # [T] int32, in a captured step of one chunk
+    visual_mask: Staged | None  # [T] int32, in a captured step with chunks
     block_ids: Staged
     block_tables: Staged
 

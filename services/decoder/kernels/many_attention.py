@@ -87,7 +87,8 @@ class ManyAttention:
             query: `[S, num_heads, head_dim]`, contiguous.
             kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, contiguous.
             block_ids: the sequences' blocks one after the other, int32, perhaps more behind them.
-            seq_lens: of the contexts, int32, all positive; perhaps more behind them.
+            seq_lens: of the contexts, int32, perhaps more behind them; after the last one that is
+                positive, those without a context, whose rows of `out` stay as they are.
             out: where the result goes, as `query`.
         """
         assert query.is_contiguous() and kv_cache.is_contiguous() and out.is_contiguous()

@@ -74,7 +74,7 @@ class Ops(Protocol):
         """See `layers.silu_and_mul`."""
         ...
 
-    def qk_rope_cache(self, heads: ProjectedHeads) -> Tensor:
+    def qk_rope_cache(self, heads: ProjectedHeads, keys_values: Tensor | None = None) -> Tensor:
         """See `rope.qk_rope_cache`."""
         ...
 

@@ -19,7 +19,7 @@ _FEW_HEADS, _MANY_HEADS = 1, 8
 _MANY_TOKENS = 128
 
 
-def qk_rope_cache(heads: ProjectedHeads) -> Tensor:
+def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> Tensor:
     """See the plain twin. `head_dim / 2` is a power of two, and all tensors are contiguous."""
     assert heads.is_contiguous
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
@@ -28,8 +28,9 @@ def qk_rope_cache(heads: ProjectedHeads) -> Tensor:
     block = _MANY_HEADS if num_tokens >= _MANY_TOKENS else _FEW_HEADS
     _kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
         heads.qkv, *heads.norms, *heads.rope, heads.rows, heads.kv_cache, query,
+        query if keys_values is None else keys_values,
         num_tokens, num_heads, num_kv_heads, heads.eps, heads.qkv[0].numel(),
-        HALF=head_dim // 2, BLOCK=block, PARTS=heads.num_parts,
+        HALF=head_dim // 2, BLOCK=block, PARTS=heads.num_parts, KEEP=keys_values is not None,
         OVERLAP=overlaps(), num_warps=1, launch_pdl=overlaps(),
     )  # fmt: skip
     return query
@@ -59,8 +60,8 @@ def rotated(  # noqa: ANN201 - two of the inputs' kind
 @triton.jit
 def _kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, query_ptr,
-    num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    kept_ptr, num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -92,6 +93,11 @@ def _kernel(
     out = query_ptr + (token * num_heads + head)[:, None] * (2 * HALF) + column
     tl.store(out, first, mask=is_query)
     tl.store(out + HALF, second, mask=is_query)
+    if KEEP:
+        kept = token * (2 * num_kv_heads) + head[:, None] - num_heads
+        out = kept_ptr + kept * (2 * HALF) + column
+        tl.store(out, first, mask=inside & ~is_query)
+        tl.store(out + HALF, second, mask=inside & ~is_query)
     # rows: [2, T], the cache's row of the token's keys, then of its values.
     key_row = tl.load(rows_ptr + token)
     value_row = tl.load(rows_ptr + num_tokens + token)

@@ -68,8 +68,12 @@ class Attention(nn.Module):
         heads = ProjectedHeads(qkv, norms, self.q_norm.eps, step.rope, kv_cache, step.kv_rows)
         if metadata.fused:
             return self.ops.attend_few(heads, metadata.block_ids, metadata.seq_lens_device)
-        query = self.ops.qk_rope_cache(heads)
-        return self.backend.forward(query, kv_cache, metadata).flatten(1)
+        keys_values = None
+        if metadata.wants_keys_values:
+            num_kv_heads, head_dim = kv_cache.shape[-2:]
+            keys_values = kv_cache.new_empty(heads.num_tokens, 2 * num_kv_heads, head_dim)
+        query = self.ops.qk_rope_cache(heads, keys_values)
+        return self.backend.forward(query, kv_cache, metadata, keys_values).flatten(1)
 
 
 class MLP(nn.Module):

@@ -95,10 +95,14 @@ class ProjectedHeads:
         return all(part.is_contiguous() for part in parts)
 
 
-def qk_rope_cache(heads: ProjectedHeads) -> Tensor:
+def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> Tensor:
     """Normalises and rotates queries and keys, writes keys and values to the cache.
 
     The plain twin of one fused kernel.
+
+    Args:
+        heads: see there.
+        keys_values: `[T, 2 * num_kv_heads, head_dim]`, where keys and then values go, too.
 
     Returns:
         Queries, `[T, num_heads, head_dim]`.
@@ -110,4 +114,6 @@ def qk_rope_cache(heads: ProjectedHeads) -> Tensor:
     )
     key = rotate(rms_norm(key, heads.norms[1], heads.eps), *heads.rope)
     write_kv(heads.kv_cache, heads.rows, key, value)
+    if keys_values is not None:
+        torch.cat((key, value), dim=1, out=keys_values)
     return rotate(rms_norm(query, heads.norms[0], heads.eps), *heads.rope)

@@ -8,6 +8,7 @@ import torch
 
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch
+from services.decoder.engine.graphs import mixed_buckets
 from services.decoder.engine.images import find_segments
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.runner import RunnerOptions, create_runner, resolve_device
@@ -192,8 +193,8 @@ def test_half_precision_runs(directory: Path, dtype: str) -> None:
     assert len(harness.generate(start_text(harness), 5)) == 5
 
 
-def start_text(harness: Harness) -> Sequence:
-    return harness.start(list(range(10)))
+def start_text(harness: Harness, row: int = 0) -> Sequence:
+    return harness.start(list(range(10)), row)
 
 
 def test_tied_checkpoints_run(tmp_path: Path) -> None:
@@ -274,6 +275,47 @@ def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None
     assert runner._table.blocks[runner._scratch_row, 0] == runner.info.num_blocks
     sequences[0].num_in_flight = 0
     harness.finish(sequences[0])
+
+
+def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harness: Harness) -> None:
+    runner = harness.runner
+    decodes = [start_text(harness, row) for row in range(2)]
+    for sequence in decodes:
+        harness.step(harness.chunk(sequence))
+    prompts = [start_text(harness, row) for row in (2, 3)]
+    chunks = [harness.chunk(sequence) for sequence in decodes]
+    chunks += [harness.chunk(prompts[0], 5), harness.chunk(prompts[1])]
+    used = sum(chunk.length for chunk in chunks)
+    step = step_inputs.build(Batch(chunks, used), runner._table, 4)
+    padded = step_inputs.pad_mixed(step, 64, 4, 3, runner._scratch_row)
+    assert padded.num_decodes == 4
+    assert len(padded.input_ids) == padded.positions.shape[1] == 64
+    assert np.array_equal(padded.slot_mapping[:used], step.slot_mapping)
+    assert padded.slot_mapping[used:].tolist() == [-1] * (64 - used)
+    assert np.diff(padded.cu_query_lens).tolist() == [1, 1, 0, 0, 5, 10, 0, 0]
+    places = [0, 1, 4, 5]
+    assert padded.seq_lens[places].tolist() == step.seq_lens.tolist()
+    assert padded.table_rows[places].tolist() == [0, 1, 2, 3]
+    others = [2, 3, 6, 7]
+    assert not padded.seq_lens[others].any()
+    assert padded.table_rows[others].tolist() == [runner._scratch_row] * 4
+    # Three sample: two decodes and the whole prompt. Padding samples for the scratch row.
+    assert padded.samples.tolist() == [0, 1, 5, 7]
+    staged = runner._stage(padded)
+    runner._staging.upload()
+    assert runner._staging.device(staged.sampled_tokens).tolist() == [0, 1, used - 1, used - 1]
+    assert runner._staging.device(staged.sampled_rows).tolist() == [0, 1, 3, runner._scratch_row]
+    for sequence in (*decodes, *prompts):
+        sequence.num_in_flight = 0
+        harness.finish(sequence)
+
+
+def test_mixtures_are_captured_for_few_and_for_all_decodes() -> None:
+    assert mixed_buckets(400, 8) == [(256, 8), (384, 8)]
+    sizes = mixed_buckets(8192, 256)
+    assert {decodes for _, decodes in sizes} == {64, 256}
+    assert max(sizes) == (4096, 256)
+    assert all(tokens > decodes for tokens, decodes in sizes)
 
 
 def test_staging_packs_apart_and_refuses_too_much() -> None:

@@ -1,0 +1,35 @@
+"""The 2B shape with random weights, loaded once for all tests that drive it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.decoder_harness import Harness
+from tests.gpu.decoder_2b import IDS, ROPE, TEXT_2B, VISION, options
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 2B shape's configuration without weights."""
+    made = tmp_path_factory.mktemp("dummy-2b")
+    config = IDS | {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": TEXT_2B | {"rope_scaling": ROPE, "rope_theta": 5e6},
+        "vision_config": VISION,
+    }
+    (made / "config.json").write_text(json.dumps(config))
+    size = {"size": {"shortest_edge": 65536, "longest_edge": 1 << 24}}
+    (made / "preprocessor_config.json").write_text(json.dumps(size))
+    return made
+
+
+@pytest.fixture(scope="session")
+def dummy(directory: Path) -> Iterator[Harness]:
+    """The 2B shape with graphs."""
+    with closing(Harness(directory, **options(load_format="dummy"))) as harness:
+        yield harness
+    torch.cuda.empty_cache()

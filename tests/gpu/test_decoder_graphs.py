@@ -1,0 +1,133 @@
+"""Captured steps of the decoder against the same steps launched one by one. For the metric and the
+tolerances see `test_decoder_gpu.py`.
+"""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from services.decoder.kernels.ops import greedy
+from tests.decoder_harness import Harness
+from tests.gpu.decoder_2b import prompts, relative
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+needs_flashinfer = pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "fused"),
+    [
+        (1, True),
+        (1, False),
+        (2, True),
+        (2, False),
+        (3, False),
+        (17, False),
+        (51, False),
+        (64, False),
+    ],
+)
+def test_a_graph_agrees_with_the_eager_step(
+    dummy: Harness, monkeypatch: pytest.MonkeyPatch, count: int, fused: bool
+) -> None:
+    assert dummy.runner.graphs, "no backend here captures steps"
+    ops = dummy.runner._model.ops
+    assert (ops.max_fused_context(count) > 0) == (count <= 2)
+    if not fused:
+        monkeypatch.setattr(ops, "max_fused_context", lambda num_tokens: 0)
+    running = [dummy.start(ids, row) for row, ids in enumerate(prompts(count))]
+    for sequence in running:
+        dummy.step(dummy.chunk(sequence))
+    chunks = [dummy.chunk(sequence) for sequence in running]
+    eager = dummy.logits(*chunks)
+    tokens = dummy.launch(*chunks).result().token_ids
+    captured = dummy.runner.graphs[0]._logits[:count]
+    # Padded to a bucket, the matrix products are of another size: as a batch against one alone.
+    assert relative(captured, eager) < 5e-2
+    assert tokens == greedy(captured).tolist()
+    for sequence in running:
+        dummy.finish(sequence)
+
+
+@pytest.mark.parametrize("cached", [0, 37])
+@pytest.mark.parametrize("length", [2, 64, 333, 1500])
+def test_a_captured_prompt_agrees_with_the_eager_one(
+    dummy: Harness, length: int, cached: int
+) -> None:
+    """With an image in the chunk, and with context before it."""
+    rng = np.random.default_rng(length)
+    token_ids = rng.integers(0, 150000, length + cached).tolist()
+    span = min(40, length // 2)
+    embedding = torch.randn(4, span, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
+    sequence = dummy.start(token_ids, images=[(cached + 1, embedding)])
+    if cached:
+        dummy.step(dummy.chunk(sequence, cached))
+    chunk = dummy.chunk(sequence)
+    eager = dummy.logits(chunk)[-1:]
+    tokens = dummy.launch(chunk).result().token_ids
+    captured = dummy.runner.graphs[1]._logits[:1]
+    assert relative(captured, eager) < 5e-2  # matrix products of another size, as above
+    assert tokens == greedy(captured).tolist()
+    dummy.finish(sequence)
+
+
+def test_a_captured_part_of_a_prompt_is_as_good_as_an_eager_one(dummy: Harness) -> None:
+    """Nobody samples from the first part, and the second attends to it."""
+    token_ids = np.random.default_rng(5).integers(0, 150000, 500).tolist()
+    prompt = dummy.start(token_ids)
+    assert dummy.launch(dummy.chunk(prompt, 300)).result().token_ids == []
+    tokens = dummy.launch(dummy.chunk(prompt)).result().token_ids
+    captured = dummy.runner.graphs[1]._logits[:1].clone()
+    assert tokens == greedy(captured).tolist()
+    dummy.finish(prompt)
+    whole = dummy.start(token_ids)
+    assert relative(captured, dummy.logits(dummy.chunk(whole))[-1:]) < 5e-2
+    dummy.finish(whole)
+
+
+@needs_flashinfer
+@pytest.mark.parametrize(
+    ("decodes", "chunks"),
+    [
+        (1, [60]), (3, [700, 2, 33]), (50, [300, 290, 1, 450]), (63, [960]), (0, [20] * 16),
+        (40, [1300, 1100, 900]),
+    ],
+    ids=["two", "few", "full", "prompt", "prompts", "large"],
+)  # fmt: skip
+def test_a_captured_mixture_agrees_with_the_eager_one(
+    dummy: Harness, decodes: int, chunks: list[int]
+) -> None:
+    """The first chunk has an image and the second context before it; the last one samples nothing,
+    where that leaves the step something to sample.
+    """
+    rng = np.random.default_rng(decodes)
+    running = [dummy.start(ids, row) for row, ids in enumerate(prompts(decodes))]
+    for sequence in running:
+        dummy.step(dummy.chunk(sequence))
+    embedding = torch.randn(4, 15, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
+    step = [dummy.chunk(sequence) for sequence in running]
+    for index, length in enumerate(chunks):
+        cached = 37 if index == 1 else 0
+        rest = 9 if index == len(chunks) - 1 and decodes else 0
+        token_ids = rng.integers(0, 150000, cached + length + rest).tolist()
+        images = [(2, embedding)] if index == 0 else []
+        sequence = dummy.start(token_ids, decodes + index, images=images)
+        if cached:
+            dummy.step(dummy.chunk(sequence, cached))
+        running.append(sequence)
+        step.append(dummy.chunk(sequence, length))
+    step.sort(key=lambda chunk: chunk.length != 1)  # as `launch` has them
+    sampling = [index for index, chunk in enumerate(step) if chunk.samples]
+    ends = np.cumsum([chunk.length for chunk in step]) - 1
+    eager = dummy.logits(*step)[ends[sampling].tolist()]
+    of_mixed = dummy.runner.graphs[2]
+    tokens = dummy.launch(*step).result().token_ids
+    captured = of_mixed._logits[: len(sampling)]
+    assert relative(captured, eager) < 5e-2  # matrix products of another size, as above
+    assert tokens == greedy(captured).tolist()
+    for sequence in running:
+        dummy.finish(sequence)
