@@ -1,5 +1,5 @@
 """Steps as CUDA graphs: decodes by bucket of batch size, lone prompts by bucket of length, and
-mixtures of both by buckets of tokens and of decodes.
+mixtures of both by bucket of tokens.
 
 A graph reads its inputs where the staging buffer has them on the device, and writes logits to one
 buffer that all graphs of a kind share. All graphs share one memory pool: one runs at a time.
@@ -24,7 +24,8 @@ from services.decoder.models.base import CausalLM
 # Above, the device takes longer than the launches: alone, or while an encoder shares it.
 _MAX_CAPTURED_PROMPT, _MAX_CAPTURED_TOKENS = 2048, 4096
 _MAX_CAPTURED_CHUNKS = 16  # of a mixed step
-_FEW_DECODES = 64  # a mixed step's head is for as many rows as it has decodes at most
+# Of a mixed step, and of rows of its head: with more, the device takes as long as the launches.
+_MAX_CAPTURED_DECODES = 64
 
 
 def decode_buckets(max_num_sequences: int) -> list[int]:
@@ -44,13 +45,10 @@ def prompt_buckets(max_num_tokens: int) -> list[int]:
     return [size for size in sizes if size <= max_num_tokens]
 
 
-def mixed_buckets(max_num_tokens: int, max_num_sequences: int) -> list[tuple[int, int]]:
-    """Numbers of tokens, decodes among them, and of decodes, to capture mixed steps for."""
+def mixed_buckets(max_num_tokens: int) -> list[int]:
+    """Numbers of tokens, decodes among them, to capture mixed steps for."""
     sizes = [*range(256, 2048, 128), *range(2048, _MAX_CAPTURED_TOKENS + 1, 256)]
-    decodes = {min(_FEW_DECODES, max_num_sequences), max_num_sequences}
-    return [
-        (size, most) for most in sorted(decodes) for size in sizes if most < size <= max_num_tokens
-    ]
+    return [size for size in sizes if size <= max_num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,6 @@ class _Kind(NamedTuple):
 
     size: int  # sequences or tokens
     fused: bool = False  # see AttentionMetadata
-    decodes: int = 0  # of a mixed step
 
 
 class _GraphSet:
@@ -255,43 +252,40 @@ class MixedGraphs(_GraphSet):
 
     def __init__(self, parts: StepParts, pool: Any, scratch_row: int) -> None:  # noqa: ANN401
         super().__init__(parts, pool)
-        self._scratch_row = scratch_row
+        self._scratch_row = scratch_row  # the one behind those of sequences
+        self._decodes = min(_MAX_CAPTURED_DECODES, scratch_row)
 
     def pad(self, step: HostStep) -> HostStep | None:
         """See StepGraphs."""
         if len(step.seq_lens) - step.num_decodes > _MAX_CAPTURED_CHUNKS:
             return None
-        if not self._captures_chunks(step):
+        if max(step.num_decodes, len(step.samples)) > self._decodes:
             return None
-        tokens, rows = len(step.input_ids), max(step.num_decodes, len(step.samples))
-        fitting = (k for k in self._captured if k.size >= tokens and k.decodes >= rows)
-        kind = min(fitting, key=lambda kind: (kind.decodes, kind.size), default=None)
-        return self._padded(step, kind) if kind is not None else None
+        size = self._size(len(step.input_ids)) if self._captures_chunks(step) else None
+        return self._padded(step, size) if size else None
 
-    def capture(self, stage: Callable[[HostStep], StagedStep], tokens: int, decodes: int) -> None:
-        """Captures a step of so many tokens, and up to so many decodes or tokens that are sampled
-        from; the most decodes come first.
+    def capture(self, stage: Callable[[HostStep], StagedStep], num_tokens: int) -> None:
+        """Captures a step of so many tokens.
 
         Args:
             stage: puts a step into the staging buffer.
-            tokens: of decodes and chunks.
-            decodes: fewer than tokens.
+            num_tokens: more than the most decodes.
         """
-        parts, kind = self.parts, _Kind(tokens, decodes=decodes)
-        lengths = [1] * (decodes - 1) + [tokens - decodes + 1]
-        staged = stage(self._padded(HostStep.scratch(lengths, self._scratch_row), kind))
+        parts = self.parts
+        lengths = [1] * (self._decodes - 1) + [num_tokens - self._decodes + 1]
+        staged = stage(self._padded(HostStep.scratch(lengths, self._scratch_row), num_tokens))
         parts.staging.upload()
         forward = self._forward(staged, rows=parts.staging.device(staged.sampled_tokens))
-        self._capture(kind, forward, parts.staging.device(staged.sampled_rows))
+        rows = parts.staging.device(staged.sampled_rows)
+        self._capture(_Kind(num_tokens), forward, rows)
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
         """See StepGraphs."""
         if staged.host.segments and self.parts.images is not None:
             self.parts.images.read_in_place(staged.host.segments)
-        step = staged.host
-        return self._replay(staged, _Kind(len(step.input_ids), decodes=step.num_decodes))
+        return self._replay(staged, _Kind(len(staged.host.input_ids)))
 
-    def _padded(self, step: HostStep, kind: _Kind) -> HostStep:
+    def _padded(self, step: HostStep, num_tokens: int) -> HostStep:
         return step_inputs.pad_mixed(
-            step, kind.size, kind.decodes, _MAX_CAPTURED_CHUNKS, self._scratch_row
+            step, num_tokens, self._decodes, _MAX_CAPTURED_CHUNKS, self._scratch_row
         )

@@ -143,11 +143,9 @@ class ModelRunner:
             self._images.close()
 
     @torch.inference_mode()
-    def capture_graphs(
-        self, decodes: list[int], prompts: list[int], mixed: list[tuple[int, int]]
-    ) -> None:
+    def capture_graphs(self, decodes: list[int], prompts: list[int], mixed: list[int]) -> None:
         """Captures decode steps of these sizes, lone prompts of these lengths, and mixed steps of
-        these numbers of tokens and decodes (GPU).
+        these numbers of tokens (GPU).
         """
         parts = StepParts(
             self._model,
@@ -168,8 +166,8 @@ class ModelRunner:
         for count in sorted(decodes, reverse=True):
             step = HostStep.scratch([1] * count, self._scratch_row)
             of_decodes.capture(self._stage(step))
-        for tokens, count in sorted(mixed, key=lambda sizes: sizes[::-1], reverse=True):
-            of_mixed.capture(functools.partial(self._stage, masked=True), tokens, count)
+        for num_tokens in sorted(mixed, reverse=True):
+            of_mixed.capture(functools.partial(self._stage, masked=True), num_tokens)
         self.graphs = [of_decodes, of_prompts, of_mixed]
 
     @torch.inference_mode()

@@ -226,7 +226,7 @@ def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) 
     runner.sample_scratch(1)
     if with_graphs and backend.captures:
         longest = min(info.max_batched_tokens, info.max_model_len)
-        mixed = mixed_buckets(longest, info.max_num_sequences) if backend.captures_mixed else []
+        mixed = mixed_buckets(longest) if backend.captures_mixed else []
         runner.capture_graphs(
             decode_buckets(info.max_num_sequences), prompt_buckets(longest), mixed
         )

@@ -1,5 +1,6 @@
 """The runner: a sequence's tokens do not depend on how its work was cut up or who ran beside it."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch
-from services.decoder.engine.graphs import mixed_buckets
+from services.decoder.engine.graphs import MixedGraphs, StepParts
 from services.decoder.engine.images import find_segments
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.runner import RunnerOptions, create_runner, resolve_device
@@ -310,12 +311,36 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
         harness.finish(sequence)
 
 
-def test_mixtures_are_captured_for_few_and_for_all_decodes() -> None:
-    assert mixed_buckets(400, 8) == [(256, 8), (384, 8)]
-    sizes = mixed_buckets(8192, 256)
-    assert {decodes for _, decodes in sizes} == {64, 256}
-    assert max(sizes) == (4096, 256)
-    assert all(tokens > decodes for tokens, decodes in sizes)
+def test_a_mixture_takes_the_smallest_graph_that_holds_it(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = harness.runner
+    monkeypatch.setattr(runner._backend, "captures_chunks", lambda lengths, contexts: True)
+    state = runner._state
+    parts = StepParts(
+        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache
+    )
+    graphs = MixedGraphs(parts, None, runner._scratch_row)
+    monkeypatch.setattr(graphs, "_forward", lambda staged, rows: None)
+    monkeypatch.setattr(
+        graphs, "_capture", lambda kind, forward, rows: graphs._captured.update({kind: rows})
+    )
+    for size in (512, 384, 256):
+        graphs.capture(functools.partial(runner._stage, masked=True), size)
+    assert all(len(rows) == 8 for rows in graphs._captured.values())  # as many as may decode
+
+    def padded(lengths: list[int]) -> int | None:
+        step = graphs.pad(step_inputs.HostStep.scratch(lengths, runner._scratch_row))
+        return len(step.input_ids) if step is not None else None
+
+    assert padded([1, 1, 200]) == padded([256]) == 256
+    assert padded([1, 256]) == padded([90] * 4) == 384
+    assert padded([1] * 4 + [100] * 4) == 512
+    assert padded([513]) is None
+    assert padded([1] * 8 + [9]) is None, "nine sample"
+    assert padded([3] * 17) is None, "too many chunks"
+    monkeypatch.setattr(runner._backend, "captures_chunks", lambda lengths, contexts: False)
+    assert padded([1, 200]) is None
 
 
 def test_staging_packs_apart_and_refuses_too_much() -> None:
