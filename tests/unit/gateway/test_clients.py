@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import gc
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from services.common.errors import Cancelled, TriptychError, Unavailable
 from services.gateway.clients import pods
 from services.gateway.clients.affinity import pick
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
-from services.gateway.clients.encoders import EncoderPool
+from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.clients.pods import Pod, PodSet
 from services.gateway.generation import Finished, Generation, Mailbox, Sampling
 from tests.fakes import FakeDecoder, FakeEncoder
@@ -273,6 +274,35 @@ async def test_encoders_of_another_kind_are_not_mixed():
     await pool.close()
     for fake in fakes:
         await fake.stop()
+
+
+@in_loop
+async def test_an_answer_that_fails_as_its_asker_leaves_is_not_reported_as_lost():
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    pod = EncoderPod("127.0.0.1:1")
+
+    async def leave_as_it_fails():
+        answer = asyncio.get_running_loop().create_future()
+        pod._encode = lambda request, **_: answer
+        asked = asyncio.ensure_future(
+            pod.encode(b"key", b"", (1, 2, 2), request_id="req-1", timeout_s=1.0)
+        )
+        await asyncio.sleep(0.01)
+        answer.set_exception(Unavailable("gone"))
+        await asyncio.sleep(0)  # it has failed, and the asker does not know yet
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        pod._encode = None
+
+    await leave_as_it_fails()
+    assert pod.num_in_flight == 0
+    gc.collect()  # what nobody has asked for is reported when it is thrown away
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().set_exception_handler(None)
+    assert not reported
+    await pod.close()
 
 
 async def test_mailbox_hands_out_all_at_once_and_in_order():
