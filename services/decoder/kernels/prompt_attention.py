@@ -32,9 +32,10 @@ _BLOCK = 64  # tokens, of queries and of keys
 _WARPS, _STAGES = 4, 3
 _PROGRAMS_PER_PROCESSOR = 2
 _LEAST_TILES = 4  # of keys, of a part
-# New tokens times those that are cached before them. With more, FA3 gains more by its larger tiles
-# than a graph spares: 1,000 behind 8,000 take it 131 us and this kernel 252.
-_MOST_CACHED_PAIRS = 5_000_000
+# Pairs of a new and a cached token, of which FA3 does twice as many in a time. It is launched
+# kernel by kernel, so it gains once a step keeps the device longer than its launches the host: some
+# 10 ms, where 1,000 new tokens take 5 and a million pairs 0.8 (28 layers of the 2B on an H200).
+_FEW_PAIRS, _MOST_PAIRS, _PAIRS_PER_TOKEN = 1_000_000, 12_000_000, 6_000
 _FIELDS = 8  # of an item in the list
 _LOG2_E = 1.4426950408889634
 
@@ -71,7 +72,8 @@ class PromptAttention:
     def gains(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> bool:
         """Whether it is for chunks of these lengths and contexts; else they are not for a graph."""
         cached = (seq_lens - query_lens).astype(np.int64)
-        return int(cached @ query_lens) <= _MOST_CACHED_PAIRS
+        most = _MOST_PAIRS - _PAIRS_PER_TOKEN * int(query_lens.sum())
+        return int(cached @ query_lens) <= max(_FEW_PAIRS, most)
 
     def count_items(self, num_tokens: int, num_chunks: int) -> int:
         """The most items of so many chunks of so many tokens together."""

@@ -261,8 +261,11 @@ if __name__ == "__main__":
     check_prompts([(0, 130)], 2, 1, 64)
     check_prompts([(0, 64), (40, 3), (70, 90), (0, 1)], 4, 1, 64)
     check_prompts([(131, 65), (0, 129)], 2, 2, 128)
-    lengths = np.array([1000, 40], np.int32)
-    assert PromptAttention.gains(lengths, lengths + np.array([4000, 8000], np.int32))
-    assert not PromptAttention.gains(lengths, lengths + np.array([5000, 8000], np.int32))
+    for new, cached, gains in (
+        (1000, 5000, True), (1000, 7000, False), (50, 100_000, True), (2000, 400, True),
+        (2000, 1000, False),
+    ):  # fmt: skip
+        lengths = np.array([new], np.int32)
+        assert PromptAttention.gains(lengths, lengths + cached) == gains
     check_prompts([(330, 10), (600, 70)], 2, 1, 64)  # in parts
     print("agreed")
