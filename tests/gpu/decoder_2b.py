@@ -1,8 +1,15 @@
 """The decoder of the 2B shape on a GPU, and how its rows are compared."""
 
+import importlib.util
+
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
+
+needs_flashinfer = pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
+)
 
 GPU = torch.device("cuda", 0)
 BLOCK_SIZE = 16

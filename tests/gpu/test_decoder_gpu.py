@@ -9,7 +9,6 @@ and ours may be at most 1.3 times as far from float32 as theirs. With random wei
 compared where the best logit leads by more than the noise.
 """
 
-import importlib.util
 import json
 from contextlib import closing
 from pathlib import Path
@@ -32,15 +31,13 @@ from tests.gpu.decoder_2b import (
     ROPE,
     TEXT_2B,
     VISION,
+    needs_flashinfer,
     options,
     prompts,
     relative,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
-needs_flashinfer = pytest.mark.skipif(
-    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
-)
 
 # Attention.
 

@@ -2,20 +2,15 @@
 tolerances see `test_decoder_gpu.py`.
 """
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
 
 from services.decoder.kernels.ops import greedy
 from tests.decoder_harness import Harness
-from tests.gpu.decoder_2b import prompts, relative
+from tests.gpu.decoder_2b import needs_flashinfer, prompts, relative
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
-needs_flashinfer = pytest.mark.skipif(
-    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
-)
 
 
 @pytest.mark.parametrize(

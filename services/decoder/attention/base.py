@@ -32,7 +32,8 @@ class AttentionMetadata:
     Host tensors exist because backends plan on the host; device tensors because kernels read them.
 
     Attributes:
-        num_decodes: the first `num_decodes` sequences have exactly one query token.
+        num_decodes: the first `num_decodes` sequences have exactly one query token; but for
+            padding in a captured step with chunks, which has none.
         cu_query_lens: `[S + 1]` int32, host.
         seq_lens: `[S]` int32, host: context after this step, query tokens included.
         slot_mapping: `[T]` int64, device: where each token's key and value go;

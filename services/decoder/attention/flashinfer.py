@@ -27,7 +27,7 @@ from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
 _RING = 3
-_PROMPT_ITEMS_BYTES = 64 << 10
+_PROMPT_ITEMS_BYTES = 64 << 10  # 32 each, of a captured step: far more than it has
 
 
 @dataclass(frozen=True, slots=True)

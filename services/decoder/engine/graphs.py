@@ -23,7 +23,7 @@ from services.decoder.models.base import CausalLM
 
 # Above, the device takes longer than the launches: alone, or while an encoder shares it.
 _MAX_CAPTURED_PROMPT, _MAX_CAPTURED_TOKENS = 2048, 4096
-_MAX_CAPTURED_CHUNKS = 16  # of a mixed step
+MAX_CAPTURED_CHUNKS = 16  # of a mixed step
 # Of a mixed step, and of rows of its head: with more, the device takes as long as the launches.
 _MAX_CAPTURED_DECODES = 64
 
@@ -106,13 +106,6 @@ class _GraphSet:
     def _size(self, wanted: int) -> int | None:
         sizes = (kind.size for kind in self._captured)
         return min((size for size in sizes if size >= wanted), default=None)
-
-    def _captures_chunks(self, step: HostStep) -> bool:
-        if step.segments and self.parts.images is None:
-            return False
-        first = step.num_decodes
-        lengths = np.diff(step.cu_query_lens[first:])
-        return self.parts.backend.captures_chunks(lengths, step.seq_lens[first:])
 
     def _capture(self, kind: _Kind, forward: Callable[[], Tensor], rows: Tensor) -> None:
         """Captures `forward` to the states that sample; the kind with the most must be the first.
@@ -218,20 +211,13 @@ class DecodeGraphs(_GraphSet):
         return int(step.seq_lens.max()) <= longest
 
 
-class PromptGraphs(_GraphSet):
-    """Steps of one chunk of a prompt alone, with or without images."""
+class _ChunkGraphs(_GraphSet):
+    """Steps with chunks of prompts, with or without images."""
 
     masks_images = True
 
-    def pad(self, step: HostStep) -> HostStep | None:
-        """See StepGraphs."""
-        if len(step.seq_lens) != 1 or step.num_decodes or not self._captures_chunks(step):
-            return None
-        size = self._size(len(step.input_ids))
-        return step_inputs.pad_prompt(step, size) if size else None
-
     def capture(self, staged: StagedStep) -> None:
-        """Captures a chunk without padding."""
+        """Captures a padded step; the largest must be the first."""
         parts = self.parts
         parts.staging.upload()
         forward = self._forward(staged, rows=parts.staging.device(staged.sampled_tokens))
@@ -244,48 +230,49 @@ class PromptGraphs(_GraphSet):
             self.parts.images.read_in_place(staged.host.segments)
         return self._replay(staged, _Kind(len(staged.host.input_ids)))
 
+    def _gains(self, step: HostStep) -> bool:
+        """Whether its images can be read, and its chunks are better off in a graph."""
+        if step.segments and self.parts.images is None:
+            return False
+        first = step.num_decodes
+        lengths = np.diff(step.cu_query_lens[first:])
+        return self.parts.backend.captures_chunks(lengths, step.seq_lens[first:])
 
-class MixedGraphs(_GraphSet):
-    """Steps of chunks, and perhaps decodes before them, with or without images."""
 
-    masks_images = True
+class PromptGraphs(_ChunkGraphs):
+    """Steps of one chunk alone."""
+
+    def pad(self, step: HostStep) -> HostStep | None:
+        """See StepGraphs."""
+        if len(step.seq_lens) != 1 or step.num_decodes or not self._gains(step):
+            return None
+        size = self._size(len(step.input_ids))
+        return step_inputs.pad_prompt(step, size) if size else None
+
+
+class MixedGraphs(_ChunkGraphs):
+    """Steps of any chunks, and perhaps decodes before them."""
 
     def __init__(self, parts: StepParts, pool: Any, scratch_row: int) -> None:  # noqa: ANN401
         super().__init__(parts, pool)
         self._scratch_row = scratch_row  # the one behind those of sequences
         self._decodes = min(_MAX_CAPTURED_DECODES, scratch_row)
 
+    def scratch(self, num_tokens: int) -> HostStep:
+        """A step to capture, of so many tokens, more than the most decodes."""
+        lengths = [1] * (self._decodes - 1) + [num_tokens - self._decodes + 1]
+        return self._padded(HostStep.scratch(lengths, self._scratch_row), num_tokens)
+
     def pad(self, step: HostStep) -> HostStep | None:
         """See StepGraphs."""
-        if len(step.seq_lens) - step.num_decodes > _MAX_CAPTURED_CHUNKS:
+        if len(step.seq_lens) - step.num_decodes > MAX_CAPTURED_CHUNKS:
             return None
         if max(step.num_decodes, len(step.samples)) > self._decodes:
             return None
-        size = self._size(len(step.input_ids)) if self._captures_chunks(step) else None
+        size = self._size(len(step.input_ids)) if self._gains(step) else None
         return self._padded(step, size) if size else None
-
-    def capture(self, stage: Callable[[HostStep], StagedStep], num_tokens: int) -> None:
-        """Captures a step of so many tokens.
-
-        Args:
-            stage: puts a step into the staging buffer.
-            num_tokens: more than the most decodes.
-        """
-        parts = self.parts
-        lengths = [1] * (self._decodes - 1) + [num_tokens - self._decodes + 1]
-        staged = stage(self._padded(HostStep.scratch(lengths, self._scratch_row), num_tokens))
-        parts.staging.upload()
-        forward = self._forward(staged, rows=parts.staging.device(staged.sampled_tokens))
-        rows = parts.staging.device(staged.sampled_rows)
-        self._capture(_Kind(num_tokens), forward, rows)
-
-    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
-        """See StepGraphs."""
-        if staged.host.segments and self.parts.images is not None:
-            self.parts.images.read_in_place(staged.host.segments)
-        return self._replay(staged, _Kind(len(staged.host.input_ids)))
 
     def _padded(self, step: HostStep, num_tokens: int) -> HostStep:
         return step_inputs.pad_mixed(
-            step, num_tokens, self._decodes, _MAX_CAPTURED_CHUNKS, self._scratch_row
+            step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._scratch_row
         )

@@ -1,6 +1,5 @@
 """The model runner: batches in, sampled tokens out. The only owner of its device."""
 
-import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +10,7 @@ from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch, RunnerInfo, StepOutput
 from services.decoder.engine.graphs import (
+    MAX_CAPTURED_CHUNKS,
     DecodeGraphs,
     MixedGraphs,
     PromptGraphs,
@@ -160,14 +160,14 @@ class ModelRunner:
         of_prompts = PromptGraphs(parts, pool)
         of_mixed = MixedGraphs(parts, pool, self._scratch_row)
         # The largest first: what they need, all others find in the pool.
+        for num_tokens in sorted(mixed, reverse=True):
+            of_mixed.capture(self._stage(of_mixed.scratch(num_tokens), masked=True))
         for length in sorted(prompts, reverse=True):
             step = HostStep.scratch([length], self._scratch_row)
             of_prompts.capture(self._stage(step, masked=True))
         for count in sorted(decodes, reverse=True):
             step = HostStep.scratch([1] * count, self._scratch_row)
             of_decodes.capture(self._stage(step))
-        for num_tokens in sorted(mixed, reverse=True):
-            of_mixed.capture(functools.partial(self._stage, masked=True), num_tokens)
         self.graphs = [of_decodes, of_prompts, of_mixed]
 
     @torch.inference_mode()
@@ -283,6 +283,6 @@ class ModelRunner:
 def _staging_bytes(info: RunnerInfo, max_blocks: int) -> int:
     """The most a step's arrays take: per token, per chunk, and the blocks of all sequences."""
     per_token, per_row = 48, 256
-    rows = info.max_num_sequences + 32  # padding's among them
+    rows = info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1  # see step_inputs.pad_mixed
     tokens = max(info.max_batched_tokens, rows)
     return tokens * per_token + rows * (per_row + 4 * max_blocks) + np.dtype(np.int64).itemsize * 64

@@ -183,7 +183,7 @@ def pad_mixed(
     step, again and again, for the scratch row.
     """
     decodes, count = step.num_decodes, len(step.seq_lens)
-    used, end = len(step.input_ids), num_decodes + count - step.num_decodes
+    used, end = len(step.input_ids), num_decodes + count - decodes
     total = num_decodes + num_chunks + 1  # one is always padding
     extra = num_tokens - used
     seq_lens = np.zeros(total, np.int32)

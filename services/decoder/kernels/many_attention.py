@@ -302,10 +302,18 @@ def _merge(
         part_top = tl.load(scales, cache_modifier=".cg")
         part_weight = tl.load(scales + 2 * PROGRAMS * ROWS, cache_modifier=".cg")
         part_sums = tl.load(sums_ptr + part * (ROWS * DIM) + place, cache_modifier=".cg")
-        new_top = tl.maximum(top, part_top)
-        old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-        weight = weight * old + part_weight * new
-        sums = sums * old[:, None] + part_sums * new[:, None]
-        top = new_top
+        top, weight, sums = joined(top, weight, sums, part_top, part_weight, part_sums)
     result = (sums / weight[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, result)
+
+
+@triton.jit
+def joined(  # noqa: ANN201 - three of the inputs' kind
+    top, weight, sums, part_top, part_weight, part_sums
+):
+    """Two running softmaxes, in base 2, as one: largest scores, sums of weights, weighted sums of
+    values.
+    """
+    new_top = tl.maximum(top, part_top)
+    old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+    return new_top, weight * old + part_weight * new, sums * old[:, None] + part_sums * new[:, None]

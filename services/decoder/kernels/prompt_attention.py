@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from services.common.nn import launches
+from services.decoder.kernels.many_attention import joined
 from services.decoder.kernels.overlap import overlaps
 
 _BLOCK = 64  # tokens, of queries and of keys
@@ -266,11 +267,7 @@ def _merged(
         part_top = tl.load(scales_ptr + line, cache_modifier=".cg")
         part_weights = tl.load(scales_ptr + PLACES + line, cache_modifier=".cg")
         part_sums = tl.load(sums_ptr + line[:, None] * DIM + column[None, :], cache_modifier=".cg")
-        new_top = tl.maximum(top, part_top)
-        old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-        weights = weights * old + part_weights * new
-        sums = sums * old[:, None] + part_sums * new[:, None]
-        top = new_top
+        top, weights, sums = joined(top, weights, sums, part_top, part_weights, part_sums)
     return sums / weights[:, None]
 
 

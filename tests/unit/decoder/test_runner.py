@@ -1,6 +1,5 @@
 """The runner: a sequence's tokens do not depend on how its work was cut up or who ran beside it."""
 
-import functools
 from pathlib import Path
 
 import numpy as np
@@ -326,7 +325,7 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
         graphs, "_capture", lambda kind, forward, rows: graphs._captured.update({kind: rows})
     )
     for size in (512, 384, 256):
-        graphs.capture(functools.partial(runner._stage, masked=True), size)
+        graphs.capture(runner._stage(graphs.scratch(size), masked=True))
     assert all(len(rows) == 8 for rows in graphs._captured.values())  # as many as may decode
 
     def padded(lengths: list[int]) -> int | None:
