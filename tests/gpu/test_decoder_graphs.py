@@ -70,6 +70,38 @@ def test_a_captured_prompt_agrees_with_the_eager_one(
     dummy.finish(sequence)
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_steps_that_follow_each_other_keep_their_images_apart(
+    dummy: Harness, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """Images are copied beside the steps before, to where those read theirs."""
+    if not captured:
+        monkeypatch.setattr(dummy.runner, "graphs", [])
+    ids = np.random.default_rng(6).integers(0, 150000, 200).tolist()
+    noise = torch.Generator().manual_seed(6)
+    images = [torch.randn(4, 60, 2048, generator=noise).bfloat16() for _ in range(3)]
+    prompts = [dummy.start(ids, row, images=[(9, image)]) for row, image in enumerate(images)]
+    tokens, keys = [], []
+    for pause in (True, False):
+        if not pause:  # so long that all is launched before any of it runs
+            torch.cuda._sleep(200_000_000)
+        pending = []
+        for row, prompt in enumerate(prompts):
+            pending.append(dummy.launch(dummy.chunk(dummy.restart(prompt, row))))
+            prompt.num_in_flight = 0
+            if pause:
+                torch.cuda.synchronize()
+        tokens.append([step.result().token_ids for step in pending])
+        pool = dummy.runner._state.kv_cache
+        keys.append([pool[:, prompt.block_table[:12]].clone() for prompt in prompts])
+    assert tokens[0] == tokens[1]
+    for alone, together in zip(*keys, strict=True):
+        assert torch.equal(alone, together)
+    assert not torch.equal(*keys[0][:2])
+    for prompt in prompts:
+        dummy.finish(prompt)
+
+
 def test_a_captured_part_of_a_prompt_is_as_good_as_an_eager_one(dummy: Harness) -> None:
     """Nobody samples from the first part, and the second attends to it."""
     token_ids = np.random.default_rng(5).integers(0, 150000, 500).tolist()

@@ -6,8 +6,10 @@ Where two such roundings follow each other in the twin (probabilities and their 
 and theirs), twice that.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -302,6 +304,48 @@ def test_attention_of_many_agrees_with_its_twin_in_a_graph(
             asked = query[index, :, None].float()
             expected = F.scaled_dot_product_attention(asked, keys, values, enable_gqa=True)
             assert error(found[0][index], expected[:, 0]) <= 2 * TOLERANCE, (turn, index, length)
+
+
+@pytest.mark.parametrize(("decodes", "lengths"), [(3, [1058]), (64, [290, 7, 300]), (25, [40] * 9)])
+def test_attention_of_many_beside_prompts_is_as_one_after_the_other(
+    decodes: int, lengths: list[int]
+) -> None:
+    """Layer by layer in the same memory: each takes what the one before has made of it."""
+    heads, kv_heads, dim, size, layers = 16, 8, 128, 16, 6
+    many, prompts = ManyAttention(CUDA, heads, kv_heads, dim), PromptAttention(CUDA, heads, dim)
+    contexts = torch.randint(1, 1500, (decodes,)).tolist() + lengths
+    counts = torch.tensor([-(-context // size) for context in contexts])
+    num_blocks, num_tokens = int(counts.sum()), decodes + sum(lengths)
+    block_ids = torch.randperm(num_blocks, dtype=torch.int32).cuda()
+    seq_lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+    first_blocks = (counts.cumsum(0) - counts).numpy()
+    ends = np.cumsum([decodes, *lengths]).astype(np.int32)
+    chunks = Chunks(ends, np.array(lengths, np.int32), first_blocks[decodes:])
+    items = prompts.list_items(chunks, prompts.count_items(num_tokens, len(lengths)))
+    work = torch.from_numpy(items).cuda()
+    pool = random(num_blocks, 2, size, kv_heads, dim)
+    own, start = random(num_tokens, 2 * kv_heads, dim), random(num_tokens, heads, dim)
+    query, out = torch.empty_like(start), torch.empty_like(start)
+
+    def run(between: Callable[[], None]) -> None:
+        query.copy_(start)
+        for _ in range(layers):
+            decoded = out[:decodes]
+            many(query[:decodes], pool, block_ids, seq_lens, out=decoded, accompanied=True)
+            between()
+            prompts(query, own, pool, block_ids, work, out=out, accompanies=True)
+            between()
+            torch.add(start, out, alpha=3, out=query)
+
+    run(torch.cuda.synchronize)
+    expected = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(lambda: None)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])

@@ -1,10 +1,11 @@
 """Paged attention by flashinfer's kernels, and by our own where those are faster.
 
-In a graph, many decodes go through `ManyAttention` and chunks of prompts through `PromptAttention`;
-launched one by one, Triton's kernels would keep the host longer than flashinfer's. Decodes of large
-groups go through the tensor-core path, which is the FA2 prefill kernel. All wrappers share one
-float workspace. A plan is written to pinned memory and copied to the device asynchronously, so that
-memory is a ring: a plan's copy may still wait behind the previous step when the next is planned.
+In a graph, many decodes go through `ManyAttention` and chunks of prompts through `PromptAttention`.
+Launched one by one, Triton's kernels keep the host longer than flashinfer's, so that only decodes
+of steps with many tokens, which hide it, go through ours. Decodes of large groups go through the
+tensor-core path, which is the FA2 prefill kernel. All wrappers share one float workspace. A plan is
+written to pinned memory and copied to the device asynchronously, so that memory is a ring: a plan's
+copy may still wait behind the previous step when the next is planned.
 """
 
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportCallIssue=false
@@ -19,6 +20,7 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
+from services.common.nn import launches
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.overlap import overlaps
@@ -119,16 +121,18 @@ class FlashInferBackend:
         if captured and decodes < count:
             metadata.wants_keys_values = True
             return _Plan(self._many if decodes else None, self._plan_prompts(metadata))
-        if captured and self._many is not None and self._many.gains(decodes):
-            return _Plan(self._many, None)  # it finds its work by itself
+        decode = prefill = None
+        if captured or launches.are_free(len(metadata.slot_mapping)):
+            decode = self._many_for(decodes)
+        if captured and decode is not None:
+            return _Plan(decode, None)
         size = self._sizes.block_size
         seq_lens, queries = metadata.seq_lens.numpy(), metadata.cu_query_lens.numpy()
         num_blocks = -(-seq_lens // size)
         last = seq_lens - (num_blocks - 1) * size
         total_decode_blocks = int(num_blocks[:decodes].sum())
         host = self._index_ring.take().numpy().view(np.int32)
-        decode = prefill = None
-        if decodes:
+        if decodes and decode is None:
             indptr, host = _cumulated(host, num_blocks[:decodes])
             last_len, host = _copied(host, last[:decodes])
             decode = self._captured_wrapper(decodes) if captured else self._decode
@@ -154,17 +158,37 @@ class FlashInferBackend:
         plan: _Plan = metadata.plan
         decodes, block_ids = metadata.num_decodes, metadata.block_ids
         output = torch.empty_like(query)
+        # Decodes wait for memory and chunks for products: side by side they take less.
+        together = isinstance(plan.decode, ManyAttention) and isinstance(plan.prefill, Tensor)
         if isinstance(plan.decode, ManyAttention):
-            seq_lens = metadata.seq_lens_device
-            plan.decode(query[:decodes], kv_cache, block_ids, seq_lens, out=output[:decodes])
+            plan.decode(
+                query[:decodes],
+                kv_cache,
+                block_ids,
+                metadata.seq_lens_device,
+                out=output[:decodes],
+                accompanied=together,
+            )
         elif plan.decode is not None:
             plan.decode.run(query[:decodes], kv_cache, out=output[:decodes])
         if isinstance(plan.prefill, Tensor):
             assert keys_values is not None
-            self._prompts(query, keys_values, kv_cache, block_ids, plan.prefill, out=output)
+            self._prompts(
+                query,
+                keys_values,
+                kv_cache,
+                block_ids,
+                plan.prefill,
+                out=output,
+                accompanies=together,
+            )
         elif plan.prefill is not None:
             plan.prefill.run(query[decodes:], kv_cache, out=output[decodes:])
         return output
+
+    def _many_for(self, decodes: int) -> ManyAttention | None:
+        """The kernel of many decodes, if these are. It finds its work by itself."""
+        return self._many if self._many is not None and self._many.gains(decodes) else None
 
     def _plan_prompts(self, metadata: AttentionMetadata) -> Tensor:
         """A captured step's chunks, where its graph reads them."""

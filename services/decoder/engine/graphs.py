@@ -47,7 +47,7 @@ def prompt_buckets(max_num_tokens: int) -> list[int]:
 
 def mixed_buckets(max_num_tokens: int) -> list[int]:
     """Numbers of tokens, decodes among them, to capture mixed steps for."""
-    sizes = [*range(256, 2048, 128), *range(2048, _MAX_CAPTURED_TOKENS + 1, 256)]
+    sizes = [*range(256, 1408, 64), *range(1408, _MAX_CAPTURED_TOKENS + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
 
 

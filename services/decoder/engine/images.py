@@ -3,13 +3,20 @@
 import mmap
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from services.common.pinned import pin, unpin
 from services.decoder.engine.batch import Chunk
-from services.decoder.models.base import VisualInput, VisualMask, VisualRows, VisualSegments
+from services.decoder.models.base import (
+    Transfer,
+    VisualInput,
+    VisualMask,
+    VisualRows,
+    VisualSegments,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +62,9 @@ class ImageReader:
     """Reads embeddings out of the arena.
 
     On a CPU a step uses them where they lie. On a GPU the arena is registered as pinned memory and
-    the rows a step needs are copied, asynchronously, to a device buffer of `max_batched_tokens`
-    rows per level.
+    the rows a step needs are copied to a device buffer of `max_batched_tokens` rows per level, by a
+    stream of their own: while the steps before run, as far as they do not read the buffer, and
+    beside the step's own first layers, which wait for one level after the other.
     """
 
     def __init__(
@@ -76,6 +84,8 @@ class ImageReader:
             self._buffer = torch.empty(
                 (levels, max_batched_tokens, hidden), dtype=dtype, device=device
             )
+            self._stream = torch.cuda.Stream(device)
+            self._transfer = Transfer.of(levels)
 
     def close(self) -> None:
         """Gives the arena's pinning back; due before the memory is unmapped, if it ever is."""
@@ -92,27 +102,30 @@ class ImageReader:
         if self._buffer is None:
             return VisualSegments([(part.row, self._view(part)) for part in segments])
         assert rows is not None
-        done = 0
-        for part in segments:
-            source, target = self._view(part), self._buffer[:, done : done + part.num_rows]
-            for level in range(self._levels):  # contiguous on both sides: one asynchronous copy
-                target[level].copy_(source[level], non_blocking=True)
-            done += part.num_rows
-        return VisualRows(rows, self._buffer[:, :done])
+        counts = [part.num_rows for part in segments]
+        *first_rows, total = accumulate(counts, initial=0)
+        self._copy(segments, first_rows)
+        return VisualRows(rows, self._buffer[:, :total], self._transfer)
 
     def read_in_place(self, segments: Seq[VisualSegment]) -> None:
         """On a GPU: copies a step's segments to the rows of their tokens, for `masked`."""
-        assert self._buffer is not None
-        for part in segments:
-            source = self._view(part)
-            target = self._buffer[:, part.row : part.row + part.num_rows]
-            for level in range(self._levels):
-                target[level].copy_(source[level], non_blocking=True)
+        self._copy(segments, [part.row for part in segments])
 
     def masked(self, mask: Tensor) -> VisualMask:
         """What `read_in_place` has copied; `mask` `[T]`, not 0 where a row is visual."""
         assert self._buffer is not None
-        return VisualMask((mask != 0).unsqueeze(1), self._buffer[:, : len(mask)])
+        rows = (mask != 0).unsqueeze(1)
+        return VisualMask(rows, self._buffer[:, : len(mask)], self._transfer)
+
+    def _copy(self, segments: Seq[VisualSegment], first_rows: Seq[int]) -> None:
+        assert self._buffer is not None
+        with torch.cuda.stream(self._stream):
+            self._transfer.wait_until_read()
+            for level in range(self._levels):
+                for part, row in zip(segments, first_rows, strict=True):
+                    target = self._buffer[level, row : row + part.num_rows]
+                    target.copy_(self._view(part)[level], non_blocking=True)
+                self._transfer.arrive(level)
 
     def _view(self, part: VisualSegment) -> Tensor:
         """`[levels, num_rows, hidden]`, in the arena."""

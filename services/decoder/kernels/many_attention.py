@@ -22,13 +22,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.decoder.kernels.overlap import overlaps
 
-# With fewer sequences flashinfer's kernel is faster, by 6 % for 32 of 1,072 tokens on an H200.
+# With fewer sequences flashinfer's kernel is faster: on an H200 whole steps by 3 % for 32 of 1,024
+# tokens; for 40 the two are equal.
 _LEAST_SEQUENCES = 48
 _HEADS = 8  # of keys, per item
 _MAX_GROUP = 2  # with more query heads per key head it was not measured
-# Measured on an H200: two programs per processor, with three tiles on their way each.
-_TILE, _WARPS, _STAGES = 64, 4, 3
-_PROGRAMS_PER_PROCESSOR = 2
+_TILE, _WARPS = 64, 4
+# Programs per processor, and tiles on their way in each. Measured on an H200: by itself the kernel
+# is faster with one, if that has so much memory that no processor is given two; beside prompts,
+# which take the rest of the memory, with two.
+_ALONE, _ACCOMPANIED = (1, 5), (2, 3)
 _AHEAD = 1  # tiles that are fetched into the second cache while the kernel before ends
 _LOG2_E = 1.4426950408889634
 
@@ -41,7 +44,7 @@ class ManyAttention:
         num_heads: of the query.
         num_kv_heads: of keys and values.
         head_dim: of all.
-        programs: that share the work; None: as many as the device has room for.
+        processors: that share the work; None: those of the device.
     """
 
     def __init__(
@@ -50,14 +53,14 @@ class ManyAttention:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        programs: int | None = None,
+        processors: int | None = None,
     ) -> None:
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
         self._group = num_heads // num_kv_heads
-        if programs is None:
+        if processors is None:
             processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
-            programs = processors * _PROGRAMS_PER_PROCESSOR
-        self._programs = programs
+        self._processors = processors
+        programs = processors * max(_ALONE[0], _ACCOMPANIED[0])
         # A program has two parts of cut items at most: at the begin and at the end of its run.
         rows = 2 * programs * _HEADS * self._group
         self._sums = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
@@ -79,7 +82,14 @@ class ManyAttention:
         return num_sequences >= _LEAST_SEQUENCES
 
     def __call__(
-        self, query: Tensor, kv_cache: Tensor, block_ids: Tensor, seq_lens: Tensor, *, out: Tensor
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_ids: Tensor,
+        seq_lens: Tensor,
+        *,
+        out: Tensor,
+        accompanied: bool = False,
     ) -> None:
         """Attention of one token of each of S sequences, whose key and value are in the cache.
 
@@ -90,16 +100,21 @@ class ManyAttention:
             seq_lens: of the contexts, int32, perhaps more behind them; after the last one that is
                 positive, those without a context, whose rows of `out` stay as they are.
             out: where the result goes, as `query`.
+            accompanied: the next kernel on the stream reads what this one reads, runs beside it and
+                waits for it at its end.
         """
         assert query.is_contiguous() and kv_cache.is_contiguous() and out.is_contiguous()
         num_sequences = len(query)
-        _kernel[(self._programs,)](
+        share, stages = _ACCOMPANIED if accompanied else _ALONE
+        programs = self._processors * share
+        _kernel[(programs,)](
             query, kv_cache, block_ids, seq_lens, self._sums, self._scales, self._arrived, out,
             num_sequences, self._head_dim**-0.5 * _LOG2_E,
             ITEMS=self._num_kv_heads // _HEADS, HEADS=_HEADS, GROUP=self._group,
-            DIM=self._head_dim, BLOCK_SIZE=kv_cache.shape[2], TILE=_TILE, STAGES=_STAGES,
+            DIM=self._head_dim, BLOCK_SIZE=kv_cache.shape[2], TILE=_TILE, STAGES=stages,
             AHEAD=_AHEAD, SEQUENCES=max(triton.next_power_of_2(num_sequences), 32 * _WARPS),
-            PROGRAMS=self._programs, OVERLAP=overlaps(), num_warps=_WARPS, launch_pdl=overlaps(),
+            PROGRAMS=programs, OVERLAP=overlaps(), ACCOMPANIED=accompanied, num_warps=_WARPS,
+            launch_pdl=overlaps(),
         )  # fmt: skip
 
 
@@ -110,11 +125,12 @@ def _kernel(
     ITEMS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     SEQUENCES: tl.constexpr, PROGRAMS: tl.constexpr, OVERLAP: tl.constexpr,
+    ACCOMPANIED: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = HEADS * GROUP  # of queries
     UNIT: tl.constexpr = TILE // HEADS  # tokens
     program = tl.program_id(0)
-    if OVERLAP:
+    if OVERLAP and not ACCOMPANIED:
         gdc_launch_dependents()
 
     unit, stop, least, rest, sequence, origin, blocks = _run_of(
@@ -129,6 +145,8 @@ def _kernel(
                 ITEMS, UNIT, HEADS * DIM, BLOCK_SIZE, AHEAD,
             )  # fmt: skip
         gdc_wait()
+        if ACCOMPANIED:  # not before what it reads is there
+            gdc_launch_dependents()
 
     row, column = tl.arange(0, 16), tl.arange(0, DIM)
     place = row[:, None] * DIM + column[None, :]

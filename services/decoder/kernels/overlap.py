@@ -4,6 +4,10 @@ A kernel launched so calls `gdc_wait` before it touches what an earlier kernel w
 when the kernel before has ended, which by then had waited for all before it. With
 `gdc_launch_dependents` at its own start a kernel lets the next one start as soon as all of its own
 programs run, so that a step of some hundred short kernels has fewer gaps. Hopper and later have it.
+
+Two kernels that do not need each other run side by side so: the first lets the second start only
+after its own `gdc_wait`, when what both read is there, and the second calls `gdc_wait` at its end
+instead of its start, so that whoever waits for it has waited for both.
 """
 
 import functools

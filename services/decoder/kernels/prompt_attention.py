@@ -128,6 +128,7 @@ class PromptAttention:
         items: Tensor,
         *,
         out: Tensor,
+        accompanies: bool = False,
     ) -> None:
         """Attention of the chunks that `items` lists; rows of other tokens stay as they are.
 
@@ -139,6 +140,7 @@ class PromptAttention:
             block_ids: of the step's sequences, int32.
             items: `[room, 8]` int32, from `list_items`, on the device.
             out: where the result goes, as `query`.
+            accompanies: it runs beside the kernel before it, `ManyAttention` for the same step.
         """
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = kv_cache.shape[3]
@@ -148,7 +150,7 @@ class PromptAttention:
             items, self._sums, self._scales, self._arrived, out, head_dim**-0.5 * _LOG2_E,
             PLACES=len(self._sums), HEADS=num_heads, KV_HEADS=num_kv_heads, DIM=head_dim,
             POOL_BLOCK=kv_cache.shape[2], BLOCK=_BLOCK, FIELDS=_FIELDS, STAGES=_STAGES,
-            OVERLAP=overlaps(), num_warps=_WARPS, launch_pdl=overlaps(),
+            OVERLAP=overlaps(), ACCOMPANIES=accompanies, num_warps=_WARPS, launch_pdl=overlaps(),
         )  # fmt: skip
 
 
@@ -158,14 +160,14 @@ def _kernel(
     arrived_ptr, out_ptr, scale,
     PLACES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     POOL_BLOCK: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, ACCOMPANIES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     fields_ptr = items_ptr + program // HEADS * FIELDS
     head = program % HEADS
     kv_head = head // (HEADS // KV_HEADS)
     first, size = tl.load(fields_ptr), tl.load(fields_ptr + 1)
-    if OVERLAP:
+    if OVERLAP and not ACCOMPANIES:
         gdc_wait()
     if size > 0:
         chunk, table_ptr = tl.load(fields_ptr + 2), block_ids_ptr + tl.load(fields_ptr + 3)
@@ -202,6 +204,8 @@ def _kernel(
                 result = _merged(sums_ptr, scales_ptr, opener, parts, PLACES, HEADS, DIM, BLOCK)
                 tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=inside)
                 tl.store(arrived_ptr + opener, 0)
+    if OVERLAP and ACCOMPANIES:  # who waits for this kernel has waited for both
+        gdc_wait()
 
 
 @triton.jit

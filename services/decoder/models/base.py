@@ -1,8 +1,10 @@
 """What the runner needs of a language model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from services.common.nn.weights import WeightMap
@@ -32,11 +34,49 @@ class VisualInput(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """Where two streams of a GPU meet: one copies embeddings to a buffer level by level, one runs
+    the steps that read them there. Each call is for the current stream.
+
+    The events are external: a CUDA graph waits for what was last recorded before its launch.
+    """
+
+    arrivals: Sequence[torch.cuda.Event]  # by level
+    last_read: torch.cuda.Event
+
+    @classmethod
+    def of(cls, levels: int) -> "Transfer":
+        """Of so many levels; whoever waits before there was a copy need not."""
+        *arrivals, last_read = (torch.cuda.Event(external=True) for _ in range(levels + 1))
+        for event in (*arrivals, last_read):
+            event.record()  # else a graph would not be made to wait for it
+        return cls(arrivals, last_read)
+
+    def wait_until_read(self) -> None:
+        """The copying stream: until nobody reads what was copied before."""
+        torch.cuda.current_stream().wait_event(self.last_read)
+
+    def arrive(self, level: int) -> None:
+        """The copying stream: what was enqueued until now is the level."""
+        self.arrivals[level].record()
+
+    def wait(self, level: int) -> None:
+        """The reading stream: until the level has arrived."""
+        torch.cuda.current_stream().wait_event(self.arrivals[level])
+
+    def read(self, level: int) -> None:
+        """The reading stream: the level was read by what was enqueued until now, in order."""
+        if level == len(self.arrivals) - 1:
+            self.last_read.record()
+
+
+@dataclass(frozen=True, slots=True)
 class VisualRows:
-    """Embeddings of all visual tokens one after the other, on the device."""
+    """Embeddings of all visual tokens one after the other, on the device or on their way to it."""
 
     rows: Tensor  # [V] int64: the visual tokens' rows, each once
     embeddings: Tensor  # [levels, V, hidden]
+    transfer: Transfer
 
     @property
     def num_levels(self) -> int:
@@ -45,11 +85,15 @@ class VisualRows:
 
     def replace(self, hidden: Tensor) -> None:
         """See VisualInput."""
+        self.transfer.wait(0)
         hidden.index_copy_(0, self.rows, self.embeddings[0])
+        self.transfer.read(0)
 
     def add(self, hidden: Tensor, level: int) -> None:
         """See VisualInput."""
+        self.transfer.wait(level)
         hidden.index_add_(0, self.rows, self.embeddings[level])
+        self.transfer.read(level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +120,11 @@ class VisualSegments:
 
 @dataclass(frozen=True, slots=True)
 class VisualMask:
-    """Embeddings in the rows of their tokens; shapes do not depend on how many are visual."""
+    """As VisualRows, but in the rows of their tokens: no shape depends on how many are visual."""
 
     mask: Tensor  # [T, 1] bool: the row is visual
     embeddings: Tensor  # [levels, T, hidden]; rows of other tokens hold anything
+    transfer: Transfer
 
     @property
     def num_levels(self) -> int:
@@ -88,11 +133,15 @@ class VisualMask:
 
     def replace(self, hidden: Tensor) -> None:
         """See VisualInput."""
+        self.transfer.wait(0)
         hidden.copy_(self.embeddings[0].where(self.mask, hidden))
+        self.transfer.read(0)
 
     def add(self, hidden: Tensor, level: int) -> None:
         """See VisualInput."""
+        self.transfer.wait(level)
         hidden.add_(self.embeddings[level].where(self.mask, 0.0))
+        self.transfer.read(level)
 
 
 class CausalLM(Protocol):

@@ -66,10 +66,10 @@ def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
     close(of_few.kv_cache, of_plain.kv_cache)
 
 
-def check_many(lengths: list[int], heads: int, kv_heads: int, programs: int) -> None:
+def check_many(lengths: list[int], heads: int, kv_heads: int, processors: int) -> None:
     """Attention of many decodes: items that are cut anywhere, in memory that is used again."""
     dim = 16
-    attend = ManyAttention(torch.device("cpu"), heads, kv_heads, dim, programs)
+    attend = ManyAttention(torch.device("cpu"), heads, kv_heads, dim, processors)
     for turn in range(2):
         contexts = [1 + (length + 13 * turn) % 150 for length in lengths]
         sizes = [-(-length // BLOCK_SIZE) for length in contexts]
@@ -90,7 +90,7 @@ def check_many(lengths: list[int], heads: int, kv_heads: int, programs: int) -> 
             expected.append(attended[:, 0])
         seq_lens = torch.tensor([*contexts, 99], dtype=torch.int32)  # one behind them
         found = torch.empty_like(query)
-        attend(query, pool, block_ids, seq_lens, out=found)
+        attend(query, pool, block_ids, seq_lens, out=found, accompanied=turn == 1)
         close(found, torch.stack(expected))
 
 
