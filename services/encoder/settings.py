@@ -47,7 +47,7 @@ class EncoderSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     attention_backend: str = "auto"
-    max_batch_patches: int = Field(default=32_768, ge=4)
+    max_batch_patches: int = Field(default=12_288, ge=4)
     max_queued_patches: int = Field(default=1 << 20, ge=4)
     max_source_pixels: int = Field(default=89_478_485, ge=1)
     cache_bytes: int = Field(default=2 << 30, ge=1 << 20)

@@ -19,6 +19,9 @@ from services.encoder.models.base import Grid, VisionModel
 
 _WARM_HOST_BLOCKS = 16
 _WARM_HOST_BYTES = 4 << 20
+_LARGE_IMAGE_PATCHES = (
+    32_768  # of the largest image that runs at the start, beyond a batch's budget
+)
 
 
 @dataclass(slots=True)
@@ -154,8 +157,8 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, max_batch_patches: int) -> None:
-        """Runs each kernel once: a small mixed batch; on CUDA also images up to the largest batch,
-        and captures the graphs of small ones.
+        """Runs each kernel once: a small mixed batch; on CUDA also images up to the largest batch
+        and beyond, and captures the graphs of small ones.
 
         Writes to the start of the arena, which holds nothing yet.
         """
@@ -164,7 +167,8 @@ class Runner:
         shapes = [[(1, 2 * merge, 4 * merge), (1, 4 * merge, 2 * merge), (1, 2 * merge, 4 * merge)]]
         if self._device.type == "cuda":
             # Libraries load another kernel for another size, at its first use.
-            sides = [*range(8 * merge, 33 * merge, 4 * merge), int(max_batch_patches**0.5)]
+            most = sorted((max_batch_patches, _LARGE_IMAGE_PATCHES))
+            sides = [*range(8 * merge, 33 * merge, 4 * merge), *map(math.isqrt, most)]
             shapes += [[(1, side // merge * merge, side // merge * merge)] for side in sides]
             # Pixels' pinned memory is slow to make and kept once made.
             blocks = [
