@@ -21,7 +21,8 @@ class EncoderSettings(ServiceSettings):
         dtype: of weights and embeddings; `auto` is bfloat16 on CUDA and float32 elsewhere.
         load_format: `dummy` makes random weights and reads no file of them.
         attention_backend: `auto` or a name of `services.encoder.attention.BACKENDS`.
-        max_batch_patches: budget of one batch, in patches before merging (4 per image token).
+        max_batch_patches: budget of one batch, in patches before merging (4 per image token). More
+            keep a device no busier, and images wait longer for each other.
         max_queued_patches: images beyond this are refused at once; also the largest image.
         max_source_pixels: larger images are refused before a pixel is decoded.
         cache_bytes: of the memory that holds embeddings, in this process and pinned on CUDA.
