@@ -19,6 +19,7 @@ from tokenizers import normalizers
 # tiktoken matches runs of white space by recursion, which ends the process' stack at about a
 # million of them. Such a text goes to the reference.
 _LONG_BLANK = re.compile(r"\s(?<!\s\s)\s{999}")
+_WINDOW = 500  # characters; of two that follow each other, such a run fills one
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -65,11 +66,21 @@ class BytePairs:
 
     def encode(self, text: str) -> list[int] | None:
         """Ids of plain text; None for a text that only the reference can do."""
-        if _LONG_BLANK.search(text):
+        if _has_long_blank(text):
             return None
         if self._nfc is not None and not text.isascii():
             text = self._nfc.normalize_str(text)
         return self._encoding.encode_ordinary(text)
+
+
+def _has_long_blank(text: str) -> bool:
+    """Whether white space goes on for 1,000 characters; a look at each window is 20 times faster
+    than the search.
+    """
+    starts = range(0, len(text) - _WINDOW + 1, _WINDOW)
+    if not any(text[start : start + _WINDOW].isspace() for start in starts):
+        return False
+    return _LONG_BLANK.search(text) is not None
 
 
 def _split_pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:

@@ -76,8 +76,15 @@ def _both(name: str) -> tuple[BytePairs, Tokenizer]:
 @pytest.mark.parametrize("blank", [" ", "\t", " \n", "\u3000", "\r"])
 def test_a_long_run_of_white_space_goes_to_the_reference(definition, reference, fast, blank):
     tokenizer = ModelTokenizer(definition)
-    for length, is_fast in ((900, True), (3_000, False)):
-        text = "a" + (blank * length)[:length] + "b"
+    cases = (
+        (900, 1, True),
+        (999, 1, True),
+        (1_000, 1, False),
+        (1_000, 499, False),
+        (3_000, 7, False),
+    )
+    for length, before, is_fast in cases:
+        text = "a" * before + (blank * length)[:length] + "b"
         assert (fast.encode(text) is not None) == is_fast
         assert tokenizer.encode_text(text) == reference.encode(text, add_special_tokens=False).ids
 
