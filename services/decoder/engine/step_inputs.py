@@ -82,7 +82,7 @@ def build(batch: Batch, table: RowTable, block_size: int) -> HostStep:
     """Lays a batch out: leading decodes together, every other chunk by itself.
 
     Plain Python per chunk: on a processor that has rested, each kind of numpy's calls costs a lone
-    prompt 10 to 80 us at its first use.
+    prompt 10 to 80 µs at its first use.
     """
     chunks = batch.chunks
     for chunk in chunks:

@@ -19,9 +19,8 @@ from services.encoder.models.base import Grid, VisionModel
 
 _WARM_HOST_BLOCKS = 16
 _WARM_HOST_BYTES = 4 << 20
-_LARGE_IMAGE_PATCHES = (
-    32_768  # of the largest image that runs at the start, beyond a batch's budget
-)
+# Of the largest image that runs at the start: an image may be larger than a batch's budget.
+_LARGE_IMAGE_PATCHES = 32_768
 
 
 @dataclass(slots=True)
