@@ -118,13 +118,17 @@ class ImageReader:
         return VisualMask(rows, self._buffer[:, : len(mask)], self._transfer)
 
     def _copy(self, segments: Seq[VisualSegment], first_rows: Seq[int]) -> None:
+        """Level by level: each segment to the buffer's rows from its first one on."""
         assert self._buffer is not None
+        moves = [
+            (self._buffer[:, row : row + part.num_rows], self._view(part))
+            for part, row in zip(segments, first_rows, strict=True)
+        ]
         with torch.cuda.stream(self._stream):
             self._transfer.wait_until_read()
             for level in range(self._levels):
-                for part, row in zip(segments, first_rows, strict=True):
-                    target = self._buffer[level, row : row + part.num_rows]
-                    target.copy_(self._view(part)[level], non_blocking=True)
+                for target, source in moves:  # contiguous on both sides: one asynchronous copy
+                    target[level].copy_(source[level], non_blocking=True)
                 self._transfer.arrive(level)
 
     def _view(self, part: VisualSegment) -> Tensor:

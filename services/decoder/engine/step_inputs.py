@@ -1,7 +1,8 @@
 """A batch as arrays: numpy on the host, one upload, views on the device."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -64,7 +65,7 @@ class HostStep:
         num_tokens = int(sizes.sum())
         chunks = np.arange(len(lengths))
         return cls(
-            num_decodes=_leading_ones(sizes),
+            num_decodes=_leading_ones(lengths),
             input_ids=np.zeros(num_tokens, np.int32),
             input_rows=np.full(num_tokens, -1),
             positions=np.zeros((3, num_tokens), np.int32),
@@ -87,16 +88,16 @@ def build(batch: Batch, table: RowTable, block_size: int) -> HostStep:
     chunks = batch.chunks
     for chunk in chunks:
         table.follow(chunk.sequence)
-    firsts = list(accumulate((chunk.length for chunk in chunks), initial=0))
-    decodes = next((i for i, chunk in enumerate(chunks) if chunk.length > 1), len(chunks))
-    num_tokens = firsts[-1]
+    lengths = [chunk.length for chunk in chunks]
+    *firsts, num_tokens = accumulate(lengths, initial=0)
+    decodes = _leading_ones(lengths)
     step = HostStep(
         num_decodes=decodes,
         input_ids=np.zeros(num_tokens, np.int32),
         input_rows=np.full(num_tokens, -1),
         positions=np.empty((3, num_tokens), np.int32),
         slot_mapping=np.empty(num_tokens, np.int64),
-        cu_query_lens=np.array(firsts, np.int32),
+        cu_query_lens=np.array([*firsts, num_tokens], np.int32),
         seq_lens=np.array([chunk.start + chunk.length for chunk in chunks], np.int32),
         table_rows=np.array([chunk.sequence.row for chunk in chunks], np.int64),
         samples=np.array([i for i, chunk in enumerate(chunks) if chunk.samples], np.int64),
@@ -105,12 +106,11 @@ def build(batch: Batch, table: RowTable, block_size: int) -> HostStep:
     )
     if decodes:
         _fill_decodes(step, chunks[:decodes], table, block_size)
-    for index, (chunk, first) in enumerate(zip(chunks, firsts, strict=False)):
-        if index >= decodes:
-            assert not chunk.from_device, "decodes come first"
-            _fill_slots(step, chunk, first, table, block_size)
-        if not chunk.from_device:
-            _fill_known(step, chunk, first)
+    for chunk, first in zip(chunks[decodes:], firsts[decodes:], strict=True):
+        assert not chunk.from_device, "decodes come first"
+        _fill_slots(step, chunk, first, table, block_size)
+    for index in [i for i, chunk in enumerate(chunks) if not chunk.from_device]:
+        _fill_known(step, chunks[index], firsts[index])
     return step
 
 
@@ -152,9 +152,8 @@ def _fill_known(step: HostStep, chunk: Chunk, first: int) -> None:
         step.segments += find_segments(chunk, first)
 
 
-def _leading_ones(lengths: IntArray) -> int:
-    other = np.flatnonzero(lengths != 1)
-    return int(other[0]) if len(other) else len(lengths)
+def _leading_ones(lengths: Iterable[int]) -> int:
+    return sum(1 for _ in takewhile(lambda length: length == 1, lengths))
 
 
 def pad(step: HostStep, num_chunks: int, scratch_row: int) -> HostStep:

@@ -166,8 +166,8 @@ class Runner:
         shapes = [[(1, 2 * merge, 4 * merge), (1, 4 * merge, 2 * merge), (1, 2 * merge, 4 * merge)]]
         if self._device.type == "cuda":
             # Libraries load another kernel for another size, at its first use.
-            most = sorted((max_batch_patches, _LARGE_IMAGE_PATCHES))
-            sides = [*range(8 * merge, 33 * merge, 4 * merge), *map(math.isqrt, most)]
+            largest = sorted({max_batch_patches, _LARGE_IMAGE_PATCHES})
+            sides = [*range(8 * merge, 33 * merge, 4 * merge), *map(math.isqrt, largest)]
             shapes += [[(1, side // merge * merge, side // merge * merge)] for side in sides]
             # Pixels' pinned memory is slow to make and kept once made.
             blocks = [
