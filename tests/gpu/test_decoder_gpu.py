@@ -129,6 +129,7 @@ def test_a_batch_agrees_with_one_alone(dummy: Harness) -> None:
         dummy.finish(sequence)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)])
 def test_execute_waits_for_nothing(dummy: Harness, params: SamplingParams) -> None:
     running = [dummy.start(ids, row, params) for row, ids in enumerate(prompts(8))]

@@ -66,13 +66,14 @@ class AttentionBackend(Protocol):
 
     Attributes:
         reads_block_tables: it wants `block_tables`; otherwise it wants `block_ids`.
-        captures: steps of decodes alone, and of one prompt's chunk alone, can be captured as CUDA
-            graphs.
+        captures: steps of decodes alone can be captured as CUDA graphs.
+        captures_prompts: so can steps of one prompt's chunk alone.
         captures_mixed: so can steps of decodes and chunks.
     """
 
     reads_block_tables: bool
     captures: bool
+    captures_prompts: bool
     captures_mixed: bool
 
     def captures_chunks(

@@ -1,8 +1,8 @@
 """Paged attention by flashinfer's kernels, and by our own where those are faster.
 
 In a graph, many decodes go through `ManyAttention` and chunks of prompts through `PromptAttention`.
-Launched one by one, Triton's kernels keep the host longer than flashinfer's, so that only decodes
-of steps with many tokens, which hide it, go through ours. Decodes of large groups go through the
+Launched one by one, Triton's kernels keep the host longer than flashinfer's, so that only steps
+with many tokens, which hide it, go through ours then. Decodes of large groups go through the
 tensor-core path, which is the FA2 prefill kernel. All wrappers share one float workspace. A plan is
 written to pinned memory and copied to the device asynchronously, so that memory is a ring: a plan's
 copy may still wait behind the previous step when the next is planned.
@@ -29,7 +29,7 @@ from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
 _RING = 3
-_PROMPT_ITEMS_BYTES = 64 << 10  # 32 each, of a captured step: far more than it has
+_MOST_PROMPT_ITEMS = 2048  # of a step: far more than a captured one has
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +99,59 @@ class FlashInferBackend:
         if overlaps() and ManyAttention.fits(*shape, sizes.block_size):
             self._many = ManyAttention(device, *shape)
         self._captured: dict[int, BatchDecodeWithPagedKVCacheWrapper] = {}
-        self._prompts = PromptAttention(device, sizes.num_heads, sizes.head_dim)
-        self._prompt_items = torch.zeros(_PROMPT_ITEMS_BYTES, dtype=torch.uint8, device=device)
-        self._prompt_ring = _PinnedRing(_PROMPT_ITEMS_BYTES)
+        self._prompts: PromptAttention | None = None
+        if hopper and PromptAttention.fits(sizes.head_dim):
+            self._prompts = PromptAttention(device, sizes.num_heads, sizes.head_dim)
+        items_bytes = _MOST_PROMPT_ITEMS * PromptAttention.ITEM_BYTES
+        self._prompt_items = torch.zeros(items_bytes, dtype=torch.uint8, device=device)
+        self._prompt_ring = _PinnedRing(items_bytes)
         self._captured_block_ids: Tensor | None = None  # [most blocks of a batch] int32
+
+    @property
+    def captures_prompts(self) -> bool:
+        """See `base.AttentionBackend`: only `PromptAttention` needs no plan."""
+        return self._prompts is not None
 
     @property
     def captures_mixed(self) -> bool:
         """See `base.AttentionBackend`: only `ManyAttention` needs no plan for any decodes."""
-        return self._many is not None
+        return self._many is not None and self._prompts is not None
 
     def captures_chunks(
         self, query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
     ) -> bool:
         """See `base.AttentionBackend`."""
-        return self._prompts.gains(query_lens, seq_lens)
+        return self._prompts is not None and self._prompts.gains(query_lens, seq_lens)
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
-        """Plans decodes and prefills apart."""
-        count, decodes = len(metadata.seq_lens), metadata.num_decodes
-        if captured and decodes < count:
+        """Plans decodes and chunks apart; our own kernels find their work by themselves, or need a
+        list.
+        """
+        decodes = metadata.num_decodes
+        has_chunks = decodes < len(metadata.seq_lens)
+        decode: ManyAttention | None = None
+        items: Tensor | None = None
+        if has_chunks and (captured or self._outruns(metadata)):
             metadata.wants_keys_values = True
-            return _Plan(self._many if decodes else None, self._plan_prompts(metadata))
-        decode = prefill = None
-        if captured or launches.are_free(len(metadata.slot_mapping)):
+            items = self._plan_prompts(metadata)
+            decode = self._many  # beside chunks it costs least, however few
+        elif captured or launches.are_free(len(metadata.slot_mapping)):
             decode = self._many_for(decodes)
-        if captured and decode is not None:
-            return _Plan(decode, None)
+        if (items is not None or not has_chunks) and (decode is not None or not decodes):
+            return _Plan(decode if decodes else None, items)
+        return self._plan_wrappers(metadata, decode, items, captured=captured)
+
+    def _plan_wrappers(
+        self,
+        metadata: AttentionMetadata,
+        decode: ManyAttention | None,
+        items: Tensor | None,
+        *,
+        captured: bool,
+    ) -> _Plan:
+        """Plans with flashinfer what our own kernels do not do."""
+        count, decodes = len(metadata.seq_lens), metadata.num_decodes
+        wrapper = prefill = None
         size = self._sizes.block_size
         seq_lens, queries = metadata.seq_lens.numpy(), metadata.cu_query_lens.numpy()
         num_blocks = -(-seq_lens // size)
@@ -135,9 +161,9 @@ class FlashInferBackend:
         if decodes and decode is None:
             indptr, host = _cumulated(host, num_blocks[:decodes])
             last_len, host = _copied(host, last[:decodes])
-            decode = self._captured_wrapper(decodes) if captured else self._decode
-            self._plan_decode(decode, indptr, metadata.block_ids[:total_decode_blocks], last_len)
-        if decodes < count:
+            wrapper = self._captured_wrapper(decodes) if captured else self._decode
+            self._plan_decode(wrapper, indptr, metadata.block_ids[:total_decode_blocks], last_len)
+        if decodes < count and items is None:
             query_indptr, host = _copied(host, queries[decodes:] - queries[decodes])
             indptr, host = _cumulated(host, num_blocks[decodes:])
             last_len, host = _copied(host, last[decodes:])
@@ -145,7 +171,7 @@ class FlashInferBackend:
             block_ids = metadata.block_ids[total_decode_blocks:]
             self._plan_prefill(prefill, query_indptr, indptr, block_ids, last_len)
         self._index_ring.copied()
-        return _Plan(decode, prefill)
+        return _Plan(decode or wrapper, prefill if items is None else items)
 
     def forward(
         self,
@@ -172,7 +198,7 @@ class FlashInferBackend:
         elif plan.decode is not None:
             plan.decode.run(query[:decodes], kv_cache, out=output[:decodes])
         if isinstance(plan.prefill, Tensor):
-            assert keys_values is not None
+            assert keys_values is not None and self._prompts is not None
             self._prompts(
                 query,
                 keys_values,
@@ -190,8 +216,19 @@ class FlashInferBackend:
         """The kernel of many decodes, if these are. It finds its work by itself."""
         return self._many if self._many is not None and self._many.gains(decodes) else None
 
+    def _outruns(self, metadata: AttentionMetadata) -> bool:
+        """Whether `PromptAttention` is the faster one for a step that is launched one by one."""
+        num_tokens, decodes = len(metadata.slot_mapping), metadata.num_decodes
+        if self._prompts is None or not launches.are_free(num_tokens):
+            return False
+        if self._prompts.count_items(num_tokens, len(metadata.seq_lens)) > _MOST_PROMPT_ITEMS:
+            return False
+        query_lens = np.diff(metadata.cu_query_lens.numpy()[decodes:])
+        return self._prompts.outruns_fa3(query_lens, metadata.seq_lens.numpy()[decodes:])
+
     def _plan_prompts(self, metadata: AttentionMetadata) -> Tensor:
-        """A captured step's chunks, where its graph reads them."""
+        """A step's chunks, where its kernels, perhaps of a graph, read them."""
+        assert self._prompts is not None
         decodes = metadata.num_decodes
         seq_lens, queries = metadata.seq_lens.numpy(), metadata.cu_query_lens.numpy()
         num_blocks = -(-seq_lens.astype(np.int64) // self._sizes.block_size)

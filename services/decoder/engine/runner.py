@@ -220,13 +220,16 @@ def _run_largest_step(runner: ModelRunner) -> None:
 def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) -> None:
     """Runs decode, prefill and mixed steps, and each way of sampling, once."""
     info = runner.info
-    for lengths in ([1], [2], [1, 2]):
-        if len(lengths) <= info.max_num_sequences and sum(lengths) <= info.max_batched_tokens:
+    longest = min(info.max_batched_tokens, info.max_model_len)
+    steps = [[1], [2], [1, 2]]
+    if backend.captures_prompts:  # the kernels of large steps are others for more decodes
+        steps += [[1] * decodes + [longest - decodes] for decodes in (1, 128, 256)]
+    for lengths in steps:
+        fits = len(lengths) <= info.max_num_sequences and sum(lengths) <= info.max_batched_tokens
+        if fits and lengths[-1] > 0:
             runner.forward_scratch(lengths)
     runner.sample_scratch(1)
     if with_graphs and backend.captures:
-        longest = min(info.max_batched_tokens, info.max_model_len)
+        prompts = prompt_buckets(longest) if backend.captures_prompts else []
         mixed = mixed_buckets(longest) if backend.captures_mixed else []
-        runner.capture_graphs(
-            decode_buckets(info.max_num_sequences), prompt_buckets(longest), mixed
-        )
+        runner.capture_graphs(decode_buckets(info.max_num_sequences), prompts, mixed)

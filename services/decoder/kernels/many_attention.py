@@ -29,9 +29,10 @@ _HEADS = 8  # of keys, per item
 _MAX_GROUP = 2  # with more query heads per key head it was not measured
 _TILE, _WARPS = 64, 4
 # Programs per processor, and tiles on their way in each. Measured on an H200: by itself the kernel
-# is faster with one, if that has so much memory that no processor is given two; beside prompts,
-# which take the rest of the memory, with two.
-_ALONE, _ACCOMPANIED = (1, 5), (2, 3)
+# is faster with one, if that has so much memory that no processor is given two; beside prompts with
+# one that leaves them memory, unless there are so many decodes that prompts end before them.
+_ALONE, _BESIDE, _MANY_BESIDE = (1, 5), (1, 3), (2, 3)
+_FEW = 64  # decodes
 _AHEAD = 1  # tiles that are fetched into the second cache while the kernel before ends
 _LOG2_E = 1.4426950408889634
 
@@ -60,7 +61,7 @@ class ManyAttention:
         if processors is None:
             processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
         self._processors = processors
-        programs = processors * max(_ALONE[0], _ACCOMPANIED[0])
+        programs = processors * max(_ALONE[0], _BESIDE[0], _MANY_BESIDE[0])
         # A program has two parts of cut items at most: at the begin and at the end of its run.
         rows = 2 * programs * _HEADS * self._group
         self._sums = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
@@ -105,7 +106,8 @@ class ManyAttention:
         """
         assert query.is_contiguous() and kv_cache.is_contiguous() and out.is_contiguous()
         num_sequences = len(query)
-        share, stages = _ACCOMPANIED if accompanied else _ALONE
+        beside = _BESIDE if num_sequences <= _FEW else _MANY_BESIDE
+        share, stages = beside if accompanied else _ALONE
         programs = self._processors * share
         _kernel[(programs,)](
             query, kv_cache, block_ids, seq_lens, self._sums, self._scales, self._arrived, out,

@@ -1,15 +1,10 @@
-"""Attention of the chunks of prompts in a captured step, as one Triton kernel.
+"""Attention of the chunks of prompts, by one kernel for Hopper: the work as a list, and its launch.
 
 A block is up to 64 query tokens of one chunk, and each of its heads is a program's. Blocks lie on
-the device in a list, the longest contexts first, so that a CUDA graph serves any chunks. A program
-goes through what the cache has from before the step, block by block of the pool, and then through
-the step's own keys and values, which `qk_rope_cache` has left in order beside the cache: whole
-tiles come from there by one instruction each. Where a few blocks have long contexts in the cache,
-as the short question after a long conversation, each is divided among several programs; whoever
-comes last adds up their parts, in their order.
-
-Nothing is read, not even to be multiplied by zero, that is not the sequence's own: another's may
-not be finite.
+the device in a list, the longest contexts first, so that a CUDA graph serves any chunks. Where a
+few blocks have long contexts in the cache, as the short question after a long conversation, each is
+divided among several programs; whoever comes last adds up their parts, in their order. What a
+program does is in `prompt_kernel`.
 
 The plain twin is `services.decoder.attention.sdpa`.
 """
@@ -19,18 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from services.common.nn import launches
-from services.decoder.kernels.many_attention import joined
-from services.decoder.kernels.overlap import overlaps
+from services.decoder.kernels.prompt_kernel import prompt_kernel
 
 _BLOCK = 64  # tokens, of queries and of keys
-_WARPS, _STAGES = 4, 3
+_WARPS = 4  # that multiply together
 _PROGRAMS_PER_PROCESSOR = 2
 _LEAST_TILES = 4  # of keys, of a part
 # Pairs of a new and a cached token, of which FA3 does twice as many in a time. It is launched
@@ -38,6 +30,7 @@ _LEAST_TILES = 4  # of keys, of a part
 # 10 ms, where 1,000 new tokens take 5 and a million pairs 0.8 (28 layers of the 2B on an H200).
 _FEW_PAIRS, _MOST_PAIRS, _PAIRS_PER_TOKEN = 1_000_000, 12_000_000, 6_000
 _FIELDS = 8  # of an item in the list
+_TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _LOG2_E = 1.4426950408889634
 
 
@@ -61,6 +54,8 @@ class PromptAttention:
     time.
     """
 
+    ITEM_BYTES = 4 * _FIELDS
+
     def __init__(self, device: torch.device, num_heads: int, head_dim: int) -> None:
         # With so many items there are enough programs, and no block is divided.
         self._most_parts = launches.PROCESSORS * _PROGRAMS_PER_PROCESSOR // num_heads
@@ -68,6 +63,19 @@ class PromptAttention:
         self._sums = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
         self._scales = torch.empty((2, rows), dtype=torch.float32, device=device)
         self._arrived = torch.zeros(rows // _BLOCK + 1, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def fits(head_dim: int) -> bool:
+        """Whether it serves heads of this size, on Hopper."""
+        return head_dim in (64, 128)
+
+    @staticmethod
+    def outruns_fa3(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> bool:
+        """Whether it takes less time than FA3, launches and graphs aside: where few of what is
+        attended to is in the cache.
+        """
+        lengths = query_lens.astype(np.int64)
+        return int((seq_lens - lengths) @ lengths) * 8 <= int(lengths @ lengths)
 
     @staticmethod
     def gains(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> bool:
@@ -142,144 +150,15 @@ class PromptAttention:
             out: where the result goes, as `query`.
             accompanies: it runs beside the kernel before it, `ManyAttention` for the same step.
         """
-        num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads = kv_cache.shape[3]
-        own = keys_values.view(num_tokens, 2 * num_kv_heads * head_dim)
-        _kernel[(len(items) * num_heads,)](
-            query, TensorDescriptor.from_tensor(own, [_BLOCK, head_dim]), own, kv_cache, block_ids,
-            items, self._sums, self._scales, self._arrived, out, head_dim**-0.5 * _LOG2_E,
-            PLACES=len(self._sums), HEADS=num_heads, KV_HEADS=num_kv_heads, DIM=head_dim,
-            POOL_BLOCK=kv_cache.shape[2], BLOCK=_BLOCK, FIELDS=_FIELDS, STAGES=_STAGES,
-            OVERLAP=overlaps(), ACCOMPANIES=accompanies, num_warps=_WARPS, launch_pdl=overlaps(),
+        num_heads, head_dim = query.shape[1:]
+        tiles = (
+            TensorDescriptor.from_tensor(rows.flatten(1), [_BLOCK, head_dim], _TILE)
+            for rows in (query, keys_values)
+        )
+        prompt_kernel[(len(items) * num_heads,)](
+            *tiles, kv_cache, block_ids, items, self._sums, self._scales, self._arrived, out,
+            head_dim**-0.5 * _LOG2_E,
+            PLACES=len(self._sums), HEADS=num_heads, KV_HEADS=kv_cache.shape[3], DIM=head_dim,
+            POOL_BLOCK=kv_cache.shape[2], BLOCK=_BLOCK, FIELDS=_FIELDS, ACCOMPANIES=accompanies,
+            num_warps=_WARPS, launch_pdl=True,
         )  # fmt: skip
-
-
-@triton.jit
-def _kernel(
-    query_ptr, own_tiles, own_ptr, cache_ptr, block_ids_ptr, items_ptr, sums_ptr, scales_ptr,
-    arrived_ptr, out_ptr, scale,
-    PLACES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    POOL_BLOCK: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr, ACCOMPANIES: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    fields_ptr = items_ptr + program // HEADS * FIELDS
-    head = program % HEADS
-    kv_head = head // (HEADS // KV_HEADS)
-    first, size = tl.load(fields_ptr), tl.load(fields_ptr + 1)
-    if OVERLAP and not ACCOMPANIES:
-        gdc_wait()
-    if size > 0:
-        chunk, table_ptr = tl.load(fields_ptr + 2), block_ids_ptr + tl.load(fields_ptr + 3)
-        begin, end = tl.load(fields_ptr + 4), tl.load(fields_ptr + 5)
-        parts, part = tl.load(fields_ptr + 6), tl.load(fields_ptr + 7)
-        row, column = tl.arange(0, BLOCK), tl.arange(0, DIM)
-        inside = (row < size)[:, None]
-        place = ((first + row) * HEADS + head)[:, None] * DIM + column[None, :]
-        query = tl.load(query_ptr + place, mask=inside, other=0.0)
-
-        top, weights, sums = _attend_cached(
-            query, cache_ptr + kv_head * DIM, table_ptr, begin, end, scale,
-            KV_HEADS * DIM, DIM, POOL_BLOCK, BLOCK, STAGES,
-        )  # fmt: skip
-        if part == parts - 1:
-            top, weights, sums = _attend_own(
-                query, own_tiles, own_ptr, chunk, first, size, kv_head * DIM, scale, top, weights,
-                sums, KV_HEADS * DIM, DIM, BLOCK, STAGES,
-            )  # fmt: skip
-        if parts == 1:
-            result = sums / weights[:, None]
-            tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=inside)
-        else:
-            # Past the first cache, which other processors do not see.
-            scales = scales_ptr + program * BLOCK + row
-            parts_place = sums_ptr + (program * BLOCK + row)[:, None] * DIM + column[None, :]
-            tl.store(parts_place, sums, cache_modifier=".cg")
-            tl.store(scales, top, cache_modifier=".cg")
-            tl.store(scales + PLACES, weights, cache_modifier=".cg")
-            tl.debug_barrier()
-            opener = program - part * HEADS
-            if tl.atomic_add(arrived_ptr + opener, 1, sem="acq_rel") == parts - 1:
-                tl.debug_barrier()
-                result = _merged(sums_ptr, scales_ptr, opener, parts, PLACES, HEADS, DIM, BLOCK)
-                tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=inside)
-                tl.store(arrived_ptr + opener, 0)
-    if OVERLAP and ACCOMPANIES:  # who waits for this kernel has waited for both
-        gdc_wait()
-
-
-@triton.jit
-def _attend_cached(
-    query, keys_ptr, table_ptr, begin, end, scale,
-    WIDTH: tl.constexpr, DIM: tl.constexpr, POOL_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """The running softmax over a sequence's tokens [begin, end) in the pool: largest scores, sums
-    of weights, weighted sums of values.
-    """
-    row, column = tl.arange(0, BLOCK), tl.arange(0, DIM)
-    top = tl.full((BLOCK,), -1e30, tl.float32)
-    weights = tl.zeros((BLOCK,), tl.float32)
-    sums = tl.zeros((BLOCK, DIM), tl.float32)
-    for at in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        there = at + row < end
-        block = tl.load(table_ptr + (at + row) // POOL_BLOCK, mask=there, other=0)
-        line = block.to(tl.int64) * (2 * POOL_BLOCK) + (at + row) % POOL_BLOCK
-        place = keys_ptr + (line * WIDTH)[:, None] + column[None, :]
-        key = tl.load(place, mask=there[:, None], other=0.0)
-        value = tl.load(place + POOL_BLOCK * WIDTH, mask=there[:, None], other=0.0)
-        score = tl.where(there[None, :], tl.dot(query, key.T) * scale, float("-inf"))
-        top, weights, sums = _update(score, value, top, weights, sums)
-    return top, weights, sums
-
-
-@triton.jit
-def _attend_own(
-    query, own_tiles, own_ptr, chunk, first, size, key_column, scale, top, weights, sums,
-    WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Goes on with the step's own tokens: the chunk's before the block, all of which see, and the
-    block's, each of which sees itself and those before it.
-    """
-    for at in tl.range(chunk, first, BLOCK, num_stages=STAGES):
-        key = own_tiles.load([at, key_column])
-        value = own_tiles.load([at, WIDTH + key_column])
-        score = tl.dot(query, key.T) * scale
-        top, weights, sums = _update(score, value, top, weights, sums)
-    row, column = tl.arange(0, BLOCK), tl.arange(0, DIM)
-    inside = (row < size)[:, None]
-    keys_ptr = own_ptr + ((first + row) * (2 * WIDTH))[:, None] + key_column + column[None, :]
-    key = tl.load(keys_ptr, mask=inside, other=0.0)
-    value = tl.load(keys_ptr + WIDTH, mask=inside, other=0.0)
-    seen = (row[None, :] <= row[:, None]) & (row < size)[None, :]
-    score = tl.where(seen, tl.dot(query, key.T) * scale, float("-inf"))
-    return _update(score, value, top, weights, sums)
-
-
-@triton.jit
-def _merged(
-    sums_ptr, scales_ptr, opener, parts,
-    PLACES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The parts of one block's head, in their order."""
-    row, column = tl.arange(0, BLOCK), tl.arange(0, DIM)
-    top = tl.full((BLOCK,), -1e30, tl.float32)
-    weights = tl.zeros((BLOCK,), tl.float32)
-    sums = tl.zeros((BLOCK, DIM), tl.float32)
-    for part in tl.range(0, parts):
-        line = (opener + part * HEADS) * BLOCK + row
-        part_top = tl.load(scales_ptr + line, cache_modifier=".cg")
-        part_weights = tl.load(scales_ptr + PLACES + line, cache_modifier=".cg")
-        part_sums = tl.load(sums_ptr + line[:, None] * DIM + column[None, :], cache_modifier=".cg")
-        top, weights, sums = joined(top, weights, sums, part_top, part_weights, part_sums)
-    return sums / weights[:, None]
-
-
-@triton.jit
-def _update(score, value, top, weights, sums):
-    """One tile more of the running softmax, in base 2."""
-    new_top = tl.maximum(top, tl.max(score, axis=1))
-    weight = tl.exp2(score - new_top[:, None])
-    old = tl.exp2(top - new_top)
-    weights = weights * old + tl.sum(weight, axis=1)
-    return new_top, weights, tl.dot(weight.to(value.dtype), value, sums * old[:, None])

@@ -1,0 +1,287 @@
+"""What a program of `PromptAttention` does, in Gluon, for Hopper.
+
+It goes through the step's own keys and values, which `qk_rope_cache` has left in order beside the
+cache, a tile by one instruction, and then through what the cache has from before the step, gathered
+from the pool. As in FlashAttention-3 (https://arxiv.org/abs/2407.08608, section 3.2), one tile's
+weights are multiplied with its values while the softmax of the next tile is computed, which
+Triton's own compiler does not do.
+
+Nothing weighs, not even by zero, that is not the sequence's own: another's may not be finite.
+"""
+
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportFunctionMemberAccess=false
+# (of what is a constant to the kernel's compiler)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language import debug_barrier
+from triton.language.extra.cuda import gdc_wait
+
+from services.decoder.kernels.many_attention import joined
+
+
+@gluon.constexpr_function
+def _rows(dim: int, num_warps: int) -> gl.BlockedLayout:
+    """How the threads share rows of `dim`: 16 bytes each."""
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def prompt_kernel(  # noqa: ANN201 - nothing
+    query_tiles, own_tiles, cache_ptr, block_ids_ptr, items_ptr, sums_ptr, scales_ptr, arrived_ptr,
+    out_ptr, scale,
+    PLACES: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
+    POOL_BLOCK: gl.constexpr, BLOCK: gl.constexpr, FIELDS: gl.constexpr, ACCOMPANIES: gl.constexpr,
+):  # fmt: skip
+    """One head of one item, see `PromptAttention`."""
+    program = gl.program_id(0)
+    fields_ptr = items_ptr + program // HEADS * FIELDS
+    head = program % HEADS
+    # All at once and early: who waits for one of them waits for the others, too.
+    first, size = gl.load(fields_ptr), gl.load(fields_ptr + 1)
+    chunk, table_ptr = gl.load(fields_ptr + 2), block_ids_ptr + gl.load(fields_ptr + 3)
+    begin, end = gl.load(fields_ptr + 4), gl.load(fields_ptr + 5)
+    parts, part = gl.load(fields_ptr + 6), gl.load(fields_ptr + 7)
+    if not ACCOMPANIES:
+        gdc_wait()
+    if size > 0:
+        query = gl.allocate_shared_memory(query_tiles.dtype, [BLOCK, DIM], query_tiles.layout)
+        column = head // (HEADS // KV_HEADS) * DIM
+        top, weights, sums = _attend(
+            query, query_tiles, head * DIM, own_tiles, column, cache_ptr + column, table_ptr,
+            (first, size, chunk, begin, end), part == parts - 1, scale, KV_HEADS * DIM, POOL_BLOCK,
+        )  # fmt: skip
+        ROWS: gl.constexpr = _rows(DIM, gl.num_warps())
+        row = gl.arange(0, BLOCK, gl.SliceLayout(1, ROWS))
+        column = gl.arange(0, DIM, gl.SliceLayout(0, ROWS))
+        inside = (row < size)[:, None]
+        place = ((first + row) * HEADS + head)[:, None] * DIM + column[None, :]
+        if parts == 1:
+            query.store((sums / weights[:, None]).to(query.dtype))
+            gl.store(out_ptr + place, query.load(ROWS), mask=inside)
+        else:
+            # Past the first cache, which other processors do not see.
+            line = program * BLOCK + gl.arange(0, BLOCK, top.type.layout)
+            gl.store(scales_ptr + line, top, cache_modifier=".cg")
+            gl.store(scales_ptr + PLACES + line, weights, cache_modifier=".cg")
+            within = gl.arange(0, DIM, gl.SliceLayout(0, sums.type.layout))
+            parts_place = sums_ptr + line[:, None] * DIM + within[None, :]
+            gl.store(parts_place, sums, cache_modifier=".cg")
+            debug_barrier()
+            opener = program - part * HEADS
+            if gl.atomic_add(arrived_ptr + opener, 1, sem="acq_rel") == parts - 1:
+                debug_barrier()
+                result = _merged(
+                    sums_ptr, scales_ptr, opener, parts, row, column, PLACES, HEADS, DIM, BLOCK
+                )
+                gl.store(out_ptr + place, result.to(query.dtype), mask=inside)
+                gl.store(arrived_ptr + opener, 0)
+    # Who waits for this kernel waits for all of its programs, so that one's wait is enough; others
+    # would hold their places for as long.
+    if ACCOMPANIES and program == gl.num_programs(0) - 1:
+        gdc_wait()
+
+
+@gluon.jit
+def _attend(
+    query, query_tiles, query_column, own_tiles, column, keys_ptr, table_ptr, places, has_own,
+    scale, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr,
+):  # fmt: skip
+    """The running softmax, in base 2, of one head of an item's block: largest scores, sums of
+    weights, weighted sums of values.
+
+    The step's own tiles come first, the block itself before the others, and then the cache's. Two
+    of keys and two of values are here or on their way, and the next one is asked for as soon as all
+    warps are done with one.
+    """
+    BLOCK: gl.constexpr = query.shape[0]
+    DIM: gl.constexpr = query.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIM, 16])
+    first, size, chunk, begin, end = places
+    own = gl.where(has_own, (first - chunk) // BLOCK + 1, 1)
+    keys, key_bars = _ring(own_tiles)
+    values, value_bars = _ring(own_tiles)
+    query_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(query_bar, count=1)
+    fence_async_shared()
+    mbarrier.expect(query_bar, query_tiles.block_type.nbytes)
+    for index in gl.static_range(2):
+        _expect(key_bars, index, own_tiles, own)
+        _expect(value_bars, index, own_tiles, own)
+    tma.async_copy_global_to_shared(query_tiles, [first, query_column], query_bar, query)
+    for index in gl.static_range(2):
+        at = first if index == 0 else chunk
+        _fetch_own(keys, key_bars, index, at, own_tiles, column, own)
+        _fetch_own(values, value_bars, index, at, own_tiles, WIDTH + column, own)
+
+    # The block itself, where each token sees itself and those before it.
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
+    place = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
+    mbarrier.wait(query_bar, 0)
+    mbarrier.wait(key_bars.index(0), 0)
+    score = _scores(query, keys.index(0), SCORES)
+    score = warpgroup_mma_wait(0, deps=[score])
+    seen = (place[None, :] <= row[:, None]) & (place < size)[None, :] & has_own
+    top = gl.full([BLOCK], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
+    weights = gl.full([BLOCK], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+    score = gl.where(seen, score, float("-inf"))
+    top, weights, weight, _ = _softmax(score, scale, top, weights)
+    if size < BLOCK:
+        mbarrier.wait(value_bars.index(0), 0)
+        _clear(values.index(0), size)
+    debug_barrier()
+    _expect(key_bars, 2, own_tiles, own)
+    _fetch_own(keys, key_bars, 2, chunk + BLOCK, own_tiles, column, own)
+
+    sums = gl.full([BLOCK, DIM], 0.0, gl.float32, SUMS)
+    ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    for index in range(1, own):
+        before = index - 1
+        at = chunk + before * BLOCK
+        mbarrier.wait(key_bars.index(index % 2), index // 2 & 1)
+        score = _scores(query, keys.index(index % 2), SCORES)
+        mbarrier.wait(value_bars.index(before % 2), before // 2 & 1)
+        sums = warpgroup_mma(ready, values.index(before % 2), sums, is_async=True)
+        score = warpgroup_mma_wait(1, deps=[score])
+        top, weights, weight, old = _softmax(score, scale, top, weights)
+        sums, ready = warpgroup_mma_wait(0, deps=[sums, ready])
+        debug_barrier()
+        _expect(key_bars, index + 2, own_tiles, own)
+        _expect(value_bars, index + 1, own_tiles, own)
+        _fetch_own(keys, key_bars, index + 2, at + 2 * BLOCK, own_tiles, column, own)
+        _fetch_own(values, value_bars, index + 1, at + BLOCK, own_tiles, WIDTH + column, own)
+        sums = sums * gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
+        ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    mbarrier.wait(value_bars.index((own - 1) % 2), (own - 1) // 2 & 1)
+
+    if begin < end:
+        values_ptr = keys_ptr + POOL_BLOCK * WIDTH
+        _fetch(keys.index(own % 2), keys_ptr, table_ptr, begin, end, WIDTH, POOL_BLOCK)
+        _fetch(values.index(own % 2), values_ptr, table_ptr, begin, end, WIDTH, POOL_BLOCK)
+        _fetch(
+            keys.index((own + 1) % 2), keys_ptr, table_ptr, begin + BLOCK, end, WIDTH, POOL_BLOCK
+        )
+        for at in range(begin, end, BLOCK):
+            turn = own + (at - begin) // BLOCK
+            async_copy.wait_group(2)
+            fence_async_shared()
+            debug_barrier()
+            score = _scores(query, keys.index(turn % 2), SCORES)
+            sums = warpgroup_mma(ready, values.index((turn + 1) % 2), sums, is_async=True)
+            score = warpgroup_mma_wait(1, deps=[score])
+            score = gl.where((at + place < end)[None, :], score, float("-inf"))
+            top, weights, weight, old = _softmax(score, scale, top, weights)
+            sums, ready = warpgroup_mma_wait(0, deps=[sums, ready])
+            debug_barrier()
+            ahead = at + 2 * BLOCK
+            _fetch(keys.index(turn % 2), keys_ptr, table_ptr, ahead, end, WIDTH, POOL_BLOCK)
+            ahead = at + BLOCK
+            _fetch(
+                values.index((turn + 1) % 2), values_ptr, table_ptr, ahead, end, WIDTH, POOL_BLOCK
+            )
+            sums = sums * gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
+            ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
+        own += gl.cdiv(end - begin, BLOCK)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        debug_barrier()
+    sums = warpgroup_mma(ready, values.index((own + 1) % 2), sums)
+    weights = gl.convert_layout(weights, gl.SliceLayout(1, SUMS))
+    return gl.convert_layout(top, gl.SliceLayout(1, SUMS)), weights, sums
+
+
+@gluon.jit
+def _scores(query, keys, SCORES: gl.constexpr):
+    """The product of queries and keys, which has begun."""
+    nothing = gl.full([query.shape[0], keys.shape[0]], 0.0, gl.float32, SCORES)
+    return warpgroup_mma(query, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _softmax(score, scale, top, weights):
+    """One tile more: largest scores and sums of weights, the tile's weights, and what those before
+    it are multiplied by.
+    """
+    new_top = gl.maximum(top, gl.max(score, axis=1) * scale)
+    weight = gl.exp2(score * scale - new_top[:, None])
+    old = gl.exp2(top - new_top)
+    return new_top, weights * old + gl.sum(weight, axis=1), weight, old
+
+
+@gluon.jit
+def _ring(tiles):
+    """Memory for two tiles, and what says that they have arrived."""
+    block: gl.constexpr = tiles.block_type.shape
+    ring = gl.allocate_shared_memory(tiles.dtype, [2, block[0], block[1]], tiles.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(2):
+        mbarrier.init(bars.index(index), count=1)
+    return ring, bars
+
+
+@gluon.jit
+def _expect(bars, index, tiles, count):
+    """Before `_fetch_own`."""
+    mbarrier.expect(bars.index(index % 2), tiles.block_type.nbytes, pred=index < count)
+
+
+@gluon.jit
+def _fetch_own(ring, bars, index, row, tiles, column, count):
+    """Asks for a tile of the step's own, if there are so many."""
+    place = ring.index(index % 2)
+    bar = bars.index(index % 2)
+    tma.async_copy_global_to_shared(tiles, [row, column], bar, place, pred=index < count)
+
+
+@gluon.jit
+def _fetch(
+    tile, rows_ptr, table_ptr, at, end, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr
+):  # fmt: skip
+    """Asks for a tile of the cache; behind the end zeros arrive."""
+    ROWS: gl.constexpr = _rows(tile.shape[1], gl.num_warps())
+    token = at + gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, ROWS))
+    inside = token < end
+    block = gl.load(table_ptr + token // POOL_BLOCK, mask=inside, other=0).to(gl.int64)
+    row = block * (2 * POOL_BLOCK) + token % POOL_BLOCK
+    place = rows_ptr + (row * WIDTH)[:, None] + column[None, :]
+    async_copy.async_copy_global_to_shared(tile, place, mask=inside[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _clear(tile, size):
+    """Zeros behind the first rows: what lies there need not be finite."""
+    ROWS: gl.constexpr = _rows(tile.shape[1], gl.num_warps())
+    inside = gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS)) < size
+    tile.store(gl.where(inside[:, None], tile.load(ROWS), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _merged(
+    sums_ptr, scales_ptr, opener, parts, row, column,
+    PLACES: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """The parts of one block's head, in their order."""
+    LINE: gl.constexpr = row.type.layout
+    top = gl.full([BLOCK], -1e30, gl.float32, LINE)
+    weights = gl.zeros([BLOCK], gl.float32, LINE)
+    sums = gl.full([BLOCK, DIM], 0.0, gl.float32, LINE.parent)
+    for part in range(0, parts):
+        line = (opener + part * HEADS) * BLOCK + row
+        part_top = gl.load(scales_ptr + line, cache_modifier=".cg")
+        part_weights = gl.load(scales_ptr + PLACES + line, cache_modifier=".cg")
+        part_sums = gl.load(sums_ptr + line[:, None] * DIM + column[None, :], cache_modifier=".cg")
+        top, weights, sums = joined(top, weights, sums, part_top, part_weights, part_sums)
+    return sums / weights[:, None]
