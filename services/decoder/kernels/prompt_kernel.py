@@ -101,7 +101,7 @@ def _attend(
 
     The step's own tiles come first, the block itself before the others, and then the cache's. Two
     of keys and two of values are here or on their way, and the next one is asked for as soon as all
-    warps are done with one.
+    warps are done with one. `has_own`: else the step's tokens are another part's.
     """
     BLOCK: gl.constexpr = query.shape[0]
     DIM: gl.constexpr = query.shape[1]
@@ -165,39 +165,52 @@ def _attend(
     mbarrier.wait(value_bars.index((own - 1) % 2), (own - 1) // 2 & 1)
 
     if begin < end:
-        values_ptr = keys_ptr + POOL_BLOCK * WIDTH
-        _fetch(keys.index(own % 2), keys_ptr, table_ptr, begin, end, WIDTH, POOL_BLOCK)
-        _fetch(values.index(own % 2), values_ptr, table_ptr, begin, end, WIDTH, POOL_BLOCK)
-        _fetch(
-            keys.index((own + 1) % 2), keys_ptr, table_ptr, begin + BLOCK, end, WIDTH, POOL_BLOCK
-        )
-        for at in range(begin, end, BLOCK):
-            turn = own + (at - begin) // BLOCK
-            async_copy.wait_group(2)
-            fence_async_shared()
-            debug_barrier()
-            score = _scores(query, keys.index(turn % 2), SCORES)
-            sums = warpgroup_mma(ready, values.index((turn + 1) % 2), sums, is_async=True)
-            score = warpgroup_mma_wait(1, deps=[score])
-            score = gl.where((at + place < end)[None, :], score, float("-inf"))
-            top, weights, weight, old = _softmax(score, scale, top, weights)
-            sums, ready = warpgroup_mma_wait(0, deps=[sums, ready])
-            debug_barrier()
-            ahead = at + 2 * BLOCK
-            _fetch(keys.index(turn % 2), keys_ptr, table_ptr, ahead, end, WIDTH, POOL_BLOCK)
-            ahead = at + BLOCK
-            _fetch(
-                values.index((turn + 1) % 2), values_ptr, table_ptr, ahead, end, WIDTH, POOL_BLOCK
-            )
-            sums = sums * gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
-            ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
-        own += gl.cdiv(end - begin, BLOCK)
-        async_copy.wait_group(0)
-        fence_async_shared()
-        debug_barrier()
-    sums = warpgroup_mma(ready, values.index((own + 1) % 2), sums)
+        top, weights, sums, ready, own = _attend_cached(
+            query, keys, values, keys_ptr, table_ptr, begin, end, own, scale,
+            top, weights, sums, ready, SCORES, SUMS, WIDTH, POOL_BLOCK,
+        )  # fmt: skip
+    sums = warpgroup_mma(ready, values.index((own - 1) % 2), sums)
     weights = gl.convert_layout(weights, gl.SliceLayout(1, SUMS))
     return gl.convert_layout(top, gl.SliceLayout(1, SUMS)), weights, sums
+
+
+@gluon.jit
+def _attend_cached(
+    query, keys, values, keys_ptr, table_ptr, begin, end, turn, scale, top, weights, sums, ready,
+    SCORES: gl.constexpr, SUMS: gl.constexpr, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Goes on with a sequence's tokens [begin, end) in the pool. Before it, `turn` tiles were read,
+    and the values of the last one are still to be weighed by `ready`; so they are after it.
+    """
+    BLOCK: gl.constexpr = query.shape[0]
+    place = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
+    values_ptr = keys_ptr + POOL_BLOCK * WIDTH
+    after = begin + BLOCK
+    _fetch(keys.index(turn % 2), keys_ptr, table_ptr, begin, end, WIDTH, POOL_BLOCK)
+    _fetch(values.index(turn % 2), values_ptr, table_ptr, begin, end, WIDTH, POOL_BLOCK)
+    _fetch(keys.index((turn + 1) % 2), keys_ptr, table_ptr, after, end, WIDTH, POOL_BLOCK)
+    for at in range(begin, end, BLOCK):
+        next_keys, last_values = keys.index(turn % 2), values.index((turn + 1) % 2)
+        async_copy.wait_group(2)  # all but the keys after these and the values of these
+        fence_async_shared()
+        debug_barrier()
+        score = _scores(query, next_keys, SCORES)
+        sums = warpgroup_mma(ready, last_values, sums, is_async=True)
+        score = warpgroup_mma_wait(1, deps=[score])
+        score = gl.where((at + place < end)[None, :], score, float("-inf"))
+        top, weights, weight, old = _softmax(score, scale, top, weights)
+        sums, ready = warpgroup_mma_wait(0, deps=[sums, ready])
+        debug_barrier()
+        after = at + BLOCK
+        _fetch(next_keys, keys_ptr, table_ptr, after + BLOCK, end, WIDTH, POOL_BLOCK)
+        _fetch(last_values, values_ptr, table_ptr, after, end, WIDTH, POOL_BLOCK)
+        sums = sums * gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
+        ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
+        turn += 1
+    async_copy.wait_group(0)
+    fence_async_shared()
+    debug_barrier()
+    return top, weights, sums, ready, turn
 
 
 @gluon.jit
@@ -244,9 +257,7 @@ def _fetch_own(ring, bars, index, row, tiles, column, count):
 
 
 @gluon.jit
-def _fetch(
-    tile, rows_ptr, table_ptr, at, end, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr
-):  # fmt: skip
+def _fetch(tile, rows_ptr, table_ptr, at, end, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr):
     """Asks for a tile of the cache; behind the end zeros arrive."""
     ROWS: gl.constexpr = _rows(tile.shape[1], gl.num_warps())
     token = at + gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS))
@@ -276,7 +287,7 @@ def _merged(
     """The parts of one block's head, in their order."""
     LINE: gl.constexpr = row.type.layout
     top = gl.full([BLOCK], -1e30, gl.float32, LINE)
-    weights = gl.zeros([BLOCK], gl.float32, LINE)
+    weights = gl.full([BLOCK], 0.0, gl.float32, LINE)
     sums = gl.full([BLOCK, DIM], 0.0, gl.float32, LINE.parent)
     for part in range(0, parts):
         line = (opener + part * HEADS) * BLOCK + row
