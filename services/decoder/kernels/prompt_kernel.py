@@ -111,14 +111,10 @@ def _attend(
     own = gl.where(has_own, (first - chunk) // BLOCK + 1, 1)
     keys, key_bars = _ring(own_tiles)
     values, value_bars = _ring(own_tiles)
-    query_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(query_bar, count=1)
-    fence_async_shared()
-    mbarrier.expect(query_bar, query_tiles.block_type.nbytes)
+    query_bar = _fetch_query(query, query_tiles, first, query_column)
     for index in gl.static_range(2):
         _expect(key_bars, index, own_tiles, own)
         _expect(value_bars, index, own_tiles, own)
-    tma.async_copy_global_to_shared(query_tiles, [first, query_column], query_bar, query)
     for index in gl.static_range(2):
         at = first if index == 0 else chunk
         _fetch_own(keys, key_bars, index, at, own_tiles, column, own)
@@ -129,8 +125,7 @@ def _attend(
     place = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     mbarrier.wait(query_bar, 0)
     mbarrier.wait(key_bars.index(0), 0)
-    score = _scores(query, keys.index(0), SCORES)
-    score = warpgroup_mma_wait(0, deps=[score])
+    score = warpgroup_mma_wait(0, deps=[_scores(query, keys.index(0), SCORES)])
     seen = (place[None, :] <= row[:, None]) & (place < size)[None, :] & has_own
     top = gl.full([BLOCK], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
     weights = gl.full([BLOCK], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
@@ -145,6 +140,29 @@ def _attend(
 
     sums = gl.full([BLOCK, DIM], 0.0, gl.float32, SUMS)
     ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    top, weights, sums, ready = _attend_own(
+        query, keys, key_bars, values, value_bars, own_tiles, column, chunk, own, scale,
+        top, weights, sums, ready, SCORES, SUMS, WIDTH,
+    )  # fmt: skip
+    if begin < end:
+        top, weights, sums, ready, own = _attend_cached(
+            query, keys, values, keys_ptr, table_ptr, begin, end, own, scale,
+            top, weights, sums, ready, SCORES, SUMS, WIDTH, POOL_BLOCK,
+        )  # fmt: skip
+    sums = warpgroup_mma(ready, values.index((own - 1) % 2), sums)
+    weights = gl.convert_layout(weights, gl.SliceLayout(1, SUMS))
+    return gl.convert_layout(top, gl.SliceLayout(1, SUMS)), weights, sums
+
+
+@gluon.jit
+def _attend_own(
+    query, keys, key_bars, values, value_bars, own_tiles, column, chunk, own, scale,
+    top, weights, sums, ready, SCORES: gl.constexpr, SUMS: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Goes on with the chunk's tokens before the block, all of which see. The values of the tile
+    before are still to be weighed by `ready`; so are those of the last one after it.
+    """
+    BLOCK: gl.constexpr = query.shape[0]
     for index in range(1, own):
         before = index - 1
         at = chunk + before * BLOCK
@@ -163,15 +181,7 @@ def _attend(
         sums = sums * gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
         ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
     mbarrier.wait(value_bars.index((own - 1) % 2), (own - 1) // 2 & 1)
-
-    if begin < end:
-        top, weights, sums, ready, own = _attend_cached(
-            query, keys, values, keys_ptr, table_ptr, begin, end, own, scale,
-            top, weights, sums, ready, SCORES, SUMS, WIDTH, POOL_BLOCK,
-        )  # fmt: skip
-    sums = warpgroup_mma(ready, values.index((own - 1) % 2), sums)
-    weights = gl.convert_layout(weights, gl.SliceLayout(1, SUMS))
-    return gl.convert_layout(top, gl.SliceLayout(1, SUMS)), weights, sums
+    return top, weights, sums, ready
 
 
 @gluon.jit
@@ -179,9 +189,7 @@ def _attend_cached(
     query, keys, values, keys_ptr, table_ptr, begin, end, turn, scale, top, weights, sums, ready,
     SCORES: gl.constexpr, SUMS: gl.constexpr, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Goes on with a sequence's tokens [begin, end) in the pool. Before it, `turn` tiles were read,
-    and the values of the last one are still to be weighed by `ready`; so they are after it.
-    """
+    """Goes on likewise with the sequence's tokens [begin, end) in the pool, after `turn` tiles."""
     BLOCK: gl.constexpr = query.shape[0]
     place = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     values_ptr = keys_ptr + POOL_BLOCK * WIDTH
@@ -229,6 +237,17 @@ def _softmax(score, scale, top, weights):
     weight = gl.exp2(score * scale - new_top[:, None])
     old = gl.exp2(top - new_top)
     return new_top, weights * old + gl.sum(weight, axis=1), weight, old
+
+
+@gluon.jit
+def _fetch_query(query, tiles, row, column):
+    """Asks for the block; returns what says that it has arrived. The last to make one of those."""
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    fence_async_shared()
+    mbarrier.expect(bar, tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(tiles, [row, column], bar, query)
+    return bar
 
 
 @gluon.jit
