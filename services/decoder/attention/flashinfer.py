@@ -134,11 +134,12 @@ class FlashInferBackend:
         if has_chunks and (captured or self._outruns(metadata)):
             metadata.wants_keys_values = True
             items = self._plan_prompts(metadata)
-            decode = self._many  # beside chunks it costs least, however few
+            if decodes:
+                decode = self._many  # beside chunks it costs least, however few
         elif captured or launches.are_free(len(metadata.slot_mapping)):
             decode = self._many_for(decodes)
         if (items is not None or not has_chunks) and (decode is not None or not decodes):
-            return _Plan(decode if decodes else None, items)
+            return _Plan(decode, items)
         return self._plan_wrappers(metadata, decode, items, captured=captured)
 
     def _plan_wrappers(
@@ -221,9 +222,9 @@ class FlashInferBackend:
         num_tokens, decodes = len(metadata.slot_mapping), metadata.num_decodes
         if self._prompts is None or not launches.are_free(num_tokens):
             return False
-        if self._prompts.count_items(num_tokens, len(metadata.seq_lens)) > _MOST_PROMPT_ITEMS:
-            return False
         query_lens = np.diff(metadata.cu_query_lens.numpy()[decodes:])
+        if self._prompts.count_items(num_tokens, len(query_lens)) > _MOST_PROMPT_ITEMS:
+            return False
         return self._prompts.outruns_fa3(query_lens, metadata.seq_lens.numpy()[decodes:])
 
     def _plan_prompts(self, metadata: AttentionMetadata) -> Tensor:

@@ -6,8 +6,8 @@ when the kernel before has ended, which by then had waited for all before it. Wi
 programs run, so that a step of some hundred short kernels has fewer gaps. Hopper and later have it.
 
 Two kernels that do not need each other run side by side so: the first lets the second start only
-after its own `gdc_wait`, when what both read is there, and the second calls `gdc_wait` at its end
-instead of its start, so that whoever waits for it has waited for both.
+after its own `gdc_wait`, when what both read is there, and one program of the second calls
+`gdc_wait`, at its end instead of its start, so that whoever waits for it has waited for both.
 """
 
 import functools

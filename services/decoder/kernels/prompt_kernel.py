@@ -55,9 +55,9 @@ def prompt_kernel(  # noqa: ANN201 - nothing
         gdc_wait()
     if size > 0:
         query = gl.allocate_shared_memory(query_tiles.dtype, [BLOCK, DIM], query_tiles.layout)
-        column = head // (HEADS // KV_HEADS) * DIM
+        keys_at = head // (HEADS // KV_HEADS) * DIM
         top, weights, sums = _attend(
-            query, query_tiles, head * DIM, own_tiles, column, cache_ptr + column, table_ptr,
+            query, query_tiles, head * DIM, own_tiles, keys_at, cache_ptr + keys_at, table_ptr,
             (first, size, chunk, begin, end), part == parts - 1, scale, KV_HEADS * DIM, POOL_BLOCK,
         )  # fmt: skip
         ROWS: gl.constexpr = _rows(DIM, gl.num_warps())
@@ -139,7 +139,7 @@ def _attend(
     _fetch_own(keys, key_bars, 2, chunk + BLOCK, own_tiles, column, own)
 
     sums = gl.full([BLOCK, DIM], 0.0, gl.float32, SUMS)
-    ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    ready = _ready(weight, query.dtype, SUMS)
     top, weights, sums, ready = _attend_own(
         query, keys, key_bars, values, value_bars, own_tiles, column, chunk, own, scale,
         top, weights, sums, ready, SCORES, SUMS, WIDTH,
@@ -179,7 +179,7 @@ def _attend_own(
         _fetch_own(keys, key_bars, index + 2, at + 2 * BLOCK, own_tiles, column, own)
         _fetch_own(values, value_bars, index + 1, at + BLOCK, own_tiles, WIDTH + column, own)
         sums = sums * gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
-        ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
+        ready = _ready(weight, query.dtype, SUMS)
     mbarrier.wait(value_bars.index((own - 1) % 2), (own - 1) // 2 & 1)
     return top, weights, sums, ready
 
@@ -213,7 +213,7 @@ def _attend_cached(
         _fetch(next_keys, keys_ptr, table_ptr, after + BLOCK, end, WIDTH, POOL_BLOCK)
         _fetch(last_values, values_ptr, table_ptr, after, end, WIDTH, POOL_BLOCK)
         sums = sums * gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
-        ready = gl.convert_layout(weight.to(query.dtype), gl.DotOperandLayout(0, SUMS, 2))
+        ready = _ready(weight, query.dtype, SUMS)
         turn += 1
     async_copy.wait_group(0)
     fence_async_shared()
@@ -237,6 +237,12 @@ def _softmax(score, scale, top, weights):
     weight = gl.exp2(score * scale - new_top[:, None])
     old = gl.exp2(top - new_top)
     return new_top, weights * old + gl.sum(weight, axis=1), weight, old
+
+
+@gluon.jit
+def _ready(weight, dtype: gl.constexpr, SUMS: gl.constexpr):
+    """A tile's weights as the first operand of their product with its values."""
+    return gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
 
 
 @gluon.jit
@@ -308,7 +314,7 @@ def _merged(
     top = gl.full([BLOCK], -1e30, gl.float32, LINE)
     weights = gl.full([BLOCK], 0.0, gl.float32, LINE)
     sums = gl.full([BLOCK, DIM], 0.0, gl.float32, LINE.parent)
-    for part in range(0, parts):
+    for part in range(parts):
         line = (opener + part * HEADS) * BLOCK + row
         part_top = gl.load(scales_ptr + line, cache_modifier=".cg")
         part_weights = gl.load(scales_ptr + PLACES + line, cache_modifier=".cg")

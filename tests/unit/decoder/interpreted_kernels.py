@@ -25,7 +25,6 @@ from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
 
 PLAIN = PlainOps()
 BLOCK_SIZE, EPS = 16, 1e-6
-CPU = torch.device("cpu")
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
