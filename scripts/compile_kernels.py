@@ -1,4 +1,4 @@
-"""Compiles flashinfer's bfloat16 kernels that the services use, into its package: `--arch 9.0a`.
+"""Compiles flashinfer's bfloat16 kernels that the decoder uses, into its package: `--arch 9.0a`.
 
 Without this flashinfer compiles them at the first start, which needs CUDA's compiler where the
 services run, and minutes. No GPU is needed, but a C++ compiler, and CUDA's: from pip (the extra
@@ -15,8 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Of Qwen3-VL's language models, and of the smaller vision towers; the larger have 72, see SDPA.
-_DECODER_HEAD_DIM, _ENCODER_HEAD_DIM = 128, 64
+_HEAD_DIM = 128  # of Qwen3-VL's language models
 
 
 def pip_toolkit(into: Path) -> Path | None:
@@ -58,10 +57,9 @@ def compile_all(arch: str) -> None:
 
     types = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
     backends = ("fa3", "fa2") if arch.startswith("9.") else ("fa2",)
-    decode = _DECODER_HEAD_DIM
-    specs = [gen_batch_decode_module(*types, decode, decode, 0, False, False)] + [
+    size = _HEAD_DIM
+    specs = [gen_batch_decode_module(*types, size, size, 0, False, False)] + [
         gen_batch_prefill_module(backend, *types, size, size, 0, False, False, False)
-        for size in (_DECODER_HEAD_DIM, _ENCODER_HEAD_DIM)
         for backend in backends
     ]
     for number, spec in enumerate(specs, 1):

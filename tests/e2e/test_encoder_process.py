@@ -244,7 +244,7 @@ async def test_the_fronts_death_ends_the_engine(model_dir: Path) -> None:
     [
         ({"prot": 1}, 2, "ENCODER_PROT"),
         ({"model": "/nowhere"}, 2, "/nowhere/config.json is missing"),
-        ({"attention_backend": "flashinfer"}, 1, "it runs on CUDA"),
+        ({"attention_backend": "hopper"}, 1, "it runs on CUDA"),
         ({"attention_backend": "magic"}, 1, "no attention backend 'magic'"),
     ],
 )

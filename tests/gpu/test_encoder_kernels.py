@@ -7,6 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from services.encoder.attention.hopper import HopperAttention
+from services.encoder.attention.sdpa import SdpaAttention
 from services.encoder.engine.patches import pack_patches
 from services.encoder.kernels.ops import PlainOps, create_ops
 
@@ -44,6 +46,55 @@ def test_rotate(rows: int, heads: int, dim: int) -> None:
     expected = PLAIN.rotate(qkv[:, :2], cos, sin)
     assert error(FUSED.rotate(qkv[:, :2], cos, sin), expected) <= TOLERANCE
     assert torch.equal(qkv[:, 2], value)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [63, 64, 65, 127, 128, 129], [4096], [1000, 4, 2304, 640], [16] * 40],
+    ids=["one", "edges", "large", "mixed", "many"],
+)
+@pytest.mark.parametrize("rising", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_agrees_with_its_twin(
+    lengths: list[int], rising: bool, dtype: torch.dtype
+) -> None:
+    """Eager, and in a graph that was captured for more."""
+    count, heads, dim = sum(lengths), 16, 64
+    query, key = random(count, 2, heads, dim).to(dtype).unbind(1)
+    value = random(count, 3, heads, dim).to(dtype)[:, 2]
+    if rising:  # scores that a float's exponent would not have room for, see `softmax`
+        key[::7] *= 60
+    exact, fast = SdpaAttention(heads, dim, torch.float32), HopperAttention(heads, dim, dtype)
+    plan = exact.plan(lengths, CUDA)
+    expected = exact.forward(query.float(), key.float(), value.float(), plan)
+    found = fast.forward(query, key, value, fast.plan(lengths, CUDA))
+    assert error(found, expected) <= TOLERANCE
+    lasting = fast.lasting_plan(count + 300, 64, CUDA)
+    lasting.set([count + 300])
+    wide = [torch.full((count + 300, heads, dim), torch.nan, dtype=dtype, device=CUDA)] * 3
+    inputs = [rows.clone() for rows in wide]
+    fast.forward(*inputs, lasting)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast.forward(*inputs, lasting)
+    for rows, given in zip(inputs, (query, key, value), strict=True):
+        rows[:count] = given
+    for _ in range(2):
+        lasting.set(lengths)
+        graph.replay()
+        assert torch.equal(out[:count], found)
+
+
+@pytest.mark.parametrize("lengths", [[300, 200], [64, 1000], [1, 1, 1]])
+def test_a_neighbour_that_is_not_finite_changes_nothing(lengths: list[int]) -> None:
+    count = sum(lengths)
+    rows = [random(count, 16, 64) for _ in range(3)]
+    attend = HopperAttention(16, 64, torch.bfloat16)
+    first = slice(lengths[0])
+    expected = attend.forward(*rows, attend.plan(lengths, CUDA))[first].clone()
+    for given in rows:
+        given[lengths[0] :] = torch.nan
+    assert torch.equal(attend.forward(*rows, attend.plan(lengths, CUDA))[first], expected)
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(1024, 4096), (1152, 4304)])

@@ -44,7 +44,12 @@ _WORKSPACE_BYTES = 1 << 20  # kernels of many tiles count in it who takes which
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor | None:
     """`x @ weight.T`, with a bias, and GELU's tanh form of that, rounded once; None: torch shall.
 
@@ -52,6 +57,7 @@ def linear(
         x: `[T, K]`, bfloat16 or float16, on CUDA.
         weight: `[N, K]`.
         bias: `[N]`; there must be one for `gelu`.
+        residual: `[T, N]`, contiguous: is added before the sum is rounded, and takes the result.
     """
     num_tokens, num_columns = x.shape
     tile = tile_tokens(num_tokens, len(weight), num_columns)
@@ -61,10 +67,11 @@ def linear(
     if library is None:
         return None
     epilogue = _PLAIN if bias is None else _GELU_BIAS if gelu else _WITH_BIAS
-    out = x.new_empty(num_tokens, len(weight))
+    out = x.new_empty(num_tokens, len(weight)) if residual is None else residual
     try:
         shape = (num_tokens, len(weight), num_columns)
-        library.product(shape, x.dtype, epilogue, tile).run(x, weight, bias, out)
+        product = library.product(shape, x.dtype, epilogue, tile)
+        product.run(x, weight, bias, out, add=residual is not None)
     except Refused as why:
         _say_once(str(why))
         return None
@@ -154,8 +161,13 @@ class _Product:
             self._library.call("MatrixLayoutDestroy", layout)
         self._library.call("MatmulDescDestroy", self._how)
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Puts the kernel on the current stream; raises Refused where it does not."""
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, add: bool
+    ) -> None:
+        """Puts the kernel on the current stream; raises Refused where it does not.
+
+        `add`: to what `out` holds.
+        """
         library = self._library
         if bias is not None:
             pointer = c_void_p(bias.data_ptr())
@@ -163,7 +175,7 @@ class _Product:
         of_weight, of_x, of_out = self._layouts
         library.call(
             "Matmul", library.handle, self._how, library.one, weight.data_ptr(), of_weight,
-            x.data_ptr(), of_x, library.zero, out.data_ptr(), of_out, out.data_ptr(), of_out,
+            x.data_ptr(), of_x, library.one if add else library.zero, out.data_ptr(), of_out, out.data_ptr(), of_out,
             addressof(self._algorithm), library.workspace.data_ptr(), _WORKSPACE_BYTES,
             torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip

@@ -26,13 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_wait
 
+from services.common.nn.warpgroups import (
+    exceeds,
+    first_operand,
+    rewind,
+    rows_layout,
+    scores,
+    shares,
+    softmax,
+)
 from services.decoder.kernels.many_attention import joined
-
-
-@gluon.constexpr_function
-def _rows(dim: int, num_warps: int) -> gl.BlockedLayout:
-    """How the threads share rows of `dim`: 16 bytes each."""
-    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [num_warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -55,12 +58,13 @@ def prompt_kernel(  # noqa: ANN201 - nothing
         gdc_wait()
     if size > 0:
         query = gl.allocate_shared_memory(query_tiles.dtype, [BLOCK, DIM], query_tiles.layout)
+        query_bar = _fetch_query(query, query_tiles, first, head * DIM)
         keys_at = head // (HEADS // KV_HEADS) * DIM
         top, weights, sums = _attend(
-            query, query_tiles, head * DIM, own_tiles, keys_at, cache_ptr + keys_at, table_ptr,
+            query, query_bar, own_tiles, keys_at, cache_ptr + keys_at, table_ptr,
             (first, size, chunk, begin, end), part == parts - 1, scale, KV_HEADS * DIM, POOL_BLOCK,
         )  # fmt: skip
-        ROWS: gl.constexpr = _rows(DIM, gl.num_warps())
+        ROWS: gl.constexpr = rows_layout(DIM, gl.num_warps())
         row = gl.arange(0, BLOCK, gl.SliceLayout(1, ROWS))
         column = gl.arange(0, DIM, gl.SliceLayout(0, ROWS))
         inside = (row < size)[:, None]
@@ -93,11 +97,34 @@ def prompt_kernel(  # noqa: ANN201 - nothing
 
 @gluon.jit
 def _attend(
-    query, query_tiles, query_column, own_tiles, column, keys_ptr, table_ptr, places, has_own,
-    scale, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr,
+    query, query_bar, own_tiles, column, keys_ptr, table_ptr, places, has_own, scale,
+    WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """The running softmax, in base 2, of one head of an item's block: largest scores, sums of
-    weights, weighted sums of values.
+    """The softmax, in base 2, of one head of an item's block: what weights are relative to, their
+    sums, weighted sums of values.
+    """
+    keys, key_bars = _ring(own_tiles)
+    values, value_bars = _ring(own_tiles)
+    top, weights, sums, again = _attend_once(
+        query, query_bar, keys, key_bars, values, value_bars, own_tiles, column, keys_ptr,
+        table_ptr, places, has_own, scale, WIDTH, POOL_BLOCK, RUNNING=False,
+    )  # fmt: skip
+    if again:
+        rewind(key_bars)
+        rewind(value_bars)
+        top, weights, sums, again = _attend_once(
+            query, query_bar, keys, key_bars, values, value_bars, own_tiles, column, keys_ptr,
+            table_ptr, places, has_own, scale, WIDTH, POOL_BLOCK, RUNNING=True,
+        )  # fmt: skip
+    return top, weights, sums
+
+
+@gluon.jit
+def _attend_once(
+    query, query_bar, keys, key_bars, values, value_bars, own_tiles, column, keys_ptr, table_ptr,
+    places, has_own, scale, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr, RUNNING: gl.constexpr,
+):  # fmt: skip
+    """See `_attend`; and whether it must be done again, with RUNNING (see `softmax`).
 
     The step's own tiles come first, the block itself before the others, and then the cache's. Two
     of keys and two of values are here or on their way, and the next one is asked for as soon as all
@@ -109,9 +136,6 @@ def _attend(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIM, 16])
     first, size, chunk, begin, end = places
     own = gl.where(has_own, (first - chunk) // BLOCK + 1, 1)
-    keys, key_bars = _ring(own_tiles)
-    values, value_bars = _ring(own_tiles)
-    query_bar = _fetch_query(query, query_tiles, first, query_column)
     for index in gl.static_range(2):
         _expect(key_bars, index, own_tiles, own)
         _expect(value_bars, index, own_tiles, own)
@@ -125,12 +149,12 @@ def _attend(
     place = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     mbarrier.wait(query_bar, 0)
     mbarrier.wait(key_bars.index(0), 0)
-    score = warpgroup_mma_wait(0, deps=[_scores(query, keys.index(0), SCORES)])
+    score = warpgroup_mma_wait(0, deps=[scores(query, keys.index(0), SCORES)])
     seen = (place[None, :] <= row[:, None]) & (place < size)[None, :] & has_own
-    top = gl.full([BLOCK], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
-    weights = gl.full([BLOCK], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
     score = gl.where(seen, score, float("-inf"))
-    top, weights, weight, _ = _softmax(score, scale, top, weights)
+    top = gl.maximum(gl.max(score, axis=1) * scale, -1e30)
+    weight = gl.exp2(score * scale - top[:, None])
+    weights = shares(weight)
     if size < BLOCK:
         mbarrier.wait(value_bars.index(0), 0)
         _clear(values.index(0), size)
@@ -139,25 +163,29 @@ def _attend(
     _fetch_own(keys, key_bars, 2, chunk + BLOCK, own_tiles, column, own)
 
     sums = gl.full([BLOCK, DIM], 0.0, gl.float32, SUMS)
-    ready = _ready(weight, query.dtype, SUMS)
+    ready = first_operand(weight, query.dtype, SUMS)
     top, weights, sums, ready = _attend_own(
         query, keys, key_bars, values, value_bars, own_tiles, column, chunk, own, scale,
-        top, weights, sums, ready, SCORES, SUMS, WIDTH,
+        top, weights, sums, ready, SCORES, SUMS, WIDTH, RUNNING,
     )  # fmt: skip
+    again = False
+    if not RUNNING:
+        again = exceeds(gl.sum(weights, axis=1), size, query.dtype)
     if begin < end:
         top, weights, sums, ready, own = _attend_cached(
             query, keys, values, keys_ptr, table_ptr, begin, end, own, scale,
             top, weights, sums, ready, SCORES, SUMS, WIDTH, POOL_BLOCK,
         )  # fmt: skip
     sums = warpgroup_mma(ready, values.index((own - 1) % 2), sums)
-    weights = gl.convert_layout(weights, gl.SliceLayout(1, SUMS))
-    return gl.convert_layout(top, gl.SliceLayout(1, SUMS)), weights, sums
+    top = gl.convert_layout(top, gl.SliceLayout(1, SUMS))
+    return top, gl.convert_layout(gl.sum(weights, axis=1), gl.SliceLayout(1, SUMS)), sums, again
 
 
 @gluon.jit
 def _attend_own(
     query, keys, key_bars, values, value_bars, own_tiles, column, chunk, own, scale,
     top, weights, sums, ready, SCORES: gl.constexpr, SUMS: gl.constexpr, WIDTH: gl.constexpr,
+    RUNNING: gl.constexpr,
 ):  # fmt: skip
     """Goes on with the chunk's tokens before the block, all of which see. The values of the tile
     before are still to be weighed by `ready`; so are those of the last one after it.
@@ -167,19 +195,20 @@ def _attend_own(
         before = index - 1
         at = chunk + before * BLOCK
         mbarrier.wait(key_bars.index(index % 2), index // 2 & 1)
-        score = _scores(query, keys.index(index % 2), SCORES)
+        score = scores(query, keys.index(index % 2), SCORES)
         mbarrier.wait(value_bars.index(before % 2), before // 2 & 1)
         sums = warpgroup_mma(ready, values.index(before % 2), sums, is_async=True)
         score = warpgroup_mma_wait(1, deps=[score])
-        top, weights, weight, old = _softmax(score, scale, top, weights)
+        top, weights, weight, old = softmax(score, scale, top, weights, RUNNING)
         sums, ready = warpgroup_mma_wait(0, deps=[sums, ready])
         debug_barrier()
         _expect(key_bars, index + 2, own_tiles, own)
         _expect(value_bars, index + 1, own_tiles, own)
         _fetch_own(keys, key_bars, index + 2, at + 2 * BLOCK, own_tiles, column, own)
         _fetch_own(values, value_bars, index + 1, at + BLOCK, own_tiles, WIDTH + column, own)
-        sums = sums * gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
-        ready = _ready(weight, query.dtype, SUMS)
+        if RUNNING:
+            sums *= gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
+        ready = first_operand(weight, query.dtype, SUMS)
     mbarrier.wait(value_bars.index((own - 1) % 2), (own - 1) // 2 & 1)
     return top, weights, sums, ready
 
@@ -202,47 +231,23 @@ def _attend_cached(
         async_copy.wait_group(2)  # all but the keys after these and the values of these
         fence_async_shared()
         debug_barrier()
-        score = _scores(query, next_keys, SCORES)
+        score = scores(query, next_keys, SCORES)
         sums = warpgroup_mma(ready, last_values, sums, is_async=True)
         score = warpgroup_mma_wait(1, deps=[score])
         score = gl.where((at + place < end)[None, :], score, float("-inf"))
-        top, weights, weight, old = _softmax(score, scale, top, weights)
+        top, weights, weight, old = softmax(score, scale, top, weights, RUNNING=True)
         sums, ready = warpgroup_mma_wait(0, deps=[sums, ready])
         debug_barrier()
         after = at + BLOCK
         _fetch(next_keys, keys_ptr, table_ptr, after + BLOCK, end, WIDTH, POOL_BLOCK)
         _fetch(last_values, values_ptr, table_ptr, after, end, WIDTH, POOL_BLOCK)
         sums = sums * gl.convert_layout(old, gl.SliceLayout(1, SUMS))[:, None]
-        ready = _ready(weight, query.dtype, SUMS)
+        ready = first_operand(weight, query.dtype, SUMS)
         turn += 1
     async_copy.wait_group(0)
     fence_async_shared()
     debug_barrier()
     return top, weights, sums, ready, turn
-
-
-@gluon.jit
-def _scores(query, keys, SCORES: gl.constexpr):
-    """The product of queries and keys, which has begun."""
-    nothing = gl.full([query.shape[0], keys.shape[0]], 0.0, gl.float32, SCORES)
-    return warpgroup_mma(query, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _softmax(score, scale, top, weights):
-    """One tile more: largest scores and sums of weights, the tile's weights, and what those before
-    it are multiplied by.
-    """
-    new_top = gl.maximum(top, gl.max(score, axis=1) * scale)
-    weight = gl.exp2(score * scale - new_top[:, None])
-    old = gl.exp2(top - new_top)
-    return new_top, weights * old + gl.sum(weight, axis=1), weight, old
-
-
-@gluon.jit
-def _ready(weight, dtype: gl.constexpr, SUMS: gl.constexpr):
-    """A tile's weights as the first operand of their product with its values."""
-    return gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
 
 
 @gluon.jit
@@ -284,7 +289,7 @@ def _fetch_own(ring, bars, index, row, tiles, column, count):
 @gluon.jit
 def _fetch(tile, rows_ptr, table_ptr, at, end, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr):
     """Asks for a tile of the cache; behind the end zeros arrive."""
-    ROWS: gl.constexpr = _rows(tile.shape[1], gl.num_warps())
+    ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
     token = at + gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS))
     column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, ROWS))
     inside = token < end
@@ -298,7 +303,7 @@ def _fetch(tile, rows_ptr, table_ptr, at, end, WIDTH: gl.constexpr, POOL_BLOCK: 
 @gluon.jit
 def _clear(tile, size):
     """Zeros behind the first rows: what lies there need not be finite."""
-    ROWS: gl.constexpr = _rows(tile.shape[1], gl.num_warps())
+    ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
     inside = gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS)) < size
     tile.store(gl.where(inside[:, None], tile.load(ROWS), 0.0))
     fence_async_shared()

@@ -9,10 +9,10 @@ from services.encoder.attention.base import AttentionBackend
 
 BACKENDS = {
     "sdpa": "services.encoder.attention.sdpa:SdpaAttention",
-    "flashinfer": "services.encoder.attention.flashinfer:FlashInferAttention",
+    "hopper": "services.encoder.attention.hopper:HopperAttention",
 }
-_FLASHINFER_HEAD_DIMS = (64, 128)
-_FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
+_HOPPER, _HOPPER_HEAD_DIM = (9, 0), 64  # compute capability; what a kernel's registers hold
+_HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class AttentionUnavailable(ValueError):
@@ -25,15 +25,14 @@ def resolve(name: str, device: torch.device, head_dim: int, dtype: torch.dtype) 
     Raises:
         AttentionUnavailable: no such backend, or it cannot run this model here.
     """
-    obstacle = _flashinfer_obstacle(device, head_dim, dtype)
     if name == "auto":
-        return "flashinfer" if obstacle is None else "sdpa"
+        return "sdpa" if _hopper_obstacle(device, head_dim, dtype) else "hopper"
     if name not in BACKENDS:
         raise AttentionUnavailable(
             f"no attention backend {name!r}; there are auto, {', '.join(sorted(BACKENDS))}"
         )
-    if name == "flashinfer" and obstacle is not None:
-        raise AttentionUnavailable(f"attention backend flashinfer: {obstacle}; use sdpa or auto")
+    if name == "hopper" and (obstacle := _hopper_obstacle(device, head_dim, dtype)):
+        raise AttentionUnavailable(f"attention backend hopper: {obstacle}; use sdpa or auto")
     return name
 
 
@@ -43,13 +42,15 @@ def create(name: str, *, num_heads: int, head_dim: int, dtype: torch.dtype) -> A
     return getattr(importlib.import_module(module), attribute)(num_heads, head_dim, dtype)
 
 
-def _flashinfer_obstacle(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
+def _hopper_obstacle(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"
-    if head_dim not in _FLASHINFER_HEAD_DIMS:
+    if head_dim != _HOPPER_HEAD_DIM:
         return f"it has no kernel for head_dim {head_dim}"
-    if dtype not in _FLASHINFER_DTYPES:
+    if dtype not in _HOPPER_DTYPES:
         return f"it has no kernel for {dtype}"
-    if importlib.util.find_spec("flashinfer") is None:
-        return "the package flashinfer-python is not installed (extra: gpu)"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.get_device_capability(device) != _HOPPER:
+        return "it runs on Hopper (H100, H200) alone"
     return None

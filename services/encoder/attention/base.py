@@ -18,8 +18,8 @@ class LastingPlan(Protocol):
     """
 
     def set(self, lengths: Sequence[int]) -> None:
-        """Plans for these segments, once the device gets there. The first call has the most rows;
-        rows behind the last segment attend to nothing and get values of no meaning.
+        """Plans for these segments, once the device gets there. Rows behind the last segment attend
+        to nothing and get values of no meaning.
         """
         ...
 
@@ -36,9 +36,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def lasting_plan(self, max_segments: int, device: torch.device) -> LastingPlan | None:
-        """A plan of up to so many segments for `forward` in a graph; None: this backend has none
-        there.
+    def lasting_plan(
+        self, max_rows: int, max_segments: int, device: torch.device
+    ) -> LastingPlan | None:
+        """A plan of up to so many patches and segments for `forward` in a graph; None: this backend
+        has none there.
         """
         ...
 

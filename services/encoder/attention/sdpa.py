@@ -20,7 +20,9 @@ class SdpaAttention:
         """Neighbours of equal length: `[(segments, patches of each), ...]`."""
         return [(len(list(run)), length) for length, run in groupby(lengths)]
 
-    def lasting_plan(self, max_segments: int, device: torch.device) -> "_LastingPlan | None":
+    def lasting_plan(
+        self, max_rows: int, max_segments: int, device: torch.device
+    ) -> "_LastingPlan | None":
         """On CUDA, where torch has a kernel that reads the lengths on the device."""
         if device.type != "cuda" or self._dtype not in (torch.bfloat16, torch.float16):
             return None

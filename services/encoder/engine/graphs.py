@@ -1,9 +1,10 @@
-"""The tower as CUDA graphs, by number of patches: whatever the sizes of a small batch's images.
+"""The tower as CUDA graphs, by number of patches: whatever the sizes of a batch's images.
 
-A small batch's forward is bound by its launches, not by the device; a replay is one launch for each
-level, so that a level leaves the device while later blocks run. A batch is padded to the next
-captured number of patches; the padding is no segment of the attention, so no image sees it. Larger
-batches keep the device busy longer than their launches take, and run eagerly.
+A small batch's forward is bound by its launches, not by the device, and that of a larger one is,
+too, while other threads prepare images; a replay is one launch for each level, so that a level
+leaves the device while later blocks run. A batch is padded to the next captured number of patches;
+the padding is no segment of the attention, so no image sees it. What is larger than a batch should
+be runs eagerly.
 
 All graphs read one input and one layout, write one output and share one memory pool: one runs at a
 time, in the order of one stream.
@@ -20,7 +21,7 @@ from services.common.nn import launches
 from services.encoder.engine.patches import pack_patches
 from services.encoder.models.base import Grid, LastingLayout, VisionModel
 
-MAX_CAPTURED_PATCHES = 6144
+MAX_CAPTURED_PATCHES = 12288
 _MAX_SEGMENTS = 16
 
 Parts = list[tuple[torch.cuda.CUDAGraph, int]]  # each ends with a level, in the order of the tower

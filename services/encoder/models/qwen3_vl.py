@@ -71,7 +71,8 @@ class Qwen3VLVisionModel(nn.Module):
 
     def lasting_layout(self, max_patches: int, max_segments: int) -> LastingTables | None:
         """See `VisionModel.lasting_layout`."""
-        plan = self.attention.lasting_plan(max_segments, self.pos_embed.weight.device)
+        device = self.pos_embed.weight.device
+        plan = self.attention.lasting_plan(max_patches, max_segments, device)
         return LastingTables(self._tables, plan, max_patches) if plan is not None else None
 
     def levels(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:

@@ -9,13 +9,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-
 from services.decoder.kernels import prompt_attention
 from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
 from services.decoder.kernels.prompt_kernel import prompt_kernel
+from tests.gluon_compiler import compile_for_hopper
 
 HEADS = 4
 SHARED_MEMORY = 227 << 10  # of a Hopper processor
@@ -96,14 +93,6 @@ def test_the_kernel_compiles_for_hopper(
         "BLOCK": 64, "FIELDS": 8, "ACCOMPANIES": accompanies,
     }  # fmt: skip
     signature = {"query_tiles": tiles, "own_tiles": tiles, **pointers, "scale": "fp32"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    names = prompt_kernel.arg_names
-    source = GluonASTSource(
-        prompt_kernel,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = compile_for_hopper(prompt_kernel, signature, constants)
     assert "wgmma" in compiled.asm["ptx"]
     assert 2 * (compiled.metadata.shared + 1024) <= SHARED_MEMORY

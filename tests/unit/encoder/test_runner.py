@@ -131,8 +131,8 @@ def test_auto_takes_what_runs(
 @pytest.mark.parametrize(
     ("name", "device", "head_dim", "reason"),
     [
-        ("flashinfer", "cpu", 64, "CUDA"),
-        ("flashinfer", "cuda", 72, "head_dim 72"),
+        ("hopper", "cpu", 64, "CUDA"),
+        ("hopper", "cuda", 72, "head_dim 72"),
         ("flash_attn_9", "cpu", 64, "no attention backend"),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_backend_that_cannot_run_says_why(
 def test_a_missing_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(AttentionUnavailable, match="not installed"):
-        resolve("flashinfer", torch.device("cuda"), 64, torch.bfloat16)
+        resolve("hopper", torch.device("cuda"), 64, torch.bfloat16)
 
 
 def test_an_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
