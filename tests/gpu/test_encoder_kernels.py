@@ -36,6 +36,7 @@ def test_add_layer_norm(rows: int, width: int) -> None:
     assert error(found[0], expected[0]) <= TOLERANCE
     assert torch.equal(found[1], expected[1])  # one addition, one rounding
     assert torch.equal(residual, kept)
+    assert torch.equal(FUSED.layer_norm(found[1], weight, bias, 1e-6), found[0])
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(16, 64), (16, 72)])

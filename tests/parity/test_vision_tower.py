@@ -198,8 +198,7 @@ def _other_taps(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
 
 
 def _unrotated(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
-    for block in pair.ours.blocks:
-        patch.setattr(block.attn, "rotate", lambda x, cos, sin: x)
+    patch.setattr(pair.ours.ops, "rotate", lambda x, cos, sin: x)
     return pair
 
 

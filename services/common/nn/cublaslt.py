@@ -36,9 +36,10 @@ _TILE_IDS = {
 _FEATURES = 128  # of a tile
 _TILES = range(64, 169, 8)  # tokens; with more, a tile's end is not hidden behind the next one
 _END = 12  # what the end of a tile costs, in tokens
-# Measured on an H200: with fewer tokens cuBLAS' choice is better, and so it is for many with a long
-# sum, which hides what a tile costs at its end.
-_LEAST_TOKENS, _MANY_TOKENS, _LONG_SUM = 832, 1408, 2048
+# Measured on an H200: with fewer tokens cuBLAS' choice is better, and so it is where its large
+# tiles fill their waves and a long sum hides what they cost at their end.
+_LEAST_TOKENS, _LONG_SUM = 832, 2048
+_LARGE_TILE, _FULL = 128 * 256, 0.9
 _MAX_KEPT = 4096
 _WORKSPACE_BYTES = 1 << 20  # kernels of many tiles count in it who takes which
 
@@ -78,13 +79,24 @@ def linear(
     return out
 
 
+def are_many(num_tokens: int) -> bool:
+    """Whether products of so many tokens may be worth a choice."""
+    return num_tokens >= _LEAST_TOKENS and launches.are_free(num_tokens)
+
+
 def tile_tokens(num_tokens: int, num_rows: int, num_columns: int) -> int:
     """How many tokens a tile of 128 features has for such a product; 0: cuBLAS shall choose."""
-    if num_tokens < _LEAST_TOKENS or not launches.are_free(num_tokens):
+    if not are_many(num_tokens):
         return 0
-    if num_columns > _LONG_SUM and num_tokens > _MANY_TOKENS:
+    if num_columns > _LONG_SUM and _fills_large_tiles(num_tokens, num_rows):
         return 0
     return _cheapest_tile(num_tokens, num_rows)
+
+
+def _fills_large_tiles(num_tokens: int, num_rows: int) -> bool:
+    tiles = -(-num_tokens * num_rows // _LARGE_TILE)
+    waves = -(-tiles // launches.PROCESSORS)
+    return tiles >= _FULL * waves * launches.PROCESSORS
 
 
 @functools.lru_cache(_MAX_KEPT)
@@ -175,9 +187,9 @@ class _Product:
         of_weight, of_x, of_out = self._layouts
         library.call(
             "Matmul", library.handle, self._how, library.one, weight.data_ptr(), of_weight,
-            x.data_ptr(), of_x, library.one if add else library.zero, out.data_ptr(), of_out, out.data_ptr(), of_out,
-            addressof(self._algorithm), library.workspace.data_ptr(), _WORKSPACE_BYTES,
-            torch.cuda.current_stream().cuda_stream,
+            x.data_ptr(), of_x, library.one if add else library.zero, out.data_ptr(), of_out,
+            out.data_ptr(), of_out, addressof(self._algorithm), library.workspace.data_ptr(),
+            _WORKSPACE_BYTES, torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
 
 

@@ -27,6 +27,25 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def add_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
+    """`residual += x @ weight.T + bias`, rounded once, where that takes less time than a product
+    and a sum; else False, and nothing is done.
+
+    Args:
+        x: `[T, K]`.
+        weight: `[N, K]`.
+        bias: `[N]`.
+        residual: `[T, N]`, contiguous.
+    """
+    if not x.is_cuda or x.itemsize != 2 or not cublaslt.are_many(len(x)):
+        return False
+    if cublaslt.linear(x, weight, bias, residual=residual) is None:
+        if bias is not None:
+            return False
+        residual.addmm_(x, weight.t())
+    return True
+
+
 class LinearMethod(Protocol):
     """How one linear layer stores and applies its weights."""
 

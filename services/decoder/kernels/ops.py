@@ -58,6 +58,12 @@ class Ops(Protocol):
         """See `layers.add_rms_norm`; `x` may be in parts, see `linear_parts`."""
         ...
 
+    def add_product(self, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
+        """`residual += x @ weight.T` of many tokens, rounded once; False: not done, a product and
+        `add_rms_norm` take less time.
+        """
+        ...
+
     def is_small_batch(self, x: Tensor) -> bool:
         """Whether `linear_parts` serves products of `x` `[T, K]`, better than `F.linear`."""
         ...
@@ -210,6 +216,10 @@ class PlainOps:
         return 0
 
     def is_small_batch(self, x: Tensor) -> bool:
+        """As `max_fused_context`."""
+        return False
+
+    def add_product(self, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
         """As `max_fused_context`."""
         return False
 

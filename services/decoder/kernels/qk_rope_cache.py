@@ -57,7 +57,7 @@ def rotated(  # noqa: ANN201 - two of the inputs' kind
     return turned.to(first.dtype), other.to(first.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, query_ptr,
     kept_ptr, num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr,

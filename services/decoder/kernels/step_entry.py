@@ -40,7 +40,7 @@ def rope_and_rows(
     return (cos, sin), rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _pick_kernel(known_ptr, rows_ptr, last_ptr, out_ptr, count, BLOCK: tl.constexpr):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < count
@@ -50,7 +50,7 @@ def _pick_kernel(known_ptr, rows_ptr, last_ptr, out_ptr, count, BLOCK: tl.conste
     tl.store(out_ptr + token, tl.where(row >= 0, last, known), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _rope_kernel(
     positions_ptr, slots_ptr, axis_ptr, frequency_ptr, cos_ptr, sin_ptr, rows_ptr, count,
     HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,

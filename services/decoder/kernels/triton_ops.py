@@ -3,7 +3,7 @@
 import torch
 
 from services.common.model_config import TextConfig
-from services.common.nn.linear import multiply
+from services.common.nn.linear import add_product, multiply
 from services.decoder.kernels import (
     add_norm,
     few_tokens,
@@ -48,6 +48,10 @@ class TritonOps:
     def is_small_batch(self, x: torch.Tensor) -> bool:
         """See `ops.Ops`. Tensor cores would round float32."""
         return len(x) <= self._max_small_batch and x.itemsize == 2
+
+    def add_product(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> bool:
+        """See `ops.Ops`."""
+        return add_product(x, weight, None, residual)
 
     def linear_swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See `ops.Ops`: by the kernel that is the fastest for so many tokens."""

@@ -38,6 +38,15 @@ def project(x: Tensor, layer: Linear, ops: Ops, step: StepContext) -> Tensor:
     return layer(x)
 
 
+def project_back(
+    x: Tensor, layer: Linear, residual: Tensor, ops: Ops, step: StepContext
+) -> Tensor | None:
+    """`project(x)`, for whoever adds it to the residual stream; None: it has been added."""
+    if layer.is_plain and ops.add_product(x, layer.weight, residual):
+        return None
+    return project(x, layer, ops, step)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with RMSNorm on each query and key head."""
 
@@ -86,21 +95,29 @@ class MLP(nn.Module):
         self.gate_up_proj = MergedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size})
         self.down_proj = Linear(size, config.hidden_size)
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        """`[T, hidden]` → the same, or that in parts."""
+    def forward(self, x: Tensor, residual: Tensor, step: StepContext) -> Tensor | None:
+        """`[T, hidden]` → see `project_back`."""
         gate_up = self.gate_up_proj
         if gate_up.is_plain:
             hidden = self.ops.linear_swiglu(x, gate_up.weight)
         else:
             hidden = self.ops.silu_and_mul(gate_up(x))
-        return project(hidden, self.down_proj, self.ops, step)
+        return project_back(hidden, self.down_proj, residual, self.ops, step)
+
+
+def add_norm(x: Tensor | None, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
+    """The norm of the hidden state, `x + residual` or `residual` alone, and the state itself."""
+    if x is None:
+        return ops.rms_norm(residual, norm.weight, norm.eps), residual
+    return ops.add_rms_norm(x, residual, norm.weight, norm.eps)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP around a residual stream.
 
-    The last addition of a layer is left to the next norm, which fuses with it: a layer takes and
-    returns `(x, residual)`, whose sum is the hidden state.
+    The last addition of a layer is left to the next norm, which fuses with it, unless the product
+    itself has added: a layer takes and returns `(x, residual)`, whose sum is the hidden state, and
+    x may be None.
     """
 
     def __init__(self, config: TextConfig, backend: AttentionBackend, ops: Ops) -> None:
@@ -119,22 +136,17 @@ class DecoderLayer(nn.Module):
         kv_cache: Tensor,
         step: StepContext,
         rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
         """The layer's output for all tokens, or for those of `rows` `[R]`, though all leave their
-        keys and values. `x` None: `residual` alone is the hidden state.
+        keys and values.
         """
-        if x is None:
-            normed = self.ops.rms_norm(residual, self.input_layernorm.weight, self.eps)
-        else:
-            weight = self.input_layernorm.weight
-            normed, residual = self.ops.add_rms_norm(x, residual, weight, self.eps)
+        normed, residual = add_norm(x, residual, self.input_layernorm, self.ops)
         attended = self.self_attn(normed, kv_cache, step)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
-        projected = project(attended, self.self_attn.o_proj, self.ops, step)
-        weight = self.post_attention_layernorm.weight
-        normed, residual = self.ops.add_rms_norm(projected, residual, weight, self.eps)
-        return self.mlp(normed, step), residual
+        projected = project_back(attended, self.self_attn.o_proj, residual, self.ops, step)
+        normed, residual = add_norm(projected, residual, self.post_attention_layernorm, self.ops)
+        return self.mlp(normed, residual, step), residual
 
     def forward_few(self, residual: Tensor, kv_cache: Tensor, step: StepContext) -> None:
         """The layer for `ops.max_few_tokens` tokens at most; `residual` is updated in place."""
@@ -197,20 +209,19 @@ class Qwen3VLLanguageModel(nn.Module):
         if visual is not None:
             visual.replace(residual)
         x: Tensor | None = None
-        final = len(self.layers) - 1
+        added, final = False, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             added = visual is not None and index + 1 < visual.num_levels
             # Nobody attends to what comes of the last layer.
             early = rows if index == final and not added else None
             x, residual = layer(x, residual, kv_cache[index], step, early)
-            if x is not None and visual is not None and added:
-                residual = residual + x
+            if visual is not None and added:
+                residual = residual if x is None else residual + x
                 visual.add(residual, index + 1)
                 x = None
-        if x is None:
-            wanted = residual if rows is None else residual[rows]
-            return self.ops.rms_norm(wanted, norm.weight, norm.eps)
-        return self.ops.add_rms_norm(x, residual, norm.weight, norm.eps)[0]
+        if added and rows is not None:  # after the last layer
+            residual = residual[rows]
+        return add_norm(x, residual, norm, self.ops)[0]
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See CausalLM."""

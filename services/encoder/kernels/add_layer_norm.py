@@ -14,28 +14,44 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """See `Ops.add_layer_norm`. The sum takes the memory of `x`."""
-    num_rows, width = x.shape
     assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape
+    return _launch(x, residual, weight, bias, eps, add=True), x
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See `Ops.layer_norm`."""
+    assert x.is_contiguous()
+    return _launch(x, x, weight, bias, eps, add=False)
+
+
+def _launch(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *, add: bool
+) -> Tensor:
+    num_rows, width = x.shape
     normed = torch.empty_like(x)
     _kernel[(num_rows,)](
         x, residual, weight, bias, normed, width, eps,
-        BLOCK=triton.next_power_of_2(width), num_warps=4,
+        ADD=add, BLOCK=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
-    return normed, x
+    return normed
 
 
 @triton.jit
-def _kernel(x_ptr, residual_ptr, weight_ptr, bias_ptr, normed_ptr, width, eps, BLOCK: tl.constexpr):
+def _kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, normed_ptr, width, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
-    x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
-    residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
+    total = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    # Rounded to the stored dtype before it is normalised, as in the plain twin.
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(x_ptr + row + column, total, mask=inside)
+    if ADD:
+        residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
+        # Rounded to the stored dtype before it is normalised, as in the plain twin.
+        total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+        tl.store(x_ptr + row + column, total, mask=inside)
     wide = total.to(tl.float32)
     centered = tl.where(inside, wide - tl.sum(wide) / width, 0.0)
     scale = tl.rsqrt(tl.sum(centered * centered) / width + eps)

@@ -33,6 +33,16 @@ class Ops(Protocol):
         """
         ...
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """As `add_layer_norm`, of x alone."""
+        ...
+
+    def add_product(self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> bool:
+        """`residual += x @ weight.T + bias`, rounded once; False: not done, a product and
+        `add_layer_norm` take less time.
+        """
+        ...
+
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """`gelu(x @ weight.T + bias)` by GELU's tanh form.
 
@@ -58,7 +68,15 @@ class PlainOps:
     ) -> tuple[Tensor, Tensor]:
         """See `Ops`."""
         residual = x + residual
-        return F.layer_norm(residual, weight.shape, weight, bias, eps), residual
+        return self.layer_norm(residual, weight, bias, eps), residual
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """See `Ops`."""
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def add_product(self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> bool:
+        """See `Ops`: in plain torch there is nothing to gain."""
+        return False
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """See `Ops`. The product is rounded before the GELU."""

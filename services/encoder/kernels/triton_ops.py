@@ -4,13 +4,17 @@ import torch
 from torch import Tensor
 
 from services.common.nn import cublaslt
-from services.encoder.kernels import add_layer_norm, rotate
+from services.common.nn.linear import add_product
+from services.encoder.kernels import rotate
+from services.encoder.kernels.add_layer_norm import add_layer_norm, layer_norm
 
 
 class TritonOps:
     """See `ops.Ops`."""
 
-    add_layer_norm = staticmethod(add_layer_norm.add_layer_norm)
+    add_layer_norm = staticmethod(add_layer_norm)
+    layer_norm = staticmethod(layer_norm)
+    add_product = staticmethod(add_product)
     rotate = staticmethod(rotate.rotate)
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -78,22 +78,20 @@ class Qwen3VLVisionModel(nn.Module):
     def levels(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
         """See `VisionModel.levels`.
 
-        A block's last addition is the next norm's business, so a tap waits for that one.
+        A block's last addition may be the next norm's business, so a tap waits for that one.
         """
         taps = self.config.deepstack_indexes
-        added, hidden = self.patch_embed(patches), layout.positions  # [N, hidden], both
+        added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
+        hidden = layout.positions  # likewise
         for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
-            normed, hidden = self._add_norm(added, hidden, block.norm1)
+            normed, hidden = add_norm(added, hidden, block.norm1, self.ops)
             if index - 1 in taps:
                 yield self._tapped(index - 1, hidden)
             added, hidden = block(normed, hidden, layout)
-        normed, hidden = self._add_norm(added, hidden, self.merger.norm)
+        normed, hidden = add_norm(added, hidden, self.merger.norm, self.ops)
         if len(self.blocks) - 1 in taps:
             yield self._tapped(len(self.blocks) - 1, hidden)
         yield 0, self.merger.project(normed)
-
-    def _add_norm(self, x: Tensor, residual: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        return self.ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
 
     def _tapped(self, index: int, hidden: Tensor) -> tuple[int, Tensor]:
         tap = self.config.deepstack_indexes.index(index)
@@ -105,8 +103,27 @@ class Qwen3VLVisionModel(nn.Module):
         return torch.stack([levels[level] for level in range(len(levels))])
 
 
+def add_norm(
+    x: Tensor | None, residual: Tensor, norm: nn.LayerNorm, ops: Ops
+) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual`, or of `residual` alone, and what it is the norm of."""
+    if x is None:
+        return ops.layer_norm(residual, norm.weight, norm.bias, norm.eps), residual
+    return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
+
+
+def project_back(x: Tensor, layer: Linear, residual: Tensor, ops: Ops) -> Tensor | None:
+    """`layer(x)`, for whoever adds it to the residual stream; None: it has been added."""
+    bias = layer.bias
+    if layer.is_plain and bias is not None and ops.add_product(x, layer.weight, bias, residual):
+        return None
+    return layer(x)
+
+
 class Block(nn.Module):
-    """x += attention(norm1 x); x += mlp(norm2 x). The first norm and the last sum are outside."""
+    """x += attention(norm1 x); x += mlp(norm2 x). The first norm is outside, and the last sum
+    perhaps.
+    """
 
     def __init__(self, config: VisionConfig, attention: AttentionBackend, ops: Ops) -> None:
         super().__init__()
@@ -118,13 +135,13 @@ class Block(nn.Module):
 
     def forward(
         self, normed: Tensor, residual: Tensor, layout: VisionLayout
-    ) -> tuple[Tensor, Tensor]:
-        """From `norm1 x` and x to two `[N, hidden]` whose sum is the block's output."""
-        attended = self.attn(normed, layout)
-        normed, residual = self.ops.add_layer_norm(
-            attended, residual, self.norm2.weight, self.norm2.bias, self.norm2.eps
-        )
-        return self.mlp(normed), residual
+    ) -> tuple[Tensor | None, Tensor]:
+        """From `norm1 x` and x, which may be overwritten, to two `[N, hidden]` whose sum is the
+        block's output; None: nothing is to be added.
+        """
+        attended = self.attn(normed, residual, layout)
+        normed, residual = add_norm(attended, residual, self.norm2, self.ops)
+        return self.mlp(normed, residual), residual
 
 
 class Attention(nn.Module):
@@ -134,17 +151,17 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.backend = backend
-        self.rotate = ops.rotate
+        self.ops = ops
         # Fused in the checkpoint: rows are q, then k, then v, each head by head.
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=True)
         self.proj = Linear(config.hidden_size, config.hidden_size, bias=True)
 
-    def forward(self, x: Tensor, layout: VisionLayout) -> Tensor:
-        """`[N, hidden]`, as `x`."""
+    def forward(self, x: Tensor, residual: Tensor, layout: VisionLayout) -> Tensor | None:
+        """`[N, hidden]`, as `x`, see `project_back`."""
         qkv = self.qkv(x).unflatten(1, (3, self.num_heads, -1))  # [N, 3, heads, head_dim]
-        query, key = self.rotate(qkv[:, :2], layout.cos, layout.sin).unbind(1)
+        query, key = self.ops.rotate(qkv[:, :2], layout.cos, layout.sin).unbind(1)
         attended = self.backend.forward(query, key, qkv[:, 2], layout.attention_plan)
-        return self.proj(attended.flatten(1))
+        return project_back(attended.flatten(1), self.proj, residual, self.ops)
 
 
 class Mlp(nn.Module):
@@ -156,12 +173,14 @@ class Mlp(nn.Module):
         self.linear_fc1 = Linear(hidden_size, intermediate_size, bias=True)
         self.linear_fc2 = Linear(intermediate_size, hidden_size, bias=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[N, hidden]`, as `x`."""
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """`[N, hidden]`, as `x`, see `project_back`."""
         fc1 = self.linear_fc1
         if fc1.is_plain and fc1.bias is not None:
-            return self.linear_fc2(self.ops.linear_gelu(x, fc1.weight, fc1.bias))
-        return self.linear_fc2(F.gelu(fc1(x), approximate="tanh"))
+            inner = self.ops.linear_gelu(x, fc1.weight, fc1.bias)
+        else:
+            inner = F.gelu(fc1(x), approximate="tanh")
+        return project_back(inner, self.linear_fc2, residual, self.ops)
 
 
 class Merger(nn.Module):

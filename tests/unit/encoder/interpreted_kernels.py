@@ -28,6 +28,7 @@ def check_add_layer_norm(width: int) -> None:
     found = FUSED.add_layer_norm(x.clone(), residual, weight, bias, 1e-6)
     close(found[0], expected[0])
     assert torch.equal(found[1], expected[1]) and torch.equal(residual, kept)
+    assert torch.equal(FUSED.layer_norm(found[1], weight, bias, 1e-6), found[0])
 
 
 if __name__ == "__main__":

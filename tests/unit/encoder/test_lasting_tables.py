@@ -37,7 +37,9 @@ class PaddedAttention(SdpaAttention):
     here not even numbers.
     """
 
-    def lasting_plan(self, max_rows: int, max_segments: int, device: torch.device) -> Plan:  # type: ignore[override]
+    def lasting_plan(  # type: ignore[override]
+        self, max_rows: int, max_segments: int, device: torch.device
+    ) -> Plan:
         return Plan(max_segments)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, plan: object) -> Tensor:  # type: ignore[override]
