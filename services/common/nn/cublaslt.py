@@ -58,7 +58,7 @@ def linear(
         x: `[T, K]`, bfloat16 or float16, on CUDA.
         weight: `[N, K]`.
         bias: `[N]`; there must be one for `gelu`.
-        residual: `[T, N]`, contiguous: is added before the sum is rounded, and takes the result.
+        residual: `[T, N]`, contiguous: is added, and takes the result.
     """
     num_tokens, num_columns = x.shape
     tile = tile_tokens(num_tokens, len(weight), num_columns)

@@ -59,8 +59,8 @@ class Ops(Protocol):
         ...
 
     def add_product(self, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
-        """`residual += x @ weight.T` of many tokens, rounded once; False: not done, a product and
-        `add_rms_norm` take less time.
+        """`residual += x @ weight.T` of many tokens; False: not done, a product and `add_rms_norm`
+        take less time.
         """
         ...
 

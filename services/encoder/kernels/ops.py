@@ -38,8 +38,8 @@ class Ops(Protocol):
         ...
 
     def add_product(self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> bool:
-        """`residual += x @ weight.T + bias`, rounded once; False: not done, a product and
-        `add_layer_norm` take less time.
+        """`residual += x @ weight.T + bias`; False: not done, a product and `add_layer_norm` take
+        less time.
         """
         ...
 
