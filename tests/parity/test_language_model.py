@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.models import rope
@@ -144,6 +145,31 @@ def test_products_of_small_batches_agree(pair: Pair, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(PlainOps, "is_small_batch", is_small_batch)
     prompt = pair.oracle.prompt(*PROMPTS["text"], seed=6)
+    answer = pair.oracle.answer(prompt)
+    assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
+    assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE
+    assert set(asked) >= {3, len(prompt.token_ids)}
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+@pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS)
+def test_products_that_add_agree(
+    pair: Pair, parts: tuple, skipped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of many tokens through a layer, where the residual stream takes the products: all
+    of them, or all but every third, which the next norm adds.
+    """
+    asked: list[int] = []
+
+    def add_product(self: PlainOps, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
+        asked.append(len(x))
+        if skipped and len(asked) % skipped == 0:
+            return False
+        residual += F.linear(x, weight)
+        return True
+
+    monkeypatch.setattr(PlainOps, "add_product", add_product)
+    prompt = pair.oracle.prompt(*parts, seed=7)
     answer = pair.oracle.answer(prompt)
     assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
     assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE

@@ -158,6 +158,28 @@ def test_the_table_itself_at_its_own_size(small: Pair) -> None:
     assert torch.equal(found, table[rows * side + columns])
 
 
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_products_that_add_agree(pair: Pair, skipped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of many patches, where the residual stream takes the products: all of them, or all
+    but every third, which the next norm adds.
+    """
+    asked: list[int] = []
+
+    def add_product(
+        self: object, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
+    ) -> bool:
+        asked.append(len(x))
+        if skipped and len(asked) % skipped == 0:
+            return False
+        residual += torch.nn.functional.linear(x, weight, bias)
+        return True
+
+    monkeypatch.setattr(type(pair.ours.ops), "add_product", add_product)
+    patches = pair.patches(IMAGES)
+    assert error(pair.actual(patches, IMAGES), pair.expected(patches, IMAGES)) < TOLERANCE
+    assert len(asked) == 2 * pair.config.depth
+
+
 def test_levels_come_as_their_blocks_are_done(small: Pair) -> None:
     grids: list[Grid] = [(1, 4, 4)]
     with torch.inference_mode():

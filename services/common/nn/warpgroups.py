@@ -30,8 +30,8 @@ def scores(query, keys, SCORES: gl.constexpr):
 def softmax(score, scale, top, weights, RUNNING: gl.constexpr):
     """One tile more. In base 2, as `scale` is.
 
-    Weights are relative to `top`, by row: with RUNNING to the largest score so far, which takes
-    half of the instructions, else to that of the first tile. A float's exponent has room for scores
+    Weights are relative to `top`, by row: with RUNNING to the largest score so far, else to that of
+    the first tile, which takes a third fewer instructions. A float's exponent has room for scores
     that are larger by far, and the quotient is the same; `exceeds` says where it has not.
 
     Returns:
