@@ -1,10 +1,9 @@
-"""Each fused operation of the vision tower against its plain twin, on fresh random inputs.
-
-Tolerance as in test_kernels.py: ‖out - twin‖ / ‖twin‖ <= 4e-3 in bf16.
-"""
+"""Each fused operation of the vision tower against its plain twin; tolerance as in `twins`."""
 
 import pytest
 import torch
+
+from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
 from services.encoder.attention.hopper import HopperAttention
@@ -13,17 +12,7 @@ from services.encoder.engine.patches import pack_patches
 from services.encoder.kernels.ops import PlainOps, create_ops
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = 4e-3
-CUDA = torch.device("cuda")
 FUSED, PLAIN = create_ops(CUDA), PlainOps()
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=CUDA).bfloat16()
-
-
-def error(out: torch.Tensor, twin: torch.Tensor) -> float:
-    return ((out.float() - twin.float()).norm() / twin.float().norm()).item()
 
 
 @pytest.mark.parametrize("width", [1024, 1152])

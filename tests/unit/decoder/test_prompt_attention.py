@@ -1,6 +1,6 @@
 """Attention of prompts without a GPU: the list of work, and that the kernel compiles.
 
-What the kernel computes is compared with its twin in tests/gpu/test_kernels.py: Triton's
+What the kernel computes is compared with its twin in tests/gpu/test_attention_kernels.py: Triton's
 interpreter does not run Gluon.
 """
 
