@@ -157,7 +157,7 @@ class Runner:
     @torch.inference_mode()
     def warm_up(self, max_batch_patches: int) -> None:
         """Runs each kernel once: a small mixed batch; on CUDA also images up to the largest batch
-        and beyond, and captures the graphs of small ones.
+        and beyond, and captures the graphs of batches.
 
         Writes to the start of the arena, which holds nothing yet.
         """
