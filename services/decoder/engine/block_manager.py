@@ -8,6 +8,7 @@ Contents are right by the order of the device's steps, not by waiting: a block i
 the step that fills it was launched, and whoever finds it reads it in a later step.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from services.decoder.engine.prefix_hash import extend_hashes
@@ -29,7 +30,9 @@ class BlockManager:
         self._prefix_caching = prefix_caching
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # free, nothing to find in them
-        self._reusable: dict[int, None] = {}  # free and registered, least recently used first
+        # Free and registered, least recently used first. Not a dict, which keeps the places of what
+        # was taken from its begin, and looks at all of them again at each look for its first.
+        self._reusable: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -151,8 +154,7 @@ class BlockManager:
         if self._blank:
             block = self._blank.pop()
         else:
-            block = next(iter(self._reusable))
-            del self._reusable[block]
+            block, _ = self._reusable.popitem(last=False)
             self._unregister(block)
         self._references[block] = 1
         return block
