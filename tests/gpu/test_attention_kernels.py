@@ -8,24 +8,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.gpu.twins import CUDA, TOLERANCE, error, random
+from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
 
 pytest.importorskip("triton")
 from services.decoder.attention.base import kv_rows
-from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
-from services.decoder.kernels.triton_ops import TritonOps
 from services.decoder.models.rope import ProjectedHeads
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
 PLAIN = PlainOps()
-
-
-def fused(heads: int = 16, kv_heads: int = 8, dim: int = 128) -> TritonOps:
-    return TritonOps(max_few_tokens=2, few_attention=FewAttention(CUDA, heads, kv_heads, dim))
 
 
 @pytest.mark.parametrize("lengths", [[1], [2], [65], [1100], [4096], [1, 33], [700, 2048]])

@@ -6,25 +6,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.gpu.twins import CUDA, TOLERANCE, error, random
+from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
 
 pytest.importorskip("triton")
 from services.common.nn import cublaslt, launches
 from services.common.nn.linear import add_product, sum_parts
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels import prompt_swiglu
-from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.ops import PlainOps
-from services.decoder.kernels.triton_ops import TritonOps
 from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
 PLAIN = PlainOps()
-
-
-def fused(heads: int = 16, kv_heads: int = 8, dim: int = 128) -> TritonOps:
-    return TritonOps(max_few_tokens=2, few_attention=FewAttention(CUDA, heads, kv_heads, dim))
 
 
 @pytest.mark.parametrize("num_tokens", [900, 1024, 1088, 1280, 2048, 3000, 8192])

@@ -18,3 +18,11 @@ def random(*shape: int) -> torch.Tensor:
 
 def error(out: torch.Tensor, twin: torch.Tensor) -> float:
     return ((out.float() - twin.float()).norm() / twin.float().norm()).item()
+
+
+def fused(heads: int = 16, kv_heads: int = 8, dim: int = 128):
+    """The decoder's fused operations."""
+    from services.decoder.kernels.few_attention import FewAttention
+    from services.decoder.kernels.triton_ops import TritonOps
+
+    return TritonOps(max_few_tokens=2, few_attention=FewAttention(CUDA, heads, kv_heads, dim))
