@@ -1,5 +1,6 @@
 """Compiles Gluon's kernels for a GPU that need not be there."""
 
+import re
 from typing import Any
 
 import triton
@@ -22,3 +23,18 @@ def compile_for_hopper(kernel: Any, signature: dict[str, str], constants: dict[s
         aligned,
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def copies_see_their_barriers(ptx: str) -> bool:
+    """Whether a fence stands between the making of barriers and the next copy that reports to one:
+    the copy engine need not see them otherwise.
+    """
+    fenced, copies = True, 0
+    for found in re.findall(r"mbarrier\.init|fence\.proxy\.async|cp\.async\.bulk", ptx):
+        if found == "cp.async.bulk":
+            copies += 1
+            if not fenced:
+                return False
+        else:
+            fenced = found == "fence.proxy.async"
+    return copies > 0

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
 )
 from triton.language import debug_barrier
@@ -17,6 +18,56 @@ from triton.language import debug_barrier
 def rows_layout(dim: int, num_warps: int) -> gl.BlockedLayout:
     """How the threads share rows of `dim`: 16 bytes each."""
     return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def pair_of_tiles(tiles):
+    """Memory for two tiles."""
+    block: gl.constexpr = tiles.block_type.shape
+    return gl.allocate_shared_memory(tiles.dtype, [2, block[0], block[1]], tiles.layout)
+
+
+@gluon.jit
+def pair_of_bars():
+    """What says that copies have arrived; to be made before `fetch_query`, or to be fenced."""
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(2):
+        mbarrier.init(bars.index(index), count=1)
+    return bars
+
+
+@gluon.jit
+def rewind(bars):
+    """As `pair_of_bars` has left them, once all copies have arrived."""
+    for index in gl.static_range(2):
+        mbarrier.invalidate(bars.index(index))
+    debug_barrier()
+    for index in gl.static_range(2):
+        mbarrier.init(bars.index(index), count=1)
+    fence_async_shared()
+    debug_barrier()
+
+
+@gluon.jit
+def fetch_query(query, tiles, row, column):
+    """Asks for the block; returns what says that it has arrived. Its fence is for all barriers that
+    were made before.
+    """
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    fence_async_shared()
+    mbarrier.expect(bar, tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(tiles, [row, column], bar, query)
+    return bar
+
+
+@gluon.jit
+def clear(tile, size):
+    """Zeros behind the first rows: what lies there, not the sequence's own, need not be finite."""
+    ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
+    inside = gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS)) < size
+    tile.store(gl.where(inside[:, None], tile.load(ROWS), 0.0))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -68,15 +119,3 @@ def exceeds(weights, size, dtype: gl.constexpr):
 def first_operand(weight, dtype: gl.constexpr, SUMS: gl.constexpr):
     """A tile's weights as the first operand of their product with its values."""
     return gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
-
-
-@gluon.jit
-def rewind(bars):
-    """Two barriers all of whose copies have arrived, as if there had been none."""
-    for index in gl.static_range(2):
-        mbarrier.invalidate(bars.index(index))
-    debug_barrier()
-    for index in gl.static_range(2):
-        mbarrier.init(bars.index(index), count=1)
-    fence_async_shared()
-    debug_barrier()

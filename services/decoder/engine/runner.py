@@ -223,8 +223,8 @@ def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) 
     longest = min(info.max_batched_tokens, info.max_model_len)
     steps = [[1], [2], [1, 2]]
     if backend.captures_prompts:  # the kernels of large steps are others for more decodes
-        counts = (1, 128, 256, info.max_num_sequences - 1)
-        steps += [[1] * decodes + [longest - decodes] for decodes in counts]
+        counts = {1, 128, 256, info.max_num_sequences - 1}
+        steps += [[1] * decodes + [longest - decodes] for decodes in sorted(counts)]
     for lengths in steps:
         fits = len(lengths) <= info.max_num_sequences and sum(lengths) <= info.max_batched_tokens
         if fits and lengths[-1] > 0:

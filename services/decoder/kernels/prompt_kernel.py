@@ -27,8 +27,12 @@ from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_wait
 
 from services.common.nn.warpgroups import (
+    clear,
     exceeds,
+    fetch_query,
     first_operand,
+    pair_of_bars,
+    pair_of_tiles,
     rewind,
     rows_layout,
     scores,
@@ -58,10 +62,9 @@ def prompt_kernel(  # noqa: ANN201 - nothing
         gdc_wait()
     if size > 0:
         query = gl.allocate_shared_memory(query_tiles.dtype, [BLOCK, DIM], query_tiles.layout)
-        query_bar = _fetch_query(query, query_tiles, first, head * DIM)
         keys_at = head // (HEADS // KV_HEADS) * DIM
         top, weights, sums = _attend(
-            query, query_bar, own_tiles, keys_at, cache_ptr + keys_at, table_ptr,
+            query, query_tiles, head * DIM, own_tiles, keys_at, cache_ptr + keys_at, table_ptr,
             (first, size, chunk, begin, end), part == parts - 1, scale, KV_HEADS * DIM, POOL_BLOCK,
         )  # fmt: skip
         ROWS: gl.constexpr = rows_layout(DIM, gl.num_warps())
@@ -97,14 +100,15 @@ def prompt_kernel(  # noqa: ANN201 - nothing
 
 @gluon.jit
 def _attend(
-    query, query_bar, own_tiles, column, keys_ptr, table_ptr, places, has_own, scale,
-    WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr,
+    query, query_tiles, query_column, own_tiles, column, keys_ptr, table_ptr, places, has_own,
+    scale, WIDTH: gl.constexpr, POOL_BLOCK: gl.constexpr,
 ):  # fmt: skip
     """The softmax, in base 2, of one head of an item's block: what weights are relative to, their
     sums, weighted sums of values.
     """
-    keys, key_bars = _ring(own_tiles)
-    values, value_bars = _ring(own_tiles)
+    keys, key_bars = pair_of_tiles(own_tiles), pair_of_bars()
+    values, value_bars = pair_of_tiles(own_tiles), pair_of_bars()
+    query_bar = fetch_query(query, query_tiles, places[0], query_column)
     top, weights, sums, again = _attend_once(
         query, query_bar, keys, key_bars, values, value_bars, own_tiles, column, keys_ptr,
         table_ptr, places, has_own, scale, WIDTH, POOL_BLOCK, RUNNING=False,
@@ -157,7 +161,7 @@ def _attend_once(
     weights = shares(weight)
     if size < BLOCK:
         mbarrier.wait(value_bars.index(0), 0)
-        _clear(values.index(0), size)
+        clear(values.index(0), size)
     debug_barrier()
     _expect(key_bars, 2, own_tiles, own)
     _fetch_own(keys, key_bars, 2, chunk + BLOCK, own_tiles, column, own)
@@ -251,28 +255,6 @@ def _attend_cached(
 
 
 @gluon.jit
-def _fetch_query(query, tiles, row, column):
-    """Asks for the block; returns what says that it has arrived. The last to make one of those."""
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    fence_async_shared()
-    mbarrier.expect(bar, tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(tiles, [row, column], bar, query)
-    return bar
-
-
-@gluon.jit
-def _ring(tiles):
-    """Memory for two tiles, and what says that they have arrived."""
-    block: gl.constexpr = tiles.block_type.shape
-    ring = gl.allocate_shared_memory(tiles.dtype, [2, block[0], block[1]], tiles.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(2):
-        mbarrier.init(bars.index(index), count=1)
-    return ring, bars
-
-
-@gluon.jit
 def _expect(bars, index, tiles, count):
     """Before `_fetch_own`."""
     mbarrier.expect(bars.index(index % 2), tiles.block_type.nbytes, pred=index < count)
@@ -298,15 +280,6 @@ def _fetch(tile, rows_ptr, table_ptr, at, end, WIDTH: gl.constexpr, POOL_BLOCK: 
     place = rows_ptr + (row * WIDTH)[:, None] + column[None, :]
     async_copy.async_copy_global_to_shared(tile, place, mask=inside[:, None])
     async_copy.commit_group()
-
-
-@gluon.jit
-def _clear(tile, size):
-    """Zeros behind the first rows: what lies there need not be finite."""
-    ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
-    inside = gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS)) < size
-    tile.store(gl.where(inside[:, None], tile.load(ROWS), 0.0))
-    fence_async_shared()
 
 
 @gluon.jit

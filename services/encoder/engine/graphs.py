@@ -21,7 +21,7 @@ from services.common.nn import launches
 from services.encoder.engine.patches import pack_patches
 from services.encoder.models.base import Grid, LastingLayout, VisionModel
 
-MAX_CAPTURED_PATCHES = 12288
+MAX_CAPTURED_PATCHES = 12288  # as many as a batch has by default
 _MAX_SEGMENTS = 16
 
 Parts = list[tuple[torch.cuda.CUDAGraph, int]]  # each ends with a level, in the order of the tower

@@ -13,7 +13,6 @@ a row's sum leave the room that this has, its block is done again with a running
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -22,8 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import debug_barrier
 
 from services.common.nn.warpgroups import (
+    clear,
     exceeds,
+    fetch_query,
     first_operand,
+    pair_of_bars,
+    pair_of_tiles,
     rewind,
     rows_layout,
     scores,
@@ -55,16 +58,9 @@ def segment_kernel(  # noqa: ANN201 - nothing
         first, size = gl.load(fields_ptr), gl.load(fields_ptr + 1)
         begin, end = gl.load(fields_ptr + 2), gl.load(fields_ptr + 3)
         query = gl.allocate_shared_memory(query_tiles.dtype, [BLOCK, DIM], query_tiles.layout)
-        keys, values = _pair(key_tiles), _pair(value_tiles)
-        bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        query_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        for index in gl.static_range(2):
-            mbarrier.init(bars.index(index), count=1)
-        mbarrier.init(query_bar, count=1)
-        fence_async_shared()
-        debug_barrier()
-        mbarrier.expect(query_bar, query_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(query_tiles, [first, head * DIM], query_bar, query)
+        keys, values = pair_of_tiles(key_tiles), pair_of_tiles(value_tiles)
+        bars = pair_of_bars()
+        query_bar = fetch_query(query, query_tiles, first, head * DIM)
         weights, sums = _attend(
             query, query_bar, keys, values, bars, key_tiles, value_tiles, head * DIM, begin, end,
             scale, RUNNING=False,
@@ -119,7 +115,7 @@ def _attend(
     sums = gl.full([BLOCK, DIM], 0.0, gl.float32, SUMS)
     if last + KEYS > end:
         mbarrier.wait(bars.index(1), 0)
-        _clear(values.index(1), end - last)
+        clear(values.index(1), end - last)
     debug_barrier()
     _fetch(keys, values, bars, key_tiles, value_tiles, column, 2, count, begin, last)
     ready = first_operand(weight, query.dtype, SUMS)
@@ -141,13 +137,6 @@ def _attend(
 
 
 @gluon.jit
-def _pair(tiles):
-    """Memory for two tiles."""
-    block: gl.constexpr = tiles.block_type.shape
-    return gl.allocate_shared_memory(tiles.dtype, [2, block[0], block[1]], tiles.layout)
-
-
-@gluon.jit
 def _fetch(keys, values, bars, key_tiles, value_tiles, column, index, count, begin, last):
     """Asks for the keys of a tile and the values of the one before, if there are so many."""
     slot = index % 2
@@ -163,12 +152,3 @@ def _fetch(keys, values, bars, key_tiles, value_tiles, column, index, count, beg
     tma.async_copy_global_to_shared(
         value_tiles, [before, column], bar, values.index(slot), pred=index <= count
     )
-
-
-@gluon.jit
-def _clear(tile, size):
-    """Zeros behind the first rows: another segment's values may not be finite."""
-    ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
-    inside = gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS)) < size
-    tile.store(gl.where(inside[:, None], tile.load(ROWS), 0.0))
-    fence_async_shared()

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from services.decoder.kernels import prompt_attention
 from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
 from services.decoder.kernels.prompt_kernel import prompt_kernel
-from tests.gluon_compiler import compile_for_hopper
+from tests.gluon_compiler import compile_for_hopper, copies_see_their_barriers
 
 HEADS = 4
 SHARED_MEMORY = 227 << 10  # of a Hopper processor
@@ -95,4 +95,5 @@ def test_the_kernel_compiles_for_hopper(
     signature = {"query_tiles": tiles, "own_tiles": tiles, **pointers, "scale": "fp32"}
     compiled = compile_for_hopper(prompt_kernel, signature, constants)
     assert "wgmma" in compiled.asm["ptx"]
+    assert copies_see_their_barriers(compiled.asm["ptx"])
     assert 2 * (compiled.metadata.shared + 1024) <= SHARED_MEMORY

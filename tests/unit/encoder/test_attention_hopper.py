@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from services.encoder.attention import hopper
 from services.encoder.attention.hopper import count_blocks, list_items
 from services.encoder.kernels.segment_kernel import segment_kernel
-from tests.gluon_compiler import compile_for_hopper
+from tests.gluon_compiler import compile_for_hopper, copies_see_their_barriers
 
 SHARED_MEMORY = 227 << 10  # of a Hopper processor
 
@@ -49,4 +49,5 @@ def test_the_kernel_compiles_for_hopper(dtype: str, block: int) -> None:
         {"HEADS": 16, "DIM": 64, "BLOCK": block},
     )
     assert "wgmma" in compiled.asm["ptx"]
+    assert copies_see_their_barriers(compiled.asm["ptx"])
     assert 2 * (compiled.metadata.shared + 1024) <= SHARED_MEMORY
