@@ -8,8 +8,12 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 
-def compile_for_hopper(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> Any:
-    """As four warps launch it, with pointers to multiples of 16 bytes."""
+def compile_for_hopper(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: Any
+) -> Any:
+    """As it is launched, by four warps if `options` do not say otherwise, with pointers to
+    multiples of 16 bytes.
+    """
     names = kernel.arg_names
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]]
@@ -22,7 +26,9 @@ def compile_for_hopper(kernel: Any, signature: dict[str, str], constants: dict[s
         {(names.index(name),): value for name, value in constants.items()},
         aligned,
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}
+    )
 
 
 def copies_see_their_barriers(ptx: str) -> bool:

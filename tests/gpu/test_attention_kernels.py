@@ -15,7 +15,7 @@ from services.decoder.attention.base import kv_rows
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
-from services.decoder.models.rope import ProjectedHeads
+from services.decoder.models.rope import HeadTransform
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -49,7 +49,7 @@ def test_attention_of_few_agrees_with_its_twin(
         angles = torch.rand(count, dim // 2, device="cuda") * 6.28
         rope = (angles.cos().bfloat16(), angles.sin().bfloat16())
         twin = cache.clone()
-        heads = ProjectedHeads(qkv, weights, EPS, rope, cache, rows)
+        heads = HeadTransform(weights, EPS, rope, cache, rows).of(qkv)
         expected = PLAIN.attend_few(replace(heads, kv_cache=twin), block_ids, seq_lens)
         found = ops.attend_few(heads, block_ids, seq_lens)
         assert error(found, expected) <= 2 * TOLERANCE

@@ -22,6 +22,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as
 from services.common.model_config import VisionConfig
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.attention.sdpa import SdpaAttention
+from services.encoder.kernels import rope
 from services.encoder.models import grid_tables, qwen3_vl
 from services.encoder.models.base import Grid, VisionModel
 
@@ -178,6 +179,23 @@ def test_products_that_add_agree(pair: Pair, skipped: int, monkeypatch: pytest.M
     patches = pair.patches(IMAGES)
     assert error(pair.actual(patches, IMAGES), pair.expected(patches, IMAGES)) < TOLERANCE
     assert len(asked) == 2 * pair.config.depth
+
+
+def test_a_projection_that_rotates_agrees(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of many patches through a block's projection."""
+    asked: list[int] = []
+
+    def linear_rotate(
+        self: object, x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        asked.append(len(x))
+        qkv = torch.nn.functional.linear(x, weight, bias).unflatten(1, (3, -1, 2 * cos.shape[1]))
+        return torch.cat((rope.rotate(qkv[:, :2], cos, sin), qkv[:, 2:]), dim=1)
+
+    monkeypatch.setattr(type(pair.ours.ops), "linear_rotate", linear_rotate)
+    patches = pair.patches(IMAGES)
+    assert error(pair.actual(patches, IMAGES), pair.expected(patches, IMAGES)) < TOLERANCE
+    assert len(asked) == pair.config.depth
 
 
 def test_levels_come_as_their_blocks_are_done(small: Pair) -> None:

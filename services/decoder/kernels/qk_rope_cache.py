@@ -14,8 +14,9 @@ from services.decoder.kernels.overlap import overlaps
 from services.decoder.kernels.small_batch import load_product
 from services.decoder.models.rope import ProjectedHeads
 
-# Heads per program: few where a step is short and must fill the device, many where it is long.
-_FEW_HEADS, _MANY_HEADS = 1, 8
+# Heads per program, and its warps: few where a step is short and must fill the device, many where
+# it is long.
+_FEW_HEADS, _MANY_HEADS = (1, 1), (16, 4)
 _MANY_TOKENS = 128
 
 
@@ -25,21 +26,23 @@ def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> T
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
     num_tokens, num_heads = heads.num_tokens, heads.num_heads
     query = heads.kv_cache.new_empty(num_tokens, num_heads, head_dim)
-    block = _MANY_HEADS if num_tokens >= _MANY_TOKENS else _FEW_HEADS
+    block, num_warps = _MANY_HEADS if num_tokens >= _MANY_TOKENS else _FEW_HEADS
     _kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
         heads.qkv, *heads.norms, *heads.rope, heads.rows, heads.kv_cache, query,
         query if keys_values is None else keys_values,
         num_tokens, num_heads, num_kv_heads, heads.eps, heads.qkv[0].numel(),
         HALF=head_dim // 2, BLOCK=block, PARTS=heads.num_parts, KEEP=keys_values is not None,
-        OVERLAP=overlaps(), num_warps=1, launch_pdl=overlaps(),
+        OVERLAP=overlaps(), num_warps=num_warps, launch_pdl=overlaps(),
     )  # fmt: skip
     return query
 
 
 @triton.jit
 def _product(a, b):
-    """One rounding of a * b, as in torch: the compiler would fuse it with the sum."""
-    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+    """One rounding of a * b, as in torch. As a plain product of the narrow type, which the compiler
+    finds it to be, it would become one operation with the sum after it, and not be rounded.
+    """
+    return tl.fma(a.to(tl.float32), b.to(tl.float32), 0.0).to(a.dtype)
 
 
 @triton.jit

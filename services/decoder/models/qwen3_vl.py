@@ -18,7 +18,7 @@ from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.kernels.ops import Ops
 from services.decoder.models.base import VisualInput
-from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
+from services.decoder.models.rope import HeadTransform, InterleavedMRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +67,31 @@ class Attention(nn.Module):
         """`[T, hidden]` → `[T, H * D]`, before the output projection; writes this layer's keys and
         values to `kv_cache`.
         """
-        return self.attend(project(x, self.qkv_proj, self.ops, step), kv_cache, step)
+        if not step.metadata.wants_keys_values:
+            return self.attend(project(x, self.qkv_proj, self.ops, step), kv_cache, step)
+        transform, query = self._transform(kv_cache, step), None
+        num_kv_heads, head_dim = kv_cache.shape[-2:]
+        keys_values = kv_cache.new_empty(len(x), 2 * num_kv_heads, head_dim)
+        if self.qkv_proj.is_plain:
+            weight = self.qkv_proj.weight
+            query = self.ops.linear_qk_rope_cache(x, weight, transform, keys_values)
+        if query is None:
+            heads = transform.of(project(x, self.qkv_proj, self.ops, step))
+            query = self.ops.qk_rope_cache(heads, keys_values)
+        return self.backend.forward(query, kv_cache, step.metadata, keys_values).flatten(1)
 
     def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
-        """What is between the projections: `[T, (H + 2 KVH) * D]`, perhaps in parts, →
-        `[T, H * D]`.
+        """What is between the projections of a step whose keys and values are wanted in the cache
+        alone: `[T, (H + 2 KVH) * D]`, perhaps in parts, → `[T, H * D]`.
         """
-        metadata, norms = step.metadata, (self.q_norm.weight, self.k_norm.weight)
-        heads = ProjectedHeads(qkv, norms, self.q_norm.eps, step.rope, kv_cache, step.kv_rows)
+        metadata, heads = step.metadata, self._transform(kv_cache, step).of(qkv)
         if metadata.fused:
             return self.ops.attend_few(heads, metadata.block_ids, metadata.seq_lens_device)
-        keys_values = None
-        if metadata.wants_keys_values:
-            num_kv_heads, head_dim = kv_cache.shape[-2:]
-            keys_values = kv_cache.new_empty(heads.num_tokens, 2 * num_kv_heads, head_dim)
-        query = self.ops.qk_rope_cache(heads, keys_values)
-        return self.backend.forward(query, kv_cache, metadata, keys_values).flatten(1)
+        return self.backend.forward(self.ops.qk_rope_cache(heads), kv_cache, metadata).flatten(1)
+
+    def _transform(self, kv_cache: Tensor, step: StepContext) -> HeadTransform:
+        norms = (self.q_norm.weight, self.k_norm.weight)
+        return HeadTransform(norms, self.q_norm.eps, step.rope, kv_cache, step.kv_rows)
 
 
 class MLP(nn.Module):

@@ -52,12 +52,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ProjectedHeads:
-    """One layer's queries, keys and values of a step's tokens, on their way to the cache.
+class HeadTransform:
+    """What becomes of one layer's projected heads of a step's tokens, and where they go.
 
     Attributes:
-        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v; or that in parts,
-            `[S, T, ...]` float32, see `sum_parts`.
         norms: weights of the query's and the key's norm, `[head_dim]` each.
         eps: of the norms.
         rope: cos and sin, `[T, head_dim / 2]`.
@@ -65,12 +63,27 @@ class ProjectedHeads:
         rows: `[2, T]`, from `kv_rows`.
     """
 
-    qkv: Tensor
     norms: tuple[Tensor, Tensor]
     eps: float
     rope: tuple[Tensor, Tensor]
     kv_cache: Tensor
     rows: Tensor
+
+    def of(self, qkv: Tensor) -> "ProjectedHeads":
+        """With what is to be transformed."""
+        return ProjectedHeads(self.norms, self.eps, self.rope, self.kv_cache, self.rows, qkv=qkv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectedHeads(HeadTransform):
+    """One layer's queries, keys and values of a step's tokens, on their way to the cache.
+
+    Attributes:
+        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v; or that in parts,
+            `[S, T, ...]` float32, see `sum_parts`.
+    """
+
+    qkv: Tensor
 
     @property
     def num_heads(self) -> int:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from services.common.nn import cublaslt
 from services.common.nn.linear import add_product
-from services.encoder.kernels import rotate
+from services.encoder.kernels import linear_rotate, rotate
 from services.encoder.kernels.add_layer_norm import add_layer_norm, layer_norm
 
 
@@ -16,6 +16,14 @@ class TritonOps:
     layer_norm = staticmethod(layer_norm)
     add_product = staticmethod(add_product)
     rotate = staticmethod(rotate.rotate)
+
+    def linear_rotate(
+        self, x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor | None:
+        """See `ops.Ops`."""
+        if not linear_rotate.gains(x, weight, 2 * cos.shape[1]):
+            return None
+        return linear_rotate.linear_rotate(x, weight, bias, cos, sin)
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """See `ops.Ops`. cublasLt adds the bias and applies the GELU before it rounds, once."""

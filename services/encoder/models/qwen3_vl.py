@@ -158,10 +158,20 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, layout: VisionLayout) -> Tensor | None:
         """`[N, hidden]`, as `x`, see `project_back`."""
-        qkv = self.qkv(x).unflatten(1, (3, self.num_heads, -1))  # [N, 3, heads, head_dim]
-        query, key = self.ops.rotate(qkv[:, :2], layout.cos, layout.sin).unbind(1)
-        attended = self.backend.forward(query, key, qkv[:, 2], layout.attention_plan)
+        query, key, value = self._heads(x, layout)
+        attended = self.backend.forward(query, key, value, layout.attention_plan)
         return project_back(attended.flatten(1), self.proj, residual, self.ops)
+
+    def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
+        """Turned queries, turned keys and values, `[N, heads, head_dim]` each."""
+        qkv, angles = self.qkv, (layout.cos, layout.sin)
+        if qkv.is_plain and qkv.bias is not None:
+            turned = self.ops.linear_rotate(x, qkv.weight, qkv.bias, *angles)
+            if turned is not None:
+                return turned.unbind(1)
+        parts = qkv(x).unflatten(1, (3, self.num_heads, -1))
+        query, key = self.ops.rotate(parts[:, :2], *angles).unbind(1)
+        return query, key, parts[:, 2]
 
 
 class Mlp(nn.Module):

@@ -21,7 +21,7 @@ from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
-from services.decoder.models.rope import InterleavedMRope, ProjectedHeads
+from services.decoder.models.rope import HeadTransform, InterleavedMRope
 
 PLAIN = PlainOps()
 BLOCK_SIZE, EPS = 16, 1e-6
@@ -47,7 +47,7 @@ def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
     rope = (angles.cos(), angles.sin())
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     of_plain, of_rope, of_few = (
-        ProjectedHeads(qkv, weights, EPS, rope, pool.clone(), rows) for _ in range(3)
+        HeadTransform(weights, EPS, rope, pool.clone(), rows).of(qkv) for _ in range(3)
     )
     expected = PLAIN.attend_few(of_plain, block_ids, seq_lens)
     query = PLAIN.qk_rope_cache(replace(of_plain, kv_cache=pool.clone()))
@@ -98,10 +98,10 @@ def check_kept(num_tokens: int, heads: int, kv_heads: int, dim: int) -> None:
     qkv = torch.randn(num_tokens + padding, (heads + 2 * kv_heads) * dim)
     qkv[num_tokens:] = float("nan")
     pool = torch.randn(-(-num_tokens // BLOCK_SIZE) + 1, 2, BLOCK_SIZE, kv_heads, dim)
-    projected = ProjectedHeads(
-        qkv, (torch.randn(dim), torch.randn(dim)), EPS, (angles.cos(), angles.sin()), pool,
+    projected = HeadTransform(
+        (torch.randn(dim), torch.randn(dim)), EPS, (angles.cos(), angles.sin()), pool,
         kv_rows(slots, BLOCK_SIZE),
-    )  # fmt: skip
+    ).of(qkv)  # fmt: skip
     twin = replace(projected, kv_cache=pool.clone())
     own, twins_own = (torch.zeros(num_tokens + padding, 2 * kv_heads, dim) for _ in range(2))
     query = qk_rope_cache(projected, own)
@@ -181,10 +181,10 @@ def check_parts(count: int, columns: int, rows: int) -> None:
     angles = torch.rand(count, dim // 2)
     pools = [torch.zeros(5, 2, BLOCK_SIZE, kv_heads, dim) for _ in range(2)]
     in_parts, whole = (
-        ProjectedHeads(
-            qkv, (norm[:dim], norm[dim : 2 * dim]), EPS, (angles.cos(), angles.sin()), pool,
+        HeadTransform(
+            (norm[:dim], norm[dim : 2 * dim]), EPS, (angles.cos(), angles.sin()), pool,
             kv_rows(torch.randperm(4 * BLOCK_SIZE)[:count].sort().values, BLOCK_SIZE),
-        )
+        ).of(qkv)
         for qkv, pool in zip((parts, expected), pools, strict=True)
     )  # fmt: skip
     assert in_parts.num_heads == heads and in_parts.num_tokens == count

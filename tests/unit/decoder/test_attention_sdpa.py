@@ -10,7 +10,7 @@ from torch import Tensor
 from services.decoder.attention import create_backend, resolve
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, kv_rows, write_kv
 from services.decoder.kernels.ops import PlainOps
-from services.decoder.models.rope import ProjectedHeads
+from services.decoder.models.rope import HeadTransform
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -177,7 +177,7 @@ def test_attention_of_few_is_rotation_and_then_attention(contexts: list[int]):
     rope = (angles.cos(), angles.sin())
     rows = kv_rows(metadata.slot_mapping, BLOCK_SIZE)
     written = pool.clone()
-    projected = ProjectedHeads(qkv, weights, 1e-6, rope, pool, rows)
+    projected = HeadTransform(weights, 1e-6, rope, pool, rows).of(qkv)
     query = ops.qk_rope_cache(replace(projected, kv_cache=written))
     truth = expected(query, written, metadata).flatten(1)
     counts = [-(-context // BLOCK_SIZE) for context in contexts]
