@@ -38,18 +38,18 @@ _STAGES = gl.constexpr(3)  # columns that are here or on their way
 _GROUP = gl.constexpr(16)  # tiles of tokens that share rows of the weight in the second cache
 _CHUNK = gl.constexpr(16)  # tokens that are finished together
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-FINISHING_WARPS, FINISHING_REGISTERS = gl.constexpr(4), gl.constexpr(112)
+FINISHING_WARPS, FINISHING_REGISTERS = gl.constexpr(4), gl.constexpr(128)
 # All of a processor's registers, shared by the three groups at first.
 OPTIONS: dict[str, Any] = {"num_warps": 8, "maxnreg": 168}
 _MOST_IDLE = 1.12  # what the last wave of tiles may leave unused and still gain
 
 
 @functools.cache
-def _run() -> bool:
+def _is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-def gain(x: Tensor, weight: Tensor) -> bool:
+def gains(x: Tensor, weight: Tensor) -> bool:
     """Whether such a kernel takes less time than a product and another one: where tiles fill the
     processors, on Hopper.
     """
@@ -60,7 +60,7 @@ def gain(x: Tensor, weight: Tensor) -> bool:
         return False
     tiles = _count(num_tokens, len(weight))
     waves = -(-tiles // launches.PROCESSORS)
-    return _run() and waves * launches.PROCESSORS <= _MOST_IDLE * tiles
+    return _is_hopper() and waves * launches.PROCESSORS <= _MOST_IDLE * tiles
 
 
 def grid(num_tokens: int, num_rows: int) -> tuple[int]:
@@ -74,6 +74,11 @@ def operands(x: Tensor, weight: Tensor) -> tuple[TensorDescriptor, TensorDescrip
         TensorDescriptor.from_tensor(x, [_TOKENS.value, _COLUMNS.value], _TILE),
         TensorDescriptor.from_tensor(weight, [ROWS.value, _COLUMNS.value], _TILE),
     )
+
+
+def sizes(weight: Tensor) -> dict[str, int]:
+    """What a kernel must know of it: tiles beside each other, and steps through its columns."""
+    return {"WIDE": len(weight) // ROWS.value, "STEPS": weight.shape[1] // _COLUMNS.value}
 
 
 def _count(num_tokens: int, num_rows: int) -> int:
@@ -126,7 +131,8 @@ def tile_at(index, num_tokens, WIDE: gl.constexpr):
     number = gl.program_id(0) + index * gl.num_programs(0)
     group = number // (_GROUP * WIDE)
     within = number % (_GROUP * WIDE)
-    size = gl.minimum(high - group * _GROUP, _GROUP)
+    # Behind the last tile there is none, and who asks does not use it.
+    size = gl.maximum(gl.minimum(high - group * _GROUP, _GROUP), 1)
     return (group * _GROUP + within % size) * _TOKENS, within // size * ROWS
 
 
@@ -205,6 +211,35 @@ def pairs_layout(half: int) -> gl.DistributedLinearLayout:
         block_bases=[],
         shape=[16, 256],
     )
+
+
+@gluon.constexpr_function
+def angles_layout(half: int) -> gl.SliceLayout:
+    """As they share rows of `half`, that go with each head of a chunk's rows."""
+    others = [1 << bit for bit in range(3, 8) if 1 << bit != half]
+    heads = [[0, 0, bit] if bit < half else [0, bit // (2 * half), 0] for bit in others]
+    layout = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]],
+        lane_bases=[*heads, [1, 0, 0]],
+        warp_bases=[[2, 0, 0], [4, 0, 0]],
+        block_bases=[],
+        shape=[16, 128 // half, half],
+    )
+    return gl.SliceLayout(1, layout)
+
+
+@gluon.jit
+def rows_of(ptr, start, end, COUNT: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows from `start`, of which those before `end` are there: `[COUNT, WIDTH]`."""
+    row = start + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.load(ptr + row * WIDTH + column, mask=row < end, other=0.0)
+
+
+@gluon.jit
+def over_heads(rows, half):
+    """`rows_of` beside `[tokens, heads, HALF]` of `halves`."""
+    return gl.convert_layout(rows[:, None, :], half.type.layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -19,13 +19,16 @@ from services.common.nn.product_tiles import (
     FINISHING_REGISTERS,
     FINISHING_WARPS,
     ROWS,
+    angles_layout,
     count_tiles,
     halves,
     make_place,
     make_ring,
     multiply,
+    over_heads,
     pairs_layout,
     release,
+    rows_of,
     tile_at,
     whole,
 )
@@ -38,7 +41,7 @@ def gains(x: Tensor, weight: Tensor, transform: HeadTransform) -> bool:
     return (
         head_dim in (32, 64, 128)
         and num_kv_heads * head_dim % ROWS.value == 0
-        and product_tiles.gain(x, weight)
+        and product_tiles.gains(x, weight)
     )
 
 
@@ -46,14 +49,14 @@ def linear_qk_rope_cache(
     x: Tensor, weight: Tensor, transform: HeadTransform, keys_values: Tensor
 ) -> Tensor:
     """See `ops.Ops.linear_qk_rope_cache`."""
-    (num_tokens, num_columns), num_rows = x.shape, len(weight)
+    num_tokens, num_rows = len(x), len(weight)
     num_kv_heads, head_dim = transform.kv_cache.shape[-2:]
     kv_size = num_kv_heads * head_dim
     query = x.new_empty(num_tokens, num_rows // head_dim - 2 * num_kv_heads, head_dim)
     _kernel[product_tiles.grid(num_tokens, num_rows)](
         *product_tiles.operands(x, weight), *transform.norms, *transform.rope, transform.rows,
         transform.kv_cache, query, keys_values, num_tokens, transform.eps,
-        WIDE=num_rows // ROWS.value, STEPS=num_columns // 64, HALF=head_dim // 2, KV_SIZE=kv_size,
+        HALF=head_dim // 2, KV_SIZE=kv_size, **product_tiles.sizes(weight),
         # A product must not become one with the sum after it: each is rounded by itself.
         enable_fp_fusion=False, **product_tiles.OPTIONS,
     )  # fmt: skip
@@ -95,57 +98,68 @@ def _finish(
     parked, full, free = place
     query_ptr, kept_ptr, cache_ptr = outs
     LAYOUT: gl.constexpr = pairs_layout(HALF)
+    ANGLES: gl.constexpr = angles_layout(HALF)
     CHUNK: gl.constexpr = parked.shape[1]
     QUERY_SIZE: gl.constexpr = WIDE * ROWS - 2 * KV_SIZE
     for index in range(count_tiles(num_tokens, WIDE)):
         first, row = tile_at(index, num_tokens, WIDE)
         is_query, is_value = row < QUERY_SIZE, row >= QUERY_SIZE + KV_SIZE
+        # Before they are wanted, as each chunk's are: the last tile's end is behind nothing.
+        norm_ptr = gl.where(is_query, norms[0], norms[1])
+        weights = (
+            rows_of(norm_ptr, 0, 1, 1, HALF, ANGLES),
+            rows_of(norm_ptr + HALF, 0, 1, 1, HALF, ANGLES),
+        )
+        cos = rows_of(angles[0], first, num_tokens, CHUNK, HALF, ANGLES)
+        sin = rows_of(angles[1], first, num_tokens, CHUNK, HALF, ANGLES)
+        # rows: [2, T], the cache's row of the token's keys, then of its values. Padding has
+        # negative ones, and goes nowhere.
+        lines_ptr = rows_ptr + gl.where(is_value, num_tokens, 0)
+        line = _lines(lines_ptr, first, num_tokens, CHUNK, LAYOUT)
         mbarrier.wait(full, index & 1)
         for chunk in range(parked.shape[0]):
             start = first + chunk * CHUNK
+            following = start + CHUNK
+            next_cos = rows_of(angles[0], following, num_tokens, CHUNK, HALF, ANGLES)
+            next_sin = rows_of(angles[1], following, num_tokens, CHUNK, HALF, ANGLES)
+            next_line = _lines(lines_ptr, following, num_tokens, CHUNK, LAYOUT)
             product = parked.index(chunk).load(LAYOUT)
             if not is_value:
-                norm_ptr = gl.where(is_query, norms[0], norms[1])
-                product = _turned(product, start, norm_ptr, angles, num_tokens, eps, HALF, LAYOUT)
+                product = _turned(product, weights, cos, sin, eps, HALF, LAYOUT)
             token = start + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
-            inside = token < num_tokens
+            inside, wide = (token < num_tokens)[:, None], token.to(gl.int64)[:, None]
             column = row + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
-            wide = token.to(gl.int64)[:, None]
             if is_query:
-                to = wide * QUERY_SIZE + column
-                gl.store(query_ptr + to, product, mask=inside[:, None])
+                gl.store(query_ptr + (wide * QUERY_SIZE + column), product, mask=inside)
             else:
                 to = wide * (2 * KV_SIZE) + column - QUERY_SIZE
-                gl.store(kept_ptr + to, product, mask=inside[:, None])
-                # rows: [2, T], the cache's row of the token's keys, then of its values. Padding has
-                # negative ones, and goes nowhere.
-                line_ptr = rows_ptr + token + gl.where(is_value, num_tokens, 0)
-                line = gl.load(line_ptr, mask=inside, other=-1)[:, None]
-                to = line * KV_SIZE + column - QUERY_SIZE - gl.where(is_value, KV_SIZE, 0)
-                gl.store(cache_ptr + to, product, mask=line >= 0)
+                gl.store(kept_ptr + to, product, mask=inside)
+                of_kind = column - QUERY_SIZE - gl.where(is_value, KV_SIZE, 0)
+                to = line[:, None] * KV_SIZE + of_kind
+                gl.store(cache_ptr + to, product, mask=line[:, None] >= 0)
+            cos, sin, line = next_cos, next_sin, next_line
         release(free)
 
 
 @gluon.jit
-def _turned(
-    product, start, norm_ptr, angles, num_tokens, eps, HALF: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _lines(ptr, start, end, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    token = start + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
+    return gl.load(ptr + token, mask=token < end, other=-1)
+
+
+@gluon.jit
+def _turned(product, weights, cos, sin, eps, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     """Heads of a chunk normalised and rotated, rounded as in torch."""
     dtype: gl.constexpr = product.dtype
     first, second = halves(product, HALF)
-    ANGLES: gl.constexpr = gl.SliceLayout(1, first.type.layout)
-    column = gl.arange(0, HALF, gl.SliceLayout(0, ANGLES))[None, :]
-    token = start + gl.arange(0, product.shape[0], gl.SliceLayout(1, ANGLES))[:, None]
-    place = token * HALF + column
-    cos = gl.load(angles[0] + place, mask=token < num_tokens, other=0.0)[:, None, :]
-    sin = gl.load(angles[1] + place, mask=token < num_tokens, other=0.0)[:, None, :]
     one, two = first.to(gl.float32), second.to(gl.float32)
     squares = gl.sum(one * one + two * two, axis=2)
     scale = gl.rsqrt(squares / (2 * HALF) + eps)[:, :, None]
-    first = _product((one * scale).to(dtype), gl.load(norm_ptr + column)[:, None, :])
-    second = _product((two * scale).to(dtype), gl.load(norm_ptr + HALF + column)[:, None, :])
-    one = _product(first, cos).to(gl.float32) - _product(second, sin).to(gl.float32)
-    two = _product(second, cos).to(gl.float32) + _product(first, sin).to(gl.float32)
+    first = _product((one * scale).to(dtype), over_heads(weights[0], first))
+    second = _product((two * scale).to(dtype), over_heads(weights[1], second))
+    wide_cos, wide_sin = over_heads(cos, first), over_heads(sin, first)
+    one = _product(first, wide_cos).to(gl.float32) - _product(second, wide_sin).to(gl.float32)
+    two = _product(second, wide_cos).to(gl.float32) + _product(first, wide_sin).to(gl.float32)
     return whole(one.to(dtype), two.to(dtype), LAYOUT)
 
 

@@ -9,6 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# A program's: as many warps as rows, so that no sum goes from warp to warp. On an H200 more rows
+# gain nothing, and a row by itself takes up to a quarter longer.
+_ROWS = 2
+
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
@@ -29,31 +33,32 @@ def _launch(
 ) -> Tensor:
     num_rows, width = x.shape
     normed = torch.empty_like(x)
-    _kernel[(num_rows,)](
-        x, residual, weight, bias, normed, width, eps,
-        ADD=add, BLOCK=triton.next_power_of_2(width), num_warps=4,
+    _kernel[(triton.cdiv(num_rows, _ROWS),)](
+        x, residual, weight, bias, normed, num_rows, width, eps,
+        ADD=add, ROWS=_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=_ROWS,
     )  # fmt: skip
     return normed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, normed_ptr, width, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, normed_ptr, num_rows, width, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * width
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    total = tl.load(x_ptr + row + column, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    known = column < width
+    place, inside = row * width + column, (row < num_rows) & known
+    total = tl.load(x_ptr + place, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=known, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask=known, other=0.0).to(tl.float32)
     if ADD:
-        residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
+        residual = tl.load(residual_ptr + place, mask=inside, other=0.0)
         # Rounded to the stored dtype before it is normalised, as in the plain twin.
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
-        tl.store(x_ptr + row + column, total, mask=inside)
+        tl.store(x_ptr + place, total, mask=inside)
     wide = total.to(tl.float32)
-    centered = tl.where(inside, wide - tl.sum(wide) / width, 0.0)
-    scale = tl.rsqrt(tl.sum(centered * centered) / width + eps)
-    normed = centered * scale * weight + bias
-    tl.store(normed_ptr + row + column, normed.to(total.dtype), mask=inside)
+    centered = tl.where(known, wide - (tl.sum(wide, axis=1) / width)[:, None], 0.0)
+    variance = tl.sum(centered * centered, axis=1) / width
+    normed = centered * tl.rsqrt(variance + eps)[:, None] * weight + bias
+    tl.store(normed_ptr + place, normed.to(total.dtype), mask=inside)

@@ -19,13 +19,16 @@ from services.common.nn.product_tiles import (
     FINISHING_REGISTERS,
     FINISHING_WARPS,
     ROWS,
+    angles_layout,
     count_tiles,
     halves,
     make_place,
     make_ring,
     multiply,
+    over_heads,
     pairs_layout,
     release,
+    rows_of,
     tile_at,
     whole,
 )
@@ -36,19 +39,17 @@ def gains(x: Tensor, weight: Tensor, head_dim: int) -> bool:
     return (
         head_dim in (32, 64, 128)
         and 2 * len(weight) // 3 % ROWS.value == 0
-        and product_tiles.gain(x, weight)
+        and product_tiles.gains(x, weight)
     )
 
 
 def linear_rotate(x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `ops.Ops.linear_rotate`."""
-    (num_tokens, num_columns), num_rows = x.shape, len(weight)
-    head_dim = 2 * cos.shape[1]
+    num_tokens, num_rows, head_dim = len(x), len(weight), 2 * cos.shape[1]
     out = x.new_empty(num_tokens, 3, num_rows // 3 // head_dim, head_dim)
     _kernel[product_tiles.grid(num_tokens, num_rows)](
-        *product_tiles.operands(x, weight), bias, cos, sin, out, num_tokens,
-        WIDE=num_rows // ROWS.value, STEPS=num_columns // 64, HALF=cos.shape[1],
-        **product_tiles.OPTIONS,
+        *product_tiles.operands(x, weight), bias, cos, sin, out, num_tokens, HALF=head_dim // 2,
+        **product_tiles.sizes(weight), **product_tiles.OPTIONS,
     )  # fmt: skip
     return out
 
@@ -77,25 +78,30 @@ def _finish(place, cos_ptr, sin_ptr, out_ptr, num_tokens, WIDE: gl.constexpr, HA
     """Turns the tiles of queries and keys, and writes all."""
     parked, full, free = place
     LAYOUT: gl.constexpr = pairs_layout(HALF)
+    ANGLES: gl.constexpr = angles_layout(HALF)
     CHUNK: gl.constexpr = parked.shape[1]
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     for index in range(count_tiles(num_tokens, WIDE)):
         first, row = tile_at(index, num_tokens, WIDE)
+        # Before they are wanted, as each chunk's are: the last tile's end is behind nothing.
+        cos = rows_of(cos_ptr, first, num_tokens, CHUNK, HALF, ANGLES)
+        sin = rows_of(sin_ptr, first, num_tokens, CHUNK, HALF, ANGLES)
         mbarrier.wait(full, index & 1)
         for chunk in range(parked.shape[0]):
-            token = first + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
+            start = first + chunk * CHUNK
+            next_cos = rows_of(cos_ptr, start + CHUNK, num_tokens, CHUNK, HALF, ANGLES)
+            next_sin = rows_of(sin_ptr, start + CHUNK, num_tokens, CHUNK, HALF, ANGLES)
             product = parked.index(chunk).load(LAYOUT)
             if row < WIDE * ROWS // 3 * 2:
                 one, two = halves(product.to(gl.float32), HALF)
-                ANGLES: gl.constexpr = gl.SliceLayout(1, one.type.layout)
-                at = first + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, ANGLES))
-                angle = at[:, None] * HALF + gl.arange(0, HALF, gl.SliceLayout(0, ANGLES))[None, :]
-                known = (at < num_tokens)[:, None]
-                cos = gl.load(cos_ptr + angle, mask=known, other=0.0)[:, None, :]
-                sin = gl.load(sin_ptr + angle, mask=known, other=0.0)[:, None, :]
-                turned = whole(one * cos - two * sin, two * cos + one * sin, LAYOUT)
+                wide_cos, wide_sin = over_heads(cos, one), over_heads(sin, one)
+                turned = whole(
+                    one * wide_cos - two * wide_sin, two * wide_cos + one * wide_sin, LAYOUT
+                )
                 product = turned.to(dtype)
+            token = start + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
             column = row + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
             to = token.to(gl.int64)[:, None] * (WIDE * ROWS) + column[None, :]
             gl.store(out_ptr + to, product, mask=(token < num_tokens)[:, None])
+            cos, sin = next_cos, next_sin
         release(free)

@@ -24,13 +24,13 @@ REGISTERS = 64 << 10
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_tiles, "_run", lambda: True)
+    monkeypatch.setattr(product_tiles, "_is_hopper", lambda: True)
 
 
 def gain(num_tokens: int, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     x, weight = (torch.empty(size, columns, dtype=dtype) for size in (num_tokens, rows))
     with launches.captured():
-        return product_tiles.gain(x, weight)
+        return product_tiles.gains(x, weight)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_they_gain_where_tiles_fill_the_processors(
 
 def test_they_are_not_launched_where_launches_cost() -> None:
     x, weight = torch.empty(1008, 2048).bfloat16(), torch.empty(4096, 2048).bfloat16()
-    assert not product_tiles.gain(x, weight)
-    assert product_tiles.gain(torch.empty(8064, 2048).bfloat16(), weight)
+    assert not product_tiles.gains(x, weight)
+    assert product_tiles.gains(torch.empty(8064, 2048).bfloat16(), weight)
 
 
 @pytest.mark.parametrize(("head_dim", "heads", "expected"), [(64, 16, True), (72, 16, False)])
