@@ -116,8 +116,13 @@ class Arena:
         """Marks the bytes as complete; the writer's reference stays until released."""
         entry.committed = True
 
+    def has(self, entry: ArenaEntry) -> bool:
+        """Whether the entry's place is still its own."""
+        return self._entries.get(entry.key) is entry
+
     def acquire(self, entry: ArenaEntry) -> None:
-        """Keeps the entry from being evicted until `release`."""
+        """Keeps an entry that is there from being evicted until `release`."""
+        assert self.has(entry), "its place has been given away"
         entry.references += 1
 
     def release(self, entry: ArenaEntry) -> None:
@@ -134,6 +139,7 @@ class Arena:
         os.close(self.fd)
 
     def _drop(self, entry: ArenaEntry) -> None:
+        assert self.has(entry), "its place has been given away"
         del self._entries[entry.key]
         self._give_back(entry.offset, _align(entry.spec.size_bytes))
 

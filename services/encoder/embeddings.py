@@ -173,8 +173,10 @@ class Embeddings:
                 await asyncio.wait({work, flight.begun}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
                     entry = flight.begun.result()
-                    self._memory.arena.acquire(entry)
-                    return Reading(entry, self._memory, self._memory.ranges(entry), work)
+                    # The work may be over before this future of it is.
+                    if self._memory.try_hold(entry):
+                        return Reading(entry, self._memory, self._memory.ranges(entry), work)
+                    await asyncio.wait({work})
                 work.result()
             except BaseException:
                 work.cancel()

@@ -50,6 +50,15 @@ class MemoryTier:
         """A complete entry; `arena.acquire` it before yielding to the event loop."""
         return self.arena.get(key)
 
+    def try_hold(self, entry: ArenaEntry) -> bool:
+        """Takes a reference to an entry that is complete or comes about; False: it does so no more,
+        or has made room for another one.
+        """
+        readable = self.arena.has(entry) and (entry.committed or entry in self._growths)
+        if readable:
+            self.arena.acquire(entry)
+        return readable
+
     def release(self, entry: ArenaEntry) -> None:
         """Gives a reference back and wakes those who wait for room."""
         self.arena.release(entry)

@@ -6,6 +6,7 @@ import random
 import grpc.aio
 import pytest
 
+from services.common.errors import EmbeddingUnavailable, TriptychError
 from services.common.pb import encoder_pb2 as pb
 from services.decoder.embedding_fetch import EncoderFailed
 from tests.contract.encoder_pod import Pod, key_of
@@ -125,6 +126,37 @@ async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
     pod.engine.level_gate.set()
     await encoding
     await until(lambda: is_unreferenced(pod))
+
+
+@pytest.mark.parametrize("attempt", range(4))
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
+    pod: Pod, turns: int, attempt: int
+):
+    """So many turns of the event loop after the work goes on to its end: memory that has been given
+    back is another image's.
+    """
+    key, arena = key_of(b"image", GRID), pod.memory.arena
+    pod.engine.level_gate.clear()
+    pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
+    encoding = asyncio.ensure_future(pod.embeddings.encode(key, b"image", GRID))
+    await until(lambda: bool(pod.memory._growths))
+
+    async def read() -> None:
+        async with pod.embeddings.reading(key, 0.05) as reading:
+            assert arena.has(reading.entry)
+            async for _ in reading.ranges():
+                pass
+
+    pod.engine.level_gate.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    with pytest.raises(EmbeddingUnavailable):
+        await asyncio.create_task(read())
+    with pytest.raises(TriptychError, match="made to fail"):
+        await encoding
+    await until(lambda: len(arena) == 0)
+    assert arena.used_bytes == 0 and not pod.memory._growths
 
 
 async def come_and_go(
