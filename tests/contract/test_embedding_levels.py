@@ -9,6 +9,7 @@ import pytest
 from services.common.errors import EmbeddingUnavailable, TriptychError
 from services.common.pb import encoder_pb2 as pb
 from services.decoder.embedding_fetch import EncoderFailed
+from services.encoder.shared_tier import Wish
 from tests.contract.encoder_pod import Pod, key_of
 from tests.contract.test_embedding_transport import (
     GRID,
@@ -23,6 +24,7 @@ from tests.contract.test_embedding_transport import (
 
 __all__ = ["pod", "reader"]
 
+KEY = key_of(b"image", GRID)
 LEVEL_BYTES = SPEC.size_bytes // SPEC.levels  # cuts a block of the digest in two
 
 
@@ -136,14 +138,14 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     """So many turns of the event loop after the work goes on to its end: memory that has been given
     back is another image's.
     """
-    key, arena = key_of(b"image", GRID), pod.memory.arena
+    arena = pod.memory.arena
     pod.engine.level_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
-    encoding = asyncio.ensure_future(pod.embeddings.encode(key, b"image", GRID))
+    encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, b"image", GRID))
     await until(lambda: bool(pod.memory._growths))
 
     async def read() -> None:
-        async with pod.embeddings.reading(key, 0.05) as reading:
+        async with pod.embeddings.reading(KEY, 0.05) as reading:
             assert arena.has(reading.entry)
             async for _ in reading.ranges():
                 pass
@@ -157,6 +159,44 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
         await encoding
     await until(lambda: len(arena) == 0)
     assert arena.used_bytes == 0 and not pod.memory._growths
+
+
+class SlowClaims:
+    """In the shared tier's place: nothing is found, and claims are given back at leisure."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    async def find(self, wish: Wish) -> bytes:
+        return b"claim"
+
+    async def give_up(self, key: bytes, claim: bytes) -> None:
+        await self.gate.wait()
+
+
+async def test_a_reader_that_comes_between_failure_and_its_end_holds_nothing(pod: Pod):
+    """The memory is given back before Redis has the claim back."""
+    claims = pod.embeddings._shared = SlowClaims()
+    pod.engine.level_gate.clear()
+    pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
+    encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, b"image", GRID))
+    await until(lambda: bool(pod.memory._growths))
+    pod.engine.level_gate.set()
+    await until(lambda: len(pod.memory.arena) == 0)
+
+    async def read() -> None:
+        async with pod.embeddings.reading(KEY, 0.2):
+            pytest.fail("there is nothing to read")
+
+    getting = asyncio.create_task(read())
+    await asyncio.sleep(0.02)
+    assert not getting.done() and not encoding.done()
+    claims.gate.set()
+    with pytest.raises(EmbeddingUnavailable):
+        await getting
+    with pytest.raises(TriptychError, match="made to fail"):
+        await encoding
+    assert len(pod.memory.arena) == pod.memory.arena.used_bytes == 0
 
 
 async def come_and_go(
