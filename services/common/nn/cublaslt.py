@@ -95,8 +95,7 @@ def tile_tokens(num_tokens: int, num_rows: int, num_columns: int) -> int:
 
 def _fills_large_tiles(num_tokens: int, num_rows: int) -> bool:
     tiles = -(-num_tokens * num_rows // _LARGE_TILE)
-    waves = -(-tiles // launches.PROCESSORS)
-    return tiles >= _FULL * waves * launches.PROCESSORS
+    return launches.share_in_use(tiles) >= _FULL
 
 
 @functools.lru_cache(_MAX_KEPT)

@@ -27,6 +27,11 @@ def captured() -> Iterator[None]:
         _captured = False
 
 
+def share_in_use(tiles: int) -> float:
+    """Of the processors, while so many tiles, one a processor, go through them in waves."""
+    return tiles / (-(-tiles // PROCESSORS) * PROCESSORS)
+
+
 def are_free(num_tokens: int) -> bool:
     """Whether a kernel that takes the host longer may serve a step of so many tokens."""
     return _captured or num_tokens >= _MANY_TOKENS

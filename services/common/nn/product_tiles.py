@@ -42,7 +42,7 @@ _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2
 FINISHING_WARPS, FINISHING_REGISTERS = gl.constexpr(4), gl.constexpr(128)
 # All of a processor's registers, shared by the three groups at first.
 OPTIONS: dict[str, Any] = {"num_warps": 8, "maxnreg": 168}
-_MOST_IDLE = 1.12  # what the last wave of tiles may leave unused and still gain
+_LEAST_IN_USE = 1 / 1.12  # of the processors: with less, a product and another kernel gain
 
 
 @functools.cache
@@ -60,8 +60,7 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     if num_columns % _COLUMNS.value or len(weight) % ROWS.value:
         return False
     tiles = _count(num_tokens, len(weight))
-    waves = -(-tiles // launches.PROCESSORS)
-    return _is_hopper() and waves * launches.PROCESSORS <= _MOST_IDLE * tiles
+    return _is_hopper() and launches.share_in_use(tiles) >= _LEAST_IN_USE
 
 
 def grid(num_tokens: int, num_rows: int) -> tuple[int]:

@@ -19,7 +19,7 @@ from services.decoder.kernels.silu_mul import swiglu
 _TOKENS, _ROWS, _COLUMNS = 128, 128, 64  # of a tile: of x, of gate and of up; of both
 _STAGES, _WARPS = 3, 8
 _GROUP = 16  # tiles of tokens that share rows of the weight in the second cache
-_MOST_IDLE = 1.05  # what the last wave of tiles may leave unused
+_LEAST_IN_USE = 1 / 1.05  # of the processors
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
@@ -30,7 +30,7 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     if num_columns % _COLUMNS or len(weight) % (2 * _ROWS):
         return False
     tiles = _count(num_tokens) * (len(weight) // (2 * _ROWS))
-    return -(-tiles // launches.PROCESSORS) * launches.PROCESSORS <= _MOST_IDLE * tiles
+    return launches.share_in_use(tiles) >= _LEAST_IN_USE
 
 
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
