@@ -2,6 +2,7 @@
 
 import json
 import mmap
+from array import array
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -74,9 +75,9 @@ class Harness:
             spans.append(ImageSpan(key, offset, embedding.shape[1]))
             offsets[key] = self.put(embedding)
         sequence = Sequence(
-            sequence_id=self._next_id, token_ids=list(token_ids), num_prompt_tokens=len(token_ids),
-            positions=positions, position_delta=delta, images=spans,
-            sampling=sampling or SamplingParams(), image_offsets=offsets,
+            sequence_id=self._next_id, token_ids=array("i", token_ids),
+            num_prompt_tokens=len(token_ids), positions=positions, position_delta=delta,
+            images=spans, sampling=sampling or SamplingParams(), image_offsets=offsets,
         )  # fmt: skip
         return self.restart(sequence, row)
 
@@ -146,7 +147,12 @@ class Harness:
         """Runs a sequence alone to its end; returns the completion."""
         while sequence.num_generated < num_tokens:
             self.step(self.chunk(sequence, chunk_size))
-        return sequence.token_ids[sequence.num_prompt_tokens :]
+        return completion_of(sequence)
+
+
+def completion_of(sequence: Sequence) -> list[int]:
+    """The tokens behind the prompt."""
+    return sequence.token_ids[sequence.num_prompt_tokens :].tolist()
 
 
 def write_checkpoint(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:

@@ -218,7 +218,7 @@ class FakeRunner:
         self, sequence: Sequence, table: list[int], last: int, tokens: list[int]
     ) -> None:
         """Each entry of the cache, not just the last, is what the tokens say."""
-        known = sequence.token_ids[:last] + tokens[-1:]
+        known = [*sequence.token_ids[:last], *tokens[-1:]]
         entry = 0
         for number, token in enumerate(known[: last + 1]):
             feature = image_feature(sequence.images, number)[1]

@@ -8,6 +8,7 @@ import asyncio
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
@@ -47,11 +48,13 @@ class EngineChannel(Generic[Incoming]):
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
 
-    def receive(self, timeout_s: float | None) -> list[Incoming]:
+    def receive(self, timeout_s: float | None, *, awake_s: float = 0.0) -> list[Incoming]:
         """All complete messages at hand.
 
         Args:
             timeout_s: how long to wait for the first; 0 polls, None waits for ever.
+            awake_s: before that, look for so long without giving the processor away; see
+                docs/adr/0015-an-engine-stays-awake.md.
 
         Raises:
             ChannelClosed: the front is gone.
@@ -59,6 +62,8 @@ class EngineChannel(Generic[Incoming]):
         messages = self._split()
         if messages:
             timeout_s = 0.0
+        elif awake_s:
+            self._watch(awake_s)
         while select.select([self._socket], [], [], timeout_s)[0]:
             data = self._socket.recv(_READ_BYTES)
             if not data:
@@ -79,6 +84,11 @@ class EngineChannel(Generic[Incoming]):
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError as error:
             raise ChannelClosed from error
+
+    def _watch(self, duration_s: float) -> None:
+        end = time.monotonic() + duration_s
+        while time.monotonic() < end and not select.select([self._socket], [], [], 0.0)[0]:
+            pass
 
     def _split(self) -> list[Incoming]:
         messages: list[Incoming] = []

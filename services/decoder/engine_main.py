@@ -22,10 +22,21 @@ from services.decoder.settings import DecoderSettings
 log = logging.getLogger("services.decoder.engine")
 
 
-def run(engine: Engine, channel: EngineChannel[FrontMessage]) -> None:
-    """Serves the front until it goes away or says `Shutdown`."""
+# How long an engine with a GPU looks for work before its processor may rest: somewhat longer than
+# it takes to answer, read and ask again, or to encode a picture.
+_AWAKE_S = 0.05
+
+
+def run(engine: Engine, channel: EngineChannel[FrontMessage], *, awake_s: float = 0.0) -> None:
+    """Serves the front until it goes away or says `Shutdown`; for `awake_s` see
+    `EngineChannel.receive`.
+    """
     while True:
-        for message in channel.receive(0.0 if engine.has_work else None):
+        if engine.has_work:
+            messages = channel.receive(0.0)
+        else:
+            messages = channel.receive(None, awake_s=awake_s)
+        for message in messages:
             if isinstance(message, Shutdown):
                 return
             engine.handle(message)
@@ -82,7 +93,7 @@ def main() -> int:
         engine = Engine(runner, overlap=on_gpu, out_of_memory=(torch.OutOfMemoryError,))
         settle_collector()
         channel.send(ready_message(engine, runner))
-        run(engine, channel)
+        run(engine, channel, awake_s=_AWAKE_S if on_gpu else 0.0)
     except ChannelClosed:
         log.info("the front is gone")
     except (ModelConfigError, ValueError) as error:

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
-from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
+from services.decoder.kernels.prompt_attention import Chunk, PromptAttention
 from services.decoder.models.rope import HeadTransform
 
 pytestmark = pytest.mark.gpu
@@ -92,11 +92,14 @@ def test_attention_of_prompts_agrees_with_its_twin(
     if rising:  # scores that a float's exponent would not have room for, see `softmax`
         own[: num_tokens // 3 : 5, :kv_heads] *= 60
     attend = PromptAttention(CUDA, heads, dim)
-    first_blocks = (counts.cumsum(0) - counts).numpy()
-    items = attend.list_items(
-        Chunks(cu_query_lens.numpy(), seq_lens.numpy(), first_blocks),
-        attend.count_items(len(query), len(chunks)),
-    )
+    first_blocks = (counts.cumsum(0) - counts).tolist()
+    listed = [
+        Chunk(first, length, cached, block)
+        for first, (cached, length), block in zip(
+            cu_query_lens.tolist(), chunks, first_blocks, strict=False
+        )
+    ]
+    items = attend.list_items(listed, attend.count_items(len(query), len(chunks)))
     expected = []
     for index, ids in enumerate(block_ids.cuda().split(counts.tolist())):
         rows = slice(int(cu_query_lens[index]), int(cu_query_lens[index + 1]))
@@ -179,9 +182,12 @@ def test_attention_of_many_beside_prompts_is_as_one_after_the_other(
     num_blocks, num_tokens = int(counts.sum()), decodes + sum(lengths)
     block_ids = torch.randperm(num_blocks, dtype=torch.int32).cuda()
     seq_lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
-    first_blocks = (counts.cumsum(0) - counts).numpy()
-    ends = np.cumsum([decodes, *lengths]).astype(np.int32)
-    chunks = Chunks(ends, np.array(lengths, np.int32), first_blocks[decodes:])
+    first_blocks = (counts.cumsum(0) - counts).tolist()
+    firsts = np.cumsum([decodes, *lengths]).tolist()
+    chunks = [
+        Chunk(firsts[index], length, 0, first_blocks[decodes + index])
+        for index, length in enumerate(lengths)
+    ]
     items = prompts.list_items(chunks, prompts.count_items(num_tokens, len(lengths)))
     work = torch.from_numpy(items).cuda()
     pool = random(num_blocks, 2, size, kv_heads, dim)

@@ -49,16 +49,16 @@ def layout(lengths: list[tuple[int, int]], device: torch.device) -> AttentionMet
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     for row, part in enumerate(ids.split(counts)):
         tables[row, : len(part)] = part
-    seq_lens = torch.tensor([context for context, _ in lengths], dtype=torch.int32)
+    seq_lens = np.array([context for context, _ in lengths], np.int32)
     queries = [query for _, query in lengths]
     return AttentionMetadata(
         num_decodes=sum(query == 1 for query in queries),
-        cu_query_lens=torch.tensor(np.cumsum([0, *queries]), dtype=torch.int32),
+        cu_query_lens=np.cumsum([0, *queries]).astype(np.int32),
         seq_lens=seq_lens,
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
         block_tables=tables.to(device),
         block_ids=ids.to(device),
-        seq_lens_device=seq_lens.to(device),
+        seq_lens_device=torch.from_numpy(seq_lens).to(device),
     )
 
 

@@ -5,6 +5,7 @@ contributes query tokens [cu_query_lens[s], cu_query_lens[s+1]), the last of its
 Passed as an argument all the way down; there is no global context.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,24 +26,34 @@ class AttentionSizes:
     max_num_blocks: int  # of one sequence
 
 
+class StepLengths(Protocol):
+    """What of a step is known before it is on the device; see `AttentionMetadata`."""
+
+    num_tokens: int  # T
+    num_decodes: int
+    cu_query_lens: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """One step's attention layout.
 
-    Host tensors exist because backends plan on the host; device tensors because kernels read them.
+    Arrays exist because backends plan on the host; tensors because kernels read them.
 
     Attributes:
         num_decodes: the first `num_decodes` sequences have exactly one query token; but for
             padding in a captured step with chunks, which has none.
-        cu_query_lens: `[S + 1]` int32, host.
-        seq_lens: `[S]` int32, host: context after this step, query tokens included.
+        cu_query_lens: `[S + 1]`, host.
+        seq_lens: `[S]`, host: context after this step, query tokens included.
         slot_mapping: `[T]` int64, device: where each token's key and value go;
             block_id * block_size + offset. -1: a padding token, whose key and value are of no use.
         block_tables: `[S, max_blocks]` int32, device. Empty unless the backend reads it.
         block_ids: `[sum of blocks]` int32, device: the tables one after the other without their
-            padding. Empty unless the backend reads it.
+            padding; longer in a captured step. Empty unless the backend reads it.
         seq_lens_device: `[S]` int32, device.
-        plan: what the backend's `plan` returned.
+        work: what the backend's `list_work` returned, device.
+        plan: what its `plan` returned.
         wants_keys_values: `forward` reads the step's own keys and values beside the cache; set by
             `plan`.
         fused: the step is of a few decodes whose attention is part of a fused operation, and needs
@@ -50,12 +61,13 @@ class AttentionMetadata:
     """
 
     num_decodes: int
-    cu_query_lens: torch.Tensor
-    seq_lens: torch.Tensor
+    cu_query_lens: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     block_ids: torch.Tensor
     seq_lens_device: torch.Tensor
+    work: torch.Tensor | None = None
     plan: Any = None
     wants_keys_values: bool = False
     fused: bool = False
@@ -76,11 +88,16 @@ class AttentionBackend(Protocol):
     captures_prompts: bool
     captures_mixed: bool
 
-    def captures_chunks(
-        self, query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
-    ) -> bool:
+    def captures_chunks(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """Whether a captured step is the faster one for chunks of `query_lens` tokens that end
         contexts of `seq_lens`.
+        """
+        ...
+
+    def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
+        """What kernels of the backend want to read of a step besides lengths and blocks; it goes to
+        the device with them. For equal numbers of tokens and sequences of a captured step, it has
+        one size.
         """
         ...
 

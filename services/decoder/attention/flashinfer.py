@@ -12,6 +12,7 @@ copy may still wait behind the previous step when the next is planned.
 # pyright: reportAttributeAccessIssue=false
 # (where flashinfer is not installed, pyright takes this file for it)
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,21 +22,20 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from torch import Tensor
 
 from services.common.nn import launches
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.overlap import overlaps
-from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
+from services.decoder.kernels.prompt_attention import Chunk, PromptAttention
 
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
 _RING = 3
-_MOST_PROMPT_ITEMS = 2048  # of a step: far more than a captured one has
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     decode: BatchDecodeWithPagedKVCacheWrapper | ManyAttention | None
-    prefill: BatchPrefillWithPagedKVCacheWrapper | Tensor | None  # the tensor: `list_items`
+    prefill: BatchPrefillWithPagedKVCacheWrapper | Tensor | None  # the tensor: `list_work`
 
 
 class _PinnedRing:
@@ -102,9 +102,6 @@ class FlashInferBackend:
         self._prompts: PromptAttention | None = None
         if hopper and PromptAttention.fits(sizes.head_dim):
             self._prompts = PromptAttention(device, sizes.num_heads, sizes.head_dim)
-        items_bytes = _MOST_PROMPT_ITEMS * PromptAttention.ITEM_BYTES
-        self._prompt_items = torch.zeros(items_bytes, dtype=torch.uint8, device=device)
-        self._prompt_ring = _PinnedRing(items_bytes)
         self._captured_block_ids: Tensor | None = None  # [most blocks of a batch] int32
 
     @property
@@ -117,27 +114,39 @@ class FlashInferBackend:
         """See `base.AttentionBackend`: only `ManyAttention` needs no plan for any decodes."""
         return self._many is not None and self._prompts is not None
 
-    def captures_chunks(
-        self, query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
-    ) -> bool:
+    def captures_chunks(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """See `base.AttentionBackend`."""
         return self._prompts is not None and self._prompts.gains(query_lens, seq_lens)
 
+    def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
+        """The blocks of chunks that go through `PromptAttention`; None: not through it."""
+        decodes, first_block = step.num_decodes, 0
+        if decodes == len(step.seq_lens) or not (captured or self._outruns(step)):
+            return None
+        assert self._prompts is not None
+        starts: list[int] = step.cu_query_lens.tolist()
+        chunks: list[Chunk] = []
+        for index, context in enumerate(step.seq_lens.tolist()):
+            if index >= decodes:
+                length = starts[index + 1] - starts[index]
+                chunks.append(Chunk(starts[index], length, context - length, first_block))
+            first_block += -(-context // self._sizes.block_size)
+        room = self._prompts.count_items(step.num_tokens, len(chunks))
+        return self._prompts.list_items(chunks, room)
+
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
-        """Plans decodes and chunks apart; our own kernels find their work by themselves, or need a
-        list.
+        """Plans decodes and chunks apart; our own kernels find their work by themselves, or in
+        `list_work`.
         """
-        decodes = metadata.num_decodes
-        has_chunks = decodes < len(metadata.seq_lens)
+        decodes, items = metadata.num_decodes, metadata.work
         decode: ManyAttention | None = None
-        items: Tensor | None = None
-        if has_chunks and (captured or self._outruns(metadata)):
+        if items is not None:
             metadata.wants_keys_values = True
-            items = self._plan_prompts(metadata)
             if decodes:
                 decode = self._many  # beside chunks it costs least, however few
         elif captured or launches.are_free(len(metadata.slot_mapping)):
             decode = self._many_for(decodes)
+        has_chunks = decodes < len(metadata.seq_lens)
         if (items is not None or not has_chunks) and (decode is not None or not decodes):
             return _Plan(decode, items)
         return self._plan_wrappers(metadata, decode, items, captured=captured)
@@ -154,7 +163,7 @@ class FlashInferBackend:
         count, decodes = len(metadata.seq_lens), metadata.num_decodes
         wrapper = prefill = None
         size = self._sizes.block_size
-        seq_lens, queries = metadata.seq_lens.numpy(), metadata.cu_query_lens.numpy()
+        seq_lens, queries = metadata.seq_lens, metadata.cu_query_lens
         num_blocks = -(-seq_lens // size)
         last = seq_lens - (num_blocks - 1) * size
         total_decode_blocks = int(num_blocks[:decodes].sum())
@@ -217,32 +226,13 @@ class FlashInferBackend:
         """The kernel of many decodes, if these are. It finds its work by itself."""
         return self._many if self._many is not None and self._many.gains(decodes) else None
 
-    def _outruns(self, metadata: AttentionMetadata) -> bool:
+    def _outruns(self, step: StepLengths) -> bool:
         """Whether `PromptAttention` is the faster one for a step that is launched one by one."""
-        num_tokens, decodes = len(metadata.slot_mapping), metadata.num_decodes
-        if self._prompts is None or not launches.are_free(num_tokens):
+        if self._prompts is None or not launches.are_free(step.num_tokens):
             return False
-        query_lens = np.diff(metadata.cu_query_lens.numpy()[decodes:])
-        if self._prompts.count_items(num_tokens, len(query_lens)) > _MOST_PROMPT_ITEMS:
-            return False
-        return self._prompts.outruns_fa3(query_lens, metadata.seq_lens.numpy()[decodes:])
-
-    def _plan_prompts(self, metadata: AttentionMetadata) -> Tensor:
-        """A step's chunks, where its kernels, perhaps of a graph, read them."""
-        assert self._prompts is not None
-        decodes = metadata.num_decodes
-        seq_lens, queries = metadata.seq_lens.numpy(), metadata.cu_query_lens.numpy()
-        num_blocks = -(-seq_lens.astype(np.int64) // self._sizes.block_size)
-        first_blocks = num_blocks.cumsum() - num_blocks
-        room = self._prompts.count_items(len(metadata.slot_mapping), len(seq_lens) - decodes)
-        chunks = Chunks(queries[decodes:], seq_lens[decodes:], first_blocks[decodes:])
-        items = self._prompts.list_items(chunks, room)
-        host = self._prompt_ring.take()[: items.nbytes]
-        host.numpy()[:] = items.reshape(-1).view(np.uint8)
-        target = self._prompt_items[: items.nbytes]
-        target.copy_(host, non_blocking=True)
-        self._prompt_ring.copied()
-        return target.view(torch.int32).view(items.shape)
+        first = step.num_decodes
+        query_lens: list[int] = np.diff(step.cu_query_lens[first:]).tolist()
+        return self._prompts.outruns_fa3(query_lens, step.seq_lens[first:].tolist())
 
     def _plan_decode(
         self,

@@ -1,14 +1,13 @@
 """Paged attention in plain torch: the CPU path, the specification, and every backend's oracle."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,12 @@ class SdpaBackend:
     def __init__(self, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> None:
         self._sizes = sizes
 
-    def captures_chunks(
-        self, query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
-    ) -> bool:
+    def captures_chunks(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """See `base.AttentionBackend`."""
         return False
+
+    def list_work(self, step: StepLengths, *, captured: bool) -> None:
+        """See `base.AttentionBackend`: nothing beside what `plan` makes."""
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
         """Which rows of the pool each sequence reads."""

@@ -5,16 +5,15 @@ A graph reads its inputs where the staging buffer has them on the device, and wr
 buffer that all graphs of a kind share. All graphs share one memory pool: one runs at a time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from services.common.nn import launches
-from services.decoder.attention.base import AttentionBackend
+from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.staging import Staging
@@ -83,6 +82,7 @@ class StepGraphs(Protocol):
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
+    metadata: AttentionMetadata
     logits: Tensor  # [n, vocab_size]
     token_ids: Tensor  # [n] int32
 
@@ -107,23 +107,30 @@ class _GraphSet:
         sizes = (kind.size for kind in self._captured)
         return min((size for size in sizes if size >= wanted), default=None)
 
-    def _capture(self, kind: _Kind, forward: Callable[[], Tensor], rows: Tensor) -> None:
-        """Captures `forward` to the states that sample; the kind with the most must be the first.
+    def _capture(
+        self, kind: _Kind, staged: StagedStep, rows: Tensor, sampled: Tensor | None = None
+    ) -> None:
+        """Captures an uploaded step; the kind that samples most must be the first.
 
         Args:
             kind: what it is captured for.
-            forward: enqueues all but the head.
-            rows: where each state's token goes.
+            staged: a step of that kind.
+            rows: where each sampled token goes.
+            sampled: tokens that are sampled from; None: all.
         """
-        model = self.parts.model
+        parts, model = self.parts, self.parts.model
+        metadata = step_inputs.captured_metadata(staged, parts.staging)
+        metadata.fused = kind.fused
+        if not kind.fused:
+            metadata.plan = parts.backend.plan(metadata, captured=True)
 
         def step() -> tuple[Tensor, Tensor]:
-            hidden = forward()
+            hidden = self._forward(staged, metadata, sampled)
             if self._logits is None:
                 self._logits = torch.empty_like(model.logits(hidden))
             logits = model.logits(hidden, out=self._logits[: len(hidden)])
             token_ids = model.ops.greedy(logits)
-            self.parts.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
+            parts.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
             return logits, token_ids
 
         stream = torch.cuda.Stream()
@@ -135,41 +142,28 @@ class _GraphSet:
         with torch.cuda.graph(graph, pool=self._pool), launches.captured():
             logits, token_ids = step()
         graph.replay()  # the first one takes longer
-        self._captured[kind] = _Captured(graph, logits, token_ids)
+        self._captured[kind] = _Captured(graph, metadata, logits, token_ids)
 
-    def _replay(self, staged: StagedStep, kind: _Kind) -> tuple[Tensor, Tensor]:
-        parts = self.parts
-        if not kind.fused:
-            metadata = step_inputs.attention_metadata(staged, parts.staging)
-            parts.backend.plan(metadata, captured=True)
+    def _replay(self, kind: _Kind) -> tuple[Tensor, Tensor]:
         captured = self._captured[kind]
         captured.graph.replay()
         return captured.logits, captured.token_ids
 
     def _forward(
-        self, staged: StagedStep, *, fused: bool = False, rows: Tensor | None = None
-    ) -> Callable[[], Tensor]:
-        """Inputs to the states of `rows`, see CausalLM; plans the attention."""
-        parts = self.parts
-        metadata = step_inputs.attention_metadata(staged, parts.staging)
-        metadata.fused = fused
-        if not fused:
-            metadata.plan = parts.backend.plan(metadata, captured=True)
-
-        def forward() -> Tensor:
-            visual = None
-            if staged.visual_mask is not None and parts.images is not None:
-                visual = parts.images.masked(parts.staging.device(staged.visual_mask))
-            return parts.model.forward(
-                step_inputs.input_ids(staged, parts.staging, parts.last_tokens, parts.model.ops),
-                parts.staging.device(staged.positions),
-                parts.kv_cache,
-                metadata,
-                visual,
-                rows,
-            )
-
-        return forward
+        self, staged: StagedStep, metadata: AttentionMetadata, sampled: Tensor | None
+    ) -> Tensor:
+        """Inputs to the states of `sampled`, see CausalLM."""
+        parts, visual = self.parts, None
+        if staged.visual_mask is not None and parts.images is not None:
+            visual = parts.images.masked(parts.staging.device(staged.visual_mask))
+        return parts.model.forward(
+            step_inputs.input_ids(staged, parts.staging, parts.last_tokens, parts.model.ops),
+            parts.staging.device(staged.positions),
+            parts.kv_cache,
+            metadata,
+            visual,
+            sampled,
+        )
 
 
 class DecodeGraphs(_GraphSet):
@@ -198,12 +192,17 @@ class DecodeGraphs(_GraphSet):
         if self._is_fused(staged.host):
             kinds.append(_Kind(size, fused=True))
         for kind in kinds:
-            forward = self._forward(staged, fused=kind.fused)
-            self._capture(kind, forward, rows)
+            self._capture(kind, staged, rows)
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
         """See StepGraphs."""
-        return self._replay(staged, _Kind(staged.host.num_decodes, self._is_fused(staged.host)))
+        step = staged.host
+        kind = _Kind(step.num_decodes, self._is_fused(step))
+        if not kind.fused:
+            metadata = self._captured[kind].metadata
+            metadata.cu_query_lens, metadata.seq_lens = step.cu_query_lens, step.seq_lens
+            self.parts.backend.plan(metadata, captured=True)
+        return self._replay(kind)
 
     def _is_fused(self, step: HostStep) -> bool:
         """Whether attention is part of a fused operation."""
@@ -220,23 +219,24 @@ class _ChunkGraphs(_GraphSet):
         """Captures a padded step; the largest must be the first."""
         parts = self.parts
         parts.staging.upload()
-        forward = self._forward(staged, rows=parts.staging.device(staged.sampled_tokens))
         rows = parts.staging.device(staged.sampled_rows)
-        self._capture(_Kind(len(staged.host.input_ids)), forward, rows)
+        sampled = parts.staging.device(staged.sampled_tokens)
+        self._capture(_Kind(staged.host.num_tokens), staged, rows, sampled)
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
-        """See StepGraphs."""
+        """See StepGraphs. Attention has its work in the staging buffer, and no plan is due."""
         if staged.host.segments and self.parts.images is not None:
             self.parts.images.read_in_place(staged.host.segments)
-        return self._replay(staged, _Kind(len(staged.host.input_ids)))
+        return self._replay(_Kind(staged.host.num_tokens))
 
     def _gains(self, step: HostStep) -> bool:
         """Whether its images can be read, and its chunks are better off in a graph."""
         if step.segments and self.parts.images is None:
             return False
         first = step.num_decodes
-        lengths = np.diff(step.cu_query_lens[first:])
-        return self.parts.backend.captures_chunks(lengths, step.seq_lens[first:])
+        starts: list[int] = step.cu_query_lens[first:].tolist()
+        lengths = [end - start for start, end in pairwise(starts)]
+        return self.parts.backend.captures_chunks(lengths, step.seq_lens[first:].tolist())
 
 
 class PromptGraphs(_ChunkGraphs):

@@ -26,6 +26,8 @@ from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import HostStep, RowTable, StagedStep
 from services.decoder.models.base import CausalLM, VisualInput
 
+# Of a step's arrays, whatever its size: alignment, and the least list of the attention's work.
+_MOST_ELSE_BYTES = 16 << 10
 # Every branch of the sampler.
 _WARM_UP_PARAMS = (
     SamplingParams(temperature=1.0),
@@ -111,17 +113,15 @@ class ModelRunner:
         self._table.start(sequence)
         self._sampling.set(sequence.row, sequence.sampling)
         if self._sampling.is_penalized(sequence.row):
-            prompt = sequence.num_prompt_tokens
-            self._sampler.start_row(
-                sequence.row, sequence.token_ids[:prompt], sequence.token_ids[prompt:]
-            )
+            ids, prompt = sequence.token_ids.tolist(), sequence.num_prompt_tokens
+            self._sampler.start_row(sequence.row, ids[:prompt], ids[prompt:])
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> DevicePendingStep:
         """See batch.Runner."""
         step = step_inputs.build(batch, self._table, self.info.block_size)
         graphs, padded = self._graphs_for(step)
-        staged = self._stage(padded, masked=graphs is not None and graphs.masks_images)
+        staged = self._stage(padded, graphs)
         plan = self._sampling.plan(step.table_rows[step.samples], step.generated, self._staging)
         self._staging.upload()
         if graphs is not None:
@@ -161,13 +161,13 @@ class ModelRunner:
         of_mixed = MixedGraphs(parts, pool, self._scratch_row)
         # The largest first: what they need, all others find in the pool.
         for num_tokens in sorted(mixed, reverse=True):
-            of_mixed.capture(self._stage(of_mixed.scratch(num_tokens), masked=True))
+            of_mixed.capture(self._stage(of_mixed.scratch(num_tokens), of_mixed))
         for length in sorted(prompts, reverse=True):
             step = HostStep.scratch([length], self._scratch_row)
-            of_prompts.capture(self._stage(step, masked=True))
+            of_prompts.capture(self._stage(step, of_prompts))
         for count in sorted(decodes, reverse=True):
             step = HostStep.scratch([1] * count, self._scratch_row)
-            of_decodes.capture(self._stage(step))
+            of_decodes.capture(self._stage(step, of_decodes))
         self.graphs = [of_decodes, of_prompts, of_mixed]
 
     @torch.inference_mode()
@@ -208,15 +208,17 @@ class ModelRunner:
                 return graphs, padded
         return None, step
 
-    def _stage(self, step: HostStep, *, masked: bool = False) -> StagedStep:
+    def _stage(self, step: HostStep, graphs: StepGraphs | None = None) -> StagedStep:
+        """Puts a step, as `graphs` want it, into the staging buffer."""
         self._staging.begin()
         return step_inputs.stage(
             step,
             self._table,
             self._staging,
             self.info.block_size,
+            work=self._backend.list_work(step, captured=graphs is not None),
             as_tables=self._backend.reads_block_tables,
-            masked=masked,
+            masked=graphs is not None and graphs.masks_images,
         )
 
     def _forward(self, staged: StagedStep, rows: Tensor | None = None) -> Tensor:
@@ -282,7 +284,7 @@ class ModelRunner:
 
 def _staging_bytes(info: RunnerInfo, max_blocks: int) -> int:
     """The most a step's arrays take: per token, per chunk, and the blocks of all sequences."""
-    per_token, per_row = 48, 256
+    per_token, per_row = 52, 320
     rows = info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1  # see step_inputs.pad_mixed
     tokens = max(info.max_batched_tokens, rows)
-    return tokens * per_token + rows * (per_row + 4 * max_blocks) + np.dtype(np.int64).itemsize * 64
+    return tokens * per_token + rows * (per_row + 4 * max_blocks) + _MOST_ELSE_BYTES

@@ -6,8 +6,6 @@ parent's name and all of these, of a kind for which nobody can find two inputs w
 sequences of different salts share no name.
 """
 
-from array import array
-
 import numpy as np
 from blake3 import blake3
 
@@ -27,7 +25,7 @@ def extend_hashes(sequence: Sequence, block_size: int, num_blocks: int) -> None:
     first_image = 0
     for start in range(first, end_of_all, block_size):
         end = start + block_size
-        parts = [parent, array("i", sequence.token_ids[start:end]).tobytes()]
+        parts = [parent, sequence.token_ids[start:end].tobytes()]
         while first_image < len(sequence.images):
             span = sequence.images[first_image]
             if span.offset + span.num_tokens > start:

@@ -1,5 +1,6 @@
 """Sequence: the state of one generation. Pure Python."""
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -23,7 +24,7 @@ class Sequence:
 
     Attributes:
         sequence_id: unique for the life of the engine.
-        token_ids: prompt, then the completion tokens known so far.
+        token_ids: prompt, then the completion tokens known so far; int32.
         num_prompt_tokens: length of the prompt.
         positions: int32 `[3, num_prompt_tokens]`, or None: 0.. on each axis.
         position_delta: token i of the completion, at index j of `token_ids`, has position
@@ -48,7 +49,7 @@ class Sequence:
     """
 
     sequence_id: int
-    token_ids: list[int]
+    token_ids: "array[int]"
     num_prompt_tokens: int
     positions: npt.NDArray[np.int32] | None
     position_delta: int
@@ -78,7 +79,7 @@ class Sequence:
     @classmethod
     def from_message(cls, message: AddSequence) -> "Sequence":
         """The sequence that the front asks for."""
-        token_ids = np.frombuffer(message.prompt_token_ids, dtype="<i4").tolist()
+        token_ids = array("i", message.prompt_token_ids)
         positions = None
         if message.positions:
             positions = np.frombuffer(message.positions, dtype="<i4").reshape(3, len(token_ids))

@@ -1,7 +1,7 @@
 """A step's small arrays, packed into one host buffer and moved to the device in one copy."""
 
 import math
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,12 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(NamedTuple):
     """The place of one array in a staging buffer."""
 
     offset: int
     size_bytes: int
-    dtype: torch.dtype
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
 
@@ -53,26 +52,38 @@ class Staging:
         if self._events:
             self._events[self._turn].synchronize()
 
-    def add(self, array: npt.NDArray[np.generic], *, room: int = 0) -> Staged:
-        """Copies an array into the buffer; what comes next lies behind `room` elements at least."""
-        staged = self.reserve(array.shape, array.dtype, room=room)
-        self.host(staged)[...] = array
-        return staged
+    def add(
+        self,
+        array: npt.NDArray[np.generic],
+        *,
+        room: int = 0,
+        size: int | None = None,
+        fill: int = 0,
+    ) -> Staged:
+        """Copies an array into the buffer.
 
-    def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike, *, room: int = 0) -> Staged:
-        """A place for an array that is written there, through `host`; `room` as for `add`."""
-        kind = np.dtype(dtype)
-        size = math.prod(shape) * kind.itemsize
-        staged = Staged(self._used, size, _DTYPES[kind], shape)
-        self._used += -(-max(size, room * kind.itemsize) // _ALIGNMENT) * _ALIGNMENT
+        Args:
+            array: of one axis at least.
+            room: what comes next lies behind so many elements at least.
+            size: what the last axis is padded to, with `fill`; None: as it is.
+        """
+        kind, shape, count = array.dtype, array.shape, array.shape[-1]
+        if size is not None:
+            shape = (*shape[:-1], size)
+        num_bytes = math.prod(shape) * kind.itemsize
+        staged = Staged(self._used, num_bytes, kind, shape)
+        self._used += -(-max(num_bytes, room * kind.itemsize) // _ALIGNMENT) * _ALIGNMENT
         if self._used > len(self._hosts[0]):
             raise RuntimeError(f"a step's inputs need {self._used} bytes of staging, too many")
+        target = self.host(staged)
+        target[..., :count] = array
+        if shape[-1] > count:
+            target[..., count:] = fill
         return staged
 
-    def host(self, staged: Staged) -> npt.NDArray[np.generic]:
-        """The array on the host, writable until `upload`."""
-        raw = self._arrays[self._turn][staged.offset : staged.offset + staged.size_bytes]
-        return raw.view(_NUMPY[staged.dtype]).reshape(staged.shape)
+    def host(self, staged: Staged) -> npt.NDArray[Any]:
+        """The array on the host, until the next turn."""
+        return np.ndarray(staged.shape, staged.dtype, self._arrays[self._turn], staged.offset)
 
     def upload(self) -> None:
         """Puts the copy on the stream."""
@@ -85,7 +96,10 @@ class Staging:
         """The array on the device, valid until the next step's `upload`."""
         side = self._device_side if self._events else self._hosts[self._turn]
         raw = side[staged.offset : staged.offset + staged.size_bytes]
-        return raw.view(staged.dtype).view(staged.shape)
+        return raw.view(_DTYPES[staged.dtype]).view(staged.shape)
 
-
-_NUMPY = {kind: dtype for dtype, kind in _DTYPES.items()}
+    def device_from(self, staged: Staged) -> Tensor:
+        """The array on the device and whatever lies behind it, as elements of its kind."""
+        side = self._device_side if self._events else self._hosts[self._turn]
+        whole = (len(side) - staged.offset) // staged.dtype.itemsize * staged.dtype.itemsize
+        return side[staged.offset : staged.offset + whole].view(_DTYPES[staged.dtype])

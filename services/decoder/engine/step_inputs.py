@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from services.decoder.attention.base import AttentionMetadata
@@ -44,8 +43,13 @@ class RowTable:
 
 @dataclass(slots=True)
 class HostStep:
-    """A batch's arrays on the host, T tokens in S chunks."""
+    """A batch's arrays on the host, T tokens in S chunks.
 
+    Padding tokens are made when the step is staged: id 0 at position 0, whose keys and values go to
+    slot -1 and which nobody attends to.
+    """
+
+    num_tokens: int  # padding included, at least T
     num_decodes: int
     input_ids: npt.NDArray[np.int32]  # [T]
     input_rows: IntArray  # [T]: row whose last sampled token is the input; -1: `input_ids` is
@@ -65,6 +69,7 @@ class HostStep:
         num_tokens = int(sizes.sum())
         chunks = np.arange(len(lengths))
         return cls(
+            num_tokens=num_tokens,
             num_decodes=_leading_ones(lengths),
             input_ids=np.zeros(num_tokens, np.int32),
             input_rows=np.full(num_tokens, -1),
@@ -92,6 +97,7 @@ def build(batch: Batch, table: RowTable, block_size: int) -> HostStep:
     *firsts, num_tokens = accumulate(lengths, initial=0)
     decodes = _leading_ones(lengths)
     step = HostStep(
+        num_tokens=num_tokens,
         num_decodes=decodes,
         input_ids=np.zeros(num_tokens, np.int32),
         input_rows=np.full(num_tokens, -1),
@@ -159,41 +165,27 @@ def _leading_ones(lengths: Iterable[int]) -> int:
 def pad(step: HostStep, num_chunks: int, scratch_row: int) -> HostStep:
     """A step of decodes padded to a bucket.
 
-    Padding reads the scratch row's last token, has one token of context in the scratch block, and
-    writes to slot -1.
+    Padding has one token of context in the scratch block.
     """
     extra = num_chunks - len(step.table_rows)
     if extra == 0:
         return step
-    return HostStep(
+    return replace(
+        step,
+        num_tokens=num_chunks,
         num_decodes=num_chunks,
-        input_ids=_padded(step.input_ids, extra, 0),
-        input_rows=_padded(step.input_rows, extra, scratch_row),
-        positions=_padded(step.positions, extra, 0),
-        slot_mapping=_padded(step.slot_mapping, extra, -1),
         cu_query_lens=np.arange(num_chunks + 1, dtype=np.int32),
         seq_lens=_padded(step.seq_lens, extra, 1),
         table_rows=_padded(step.table_rows, extra, scratch_row),
-        samples=step.samples,
-        generated=step.generated,
-        segments=[],
     )
 
 
 def pad_prompt(step: HostStep, num_tokens: int) -> HostStep:
-    """A step of one chunk padded with tokens that write to slot -1 and that nobody attends to.
+    """A step of one chunk padded to so many tokens.
 
     It samples, as a captured one must; before the end of a prompt, nobody reads what.
     """
-    extra = num_tokens - len(step.input_ids)
-    return replace(
-        step,
-        samples=np.zeros(1, np.int64),
-        input_ids=_padded(step.input_ids, extra, 0),
-        input_rows=_padded(step.input_rows, extra, -1),
-        positions=_padded(step.positions, extra, 0),
-        slot_mapping=_padded(step.slot_mapping, extra, -1),
-    )
+    return replace(step, num_tokens=num_tokens, samples=np.zeros(1, np.int64))
 
 
 def pad_mixed(
@@ -208,7 +200,6 @@ def pad_mixed(
     decodes, count = step.num_decodes, len(step.seq_lens)
     used, end = len(step.input_ids), num_decodes + count - decodes
     total = num_decodes + num_chunks + 1  # one is always padding
-    extra = num_tokens - used
     seq_lens = np.zeros(total, np.int32)
     table_rows = np.full(total, scratch_row)
     cu_query_lens = np.full(total + 1, used, np.int32)
@@ -222,11 +213,8 @@ def pad_mixed(
     samples[: len(chosen)] = np.where(chosen < decodes, chosen, chosen + num_decodes - decodes)
     return replace(
         step,
+        num_tokens=num_tokens,
         num_decodes=num_decodes,
-        input_ids=_padded(step.input_ids, extra, 0),
-        input_rows=_padded(step.input_rows, extra, -1),
-        positions=_padded(step.positions, extra, 0),
-        slot_mapping=_padded(step.slot_mapping, extra, -1),
         cu_query_lens=cu_query_lens,
         seq_lens=seq_lens,
         table_rows=table_rows,
@@ -235,10 +223,9 @@ def pad_mixed(
 
 
 def _padded(array: npt.NDArray[_Number], extra: int, value: int) -> npt.NDArray[_Number]:
-    """`array` with so many columns more; numpy.pad takes ten times as long."""
-    columns = array.shape[-1]
-    padded = np.full((*array.shape[:-1], columns + extra), value, array.dtype)
-    padded[..., :columns] = array
+    """`array` with so many elements more; numpy.pad takes ten times as long."""
+    padded = np.full(len(array) + extra, value, array.dtype)
+    padded[: len(array)] = array
     return padded
 
 
@@ -259,6 +246,7 @@ class StagedStep:
     output_rows: Staged  # [S] int64: where each chunk's sampled token goes, in a captured step
     sampled_rows: Staged  # [B] int64: rows of the table
     sampled_tokens: Staged  # [B] int64: tokens of the step
+    work: Staged | None  # the attention's, see AttentionBackend.list_work
     visual_rows: Staged | None  # [V] int64
     visual_mask: Staged | None  # [T] int32, in a captured step with chunks
     block_ids: Staged
@@ -271,33 +259,39 @@ def stage(
     staging: Staging,
     block_size: int,
     *,
+    work: npt.NDArray[np.int32] | None,
     as_tables: bool,
-    masked: bool = False,
+    masked: bool,
 ) -> StagedStep:
     """Puts a step's arrays into the staging buffer.
 
     Block ids go in as a table or one after the other, visual tokens as a mask or as a list.
     """
-    num_chunks = len(step.table_rows)
+    num_tokens, num_chunks = step.num_tokens, len(step.table_rows)
     last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
-    counts = -(-step.seq_lens // block_size)
-    blocks = table.blocks[step.table_rows, : int(counts.max())]
-    empty = np.empty(0, np.int32)
-    flat = empty if as_tables else blocks[np.arange(blocks.shape[1]) < counts[:, None]]
+    counts = [-(-length // block_size) for length in step.seq_lens.tolist()]
+    block_ids, block_tables = np.empty(0, np.int32), np.empty((0, 0), np.int32)
+    if as_tables:
+        block_tables = table.blocks[step.table_rows, : max(counts)]
+    else:
+        rows: list[int] = step.table_rows.tolist()
+        parts = [table.blocks[row, :count] for row, count in zip(rows, counts, strict=True)]
+        block_ids = np.concatenate(parts)
     return StagedStep(
         host=step,
-        input_ids=staging.add(step.input_ids),
-        input_rows=staging.add(step.input_rows),
-        positions=staging.add(step.positions),
-        slot_mapping=staging.add(step.slot_mapping),
+        input_ids=staging.add(step.input_ids, size=num_tokens),
+        input_rows=staging.add(step.input_rows, size=num_tokens, fill=-1),
+        positions=staging.add(step.positions, size=num_tokens),
+        slot_mapping=staging.add(step.slot_mapping, size=num_tokens, fill=-1),
         seq_lens=staging.add(step.seq_lens),
         output_rows=staging.add(step.table_rows),
         sampled_rows=staging.add(step.table_rows[step.samples], room=num_chunks),
         sampled_tokens=staging.add(last_tokens[step.samples], room=num_chunks),
+        work=None if work is None else staging.add(work),
         visual_rows=_stage_visual_rows(step, staging) if step.segments and not masked else None,
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
-        block_ids=staging.add(flat),
-        block_tables=staging.add(blocks if as_tables else empty.reshape(0, 0)),
+        block_ids=staging.add(block_ids),
+        block_tables=staging.add(block_tables),
     )
 
 
@@ -308,7 +302,7 @@ def _stage_visual_rows(step: HostStep, staging: Staging) -> Staged:
 
 
 def _stage_visual_mask(step: HostStep, staging: Staging) -> Staged:
-    mask = np.zeros(len(step.input_ids), np.int32)
+    mask = np.zeros(step.num_tokens, np.int32)
     for part in step.segments:
         mask[part.row : part.row + part.num_rows] = 1
     return staging.add(mask)
@@ -319,13 +313,23 @@ def attention_metadata(staged: StagedStep, staging: Staging) -> AttentionMetadat
     step = staged.host
     return AttentionMetadata(
         num_decodes=step.num_decodes,
-        cu_query_lens=torch.from_numpy(step.cu_query_lens),
-        seq_lens=torch.from_numpy(step.seq_lens),
+        cu_query_lens=step.cu_query_lens,
+        seq_lens=step.seq_lens,
         slot_mapping=staging.device(staged.slot_mapping),
         block_tables=staging.device(staged.block_tables),
         block_ids=staging.device(staged.block_ids),
         seq_lens_device=staging.device(staged.seq_lens),
+        work=None if staged.work is None else staging.device(staged.work),
     )
+
+
+def captured_metadata(staged: StagedStep, staging: Staging) -> AttentionMetadata:
+    """As `attention_metadata`, for all steps that are padded as this one is: what they have on the
+    device lies in the same places, and block ids last, so that there may be any number of them.
+    """
+    metadata = attention_metadata(staged, staging)
+    metadata.block_ids = staging.device_from(staged.block_ids)
+    return metadata
 
 
 def input_ids(staged: StagedStep, staging: Staging, last_tokens: Tensor, ops: Ops) -> Tensor:

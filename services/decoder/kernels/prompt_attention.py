@@ -9,7 +9,9 @@ program does is in `prompt_kernel`.
 The plain twin is `services.decoder.attention.sdpa`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,32 +31,31 @@ _LEAST_TILES = 4  # of keys, of a part
 # kernel by kernel, so it gains once a step keeps the device longer than its launches the host: some
 # 10 ms, where 1,000 new tokens take 5 and a million pairs 0.8 (28 layers of the 2B on an H200).
 _FEW_PAIRS, _MOST_PAIRS, _PAIRS_PER_TOKEN = 1_000_000, 12_000_000, 6_000
-_FIELDS = 8  # of an item in the list
 _TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_FIELDS = 8  # of an item in the list
 _LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """C chunks of a step, on the host.
+class Chunk(NamedTuple):
+    """Some tokens of a prompt in a step.
 
     Attributes:
-        cu_query_lens: `[C + 1]` int32, the step's tokens before each chunk.
-        seq_lens: `[C]` int32, contexts with the chunk.
-        first_blocks: `[C]` int64, where each sequence's blocks begin among the step's block ids.
+        first_token: tokens of the step before it.
+        length: its tokens.
+        cached: tokens of its sequence that are in the cache.
+        first_block: where the sequence's blocks begin among the step's block ids.
     """
 
-    cu_query_lens: npt.NDArray[np.int32]
-    seq_lens: npt.NDArray[np.int32]
-    first_blocks: npt.NDArray[np.int64]
+    first_token: int
+    length: int
+    cached: int
+    first_block: int
 
 
 class PromptAttention:
     """The kernel, and the memory where the parts of a block meet: for one device, one step at a
     time.
     """
-
-    ITEM_BYTES = 4 * _FIELDS
 
     def __init__(self, device: torch.device, num_heads: int, head_dim: int) -> None:
         # With so many items there are enough programs, and no block is divided.
@@ -70,62 +71,53 @@ class PromptAttention:
         return head_dim in (64, 128)
 
     @staticmethod
-    def outruns_fa3(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> bool:
+    def outruns_fa3(query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """Whether it takes less time than FA3, launches and graphs aside: where at most a fifth
         of what is attended to is cached. A chunk of n tokens attends to n * n / 2 of its own.
         """
-        lengths = query_lens.astype(np.int64)
-        return int((seq_lens - lengths) @ lengths) * 8 <= int(lengths @ lengths)
+        return _cached_pairs(query_lens, seq_lens) * 8 <= sum(n * n for n in query_lens)
 
     @staticmethod
-    def gains(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> bool:
+    def gains(query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """Whether it is for chunks of these lengths and contexts; else they are not for a graph."""
-        cached = (seq_lens - query_lens).astype(np.int64)
-        most = _MOST_PAIRS - _PAIRS_PER_TOKEN * int(query_lens.sum())
-        return int(cached @ query_lens) <= max(_FEW_PAIRS, most)
+        most = _MOST_PAIRS - _PAIRS_PER_TOKEN * sum(query_lens)
+        return _cached_pairs(query_lens, seq_lens) <= max(_FEW_PAIRS, most)
 
     def count_items(self, num_tokens: int, num_chunks: int) -> int:
         """The most items of so many chunks of so many tokens together."""
         return max(-(-num_tokens // _BLOCK) + num_chunks - 1, self._most_parts)
 
-    def list_items(self, chunks: Chunks, room: int) -> npt.NDArray[np.int32]:
+    def list_items(self, chunks: Sequence[Chunk], room: int) -> npt.NDArray[np.int32]:
         """The work, for `room` items, at least `count_items`.
+
+        In plain Python: a lone prompt's list is short, and each kind of numpy's calls takes 10 µs
+        where the processor has rested.
 
         Returns:
             `[room, 8]`: first token of the block; its tokens, 0 where there is no item; first token
             of the chunk; where the sequence's block ids begin; tokens of the cache, from and to;
             parts of the block, one after the other in the list; which of them it is.
         """
-        lengths = np.diff(chunks.cu_query_lens)
-        counts = -(-lengths // _BLOCK)
-        chunk = np.repeat(np.arange(len(lengths)), counts)
-        before = (np.arange(len(chunk)) - np.repeat(counts.cumsum() - counts, counts)) * _BLOCK
-        cached = (chunks.seq_lens - lengths)[chunk]
-        tiles = -(-cached // _BLOCK)
-        parts = np.ones_like(tiles)
-        if (spare := self._most_parts - len(chunk)) > 0:
-            share = max(_LEAST_TILES, -(-int(tiles.sum()) // spare))
-            parts = np.maximum(1, -(-tiles // share))
-        order = np.argsort(-(cached // parts + before), kind="stable")
-        block = np.repeat(order, parts[order])
-        starts = parts[order].cumsum() - parts[order]
-        part = np.arange(len(block)) - np.repeat(starts, parts[order])
-        span = -(-tiles // parts)[block] * _BLOCK
-        chunk = chunk[block]
-        items = np.zeros((room, _FIELDS), np.int32)
-        fields = (
-            chunks.cu_query_lens[chunk] + before[block],
-            np.minimum(lengths[chunk] - before[block], _BLOCK),
-            chunks.cu_query_lens[chunk],
-            chunks.first_blocks[chunk],
-            part * span,
-            np.minimum(cached[block], (part + 1) * span),
-            parts[block],
-            part,
-        )
-        for column, values in enumerate(fields):
-            items[: len(block), column] = values
-        return items
+        blocks = [(chunk, at) for chunk in chunks for at in range(0, chunk.length, _BLOCK)]
+        share = 0  # tiles of a part; 0: there is one part
+        if (spare := self._most_parts - len(blocks)) > 0:
+            total = sum(-(-chunk.cached // _BLOCK) for chunk, _ in blocks)
+            share = max(_LEAST_TILES, -(-total // spare))
+        work: list[tuple[int, int, int, Chunk]] = []
+        for chunk, at in blocks:
+            parts = max(1, -(-chunk.cached // (share * _BLOCK))) if share else 1
+            work.append((-(chunk.cached // parts + at), at, parts, chunk))
+        work.sort(key=itemgetter(0))
+        items: list[int] = []
+        for _, at, parts, chunk in work:
+            first, length, cached, first_block = chunk
+            span = -(-cached // (parts * _BLOCK)) * _BLOCK
+            for part in range(parts):
+                items += (first + at, min(length - at, _BLOCK), first, first_block)
+                items += (part * span, min(cached, (part + 1) * span), parts, part)
+        flat = np.zeros(room * _FIELDS, np.int32)
+        flat[: len(items)] = items
+        return flat.reshape(room, _FIELDS)
 
     def __call__(
         self,
@@ -162,3 +154,8 @@ class PromptAttention:
             POOL_BLOCK=kv_cache.shape[2], BLOCK=_BLOCK, FIELDS=_FIELDS, ACCOMPANIES=accompanies,
             num_warps=_WARPS, launch_pdl=True,
         )  # fmt: skip
+
+
+def _cached_pairs(query_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
+    """Pairs of a new and a cached token."""
+    return sum((context - n) * n for n, context in zip(query_lens, seq_lens, strict=True))

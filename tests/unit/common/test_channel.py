@@ -1,13 +1,16 @@
 """Messages cross between the processes whole and in order; a peer's end is noticed."""
 
 import asyncio
+import select
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
+from services.common import channel
 from services.common.channel import (
     ChannelClosed,
     EngineChannel,
@@ -70,6 +73,28 @@ def test_polling_does_not_wait(pair: Pair) -> None:
     engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
     assert engine.receive(0.0) == []
     assert engine.receive(0.01) == []
+
+
+def test_an_engine_stays_awake_for_a_while(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
+    body = msgspec.msgpack.encode(Text(7, "late"))
+    timeouts: list[float | None] = []
+    looks_until_sent = 0  # 0: it is sent to an engine that sleeps
+
+    def recorded(*arguments: Any) -> Any:
+        timeouts.append(arguments[3])
+        if len(timeouts) == looks_until_sent or (not looks_until_sent and arguments[3] is None):
+            pair[0].sendall(len(body).to_bytes(4, "little") + body)
+        return original(*arguments)
+
+    original = select.select
+    monkeypatch.setattr(channel.select, "select", recorded)
+    assert engine.receive(None, awake_s=0.02) == [Text(7, "late")]
+    assert timeouts.index(None) > 5 and not any(timeouts[: timeouts.index(None)])
+    timeouts.clear()
+    looks_until_sent = 3
+    assert engine.receive(None, awake_s=60.0) == [Text(7, "late")]
+    assert timeouts[:3] == [0.0] * 3
 
 
 def test_messages_in_pieces(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -30,16 +31,16 @@ def layout(lengths: list[tuple[int, int]], seed: int = 0) -> AttentionMetadata:
             for t in range(context - query, context)
         ]
     queries = [query for _, query in lengths]
-    seq_lens = torch.tensor([context for context, _ in lengths], dtype=torch.int32)
+    seq_lens = np.array([context for context, _ in lengths], np.int32)
     num_decodes = next((i for i, q in enumerate(queries) if q != 1), len(queries))
     return AttentionMetadata(
         num_decodes=num_decodes,
-        cu_query_lens=torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()]).int(),
+        cu_query_lens=np.cumsum([0, *queries]).astype(np.int32),
         seq_lens=seq_lens,
         slot_mapping=torch.tensor(slots),
         block_tables=tables,
         block_ids=torch.empty(0, dtype=torch.int32),
-        seq_lens_device=seq_lens,
+        seq_lens_device=torch.from_numpy(seq_lens),
     )
 
 

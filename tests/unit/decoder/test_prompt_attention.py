@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from services.decoder.kernels import prompt_attention
-from services.decoder.kernels.prompt_attention import Chunks, PromptAttention
+from services.decoder.kernels.prompt_attention import Chunk, PromptAttention
 from services.decoder.kernels.prompt_kernel import prompt_kernel
 from tests.gluon_compiler import compile_for_hopper, copies_see_their_barriers
 
@@ -32,12 +32,15 @@ SHARED_MEMORY = 227 << 10  # of a Hopper processor
 )
 def test_each_token_attends_once_to_all_up_to_itself(chunks: list[tuple[int, int]]) -> None:
     """`chunks`: tokens in the cache, and new ones."""
-    cached, lengths = np.array(chunks, np.int32).T
-    cu_query_lens = np.concatenate(([7], 7 + lengths.cumsum())).astype(np.int32)  # behind decodes
-    first_blocks = np.arange(len(chunks), dtype=np.int64) * 1000
+    cached, lengths = np.array(chunks).T
+    starts = np.concatenate(([7], 7 + lengths.cumsum())).tolist()  # behind decodes
+    listed = [
+        Chunk(starts[index], new, before, 1000 * index)
+        for index, (before, new) in enumerate(chunks)
+    ]
     attend = PromptAttention(torch.device("cpu"), HEADS, 64)
-    room = attend.count_items(int(cu_query_lens[-1]), len(chunks)) + 2
-    items = attend.list_items(Chunks(cu_query_lens, cached + lengths, first_blocks), room)
+    room = attend.count_items(starts[-1], len(chunks)) + 2
+    items = attend.list_items(listed, room)
     assert items.shape == (room, 8)
     seen = [np.zeros((new, before + new), np.int64) for before, new in chunks]
     place = 0
@@ -47,8 +50,8 @@ def test_each_token_attends_once_to_all_up_to_itself(chunks: list[tuple[int, int
             first, size, chunk, begins, cached_from, cached_to, count, which = item.tolist()
             assert (count, which) == (parts, part) and 0 < size <= 64
             assert (item[:4] == items[place, :4]).all()
-            index = cu_query_lens.tolist().index(chunk)
-            assert begins == first_blocks[index]
+            index = starts.index(chunk)
+            assert begins == 1000 * index
             at = first - chunk
             seen[index][at : at + size, cached_from:cached_to] += 1
             if part == parts - 1:
@@ -70,9 +73,8 @@ def test_each_token_attends_once_to_all_up_to_itself(chunks: list[tuple[int, int
     ],
 )  # fmt: skip
 def test_many_cached_tokens_are_for_fa3(new: int, cached: int, captured: bool, eager: bool) -> None:
-    lengths = np.array([new], np.int32)
-    assert PromptAttention.gains(lengths, lengths + cached) == captured
-    assert PromptAttention.outruns_fa3(lengths, lengths + cached) == eager
+    assert PromptAttention.gains([new], [new + cached]) == captured
+    assert PromptAttention.outruns_fa3([new], [new + cached]) == eager
 
 
 @pytest.mark.parametrize("accompanies", [False, True])

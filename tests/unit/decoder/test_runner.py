@@ -14,7 +14,7 @@ from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.runner import RunnerOptions, create_runner, resolve_device
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.staging import Staging
-from tests.decoder_harness import Harness, write_checkpoint
+from tests.decoder_harness import Harness, completion_of, write_checkpoint
 
 LEVELS, HIDDEN, NUM_TOKENS = 3, 32, 10
 
@@ -97,7 +97,7 @@ def test_any_interleaving_gives_the_same_tokens(
                     continue
                 if sequence.num_generated == NUM_TOKENS:
                     kind = sequence.num_prompt_tokens - 19
-                    assert sequence.token_ids[sequence.num_prompt_tokens :] == alone[kind]
+                    assert completion_of(sequence) == alone[kind]
                     harness.finish(running.pop(kind))
                 elif rng.random() < 0.1:
                     harness.restart(sequence, sequence.row)
@@ -119,7 +119,7 @@ def test_two_steps_in_flight_on_reused_rows(harness: Harness, alone) -> None:
     prefill = harness.chunk(second)
     next_flying = harness.launch(prefill)
     harness.take(flying, [chunk])
-    assert first.token_ids[first.num_prompt_tokens :] == alone[0][:2]
+    assert completion_of(first) == alone[0][:2]
     harness.take(next_flying, [prefill])
     harness.finish(first)
     assert harness.generate(second, NUM_TOKENS) == alone[1]
@@ -149,7 +149,7 @@ def test_sampled_sequences_are_the_same_alone_together_and_preempted(harness: Ha
             for sequence in together[::2]:
                 harness.restart(sequence, sequence.row)
     for sequence, tokens in zip(together, expected, strict=True):
-        assert sequence.token_ids[sequence.num_prompt_tokens :] == tokens
+        assert completion_of(sequence) == tokens
         harness.finish(sequence)
 
 
@@ -270,7 +270,10 @@ def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None
     first, second = runner._stage(padded), runner._stage(full)
     for name in ("input_ids", "input_rows", "positions", "slot_mapping", "seq_lens", "output_rows"):
         assert getattr(first, name) == getattr(second, name)
-    assert padded.slot_mapping.tolist()[1:] == [-1] * 3
+    assert runner._staging.host(second.slot_mapping).tolist() == [-1] * 4
+    first = runner._stage(padded)
+    assert runner._staging.host(first.slot_mapping).tolist()[1:] == [-1] * 3
+    assert runner._staging.host(first.input_rows).tolist()[1:] == [-1] * 3
     assert padded.table_rows.tolist()[1:] == [runner._scratch_row] * 3
     assert runner._table.blocks[runner._scratch_row, 0] == runner.info.num_blocks
     sequences[0].num_in_flight = 0
@@ -289,9 +292,7 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
     step = step_inputs.build(Batch(chunks, used), runner._table, 4)
     padded = step_inputs.pad_mixed(step, 64, 4, 3, runner._scratch_row)
     assert padded.num_decodes == 4
-    assert len(padded.input_ids) == padded.positions.shape[1] == 64
-    assert np.array_equal(padded.slot_mapping[:used], step.slot_mapping)
-    assert padded.slot_mapping[used:].tolist() == [-1] * (64 - used)
+    assert padded.num_tokens == 64
     assert np.diff(padded.cu_query_lens).tolist() == [1, 1, 0, 0, 5, 10, 0, 0]
     places = [0, 1, 4, 5]
     assert padded.seq_lens[places].tolist() == step.seq_lens.tolist()
@@ -302,6 +303,11 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
     # Three sample: two decodes and the whole prompt. Padding samples for the scratch row.
     assert padded.samples.tolist() == [0, 1, 5, 7]
     staged = runner._stage(padded)
+    for name in ("input_ids", "input_rows", "positions", "slot_mapping"):
+        found = runner._staging.host(getattr(staged, name))
+        assert found.shape[-1] == 64
+        assert np.array_equal(found[..., :used], getattr(step, name))
+    assert runner._staging.host(staged.slot_mapping)[used:].tolist() == [-1] * (64 - used)
     runner._staging.upload()
     assert runner._staging.device(staged.sampled_tokens).tolist() == [0, 1, used - 1, used - 1]
     assert runner._staging.device(staged.sampled_rows).tolist() == [0, 1, 3, runner._scratch_row]
@@ -320,17 +326,18 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
         runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache
     )
     graphs = MixedGraphs(parts, None, runner._scratch_row)
-    monkeypatch.setattr(graphs, "_forward", lambda staged, rows: None)
     monkeypatch.setattr(
-        graphs, "_capture", lambda kind, forward, rows: graphs._captured.update({kind: rows})
+        graphs,
+        "_capture",
+        lambda kind, staged, rows, sampled: graphs._captured.update({kind: rows}),
     )
     for size in (512, 384, 256):
-        graphs.capture(runner._stage(graphs.scratch(size), masked=True))
+        graphs.capture(runner._stage(graphs.scratch(size), graphs))
     assert all(len(rows) == 8 for rows in graphs._captured.values())  # as many as may decode
 
     def padded(lengths: list[int]) -> int | None:
         step = graphs.pad(step_inputs.HostStep.scratch(lengths, runner._scratch_row))
-        return len(step.input_ids) if step is not None else None
+        return step.num_tokens if step is not None else None
 
     assert padded([1, 1, 200]) == padded([256]) == 256
     assert padded([1, 256]) == padded([90] * 4) == 384

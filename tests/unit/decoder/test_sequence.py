@@ -21,7 +21,7 @@ def test_a_message_becomes_a_waiting_sequence():
     positions = np.arange(36).reshape(3, 12)
     sequence = sequence_of(positions=positions, delta=-2, stop_token_ids=(7, 9), salt=b"s")
     assert sequence.state is SequenceState.WAITING
-    assert sequence.token_ids == list(range(12))
+    assert sequence.token_ids.tolist() == list(range(12))
     assert sequence.positions is not None and (sequence.positions == positions).all()
     assert sequence.stop_ids == {7, 9}
     assert (sequence.num_tokens, sequence.num_generated, sequence.row) == (12, 0, -1)
@@ -52,7 +52,7 @@ def test_hashes_do_not_depend_on_how_many_are_asked_for_at_once():
     whole = sequence_of(**fields)
     slowly = sequence_of(**fields)
     for sequence in (whole, slowly):
-        sequence.token_ids += [5, 6, 7, 8]
+        sequence.token_ids.extend([5, 6, 7, 8])
     for count in (1, 1, 2, 4):
         extend_hashes(slowly, 4, count)
     assert hashes_of(whole, 4) == slowly.block_hashes
@@ -62,7 +62,7 @@ def test_hashes_do_not_depend_on_how_many_are_asked_for_at_once():
 def test_completion_and_prompt_hash_alike():
     positions = np.arange(12) - 3 * (np.arange(12) >= 6)
     first = sequence_of(8, positions=np.tile(positions[:8], (3, 1)), delta=-3)
-    first.token_ids += [8, 9, 10, 11]
+    first.token_ids.extend([8, 9, 10, 11])
     second = sequence_of(12, positions=np.tile(positions, (3, 1)), delta=-3)
     assert hashes_of(first) == hashes_of(second)
 
