@@ -82,7 +82,7 @@ class StepGraphs(Protocol):
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata  # with the lengths of the step that was planned last
     logits: Tensor  # [n, vocab_size]
     token_ids: Tensor  # [n] int32
 

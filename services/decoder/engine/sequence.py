@@ -79,7 +79,7 @@ class Sequence:
     @classmethod
     def from_message(cls, message: AddSequence) -> "Sequence":
         """The sequence that the front asks for."""
-        token_ids = array("i", message.prompt_token_ids)
+        token_ids = array("i", message.prompt_token_ids)  # little-endian, as GPUs' machines are
         positions = None
         if message.positions:
             positions = np.frombuffer(message.positions, dtype="<i4").reshape(3, len(token_ids))

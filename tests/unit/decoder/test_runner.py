@@ -360,3 +360,14 @@ def test_staging_packs_apart_and_refuses_too_much() -> None:
             assert np.array_equal(staging.device(place).numpy(), array)
     with pytest.raises(RuntimeError, match="staging"):
         staging.add(np.zeros(100))
+
+
+def test_staging_pads_and_shows_what_lies_behind() -> None:
+    staging = Staging(256, torch.device("cpu"))
+    staging.begin()
+    short = staging.add(np.array([[1, 2], [3, 4]], np.int32), size=3, fill=-1)
+    last = staging.add(np.array([5, 6], np.int32))
+    staging.upload()
+    assert staging.device(short).tolist() == [[1, 2, -1], [3, 4, -1]]
+    assert staging.device(last).tolist() == staging.device_from(last).tolist()[:2] == [5, 6]
+    assert len(staging.device_from(last)) == (256 - last.offset) // 4
