@@ -1,5 +1,6 @@
 """The runner: a sequence's tokens do not depend on how its work was cut up or who ran beside it."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from services.decoder.engine.images import find_segments
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.runner import RunnerOptions, create_runner, resolve_device
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.staging import Staging
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 
 LEVELS, HIDDEN, NUM_TOKENS = 3, 32, 10
@@ -316,6 +316,37 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
         harness.finish(sequence)
 
 
+@pytest.mark.parametrize("lengths", [[1, 1, 9], [12], [30, 2], [1, 40, 3, 3]])
+def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    """Whatever the step: its work, its mask, and its block ids, of which there are any number."""
+    runner = harness.runner
+    monkeypatch.setattr(runner._backend, "reads_block_tables", False)
+    monkeypatch.setattr(
+        runner._backend,
+        "list_work",
+        lambda step, captured: np.zeros((step.num_tokens // 64 + len(step.seq_lens), 8), np.int32),
+    )
+    state = runner._state
+    parts = StepParts(
+        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache
+    )
+    graphs = MixedGraphs(parts, None, runner._scratch_row)
+    captured = runner._stage(graphs.scratch(64), graphs)
+    step = graphs._padded(step_inputs.HostStep.scratch(lengths, runner._scratch_row), 64)
+    staged = runner._stage(step, graphs)
+    for field in dataclasses.fields(staged):
+        if field.name not in ("host", "block_ids", "block_tables"):
+            place = getattr(staged, field.name)
+            assert place == getattr(captured, field.name), field.name
+            assert (place is None) == (field.name == "visual_rows"), field.name
+    assert staged.block_ids.offset == captured.block_ids.offset
+    everything = step_inputs.captured_metadata(captured, runner._staging).block_ids
+    found = runner._staging.host(staged.block_ids)
+    assert everything[: len(found)].tolist() == found.tolist()
+
+
 def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,27 +378,3 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     assert padded([3] * 17) is None, "too many chunks"
     monkeypatch.setattr(runner._backend, "captures_chunks", lambda lengths, contexts: False)
     assert padded([1, 200]) is None
-
-
-def test_staging_packs_apart_and_refuses_too_much() -> None:
-    staging = Staging(256, torch.device("cpu"))
-    arrays = [np.arange(3, dtype=np.int32), np.ones((2, 2)), np.empty(0, np.int64)]
-    for _ in range(5):
-        staging.begin()
-        places = [staging.add(array) for array in arrays]
-        staging.upload()
-        for place, array in zip(places, arrays, strict=True):
-            assert np.array_equal(staging.device(place).numpy(), array)
-    with pytest.raises(RuntimeError, match="staging"):
-        staging.add(np.zeros(100))
-
-
-def test_staging_pads_and_shows_what_lies_behind() -> None:
-    staging = Staging(256, torch.device("cpu"))
-    staging.begin()
-    short = staging.add(np.array([[1, 2], [3, 4]], np.int32), size=3, fill=-1)
-    last = staging.add(np.array([5, 6], np.int32))
-    staging.upload()
-    assert staging.device(short).tolist() == [[1, 2, -1], [3, 4, -1]]
-    assert staging.device(last).tolist() == staging.device_from(last).tolist()[:2] == [5, 6]
-    assert len(staging.device_from(last)) == (256 - last.offset) // 4
