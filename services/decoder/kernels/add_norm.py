@@ -39,7 +39,7 @@ def _launch(
     add: bool,
 ) -> None:
     num_tokens, width = residual.shape
-    _kernel[(num_tokens,)](
+    _add_norm_kernel[(num_tokens,)](
         x, residual, total, weight, out, width, residual.numel(), eps,
         ADD=add, PARTS=len(x) if x.dim() == 3 else 0, BLOCK=triton.next_power_of_2(width),
         OVERLAP=overlaps(), num_warps=4 if width <= 2048 else 8, launch_pdl=overlaps(),
@@ -47,7 +47,7 @@ def _launch(
 
 
 @triton.jit
-def _kernel(
+def _add_norm_kernel(
     x_ptr, residual_ptr, total_ptr, weight_ptr, out_ptr, width, stride, eps,
     ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip

@@ -62,7 +62,7 @@ class FewAttention:
         at_once = _HEADS if self._group % _HEADS == 0 else 1
         splits, tile, warps = _SHAPES[num_tokens]
         out = heads.qkv.new_empty(num_tokens, num_heads * head_dim)
-        _kernel[(num_heads // at_once, splits, num_tokens)](
+        _few_attention_kernel[(num_heads // at_once, splits, num_tokens)](
             heads.qkv, *heads.norms, *heads.rope, heads.rows, heads.kv_cache, block_ids, seq_lens,
             self._sums, self._scales, self._arrived, out,
             num_tokens, num_heads, num_kv_heads, heads.eps, head_dim**-0.5 * _LOG2_E,
@@ -74,7 +74,7 @@ class FewAttention:
 
 
 @triton.jit
-def _kernel(
+def _few_attention_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, block_ids_ptr,
     seq_lens_ptr, sums_ptr, scales_ptr, arrived_ptr, out_ptr,
     num_tokens, num_heads, num_kv_heads, eps, scale,

@@ -67,7 +67,7 @@ def _launch(
     while num_rows % rows:
         rows //= 2
     block = triton.next_power_of_2(width)
-    _kernel[(num_rows // rows,)](
+    _few_tokens_kernel[(num_rows // rows,)](
         x, weight, out, norm, num_rows, eps,
         WIDTH=width, TOKENS=num_tokens, ROWS=rows, BLOCK=block, NORM=norm is not None,
         SWIGLU=swiglu, ADD=add, OVERLAP=overlaps(), num_warps=warps, launch_pdl=overlaps(),
@@ -75,7 +75,7 @@ def _launch(
 
 
 @triton.jit
-def _kernel(
+def _few_tokens_kernel(
     x_ptr, weight_ptr, out_ptr, norm_ptr, num_rows, eps,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,

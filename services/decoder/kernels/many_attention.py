@@ -109,7 +109,7 @@ class ManyAttention:
         beside = _BESIDE if num_sequences <= _FEW else _MANY_BESIDE
         share, stages = beside if accompanied else _ALONE
         programs = self._processors * share
-        _kernel[(programs,)](
+        _many_attention_kernel[(programs,)](
             query, kv_cache, block_ids, seq_lens, self._sums, self._scales, self._arrived, out,
             num_sequences, self._head_dim**-0.5 * _LOG2_E,
             ITEMS=self._num_kv_heads // _HEADS, HEADS=_HEADS, GROUP=self._group,
@@ -121,7 +121,7 @@ class ManyAttention:
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
-def _kernel(
+def _many_attention_kernel(
     query_ptr, cache_ptr, block_ids_ptr, seq_lens_ptr, sums_ptr, scales_ptr, arrived_ptr, out_ptr,
     num_sequences, scale,
     ITEMS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,

@@ -53,7 +53,7 @@ def linear_qk_rope_cache(
     num_kv_heads, head_dim = transform.kv_cache.shape[-2:]
     kv_size = num_kv_heads * head_dim
     query = x.new_empty(num_tokens, num_rows // head_dim - 2 * num_kv_heads, head_dim)
-    _kernel[product_tiles.grid(num_tokens, num_rows)](
+    _prompt_heads_kernel[product_tiles.grid(num_tokens, num_rows)](
         *product_tiles.operands(x, weight), *transform.norms, *transform.rope, transform.rows,
         transform.kv_cache, query, keys_values, num_tokens, transform.eps,
         HALF=head_dim // 2, KV_SIZE=kv_size, **product_tiles.sizes(weight),
@@ -64,7 +64,7 @@ def linear_qk_rope_cache(
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
-def _kernel(
+def _prompt_heads_kernel(
     x_tiles, weight_tiles, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr,
     query_ptr, kept_ptr, num_tokens, eps, WIDE: gl.constexpr, STEPS: gl.constexpr,
     HALF: gl.constexpr, KV_SIZE: gl.constexpr,

@@ -40,7 +40,7 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     out = x.new_empty(num_tokens, num_rows)
     halves = weight.view(2, num_rows, num_columns)
     tiles = _count(num_tokens) * (num_rows // _ROWS)
-    _kernel[(min(tiles, launches.PROCESSORS),)](
+    _prompt_swiglu_kernel[(min(tiles, launches.PROCESSORS),)](
         TensorDescriptor.from_tensor(x, [_TOKENS, _COLUMNS]),
         TensorDescriptor.from_tensor(halves, [2, _ROWS, _COLUMNS]),
         TensorDescriptor.from_tensor(out, [_TOKENS, _ROWS]),
@@ -56,7 +56,7 @@ def _count(num_tokens: int) -> int:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _kernel(
+def _prompt_swiglu_kernel(
     x_tiles, weight_tiles, out_tiles, num_tokens, WIDTH: tl.constexpr, HEIGHT: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr,

@@ -27,7 +27,7 @@ def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> T
     num_tokens, num_heads = heads.num_tokens, heads.num_heads
     query = heads.kv_cache.new_empty(num_tokens, num_heads, head_dim)
     block, num_warps = _MANY_HEADS if num_tokens >= _MANY_TOKENS else _FEW_HEADS
-    _kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
+    _qk_rope_cache_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
         heads.qkv, *heads.norms, *heads.rope, heads.rows, heads.kv_cache, query,
         query if keys_values is None else keys_values,
         num_tokens, num_heads, num_kv_heads, heads.eps, heads.qkv[0].numel(),
@@ -61,7 +61,7 @@ def rotated(  # noqa: ANN201 - two of the inputs' kind
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _kernel(
+def _qk_rope_cache_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, query_ptr,
     kept_ptr, num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, OVERLAP: tl.constexpr,

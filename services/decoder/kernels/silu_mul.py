@@ -19,7 +19,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     num_tokens, width = gate_up.shape
     width //= 2
     out = gate_up.new_empty(num_tokens, width)
-    _kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
+    _silu_mul_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
         gate_up, out, width, BLOCK=_BLOCK, OVERLAP=overlaps(), launch_pdl=overlaps()
     )
     return out
@@ -36,7 +36,7 @@ def swiglu(gate, up):  # noqa: ANN201 - as its arguments
 
 
 @triton.jit
-def _kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -49,7 +49,7 @@ def _launch(
 ) -> None:
     num_tokens, num_columns = x.shape
     num_rows = len(weight)
-    _kernel[(num_rows // _ROWS, parts)](
+    _small_batch_kernel[(num_rows // _ROWS, parts)](
         x, weight, out, num_tokens, num_rows, num_columns,
         TOKENS=max(16, triton.next_power_of_2(num_tokens)), ROWS=_ROWS, COLUMNS=_COLUMNS,
         SPAN=num_columns // parts, STAGES=stages, SWIGLU=swiglu, OVERLAP=overlaps(),
@@ -72,7 +72,7 @@ def count_parts(num_rows: int, num_columns: int) -> int:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _kernel(
+def _small_batch_kernel(
     x_ptr, weight_ptr, out_ptr, num_tokens, num_rows, num_columns,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
     STAGES: tl.constexpr, SWIGLU: tl.constexpr, OVERLAP: tl.constexpr,

@@ -33,7 +33,7 @@ def _launch(
 ) -> Tensor:
     num_rows, width = x.shape
     normed = torch.empty_like(x)
-    _kernel[(triton.cdiv(num_rows, _ROWS),)](
+    _add_layer_norm_kernel[(triton.cdiv(num_rows, _ROWS),)](
         x, residual, weight, bias, normed, num_rows, width, eps,
         ADD=add, ROWS=_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=_ROWS,
     )  # fmt: skip
@@ -41,7 +41,7 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _kernel(
+def _add_layer_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, normed_ptr, num_rows, width, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

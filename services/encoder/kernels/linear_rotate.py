@@ -47,7 +47,7 @@ def linear_rotate(x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Ten
     """See `ops.Ops.linear_rotate`."""
     num_tokens, num_rows, head_dim = len(x), len(weight), 2 * cos.shape[1]
     out = x.new_empty(num_tokens, 3, num_rows // 3 // head_dim, head_dim)
-    _kernel[product_tiles.grid(num_tokens, num_rows)](
+    _linear_rotate_kernel[product_tiles.grid(num_tokens, num_rows)](
         *product_tiles.operands(x, weight), bias, cos, sin, out, num_tokens, HALF=head_dim // 2,
         **product_tiles.sizes(weight), **product_tiles.OPTIONS,
     )  # fmt: skip
@@ -55,7 +55,7 @@ def linear_rotate(x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Ten
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
-def _kernel(
+def _linear_rotate_kernel(
     x_tiles, weight_tiles, bias_ptr, cos_ptr, sin_ptr, out_ptr, num_tokens, WIDE: gl.constexpr,
     STEPS: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip

@@ -13,7 +13,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     num_rows, pair, num_heads, head_dim = x.shape
     assert x[:1].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    _kernel[(num_rows,)](
+    _rotate_kernel[(num_rows,)](
         x, cos, sin, x.stride(0), pair * num_heads, head_dim // 2,
         HEADS=triton.next_power_of_2(pair * num_heads),
         HALF=triton.next_power_of_2(head_dim // 2), num_warps=4,
@@ -22,7 +22,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
-def _kernel(
+def _rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, row_stride, num_heads, half, HEADS: tl.constexpr, HALF: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)

@@ -99,14 +99,14 @@ def test_a_thread_has_both_elements_of_each_of_its_pairs(half: int) -> None:
     assert len(own) * 2 ** len(threads) == 16 * 256  # none twice
 
 
-def compiled(module: object, dtype: str, pointers: dict[str, str], **constants: int) -> Any:
+def compiled(kernel: object, dtype: str, pointers: dict[str, str], **constants: int) -> Any:
     tiles = {
         name: f"tensordesc<{dtype}[{rows}, 64],{product_tiles._TILE!r}>"
         for name, rows in (("x_tiles", 128), ("weight_tiles", 256))
     }
-    fused = module is linear_rotate
+    fused = kernel is linear_rotate._linear_rotate_kernel
     return compile_for_hopper(
-        module._kernel, {**tiles, **pointers}, constants, enable_fp_fusion=fused,
+        kernel, {**tiles, **pointers}, constants, enable_fp_fusion=fused,
         **product_tiles.OPTIONS,
     )  # fmt: skip
 
@@ -123,7 +123,9 @@ def test_the_towers_projection_compiles_for_hopper(dtype: str) -> None:
         "bias_ptr": f"*{dtype}", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "out_ptr": f"*{dtype}",
         "num_tokens": "i32",
     }  # fmt: skip
-    kernel = compiled(linear_rotate, dtype, pointers, WIDE=12, STEPS=16, HALF=32)
+    kernel = compiled(
+        linear_rotate._linear_rotate_kernel, dtype, pointers, WIDE=12, STEPS=16, HALF=32
+    )
     assert fits_a_processor(kernel)
     assert "wgmma" in kernel.asm["ptx"] and copies_see_their_barriers(kernel.asm["ptx"])
 
@@ -133,7 +135,8 @@ def test_the_projection_of_prompts_compiles_for_hopper(dtype: str, head_dim: int
     names = ("q_weight", "k_weight", "cos", "sin", "rows", "cache", "query", "kept")
     pointers = {f"{name}_ptr": f"*{dtype}" for name in names} | {"rows_ptr": "*i64"}
     kernel = compiled(
-        prompt_heads, dtype, {**pointers, "num_tokens": "i32", "eps": "fp32"},
+        prompt_heads._prompt_heads_kernel, dtype,
+        {**pointers, "num_tokens": "i32", "eps": "fp32"},
         WIDE=16, STEPS=32, HALF=head_dim // 2, KV_SIZE=1024,
     )  # fmt: skip
     ptx = kernel.asm["ptx"]
