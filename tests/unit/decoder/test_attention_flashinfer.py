@@ -96,6 +96,7 @@ PROMPTS = [(1008, 0)] * 8
         (0, PROMPTS, False, (None, ITEMS)),
         (2, [(1008, 1000)] * 8, False, ("decodes", "prompts")),
         (50, [(1008, 1000)] * 8, False, (MANY, "prompts")),
+        (300, [(2, 0)] * 3000, False, (MANY, ITEMS)),
     ],
 )  # fmt: skip
 def test_what_a_step_goes_through(
