@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
-from services.decoder.kernels.prompt_attention import Chunk, PromptAttention
+from services.decoder.kernels.prompt_attention import PromptAttention, PromptChunk
 from services.decoder.models.rope import HeadTransform
 
 pytestmark = pytest.mark.gpu
@@ -94,7 +94,7 @@ def test_attention_of_prompts_agrees_with_its_twin(
     attend = PromptAttention(CUDA, heads, dim)
     first_blocks = (counts.cumsum(0) - counts).tolist()
     listed = [
-        Chunk(first, length, cached, block)
+        PromptChunk(first, length, cached, block)
         for first, (cached, length), block in zip(
             cu_query_lens.tolist(), chunks, first_blocks, strict=False
         )
@@ -185,7 +185,7 @@ def test_attention_of_many_beside_prompts_is_as_one_after_the_other(
     first_blocks = (counts.cumsum(0) - counts).tolist()
     firsts = np.cumsum([decodes, *lengths]).tolist()
     chunks = [
-        Chunk(firsts[index], length, 0, first_blocks[decodes + index])
+        PromptChunk(firsts[index], length, 0, first_blocks[decodes + index])
         for index, length in enumerate(lengths)
     ]
     items = prompts.list_items(chunks, prompts.count_items(num_tokens, len(lengths)))

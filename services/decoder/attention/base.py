@@ -5,7 +5,6 @@ contributes query tokens [cu_query_lens[s], cu_query_lens[s+1]), the last of its
 Passed as an argument all the way down; there is no global context.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,10 +87,8 @@ class AttentionBackend(Protocol):
     captures_prompts: bool
     captures_mixed: bool
 
-    def captures_chunks(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
-        """Whether a captured step is the faster one for chunks of `query_lens` tokens that end
-        contexts of `seq_lens`.
-        """
+    def captures_chunks(self, step: StepLengths) -> bool:
+        """Whether a captured step is the faster one for the step's chunks."""
         ...
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:

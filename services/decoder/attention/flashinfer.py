@@ -12,8 +12,8 @@ copy may still wait behind the previous step when the next is planned.
 # pyright: reportAttributeAccessIssue=false
 # (where flashinfer is not installed, pyright takes this file for it)
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from services.common.nn import launches
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.overlap import overlaps
-from services.decoder.kernels.prompt_attention import Chunk, PromptAttention
+from services.decoder.kernels.prompt_attention import PromptAttention, PromptChunk
 
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
@@ -114,25 +114,22 @@ class FlashInferBackend:
         """See `base.AttentionBackend`: only `ManyAttention` needs no plan for any decodes."""
         return self._many is not None and self._prompts is not None
 
-    def captures_chunks(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+    def captures_chunks(self, step: StepLengths) -> bool:
         """See `base.AttentionBackend`."""
-        return self._prompts is not None and self._prompts.gains(query_lens, seq_lens)
+        return self._prompts is not None and self._prompts.gains(self._chunks(step))
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
         """The blocks of chunks that go through `PromptAttention`; None: not through it."""
-        decodes, first_block = step.num_decodes, 0
-        if decodes == len(step.seq_lens) or not (captured or self._outruns(step)):
+        prompts = self._prompts
+        if step.num_decodes == len(step.seq_lens):
             return None
-        assert self._prompts is not None
-        starts: list[int] = step.cu_query_lens.tolist()
-        chunks: list[Chunk] = []
-        for index, context in enumerate(step.seq_lens.tolist()):
-            if index >= decodes:
-                length = starts[index + 1] - starts[index]
-                chunks.append(Chunk(starts[index], length, context - length, first_block))
-            first_block += -(-context // self._sizes.block_size)
-        room = self._prompts.count_items(step.num_tokens, len(chunks))
-        return self._prompts.list_items(chunks, room)
+        if not captured and (prompts is None or not launches.are_free(step.num_tokens)):
+            return None
+        assert prompts is not None
+        chunks = self._chunks(step)
+        if not captured and not prompts.outruns_fa3(chunks):
+            return None
+        return prompts.list_items(chunks, prompts.count_items(step.num_tokens, len(chunks)))
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
         """Plans decodes and chunks apart; our own kernels find their work by themselves, or in
@@ -226,13 +223,17 @@ class FlashInferBackend:
         """The kernel of many decodes, if these are. It finds its work by itself."""
         return self._many if self._many is not None and self._many.gains(decodes) else None
 
-    def _outruns(self, step: StepLengths) -> bool:
-        """Whether `PromptAttention` is the faster one for a step that is launched one by one."""
-        if self._prompts is None or not launches.are_free(step.num_tokens):
-            return False
-        first = step.num_decodes
-        query_lens: list[int] = np.diff(step.cu_query_lens[first:]).tolist()
-        return self._prompts.outruns_fa3(query_lens, step.seq_lens[first:].tolist())
+    def _chunks(self, step: StepLengths) -> list[PromptChunk]:
+        """What the step has behind its decodes."""
+        decodes, size = step.num_decodes, self._sizes.block_size
+        first_block = int((-(-step.seq_lens[:decodes] // size)).sum()) if decodes else 0
+        starts: list[int] = step.cu_query_lens[decodes:].tolist()
+        chunks: list[PromptChunk] = []
+        seq_lens: list[int] = step.seq_lens[decodes:].tolist()
+        for (start, end), context in zip(pairwise(starts), seq_lens, strict=True):
+            chunks.append(PromptChunk(start, end - start, context - (end - start), first_block))
+            first_block += -(-context // size)
+        return chunks
 
     def _plan_decode(
         self,

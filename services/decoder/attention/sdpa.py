@@ -1,6 +1,5 @@
 """Paged attention in plain torch: the CPU path, the specification, and every backend's oracle."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +36,7 @@ class SdpaBackend:
     def __init__(self, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> None:
         self._sizes = sizes
 
-    def captures_chunks(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+    def captures_chunks(self, step: StepLengths) -> bool:
         """See `base.AttentionBackend`."""
         return False
 

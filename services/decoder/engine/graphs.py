@@ -6,7 +6,6 @@ buffer that all graphs of a kind share. All graphs share one memory pool: one ru
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -233,10 +232,7 @@ class _ChunkGraphs(_GraphSet):
         """Whether its images can be read, and its chunks are better off in a graph."""
         if step.segments and self.parts.images is None:
             return False
-        first = step.num_decodes
-        starts: list[int] = step.cu_query_lens[first:].tolist()
-        lengths = [end - start for start, end in pairwise(starts)]
-        return self.parts.backend.captures_chunks(lengths, step.seq_lens[first:].tolist())
+        return self.parts.backend.captures_chunks(step)
 
 
 class PromptGraphs(_ChunkGraphs):

@@ -269,14 +269,11 @@ def stage(
     """
     num_tokens, num_chunks = step.num_tokens, len(step.table_rows)
     last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
-    counts = [-(-length // block_size) for length in step.seq_lens.tolist()]
     block_ids, block_tables = np.empty(0, np.int32), np.empty((0, 0), np.int32)
     if as_tables:
-        block_tables = table.blocks[step.table_rows, : max(counts)]
+        block_tables = table.blocks[step.table_rows, : -(-int(step.seq_lens.max()) // block_size)]
     else:
-        rows: list[int] = step.table_rows.tolist()
-        parts = [table.blocks[row, :count] for row, count in zip(rows, counts, strict=True)]
-        block_ids = np.concatenate(parts)
+        block_ids = _block_ids(step, table, block_size)
     return StagedStep(
         host=step,
         input_ids=staging.add(step.input_ids, size=num_tokens),
@@ -293,6 +290,20 @@ def stage(
         block_ids=staging.add(block_ids),
         block_tables=staging.add(block_tables),
     )
+
+
+def _block_ids(step: HostStep, table: RowTable, block_size: int) -> npt.NDArray[np.int32]:
+    """The blocks of all sequences, one after the other; decodes together, as in `build`."""
+    decodes = step.num_decodes
+    parts: list[npt.NDArray[np.int32]] = []
+    if decodes:
+        counts = -(-step.seq_lens[:decodes] // block_size)
+        blocks = table.blocks[step.table_rows[:decodes], : int(counts.max())]
+        parts.append(blocks[np.arange(blocks.shape[1]) < counts[:, None]])
+    rows, seq_lens = step.table_rows[decodes:].tolist(), step.seq_lens[decodes:].tolist()
+    for row, context in zip(rows, seq_lens, strict=True):
+        parts.append(table.blocks[row, : -(-context // block_size)])
+    return np.concatenate(parts)
 
 
 def _stage_visual_rows(step: HostStep, staging: Staging) -> Staged:

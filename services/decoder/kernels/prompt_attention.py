@@ -31,12 +31,12 @@ _LEAST_TILES = 4  # of keys, of a part
 # kernel by kernel, so it gains once a step keeps the device longer than its launches the host: some
 # 10 ms, where 1,000 new tokens take 5 and a million pairs 0.8 (28 layers of the 2B on an H200).
 _FEW_PAIRS, _MOST_PAIRS, _PAIRS_PER_TOKEN = 1_000_000, 12_000_000, 6_000
-_TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _FIELDS = 8  # of an item in the list
+_TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _LOG2_E = 1.4426950408889634
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """Some tokens of a prompt in a step.
 
     Attributes:
@@ -71,23 +71,23 @@ class PromptAttention:
         return head_dim in (64, 128)
 
     @staticmethod
-    def outruns_fa3(query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+    def outruns_fa3(chunks: Sequence[PromptChunk]) -> bool:
         """Whether it takes less time than FA3, launches and graphs aside: where at most a fifth
         of what is attended to is cached. A chunk of n tokens attends to n * n / 2 of its own.
         """
-        return _cached_pairs(query_lens, seq_lens) * 8 <= sum(n * n for n in query_lens)
+        return _cached_pairs(chunks) * 8 <= sum(chunk.length**2 for chunk in chunks)
 
     @staticmethod
-    def gains(query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
-        """Whether it is for chunks of these lengths and contexts; else they are not for a graph."""
-        most = _MOST_PAIRS - _PAIRS_PER_TOKEN * sum(query_lens)
-        return _cached_pairs(query_lens, seq_lens) <= max(_FEW_PAIRS, most)
+    def gains(chunks: Sequence[PromptChunk]) -> bool:
+        """Whether it is for these chunks; else they are not for a graph."""
+        most = _MOST_PAIRS - _PAIRS_PER_TOKEN * sum(chunk.length for chunk in chunks)
+        return _cached_pairs(chunks) <= max(_FEW_PAIRS, most)
 
     def count_items(self, num_tokens: int, num_chunks: int) -> int:
         """The most items of so many chunks of so many tokens together."""
         return max(-(-num_tokens // _BLOCK) + num_chunks - 1, self._most_parts)
 
-    def list_items(self, chunks: Sequence[Chunk], room: int) -> npt.NDArray[np.int32]:
+    def list_items(self, chunks: Sequence[PromptChunk], room: int) -> npt.NDArray[np.int32]:
         """The work, for `room` items, at least `count_items`.
 
         In plain Python: a lone prompt's list is short, and each kind of numpy's calls takes 10 µs
@@ -103,7 +103,7 @@ class PromptAttention:
         if (spare := self._most_parts - len(blocks)) > 0:
             total = sum(-(-chunk.cached // _BLOCK) for chunk, _ in blocks)
             share = max(_LEAST_TILES, -(-total // spare))
-        work: list[tuple[int, int, int, Chunk]] = []
+        work: list[tuple[int, int, int, PromptChunk]] = []
         for chunk, at in blocks:
             parts = max(1, -(-chunk.cached // (share * _BLOCK))) if share else 1
             work.append((-(chunk.cached // parts + at), at, parts, chunk))
@@ -156,6 +156,6 @@ class PromptAttention:
         )  # fmt: skip
 
 
-def _cached_pairs(query_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
+def _cached_pairs(chunks: Sequence[PromptChunk]) -> int:
     """Pairs of a new and a cached token."""
-    return sum((context - n) * n for n, context in zip(query_lens, seq_lens, strict=True))
+    return sum(chunk.cached * chunk.length for chunk in chunks)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from services.decoder.kernels import prompt_attention
-from services.decoder.kernels.prompt_attention import Chunk, PromptAttention
+from services.decoder.kernels.prompt_attention import PromptAttention, PromptChunk
 from services.decoder.kernels.prompt_kernel import prompt_kernel
 from tests.gluon_compiler import compile_for_hopper, copies_see_their_barriers
 
@@ -35,7 +35,7 @@ def test_each_token_attends_once_to_all_up_to_itself(chunks: list[tuple[int, int
     cached, lengths = np.array(chunks).T
     starts = np.concatenate(([7], 7 + lengths.cumsum())).tolist()  # behind decodes
     listed = [
-        Chunk(starts[index], new, before, 1000 * index)
+        PromptChunk(starts[index], new, before, 1000 * index)
         for index, (before, new) in enumerate(chunks)
     ]
     attend = PromptAttention(torch.device("cpu"), HEADS, 64)
@@ -73,8 +73,9 @@ def test_each_token_attends_once_to_all_up_to_itself(chunks: list[tuple[int, int
     ],
 )  # fmt: skip
 def test_many_cached_tokens_are_for_fa3(new: int, cached: int, captured: bool, eager: bool) -> None:
-    assert PromptAttention.gains([new], [new + cached]) == captured
-    assert PromptAttention.outruns_fa3([new], [new + cached]) == eager
+    chunks = [PromptChunk(0, new, cached, 0)]
+    assert PromptAttention.gains(chunks) == captured
+    assert PromptAttention.outruns_fa3(chunks) == eager
 
 
 @pytest.mark.parametrize("accompanies", [False, True])

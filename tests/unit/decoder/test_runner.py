@@ -351,7 +351,7 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = harness.runner
-    monkeypatch.setattr(runner._backend, "captures_chunks", lambda lengths, contexts: True)
+    monkeypatch.setattr(runner._backend, "captures_chunks", lambda step: True)
     state = runner._state
     parts = StepParts(
         runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache
@@ -376,5 +376,5 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     assert padded([513]) is None
     assert padded([1] * 8 + [9]) is None, "nine sample"
     assert padded([3] * 17) is None, "too many chunks"
-    monkeypatch.setattr(runner._backend, "captures_chunks", lambda lengths, contexts: False)
+    monkeypatch.setattr(runner._backend, "captures_chunks", lambda step: False)
     assert padded([1, 200]) is None
