@@ -20,11 +20,11 @@ _captured = False
 def captured() -> Iterator[None]:
     """What is launched within is for a CUDA graph, or warms up for its capture."""
     global _captured
-    _captured = True
+    before, _captured = _captured, True
     try:
         yield
     finally:
-        _captured = False
+        _captured = before
 
 
 def share_in_use(tiles: int) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.common.nn import launches
+from services.common.nn.captures import captured_graph
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
@@ -59,6 +60,8 @@ class StepParts:
     last_tokens: Tensor  # [rows + 1] int32
     staging: Staging
     kv_cache: Tensor
+    graph_pool: Any  # memory that graphs share; torch has no name for it
+    capture_stream: torch.cuda.Stream  # what one stream has left of it, others do not find
 
 
 class StepGraphs(Protocol):
@@ -96,9 +99,8 @@ class _Kind(NamedTuple):
 class _GraphSet:
     """Captured steps by kind."""
 
-    def __init__(self, parts: StepParts, pool: Any) -> None:  # noqa: ANN401 - torch has no name
+    def __init__(self, parts: StepParts) -> None:
         self.parts = parts
-        self._pool = pool
         self._captured: dict[_Kind, _Captured] = {}
         self._logits: Tensor | None = None
 
@@ -132,14 +134,15 @@ class _GraphSet:
             parts.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
             return logits, token_ids
 
-        stream = torch.cuda.Stream()
+        stream = parts.capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), launches.captured():
             step()  # libraries allocate and choose kernels at the first call
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # so that the graph has it
+            with captured_graph(parts.graph_pool) as graph:
+                logits, token_ids = step()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool), launches.captured():
-            logits, token_ids = step()
         graph.replay()  # the first one takes longer
         self._captured[kind] = _Captured(graph, metadata, logits, token_ids)
 
@@ -170,8 +173,8 @@ class DecodeGraphs(_GraphSet):
 
     masks_images = False
 
-    def __init__(self, parts: StepParts, pool: Any, scratch_row: int) -> None:  # noqa: ANN401
-        super().__init__(parts, pool)
+    def __init__(self, parts: StepParts, scratch_row: int) -> None:
+        super().__init__(parts)
         self._scratch_row = scratch_row
 
     def pad(self, step: HostStep) -> HostStep | None:
@@ -249,8 +252,8 @@ class PromptGraphs(_ChunkGraphs):
 class MixedGraphs(_ChunkGraphs):
     """Steps of any chunks, and perhaps decodes before them."""
 
-    def __init__(self, parts: StepParts, pool: Any, scratch_row: int) -> None:  # noqa: ANN401
-        super().__init__(parts, pool)
+    def __init__(self, parts: StepParts, scratch_row: int) -> None:
+        super().__init__(parts)
         self._scratch_row = scratch_row  # the one behind those of sequences
         self._decodes = min(_MAX_CAPTURED_DECODES, scratch_row)
 

@@ -154,11 +154,12 @@ class ModelRunner:
             self._state.last_tokens,
             self._staging,
             self._state.kv_cache,
+            torch.cuda.graph_pool_handle(),
+            torch.cuda.Stream(),
         )
-        pool = torch.cuda.graph_pool_handle()
-        of_decodes = DecodeGraphs(parts, pool, self._scratch_row)
-        of_prompts = PromptGraphs(parts, pool)
-        of_mixed = MixedGraphs(parts, pool, self._scratch_row)
+        of_decodes = DecodeGraphs(parts, self._scratch_row)
+        of_prompts = PromptGraphs(parts)
+        of_mixed = MixedGraphs(parts, self._scratch_row)
         # The largest first: what they need, all others find in the pool.
         for num_tokens in sorted(mixed, reverse=True):
             of_mixed.capture(self._stage(of_mixed.scratch(num_tokens), of_mixed))

@@ -12,12 +12,12 @@ time, in the order of one stream.
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from services.common.nn import launches
+from services.common.nn.captures import captured_graph
 from services.encoder.engine.patches import pack_patches
 from services.encoder.models.base import Grid, LastingLayout, VisionModel
 
@@ -117,19 +117,11 @@ class TowerGraphs:
         parts: Parts = []
         levels: Iterator[tuple[int, Tensor]] | None = None
         for _ in range(self._model.config.levels):
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate pinned memory meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+            with captured_graph(self._pool) as graph:
                 # What a part leaves to the next lives in the tower's frame until all are captured.
                 levels = levels or self._model.levels(patches, layout)
                 level, rows = next(levels)
                 self._output[level, : len(rows)] = rows
-            except BaseException:
-                with suppress(Exception):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
             parts.append((graph, level))
         return parts
 

@@ -1,6 +1,8 @@
 """Resized pixels → packed patches, on whatever device the pixels are."""
 
-from collections.abc import Sequence
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -31,24 +33,42 @@ def pack_patches(
         `[N, channels * patch²]`, rows in merge-block order, channel-major.
     """
     num_patches = sum(height * width for _, height, width in grids)
-    packed = pixels.new_empty(num_patches, pixels.numel() // num_patches)
+    if out is None:
+        size = num_patches, pixels.numel() // num_patches
+        out = torch.empty(size, dtype=dtype, device=pixels.device)
+    pack = _fused() if pixels.is_cuda else None
     first_pixel, first_row = 0, 0
     for (_, height, width), equal in groupby(grids):
         count = len(list(equal))
-        rows = count * height * width
-        images = pixels[first_pixel : first_pixel + rows * packed.shape[1]]
-        blocks = images.view(
-            count, height // merge_size, merge_size, patch_size,
-            width // merge_size, merge_size, patch_size, -1,
-        ).permute(0, 1, 4, 2, 5, 7, 3, 6)  # fmt: skip
-        packed[first_row : first_row + rows].view(blocks.shape).copy_(blocks)
-        first_pixel += images.numel()
-        first_row += rows
-    return normalize(packed, dtype, out)
+        rows = out[first_row : first_row + count * height * width]
+        images = pixels[first_pixel : first_pixel + rows.numel()].view(
+            count, height * patch_size, width * patch_size, -1
+        )
+        (pack or pack_plain)(images, height, width, merge_size, rows)
+        first_pixel += rows.numel()
+        first_row += len(rows)
+    return out
 
 
-def normalize(values: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def pack_plain(images: Tensor, height: int, width: int, merge_size: int, out: Tensor) -> None:
+    """See `kernels.pack_patches.pack_patches`."""
+    patch_size = images.shape[1] // height
+    blocks = images.view(
+        len(images), height // merge_size, merge_size, patch_size,
+        width // merge_size, merge_size, patch_size, -1,
+    ).permute(0, 1, 4, 2, 5, 7, 3, 6)  # fmt: skip
+    normalize(blocks.reshape(out.shape), out)
+
+
+def normalize(values: Tensor, out: Tensor) -> None:
     """(x / 255 - 0.5) / 0.5 as the reference processor fuses it: in float32, rounded once."""
-    if out is None:
-        out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    return torch.div(values - 127.5, 127.5, out=out)
+    torch.div(values - 127.5, 127.5, out=out)
+
+
+@functools.cache
+def _fused() -> Callable[[Tensor, int, int, int, Tensor], None] | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from services.encoder.kernels.pack_patches import pack_patches
+
+    return pack_patches

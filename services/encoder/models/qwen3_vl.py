@@ -36,9 +36,9 @@ class Qwen3VLVisionModel(nn.Module):
         self.patch_embed = PatchEmbed(config)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList([Block(config, attention, ops) for _ in range(config.depth)])
-        self.merger = Merger(config, norm_after_grouping=False)
+        self.merger = Merger(config, ops, norm_after_grouping=False)
         self.deepstack_merger_list = nn.ModuleList(
-            [Merger(config, norm_after_grouping=True) for _ in config.deepstack_indexes]
+            [Merger(config, ops, norm_after_grouping=True) for _ in config.deepstack_indexes]
         )
         self.weight_map = WeightMap(
             prefixes={"": "model.visual."},
@@ -200,10 +200,10 @@ class Merger(nn.Module):
     the exact one here, the tanh one in the blocks.
     """
 
-    def __init__(self, config: VisionConfig, *, norm_after_grouping: bool) -> None:
+    def __init__(self, config: VisionConfig, ops: Ops, *, norm_after_grouping: bool) -> None:
         super().__init__()
+        self.ops = ops
         self.grouped_size = config.hidden_size * config.spatial_merge_size**2
-        self.norm_after_grouping = norm_after_grouping
         norm_size = self.grouped_size if norm_after_grouping else config.hidden_size
         self.norm = nn.LayerNorm(norm_size, eps=_LAYER_NORM_EPS)
         self.linear_fc1 = Linear(self.grouped_size, self.grouped_size, bias=True)
@@ -211,9 +211,8 @@ class Merger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, hidden]` → `[N / merge², out_hidden]`."""
-        if self.norm_after_grouping:
-            return self.project(self.norm(x.reshape(-1, self.grouped_size)))
-        return self.project(self.norm(x))
+        norm, rows = self.norm, x.reshape(-1, self.norm.weight.numel())
+        return self.project(self.ops.layer_norm(rows, norm.weight, norm.bias, norm.eps))
 
     def project(self, normed: Tensor) -> Tensor:
         """What follows the norm; takes its rows grouped or not."""

@@ -330,9 +330,10 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
     )
     state = runner._state
     parts = StepParts(
-        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache
-    )
-    graphs = MixedGraphs(parts, None, runner._scratch_row)
+        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache,
+        graph_pool=None, capture_stream=None,
+    )  # fmt: skip
+    graphs = MixedGraphs(parts, runner._scratch_row)
     captured = runner._stage(graphs.scratch(64), graphs)
     step = graphs._padded(step_inputs.HostStep.scratch(lengths, runner._scratch_row), 64)
     staged = runner._stage(step, graphs)
@@ -354,9 +355,10 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     monkeypatch.setattr(runner._backend, "captures_chunks", lambda step: True)
     state = runner._state
     parts = StepParts(
-        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache
-    )
-    graphs = MixedGraphs(parts, None, runner._scratch_row)
+        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache,
+        graph_pool=None, capture_stream=None,
+    )  # fmt: skip
+    graphs = MixedGraphs(parts, runner._scratch_row)
     monkeypatch.setattr(
         graphs,
         "_capture",

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from services.encoder.engine.patches import pack_plain
 from services.encoder.kernels.ops import PlainOps
+from services.encoder.kernels.pack_patches import pack_patches
 from services.encoder.kernels.triton_ops import TritonOps
 
 PLAIN, FUSED = PlainOps(), TritonOps()
@@ -31,9 +33,19 @@ def check_add_layer_norm(width: int) -> None:
     assert torch.equal(FUSED.layer_norm(found[1], weight, bias, 1e-6), found[0])
 
 
+def check_pack_patches(height: int, width: int) -> None:
+    images = torch.randint(0, 256, (3, height * 16, width * 16, 3), dtype=torch.uint8)
+    expected, found = torch.empty(2, 3 * height * width, 768)
+    pack_plain(images, height, width, 2, expected)
+    pack_patches(images, height, width, 2, found)
+    assert torch.equal(found, expected)
+
+
 if __name__ == "__main__":
     for shape in ((4, 64), (3, 72), (2, 16)):
         check_rotate(*shape)
     for width in (64, 72, 1152):
         check_add_layer_norm(width)
+    check_pack_patches(4, 6)
+    check_pack_patches(2, 2)
     print("agreed")
