@@ -23,6 +23,7 @@ from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.sampling import SamplingTable
 from services.decoder.engine.staging import Staging
+from services.decoder.kernels.ops import PlainOps
 from tests.decoder_harness import Harness, write_checkpoint
 from tests.gpu.decoder_2b import (
     BLOCK_SIZE,
@@ -36,6 +37,7 @@ from tests.gpu.decoder_2b import (
     prompts,
     relative,
 )
+from tests.gpu.twins import fused
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -112,7 +114,7 @@ def test_steps_in_flight_do_not_matter(dummy: Harness) -> None:
         results.append([sequence.token_ids for sequence in running])
         for sequence in running:
             dummy.finish(sequence)
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_batch_agrees_with_one_alone(dummy: Harness) -> None:
@@ -159,7 +161,7 @@ def test_sampling_agrees_with_the_cpu() -> None:
     ]
     logits = torch.randn(96, 8192, generator=torch.Generator().manual_seed(0)) * 3
     results = []
-    for device in (torch.device("cpu"), GPU):
+    for device, ops in ((torch.device("cpu"), PlainOps()), (GPU, PlainOps()), (GPU, fused())):
         table, staging = SamplingTable(96, 8192), Staging(1 << 20, device)
         for row, one in enumerate(params):
             table.set(row, one)
@@ -167,7 +169,7 @@ def test_sampling_agrees_with_the_cpu() -> None:
         plan = table.plan(np.arange(96), np.zeros(96, np.int64), staging)
         assert plan is not None
         staging.upload()
-        sampled = Sampler(96, 8192, device).sample(logits.to(device), plan, staging)
+        sampled = Sampler(96, 8192, device, ops).sample(logits.to(device), plan, staging)
         results.append(sampled.token_ids.tolist())
     assert results[0] == results[1]
 

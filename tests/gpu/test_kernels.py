@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests import draws
 from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
 
 pytest.importorskip("triton")
@@ -279,3 +280,21 @@ def test_greedy_agrees_with_its_twin(vocab_size: int) -> None:
     values = logits.gather(1, torch.tensor(found, device="cuda").clamp(min=0)[:, None].long())
     for row in (0, 1, 2, 6, 7, 8):
         assert values[row] == logits[row].max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "few", "far"])
+@pytest.mark.parametrize("vocab_size", [151_936, 50_000, 40])
+def test_draws_are_those_of_the_distribution(
+    vocab_size: int, kind: str, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(len(draws.ROWS), vocab_size, device=CUDA) * 3
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "equal":
+        logits = torch.full_like(logits, -2.5)
+    elif kind == "few":  # the others are forbidden
+        logits[:, 7:] = -torch.inf
+    elif kind == "far":
+        logits = logits * 300 - 5000
+    draws.check(fused().draw, logits.to(dtype), draws.ROWS, vocab_size)

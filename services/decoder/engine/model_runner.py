@@ -33,6 +33,7 @@ _WARM_UP_PARAMS = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_k=20, top_p=0.8, top_logprobs=5),
     SamplingParams(temperature=1.0, top_p=0.9, min_p=0.1),
+    SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5),
     SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0}, min_tokens=1, stop_token_ids=(0,)),
 )
 
@@ -103,7 +104,7 @@ class ModelRunner:
         self._scratch_row = info.max_num_sequences
         self._table.blocks[self._scratch_row] = info.num_blocks
         self._sampling = SamplingTable(info.max_num_sequences, info.vocab_size)
-        self._sampler = Sampler(info.max_num_sequences, info.vocab_size, state.device)
+        self._sampler = Sampler(info.max_num_sequences, info.vocab_size, state.device, model.ops)
         self._staging = Staging(_staging_bytes(info, max_blocks), state.device)
         self._dtype = state.kv_cache.dtype
         self.graphs: list[StepGraphs] = []  # captured kinds of steps, see graphs.py

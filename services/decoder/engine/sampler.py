@@ -4,9 +4,10 @@ Order of operations (vLLM's): log-probabilities are taken from the raw logits; t
 min_tokens; repetition penalty over prompt and completion, frequency and presence penalty over the
 completion; then, if not greedy: temperature, min_p, top_k, top_p, one draw.
 
-A draw is the inverse of the cumulated distribution at one uniform number per row, so a row's token
-depends on its own logits, parameters and number alone. Tokens are ordered by logit, equal logits by
-id; top_k keeps exactly k. Without top_k and top_p the order is that of ids, and nothing is sorted.
+A draw is the inverse of the distribution, cumulated over ids, at one uniform number per row, so a
+row's token depends on its own logits, parameters and number alone. Kept is what comes first by
+logit, of equal logits by id; top_k keeps exactly k. Without top_k and top_p nothing is ranked here,
+and by a GPU nothing at all: `kernels.draw`.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from services.decoder.engine.sampling import SamplingPlan
 from services.decoder.engine.staging import Staging
+from services.decoder.kernels.ops import Ops
 
 _ROWS_AT_ONCE = 64  # where all tokens are ranked: a few float64 copies of 64 rows of logits
 
@@ -40,8 +42,9 @@ class Sampled:
 class Sampler:
     """Samples, and keeps what penalties need: how often each row has seen each token."""
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ops: Ops) -> None:
         self._device = device
+        self._ops = ops
         # 2 * times in the completion + (is in the prompt). Host memory is taken when first written.
         self._seen = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
 
@@ -64,7 +67,9 @@ class Sampler:
         """
         finite = torch.isfinite(raw.sum(-1, dtype=torch.float32))
         floats, rows = staging.device(plan.floats), staging.device(plan.rows)
-        logits = raw.to(torch.float32, copy=True)
+        logits = raw
+        if plan.edits is not None or plan.penalized is not None:
+            logits = raw.to(torch.float32, copy=True)
         if plan.edits is not None:
             index, ids, values = (self._upload(torch.from_numpy(part)) for part in plan.edits)
             logits.index_put_((index, ids), values, accumulate=True)
@@ -73,7 +78,10 @@ class Sampler:
             logits[penalized] = self._penalize(
                 logits[penalized], self._seen[rows[penalized]], floats[:, penalized, None]
             )
-        token_ids = self._draw(logits, floats, plan, staging)
+        top_k, uniforms = staging.device(plan.top_k), staging.device(plan.uniforms)
+        token_ids = self._ops.draw(logits, floats, top_k, uniforms, plan.has_top_k, plan.has_top_p)
+        if token_ids is None:
+            token_ids = self._draw(logits.float(), floats, plan, staging)
         if penalized is not None:
             self._seen.index_put_(
                 (rows[penalized], token_ids[penalized]),
@@ -193,14 +201,15 @@ def _draw_by_rank(
     top_p: Tensor,
     uniform: Tensor,
 ) -> Tensor:
-    """Inverse of the truncated distribution cumulated over the `count` first ranks: `[g]`."""
+    """As `_draw_by_id`, of what is kept of the `count` first by rank: `[g]`."""
     values, ids = by_rank(logits, count)
     scaled = values.double() / temperature
     rank = torch.arange(count, device=logits.device)
     keep = (rank < top_k) & (scaled >= scaled[:, :1] + min_p.double().log())
     probabilities = torch.where(keep, scaled, -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    cumulated = torch.where(before < top_p, probabilities, 0.0).cumsum(-1)
+    ids, order = ids.sort(-1)
+    cumulated = torch.where(before < top_p, probabilities, 0.0).gather(-1, order).cumsum(-1)
     drawn = (cumulated <= uniform * cumulated[:, -1:]).sum(-1, keepdim=True)
     return ids.gather(-1, drawn.clamp(max=count - 1)).squeeze(-1)
 

@@ -25,6 +25,8 @@ class SamplingPlan:
     floats: Staged  # [6, B] float32, as FLOATS
     top_k: Staged  # [B] int64, vocab_size where off
     uniforms: Staged  # [B] float64 in (0, 1)
+    has_top_k: bool  # some row has
+    has_top_p: bool
     greedy: Staged | None = None  # [g] int64
     free: Staged | None = None  # [g] int64: no truncation by rank
     candidates: Staged | None = None  # [g] int64: top_k <= num_candidates
@@ -98,14 +100,15 @@ class SamplingTable:
         if self._plain[rows].all():
             return None
         floats, top_k = self._floats[:, rows], self._top_k[rows]
+        greedy, limited = floats[0] == 0.0, top_k < self._vocab_size
         plan = SamplingPlan(
             rows=staging.add(rows),
             floats=staging.add(floats),
             top_k=staging.add(top_k),
             uniforms=staging.add(uniforms(self._seed[rows], generated)),
+            has_top_k=bool((limited & ~greedy).any()),
+            has_top_p=bool(((floats[1] < 1.0) & ~greedy).any()),
         )
-        greedy = floats[0] == 0.0
-        limited = top_k < self._vocab_size
         few = limited & (top_k <= _TOP_K_STEPS[-1])
         free = ~limited & (floats[1] >= 1.0)
         plan.greedy = _group(greedy, staging)

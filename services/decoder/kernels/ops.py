@@ -122,6 +122,29 @@ class Ops(Protocol):
         """
         ...
 
+    def draw(
+        self,
+        logits: Tensor,
+        floats: Tensor,
+        top_k: Tensor,
+        uniforms: Tensor,
+        has_top_k: bool,
+        has_top_p: bool,
+    ) -> Tensor | None:
+        """A token for each row, as `engine.sampler` says; None: not done.
+
+        Args:
+            logits: `[B, vocab_size]`, contiguous.
+            floats: `[3 or more, B]` float32: temperatures (0: the most likely token), top_p, min_p.
+            top_k: `[B]` int64, vocab_size where off.
+            uniforms: `[B]` float64 in (0, 1).
+            has_top_k: some row has; `has_top_p` as well.
+
+        Returns:
+            `[B]` int64; of no meaning where a row is not finite.
+        """
+        ...
+
     def greedy(self, logits: Tensor) -> Tensor:
         """`[B, vocab_size]` → `[B]` int32: the most likely ids; -1 where a row is not finite."""
         ...
@@ -231,6 +254,18 @@ class PlainOps:
     linear_swiglu = staticmethod(linear_swiglu)
     silu_and_mul = staticmethod(layers.silu_and_mul)
     qk_rope_cache = staticmethod(qk_rope_cache)
+
+    def draw(
+        self,
+        logits: Tensor,
+        floats: Tensor,
+        top_k: Tensor,
+        uniforms: Tensor,
+        has_top_k: bool,
+        has_top_p: bool,
+    ) -> Tensor | None:
+        """See Ops: the sampler has its own way."""
+        return None
 
     def max_fused_context(self, num_tokens: int) -> int:
         """See Ops: in plain torch there is nothing to gain."""

@@ -6,6 +6,7 @@ from services.common.model_config import TextConfig
 from services.common.nn.linear import add_product, multiply
 from services.decoder.kernels import (
     add_norm,
+    draw,
     few_tokens,
     greedy,
     prompt_heads,
@@ -30,6 +31,7 @@ class TritonOps:
     silu_and_mul = staticmethod(silu_mul.silu_and_mul)
     qk_rope_cache = staticmethod(qk_rope_cache.qk_rope_cache)
     greedy = staticmethod(greedy.greedy)
+    draw = staticmethod(draw.draw)
     linear_parts = staticmethod(small_batch.linear_parts)
     linear = staticmethod(few_tokens.linear)
     norm_linear = staticmethod(few_tokens.norm_linear)

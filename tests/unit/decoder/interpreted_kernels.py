@@ -10,6 +10,7 @@ from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels import (
     add_norm,
+    draw,
     few_tokens,
     greedy,
     prompt_swiglu,
@@ -22,6 +23,7 @@ from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
 from services.decoder.models.rope import HeadTransform, InterleavedMRope
+from tests import draws
 
 PLAIN = PlainOps()
 BLOCK_SIZE, EPS = 16, 1e-6
@@ -200,7 +202,16 @@ def check_prompt(count: int, columns: int, rows: int) -> None:
     close(prompt_swiglu.linear_swiglu(x, weight), PLAIN.linear_swiglu(x, weight))
 
 
+def check_draws() -> None:
+    """With fewer parts: the interpreter runs one program after the other."""
+    draw._PARTS, draw._BLOCK = 2, 32
+    rows = [draws.ROWS[index] for index in (1, 2, 4, 6, 9)]
+    draws.check(draw.draw, torch.randn(5, 70).half() * 2, rows, 0)
+    draws.check(draw.draw, (torch.randn(5, 70) * 2).round(), rows, 1)  # many are equal
+
+
 if __name__ == "__main__":
+    check_draws()
     check_prompt(130, 128, 256)
     for count in (1, 2):
         check_products(count, 100, 24)

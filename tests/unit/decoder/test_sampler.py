@@ -12,7 +12,7 @@ from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampled, Sampler, by_rank, part_width
 from services.decoder.engine.sampling import SamplingTable, uniforms
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels.ops import greedy
+from services.decoder.kernels.ops import PlainOps, greedy
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50
@@ -23,7 +23,7 @@ class Bench:
 
     def __init__(self, params: list[SamplingParams], vocab_size: int = VOCAB_SIZE) -> None:
         self.table = SamplingTable(len(params), vocab_size)
-        self.sampler = Sampler(len(params), vocab_size, CPU)
+        self.sampler = Sampler(len(params), vocab_size, CPU, PlainOps())
         self.staging = Staging(1 << 22, CPU)
         for row, one in enumerate(params):
             self.table.set(row, one)
