@@ -65,26 +65,28 @@ class Sampler:
             plan: from `SamplingTable.plan`, its arrays uploaded.
             staging: where they are.
         """
-        finite = torch.isfinite(raw.sum(-1, dtype=torch.float32))
-        floats, rows = staging.device(plan.floats), staging.device(plan.rows)
-        logits = raw
+        floats, top_k = staging.device(plan.floats), staging.device(plan.top_k)
+        logits, finite, penalized, rows = raw, None, None, None
         if plan.edits is not None or plan.penalized is not None:
-            logits = raw.to(torch.float32, copy=True)
+            logits, finite = raw.to(torch.float32, copy=True), _are_finite(raw)
         if plan.edits is not None:
             index, ids, values = (self._upload(torch.from_numpy(part)) for part in plan.edits)
             logits.index_put_((index, ids), values, accumulate=True)
-        penalized = None if plan.penalized is None else staging.device(plan.penalized)
-        if penalized is not None:
+        if plan.penalized is not None:
+            penalized, rows = staging.device(plan.penalized), staging.device(plan.rows)
             logits[penalized] = self._penalize(
                 logits[penalized], self._seen[rows[penalized]], floats[:, penalized, None]
             )
-        top_k, uniforms = staging.device(plan.top_k), staging.device(plan.uniforms)
-        token_ids = self._ops.draw(logits, floats, top_k, uniforms, plan.has_top_k, plan.has_top_p)
+        token_ids = self._ops.draw(
+            logits, floats, top_k, staging.device(plan.uniforms),
+            has_top_k=plan.has_top_k, has_top_p=plan.has_top_p, forbids=finite is not None,
+        )  # fmt: skip
         if token_ids is None:
+            finite = _are_finite(raw) if finite is None else finite
             token_ids = self._draw(logits.float(), floats, plan, staging)
-        if penalized is not None:
+        if penalized is not None and rows is not None:
             self._seen.index_put_(
-                (rows[penalized], token_ids[penalized]),
+                (rows[penalized], token_ids[penalized].long().clamp(min=0)),
                 torch.full_like(penalized, 2, dtype=torch.int32),
                 accumulate=True,
             )
@@ -92,8 +94,11 @@ class Sampler:
         if plan.logprobs is not None:
             index = staging.device(plan.logprobs)
             most = min(max(plan.logprob_counts), raw.shape[-1])
-            logprobs = _logprobs(raw[index].float(), token_ids[index], most)
-        return Sampled(token_ids.masked_fill(~finite, -1).to(torch.int32), logprobs)
+            chosen = token_ids[index].long().clamp(min=0)
+            logprobs = _logprobs(raw[index].float(), chosen, most)
+        if finite is not None:
+            token_ids = token_ids.masked_fill(~finite, -1)
+        return Sampled(token_ids.to(torch.int32), logprobs)
 
     def _penalize(self, logits: Tensor, seen: Tensor, floats: Tensor) -> Tensor:
         """`[g, V]` logits and `seen`; `[6, g, 1]` floats."""
@@ -136,6 +141,11 @@ class Sampler:
             return values
         # The pinned copy goes back to torch's allocator, which waits for the stream.
         return values.pin_memory().to(self._device, non_blocking=True)
+
+
+def _are_finite(logits: Tensor) -> Tensor:
+    """`[B, V]` → `[B]`."""
+    return torch.isfinite(logits.sum(-1, dtype=torch.float32))
 
 
 def by_rank(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

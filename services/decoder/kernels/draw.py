@@ -8,6 +8,8 @@ next one finds between which of them it is. First by count, for top_k, then by p
 top_p.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -29,13 +31,18 @@ _PEAK, _PEAK_ID, _EQUAL, _STATE = (tl.constexpr(n) for n in range(4))  # times t
 _LOW, _HIGH, _ABOVE, _TARGET, _RANK, _EQUALS, _FIELDS = (tl.constexpr(n) for n in range(7))
 
 
+_compiled: dict[tuple[object, ...], Any] = {}
+
+
 def draw(
     logits: Tensor,
     floats: Tensor,
     top_k: Tensor,
     uniforms: Tensor,
+    *,
     has_top_k: bool,
     has_top_p: bool,
+    forbids: bool,
 ) -> Tensor:
     """See `ops.Ops.draw`."""
     num_rows, vocab_size = logits.shape
@@ -44,28 +51,44 @@ def draw(
     rounds = -(-(32 - shift) // 4)
     size = _STATE.value * _PARTS + 2 * (_FIELDS.value + _PARTS * _PIVOTS.value)
     work = torch.empty(num_rows, size, dtype=torch.float64, device=logits.device)
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     row = (logits, floats, top_k, work, num_rows, vocab_size)
     chunk = -(-vocab_size // _PARTS // 16) * 16
-    options = {"PARTS": _PARTS, "CHUNK": chunk, "SHIFT": shift, "SIZE": size}
-    by_block = {**options, "BLOCK": _BLOCK, "num_warps": _WARPS}
+    sizes = {"PARTS": _PARTS, "CHUNK": chunk, "SHIFT": shift, "SIZE": size, "BLOCK": _BLOCK}
     # A row's state, which a program needs first, is to be worth it where there are many.
     each = min(_PARTS, 1 << max(1, num_rows * _PARTS // _PROGRAMS).bit_length() - 1)
-    _peak_kernel[num_rows, _PARTS](*row, **by_block)
+    _launch(_peak_kernel, (num_rows, _PARTS, 1), *row, int(forbids), **sizes)
     steps = [_BY_COUNT.value] * (rounds if has_top_k else 0)
     steps += [_BY_MASS.value] * (rounds if has_top_p else 0)
     before = turn = 0
     for turn, now in enumerate(steps, 1):
-        _narrow_kernel[num_rows, _PARTS // each](
-            *row, before, now, turn & 1, each, FIRST=turn == 1, **by_block
-        )
+        _launch(
+            _narrow_kernel, (num_rows, _PARTS // each, 1),
+            *row, before, now, turn & 1, each, FIRST=turn == 1, **sizes,
+        )  # fmt: skip
         before = now
     turn = (turn + 1) & 1
-    _weigh_kernel[num_rows, _PARTS](*row, before, turn, FIRST=not steps, **by_block)
-    _choose_kernel[(num_rows,)](
-        *row, uniforms, out, turn, BLOCK=triton.next_power_of_2(chunk), num_warps=8, **options
-    )
+    _launch(_weigh_kernel, (num_rows, _PARTS, 1), *row, before, turn, FIRST=not steps, **sizes)
+    sizes["BLOCK"] = triton.next_power_of_2(chunk)
+    _launch(_choose_kernel, (num_rows, 1, 1), *row, uniforms, out, turn, **sizes)
     return out
+
+
+def _launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, **constants: int) -> None:  # noqa: ANN401
+    """`kernel[grid](...)`, which takes six times as long to find what it compiled before: between
+    two steps of a single sequence, that would be a third of the time.
+    """
+    logits, vocab_size = arguments[0], arguments[5]
+    values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+    key = kernel, logits.dtype, vocab_size, *values
+    found = _compiled.get(key)
+    if found is not None and logits.data_ptr() % 16 == 0:
+        found[grid](*arguments, *values)
+        return
+    warps = _WARPS if constants["BLOCK"] == _BLOCK else 2 * _WARPS
+    found = kernel[grid](*arguments, **constants, num_warps=warps)
+    if logits.is_cuda and logits.data_ptr() % 16 == 0:
+        _compiled[key] = found
 
 
 @triton.jit
@@ -193,22 +216,28 @@ def _state(
     return low, high, above, target, rank, equals, top_p
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "forbids"])
 def _peak_kernel(
-    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, vocab_size, PARTS: tl.constexpr,
-    CHUNK: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, vocab_size, forbids,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each part's largest logit, and the first token that has it."""
+    """Each part's largest logit, and the first token that has it; infinity: it is not finite."""
     row, part = tl.program_id(0), tl.program_id(1)
     work_ptr += row.to(tl.int64) * SIZE
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     ids = tl.full([BLOCK], 2147483647, tl.int32)
+    broken = tl.zeros([BLOCK], tl.int32)
     for start in range(0, CHUNK, BLOCK):
         token, logit, inside = _tokens(logits_ptr, row, part, start, vocab_size, CHUNK, BLOCK)
+        # Nothing else compares below infinity.
+        fine = (tl.abs(logit) < float("inf")) | ((forbids > 0) & (logit == float("-inf")))
+        broken |= (inside & (fine == 0)).to(tl.int32)
         ids = tl.where((logit > best) | ((ids == 2147483647) & inside), token, ids)
         best = tl.maximum(best, logit)
     top = tl.max(best)
     found = tl.min(tl.where(best == top, ids, 2147483647))
+    top = tl.where(tl.max(broken) > 0, float("inf"), top)
     tl.store(work_ptr + _PEAK * PARTS + part, top.to(tl.float64))
     tl.store(work_ptr + _PEAK_ID * PARTS + part, found.to(tl.float64))
 
@@ -296,12 +325,14 @@ def _choose_kernel(
     PARTS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The part that the draw falls into, and its token there."""
+    """The part that the draw falls into, and its token there; -1: the row is not finite."""
     row = tl.program_id(0)
     work_ptr += row.to(tl.int64) * SIZE
     top, factor, floor = _parameters(floats_ptr, work_ptr, row, num_rows, PARTS)
     each = tl.arange(0, PARTS)
-    if tl.load(floats_ptr + row) > 0:
+    if top == float("inf"):
+        tl.store(out_ptr + row, -1)
+    elif tl.load(floats_ptr + row) > 0:
         fields = work_ptr + _STATE * PARTS + turn * _FIELDS
         threshold, most = tl.load(fields + _LOW).to(tl.int64), tl.load(fields + _EQUALS)
         weight = _weight_at(threshold, top, factor, floor, SHIFT)
@@ -324,9 +355,9 @@ def _choose_kernel(
         kept &= weights > 0
         found = tl.min(tl.where(kept & (tl.cumsum(weights) > rest), token, 2147483647))
         final = tl.max(tl.where(kept, token, 0))
-        tl.store(out_ptr + row, tl.where(found < vocab_size, found, final).to(tl.int64))
+        tl.store(out_ptr + row, tl.where(found < vocab_size, found, final))
     else:
         peak = tl.load(work_ptr + _PEAK * PARTS + each)
         ids = tl.load(work_ptr + _PEAK_ID * PARTS + each)
         best = tl.min(tl.where(peak == tl.max(peak), ids, 2147483647.0))
-        tl.store(out_ptr + row, tl.minimum(best, vocab_size - 1.0).to(tl.int64))
+        tl.store(out_ptr + row, tl.minimum(best, vocab_size - 1.0).to(tl.int32))

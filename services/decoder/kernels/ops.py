@@ -128,8 +128,10 @@ class Ops(Protocol):
         floats: Tensor,
         top_k: Tensor,
         uniforms: Tensor,
+        *,
         has_top_k: bool,
         has_top_p: bool,
+        forbids: bool,
     ) -> Tensor | None:
         """A token for each row, as `engine.sampler` says; None: not done.
 
@@ -139,9 +141,10 @@ class Ops(Protocol):
             top_k: `[B]` int64, vocab_size where off.
             uniforms: `[B]` float64 in (0, 1).
             has_top_k: some row has; `has_top_p` as well.
+            forbids: minus infinity is a token that is not to be drawn.
 
         Returns:
-            `[B]` int64; of no meaning where a row is not finite.
+            `[B]` int32; -1 where a row is not finite.
         """
         ...
 
@@ -261,8 +264,10 @@ class PlainOps:
         floats: Tensor,
         top_k: Tensor,
         uniforms: Tensor,
+        *,
         has_top_k: bool,
         has_top_p: bool,
+        forbids: bool,
     ) -> Tensor | None:
         """See Ops: the sampler has its own way."""
         return None
