@@ -114,7 +114,7 @@ def test_steps_in_flight_do_not_matter(dummy: Harness) -> None:
         results.append([sequence.token_ids for sequence in running])
         for sequence in running:
             dummy.finish(sequence)
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]
 
 
 def test_a_batch_agrees_with_one_alone(dummy: Harness) -> None:
@@ -171,7 +171,7 @@ def test_sampling_agrees_with_the_cpu() -> None:
         staging.upload()
         sampled = Sampler(96, 8192, device, ops).sample(logits.to(device), plan, staging)
         results.append(sampled.token_ids.tolist())
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("chunk_size", [None, 7])

@@ -60,7 +60,7 @@ def draw(
     _launch(_peak_kernel, (num_rows, _PARTS, 1), *row, int(forbids), **sizes)
     steps = [_BY_COUNT.value] * (rounds if has_top_k else 0)
     steps += [_BY_MASS.value] * (rounds if has_top_p else 0)
-    before = turn = 0
+    before, turn = _NOTHING.value, 0
     for turn, now in enumerate(steps, 1):
         _launch(
             _narrow_kernel, (num_rows, _PARTS // each, 1),

@@ -95,6 +95,25 @@ def test_frequencies_are_the_distribution(params: SamplingParams) -> None:
     assert (np.abs(counts - num * probabilities) <= 5 * spread + 1e-9).all()
 
 
+@pytest.mark.parametrize(
+    ("params", "has_top_k", "has_top_p"),
+    [
+        (SamplingParams(temperature=1.0), False, False),
+        (SamplingParams(temperature=1.0, top_k=4), True, False),
+        (SamplingParams(temperature=1.0, top_p=0.9), False, True),
+        (SamplingParams(temperature=0.0, top_k=4, top_p=0.9, top_logprobs=1), False, False),
+        (SamplingParams(temperature=1.0, top_k=VOCAB_SIZE), False, False),
+    ],
+)
+def test_a_plan_says_what_is_to_be_looked_for(
+    params: SamplingParams, has_top_k: bool, has_top_p: bool
+) -> None:
+    bench = Bench([params, SamplingParams()])
+    bench.staging.begin()
+    plan = bench.table.plan(np.arange(2), np.zeros(2, np.int64), bench.staging)
+    assert plan is not None and (plan.has_top_k, plan.has_top_p) == (has_top_k, has_top_p)
+
+
 def test_temperature_zero_and_almost_zero_are_greedy() -> None:
     logits = logits_for(2)
     for temperature in (0.0, 1e-6):
