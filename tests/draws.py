@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.decoder.kernels.ops import DrawParams
+
 _LEAST_SHARE = 5e-6  # sums in float32 leave a share's middle by a hundredth of this
 
 
@@ -61,19 +63,19 @@ def check(draw: Callable[..., Tensor], logits: Tensor, rows: Sequence[Row], seed
     floats = torch.tensor([*fields, [row.min_p for row in rows]]).to(logits.device)
     top_k = torch.tensor([row.top_k or vocab_size for row in rows]).to(logits.device)
     numbers = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
-    both = {"has_top_k": True, "has_top_p": True, "forbids": True}
-    assert draw(logits, floats, top_k, numbers, **both).tolist() == expected
+    params = DrawParams(floats, top_k, numbers, has_top_k=True, has_top_p=True, forbids=True)
+    assert draw(logits, params).tolist() == expected
     for index, row in enumerate(rows):
         part = slice(index, index + 1)
-        alone = draw(
-            logits[part], floats[:, part].contiguous(), top_k[part], numbers[part],
-            has_top_k=row.top_k > 0, has_top_p=row.top_p < 1, forbids=True,
+        alone = DrawParams(
+            floats[:, part].contiguous(), top_k[part], numbers[part], row.top_k > 0, row.top_p < 1,
+            forbids=True,
         )  # fmt: skip
-        assert alone.tolist() == expected[part], row
+        assert draw(logits[part], alone).tolist() == expected[part], row
     for place, value in ((0, torch.nan), (-1, torch.inf), (vocab_size // 2, -torch.inf)):
         broken = logits.clone()
         broken[::2, place] = value
         for forbids in (False, True):
             fine = torch.isfinite(broken) | (forbids & (broken == -torch.inf))
-            found = draw(broken, floats, top_k, numbers, **{**both, "forbids": forbids})
+            found = draw(broken, params._replace(forbids=forbids))
             assert torch.equal(found >= 0, fine.all(-1)) and (found < vocab_size).all()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.decoder.engine.sampling import SamplingPlan
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels.ops import Ops
+from services.decoder.kernels.ops import DrawParams, Ops
 
 _ROWS_AT_ONCE = 64  # where all tokens are ranked: a few float64 copies of 64 rows of logits
 
@@ -65,28 +65,29 @@ class Sampler:
             plan: from `SamplingTable.plan`, its arrays uploaded.
             staging: where they are.
         """
-        floats, top_k = staging.device(plan.floats), staging.device(plan.top_k)
-        logits, finite, penalized, rows = raw, None, None, None
+        floats = staging.device(plan.floats)
+        logits, finite, penalized = raw, None, None
         if plan.edits is not None or plan.penalized is not None:
             logits, finite = raw.to(torch.float32, copy=True), _are_finite(raw)
         if plan.edits is not None:
             index, ids, values = (self._upload(torch.from_numpy(part)) for part in plan.edits)
             logits.index_put_((index, ids), values, accumulate=True)
         if plan.penalized is not None:
-            penalized, rows = staging.device(plan.penalized), staging.device(plan.rows)
-            logits[penalized] = self._penalize(
-                logits[penalized], self._seen[rows[penalized]], floats[:, penalized, None]
-            )
-        token_ids = self._ops.draw(
-            logits, floats, top_k, staging.device(plan.uniforms),
-            has_top_k=plan.has_top_k, has_top_p=plan.has_top_p, forbids=finite is not None,
+            penalized = staging.device(plan.penalized)
+            seen = self._seen[staging.device(plan.rows)[penalized]]
+            logits[penalized] = self._penalize(logits[penalized], seen, floats[:, penalized, None])
+        params = DrawParams(
+            floats, staging.device(plan.top_k), staging.device(plan.uniforms), plan.has_top_k,
+            plan.has_top_p, forbids=finite is not None,
         )  # fmt: skip
+        token_ids = self._ops.draw(logits, params)
         if token_ids is None:
             finite = _are_finite(raw) if finite is None else finite
             token_ids = self._draw(logits.float(), floats, plan, staging)
-        if penalized is not None and rows is not None:
+        if penalized is not None:
+            drawn = token_ids[penalized].long().clamp(min=0)
             self._seen.index_put_(
-                (rows[penalized], token_ids[penalized].long().clamp(min=0)),
+                (staging.device(plan.rows)[penalized], drawn),
                 torch.full_like(penalized, 2, dtype=torch.int32),
                 accumulate=True,
             )

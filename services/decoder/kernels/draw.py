@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.decoder.kernels.ops import DrawParams
+
 _PARTS = 32  # so many for any number of rows, so that a row's sums have one order
 _BLOCK, _WARPS = 512, 4
 _PROGRAMS = 2048  # that keep a device busy
@@ -34,32 +36,23 @@ _LOW, _HIGH, _ABOVE, _TARGET, _RANK, _EQUALS, _FIELDS = (tl.constexpr(n) for n i
 _compiled: dict[tuple[object, ...], Any] = {}
 
 
-def draw(
-    logits: Tensor,
-    floats: Tensor,
-    top_k: Tensor,
-    uniforms: Tensor,
-    *,
-    has_top_k: bool,
-    has_top_p: bool,
-    forbids: bool,
-) -> Tensor:
+def draw(logits: Tensor, params: DrawParams) -> Tensor:
     """See `ops.Ops.draw`."""
     num_rows, vocab_size = logits.shape
-    assert logits.is_contiguous() and floats.is_contiguous()
+    assert logits.is_contiguous() and params.floats.is_contiguous()
     shift = _SHIFTS[logits.dtype]
     rounds = -(-(32 - shift) // 4)
     size = _STATE.value * _PARTS + 2 * (_FIELDS.value + _PARTS * _PIVOTS.value)
     work = torch.empty(num_rows, size, dtype=torch.float64, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    row = (logits, floats, top_k, work, num_rows, vocab_size)
+    row = (logits, params.floats, params.top_k, work, num_rows, vocab_size)
     chunk = -(-vocab_size // _PARTS // 16) * 16
     sizes = {"PARTS": _PARTS, "CHUNK": chunk, "SHIFT": shift, "SIZE": size, "BLOCK": _BLOCK}
     # A row's state, which a program needs first, is to be worth it where there are many.
     each = min(_PARTS, 1 << max(1, num_rows * _PARTS // _PROGRAMS).bit_length() - 1)
-    _launch(_peak_kernel, (num_rows, _PARTS, 1), *row, int(forbids), **sizes)
-    steps = [_BY_COUNT.value] * (rounds if has_top_k else 0)
-    steps += [_BY_MASS.value] * (rounds if has_top_p else 0)
+    _launch(_peak_kernel, (num_rows, _PARTS, 1), *row, int(params.forbids), **sizes)
+    steps = [_BY_COUNT.value] * (rounds if params.has_top_k else 0)
+    steps += [_BY_MASS.value] * (rounds if params.has_top_p else 0)
     before, turn = _NOTHING.value, 0
     for turn, now in enumerate(steps, 1):
         _launch(
@@ -70,7 +63,7 @@ def draw(
     turn = (turn + 1) & 1
     _launch(_weigh_kernel, (num_rows, _PARTS, 1), *row, before, turn, FIRST=not steps, **sizes)
     sizes["BLOCK"] = triton.next_power_of_2(chunk)
-    _launch(_choose_kernel, (num_rows, 1, 1), *row, uniforms, out, turn, **sizes)
+    _launch(_choose_kernel, (num_rows, 1, 1), *row, params.uniforms, out, turn, **sizes)
     return out
 
 

@@ -1,7 +1,7 @@
 """The operations of a decoder layer that a GPU runs as one kernel each, and their plain twins."""
 
 import importlib.util
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,25 @@ from services.decoder.models.rope import (
     ProjectedHeads,
     qk_rope_cache,
 )
+
+
+class DrawParams(NamedTuple):
+    """How rows are drawn from.
+
+    Attributes:
+        floats: `[3 or more, B]` float32: temperatures (0: the most likely token), top_p, min_p.
+        top_k: `[B]` int64, vocab_size where off.
+        uniforms: `[B]` float64 in (0, 1).
+        has_top_k: some row has; `has_top_p` as well.
+        forbids: minus infinity is a token that is not to be drawn; else its row is not finite.
+    """
+
+    floats: Tensor
+    top_k: Tensor
+    uniforms: Tensor
+    has_top_k: bool
+    has_top_p: bool
+    forbids: bool
 
 
 class Ops(Protocol):
@@ -122,26 +141,9 @@ class Ops(Protocol):
         """
         ...
 
-    def draw(
-        self,
-        logits: Tensor,
-        floats: Tensor,
-        top_k: Tensor,
-        uniforms: Tensor,
-        *,
-        has_top_k: bool,
-        has_top_p: bool,
-        forbids: bool,
-    ) -> Tensor | None:
-        """A token for each row, as `engine.sampler` says; None: not done.
-
-        Args:
-            logits: `[B, vocab_size]`, contiguous.
-            floats: `[3 or more, B]` float32: temperatures (0: the most likely token), top_p, min_p.
-            top_k: `[B]` int64, vocab_size where off.
-            uniforms: `[B]` float64 in (0, 1).
-            has_top_k: some row has; `has_top_p` as well.
-            forbids: minus infinity is a token that is not to be drawn.
+    def draw(self, logits: Tensor, params: DrawParams) -> Tensor | None:
+        """A token for each row of logits `[B, vocab_size]`, contiguous, as `engine.sampler` says;
+        None: not done.
 
         Returns:
             `[B]` int32; -1 where a row is not finite.
@@ -258,17 +260,7 @@ class PlainOps:
     silu_and_mul = staticmethod(layers.silu_and_mul)
     qk_rope_cache = staticmethod(qk_rope_cache)
 
-    def draw(
-        self,
-        logits: Tensor,
-        floats: Tensor,
-        top_k: Tensor,
-        uniforms: Tensor,
-        *,
-        has_top_k: bool,
-        has_top_p: bool,
-        forbids: bool,
-    ) -> Tensor | None:
+    def draw(self, logits: Tensor, params: DrawParams) -> Tensor | None:
         """See Ops: the sampler has its own way."""
         return None
 

@@ -12,7 +12,7 @@ from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampled, Sampler, by_rank, part_width
 from services.decoder.engine.sampling import SamplingTable, uniforms
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels.ops import PlainOps, greedy
+from services.decoder.kernels.ops import DrawParams, PlainOps, greedy
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50
@@ -277,6 +277,43 @@ def test_a_row_that_is_not_finite_fails_alone(value: float, plain: bool) -> None
     bench = Bench(params)
     tokens = bench.draw(logits, [0, 1, 2], [0, 0, 0]).token_ids.tolist()
     assert tokens == [expected[0], -1, expected[2]]
+
+
+class DrawingOps(PlainOps):
+    """Draws the most likely token of each row, as a GPU would."""
+
+    def __init__(self) -> None:
+        self.asked: list[DrawParams] = []
+
+    def draw(self, logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
+        self.asked.append(params)
+        broken = torch.isnan(logits) | (logits.abs() == torch.inf)
+        if params.forbids:
+            broken &= logits != -torch.inf
+        return logits.argmax(-1).masked_fill(broken.any(-1), -1).to(torch.int32)
+
+
+def test_a_draw_by_a_kernel_is_taken_as_it_is() -> None:
+    waiting = SamplingParams(temperature=1.0, min_tokens=9, stop_token_ids=(4,))
+    liked = SamplingParams(temperature=0.8, top_k=3, top_p=0.9, presence_penalty=3.0)
+    plain = SamplingParams(temperature=1.0, top_logprobs=2)
+    logits = torch.zeros(3, VOCAB_SIZE)
+    logits[:, 4], logits[:, 7] = 5.0, 4.0
+    for broken in (False, True):
+        bench = Bench([waiting, liked, plain])
+        bench.sampler._ops = ops = DrawingOps()
+        bench.sampler.start_row(1, [4], [])
+        logits[2, 0] = torch.nan if broken else 0.0
+        tokens = [bench.draw(logits, [0, 1, 2], [n] * 3).token_ids for n in range(2)]
+        assert tokens[0].dtype == torch.int32
+        # The second one's first token counts against itself from then on.
+        last = -1 if broken else 4
+        assert [t.tolist() for t in tokens] == [[7, 4, last], [7, 7, last]]
+        assert all(params.forbids for params in ops.asked)
+        bench.sampler._ops = ops = DrawingOps()
+        sampled = bench.draw(logits[1:], [2, 2], [0, 0])
+        assert sampled.token_ids.tolist() == [4, last] and not ops.asked[0].forbids
+        assert sampled.logprobs is not None and torch.isfinite(sampled.logprobs.chosen[0])
 
 
 def test_many_rows_are_drawn_in_parts() -> None:
