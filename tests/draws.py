@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.decoder.kernels.ops import DrawParams
+from services.decoder.kernels.draw_params import DrawParams
 
 _LEAST_SHARE = 5e-6  # sums in float32 leave a share's middle by a hundredth of this
 

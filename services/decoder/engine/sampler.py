@@ -17,7 +17,8 @@ from torch import Tensor
 
 from services.decoder.engine.sampling import SamplingPlan
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels.ops import DrawParams, Ops
+from services.decoder.kernels.draw_params import DrawParams
+from services.decoder.kernels.ops import Ops
 
 _ROWS_AT_ONCE = 64  # where all tokens are ranked: a few float64 copies of 64 rows of logits
 

@@ -1,7 +1,7 @@
 """The operations of a decoder layer that a GPU runs as one kernel each, and their plain twins."""
 
 import importlib.util
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,31 +11,13 @@ from services.common.model_config import TextConfig
 from services.common.nn import layers
 from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
+from services.decoder.kernels.draw_params import DrawParams
 from services.decoder.models.rope import (
     HeadTransform,
     InterleavedMRope,
     ProjectedHeads,
     qk_rope_cache,
 )
-
-
-class DrawParams(NamedTuple):
-    """How rows are drawn from.
-
-    Attributes:
-        floats: `[3 or more, B]` float32: temperatures (0: the most likely token), top_p, min_p.
-        top_k: `[B]` int64, vocab_size where off.
-        uniforms: `[B]` float64 in (0, 1).
-        has_top_k: some row has; `has_top_p` as well.
-        forbids: minus infinity is a token that is not to be drawn; else its row is not finite.
-    """
-
-    floats: Tensor
-    top_k: Tensor
-    uniforms: Tensor
-    has_top_k: bool
-    has_top_p: bool
-    forbids: bool
 
 
 class Ops(Protocol):

@@ -12,7 +12,8 @@ from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampled, Sampler, by_rank, part_width
 from services.decoder.engine.sampling import SamplingTable, uniforms
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels.ops import DrawParams, PlainOps, greedy
+from services.decoder.kernels.draw_params import DrawParams
+from services.decoder.kernels.ops import PlainOps, greedy
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50
