@@ -2,12 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
+from services.decoder.engine.messages import SamplingParams
+from services.decoder.engine.sampler import Sampler
+from services.decoder.engine.sampling import SamplingTable
+from services.decoder.engine.staging import Staging
 from services.decoder.kernels import (
     add_norm,
     draw,
@@ -210,8 +215,44 @@ def check_draws() -> None:
     draws.check(draw.draw, (torch.randn(5, 70) * 2).round(), rows, 1)  # many are equal
 
 
+class Drawing(PlainOps):
+    """Plain but for the draw."""
+
+    draw = staticmethod(draw.draw)
+
+
+def check_sampler(logits: Tensor, params: list[SamplingParams]) -> None:
+    """The same tokens by the kernels and by torch, one step after the other."""
+    found: list[list[list[int]]] = []
+    for ops in (PLAIN, Drawing()):
+        rows, (count, vocab_size) = np.arange(len(logits)), logits.shape
+        table, staging = SamplingTable(count, vocab_size), Staging(1 << 20, torch.device("cpu"))
+        sampler = Sampler(count, vocab_size, torch.device("cpu"), ops)
+        for row, one in enumerate(params):
+            table.set(row, one)
+            sampler.start_row(row, [1, 2], [])
+        found.append([])
+        for step in range(2):
+            staging.begin()
+            plan = table.plan(rows, np.full(count, step), staging)
+            staging.upload()
+            assert plan is not None
+            found[-1].append(sampler.sample(logits.roll(step, 0), plan, staging).token_ids.tolist())
+    assert found[0] == found[1]
+
+
 if __name__ == "__main__":
     check_draws()
+    many = [
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.8, seed=1),
+        SamplingParams(temperature=1.2, top_p=0.95, min_p=0.1, seed=2, top_logprobs=1),
+        SamplingParams(),
+    ]
+    broken = torch.randn(3, 60).half() * 3
+    broken[1, 9] = torch.nan
+    check_sampler(broken, many)
+    liked = SamplingParams(temperature=1.0, top_k=5, presence_penalty=0.5, logit_bias={7: 2.0})
+    check_sampler(torch.randn(3, 60).half() * 3, [liked, *many[1:]])
     check_prompt(130, 128, 256)
     for count in (1, 2):
         check_products(count, 100, 24)
