@@ -87,12 +87,12 @@ def captured_graph(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:  # noqa: ANN401
     graph.instantiate()
 
 
-def _zero_once(graph: int, places: range) -> None:
-    """Takes out the nodes that zero one of these places and nothing else."""
+def _zero_once(graph: int, taken: range) -> None:
+    """Takes out the nodes that zero one of the places taken and nothing else."""
     try:
         driver = Driver()
         for node, (address, size) in driver.zeroing_nodes(graph):
-            if address in places and size <= PLACE_BYTES:
+            if address in taken and size <= PLACE_BYTES:
                 driver.take_out(graph, node)
     except (OSError, AttributeError, DriverError) as why:
         _say_once(f"graphs zero each product's counter: {why}")

@@ -61,9 +61,8 @@ def linear(
         residual: `[T, N]`, contiguous: is added, and takes the result.
     """
     num_tokens, num_columns = x.shape
-    tile = tile_tokens(num_tokens, len(weight), num_columns)
-    if residual is not None and bias is not None and are_many(num_tokens):
-        tile = _cheapest_tile(num_tokens, len(weight))  # torch would not add both
+    adds_both = residual is not None and bias is not None
+    tile = tile_tokens(num_tokens, len(weight), num_columns, adds_both=adds_both)
     if tile == 0 or x.itemsize != 2 or not x.is_contiguous():
         return None
     library = _library()
@@ -86,11 +85,17 @@ def are_many(num_tokens: int) -> bool:
     return num_tokens >= _LEAST_TOKENS and launches.are_free(num_tokens)
 
 
-def tile_tokens(num_tokens: int, num_rows: int, num_columns: int) -> int:
-    """How many tokens a tile of 128 features has for such a product; 0: cuBLAS shall choose."""
+def tile_tokens(
+    num_tokens: int, num_rows: int, num_columns: int, *, adds_both: bool = False
+) -> int:
+    """How many tokens a tile of 128 features has for such a product; 0: cuBLAS shall choose.
+
+    `adds_both`: a bias and a residual, which torch would add one after the other.
+    """
     if not are_many(num_tokens):
         return 0
-    if num_columns > _LONG_SUM and _fills_large_tiles(num_tokens, num_rows):
+    is_long = num_columns > _LONG_SUM and not adds_both
+    if is_long and _fills_large_tiles(num_tokens, num_rows):
         return 0
     return _cheapest_tile(num_tokens, num_rows)
 

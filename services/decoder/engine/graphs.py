@@ -52,7 +52,7 @@ def mixed_buckets(max_num_tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What a graph runs."""
+    """What a graph runs, and how it is captured."""
 
     model: CausalLM
     backend: AttentionBackend

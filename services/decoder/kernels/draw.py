@@ -149,15 +149,14 @@ def _reached(work_ptr, top_k, lowest, PARTS: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def _state(
-    work_ptr, floats_ptr, top_k_ptr, row, num_rows, vocab_size, before, now, turn,
-    FIRST: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
+    work_ptr, floats_ptr, top_k_ptr, row, num_rows, vocab_size, top, factor, floor, before, now,
+    turn, FIRST: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """A row's state, and top_p. `before`: what the launch before has summed; `now`: and this one;
     `turn`: where this one writes.
 
     A target below zero is not known yet. Bounds that are one apart have nothing between them.
     """
-    top, factor, floor = _parameters(floats_ptr, work_ptr, row, num_rows, PARTS)
     lowest = tl.full([], _LOWEST >> SHIFT, tl.int64)
     highest = _key(top, SHIFT).to(tl.int64) + 1
     top_k = tl.load(top_k_ptr + row)
@@ -243,9 +242,10 @@ def _narrow_kernel(
     """Sums of some parts' tokens above each pivot, or how many there are."""
     row, first = tl.program_id(0), tl.program_id(1) * num_parts
     work_ptr += row.to(tl.int64) * SIZE
+    top, factor, floor = _parameters(floats_ptr, work_ptr, row, num_rows, PARTS)
     low, high, above, target, rank, equals, _ = _state(
-        work_ptr, floats_ptr, top_k_ptr, row, num_rows, vocab_size, before, now, turn, FIRST, PARTS,
-        SHIFT,
+        work_ptr, floats_ptr, top_k_ptr, row, num_rows, vocab_size, top, factor, floor, before, now,
+        turn, FIRST, PARTS, SHIFT,
     )  # fmt: skip
     if first == 0:
         fields = work_ptr + _STATE * PARTS + turn * _FIELDS
@@ -256,7 +256,6 @@ def _narrow_kernel(
         tl.store(fields + _RANK, rank.to(tl.float64))
         tl.store(fields + _EQUALS, equals)
     if (high - low > 1) | (target < 0):
-        top, factor, floor = _parameters(floats_ptr, work_ptr, row, num_rows, PARTS)
         pivot = tl.arange(0, _PIVOTS)
         places = tl.where(pivot == _PIVOTS - 1, rank + 1, _pivots(low, high)).to(tl.int32)
         for part in range(first, first + num_parts):
@@ -284,11 +283,11 @@ def _weigh_kernel(
     """
     row, part = tl.program_id(0), tl.program_id(1)
     work_ptr += row.to(tl.int64) * SIZE
-    low, _, above, target, rank, equals, top_p = _state(
-        work_ptr, floats_ptr, top_k_ptr, row, num_rows, vocab_size, before, turn * 0, turn, FIRST,
-        PARTS, SHIFT,
-    )  # fmt: skip
     top, factor, floor = _parameters(floats_ptr, work_ptr, row, num_rows, PARTS)
+    low, _, above, target, rank, equals, top_p = _state(
+        work_ptr, floats_ptr, top_k_ptr, row, num_rows, vocab_size, top, factor, floor, before,
+        turn * 0, turn, FIRST, PARTS, SHIFT,
+    )  # fmt: skip
     weight = _weight_at(low, top, factor, floor, SHIFT)
     wanted = tl.maximum(tl.ceil((target - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
     wanted = tl.where(weight > 0, wanted, 1e9)

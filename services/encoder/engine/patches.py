@@ -1,13 +1,13 @@
 """Resized pixels → packed patches, on whatever device the pixels are."""
 
 import functools
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from services.encoder.kernels.ops import Ops, create_ops
 from services.encoder.models.base import Grid
 
 
@@ -36,7 +36,7 @@ def pack_patches(
     if out is None:
         size = num_patches, pixels.numel() // num_patches
         out = torch.empty(size, dtype=dtype, device=pixels.device)
-    pack = _fused() if pixels.is_cuda else None
+    pack = _ops(pixels.device).pack_patches
     first_pixel, first_row = 0, 0
     for (_, height, width), equal in groupby(grids):
         count = len(list(equal))
@@ -44,31 +44,12 @@ def pack_patches(
         images = pixels[first_pixel : first_pixel + rows.numel()].view(
             count, height * patch_size, width * patch_size, -1
         )
-        (pack or pack_plain)(images, height, width, merge_size, rows)
+        pack(images, height, width, merge_size, rows)
         first_pixel += rows.numel()
         first_row += len(rows)
     return out
 
 
-def pack_plain(images: Tensor, height: int, width: int, merge_size: int, out: Tensor) -> None:
-    """See `kernels.pack_patches.pack_patches`."""
-    patch_size = images.shape[1] // height
-    blocks = images.view(
-        len(images), height // merge_size, merge_size, patch_size,
-        width // merge_size, merge_size, patch_size, -1,
-    ).permute(0, 1, 4, 2, 5, 7, 3, 6)  # fmt: skip
-    normalize(blocks.reshape(out.shape), out)
-
-
-def normalize(values: Tensor, out: Tensor) -> None:
-    """(x / 255 - 0.5) / 0.5 as the reference processor fuses it: in float32, rounded once."""
-    torch.div(values - 127.5, 127.5, out=out)
-
-
 @functools.cache
-def _fused() -> Callable[[Tensor, int, int, int, Tensor], None] | None:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from services.encoder.kernels.pack_patches import pack_patches
-
-    return pack_patches
+def _ops(device: torch.device) -> Ops:
+    return create_ops(device)

@@ -1,4 +1,4 @@
-"""The operations of a block that a GPU runs as one kernel each, and their plain twins."""
+"""The operations of a tower that a GPU runs as one kernel each, and their plain twins."""
 
 import importlib.util
 from typing import Protocol
@@ -7,11 +7,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.encoder.kernels import rope
+from services.encoder.kernels import packing, rope
 
 
 class Ops(Protocol):
-    """What a block asks for besides its plain matrix products and its attention."""
+    """What a block asks for besides its plain matrix products and its attention, and what comes
+    before the first one.
+    """
+
+    def pack_patches(
+        self, images: Tensor, height: int, width: int, merge_size: int, out: Tensor
+    ) -> None:
+        """See `packing.pack_patches`."""
+        ...
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
@@ -78,6 +86,7 @@ class Ops(Protocol):
 class PlainOps:
     """Plain torch: the specification, and the path of CPUs."""
 
+    pack_patches = staticmethod(packing.pack_patches)
     rotate = staticmethod(rope.rotate)
 
     def add_layer_norm(

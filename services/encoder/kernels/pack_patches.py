@@ -1,5 +1,5 @@
 """Pixels → normalized patches in one pass, as one Triton kernel; the plain twin is
-`engine.patches.pack_plain`, whose values it gives bit for bit.
+`packing.pack_patches`, whose values it gives bit for bit.
 """
 
 import triton
@@ -8,15 +8,7 @@ from torch import Tensor
 
 
 def pack_patches(images: Tensor, height: int, width: int, merge_size: int, out: Tensor) -> None:
-    """Images of one size.
-
-    Args:
-        images: `[num_images, height * patch, width * patch, channels]` uint8, contiguous.
-        height: in patches; `width` as well.
-        merge_size: patches per image-token side.
-        out: `[num_images * height * width, channels * patch²]`, contiguous: the rows of
-            `engine.patches.pack_patches`.
-    """
+    """See the plain twin."""
     assert images.is_contiguous() and out.is_contiguous()
     _pack_patches_kernel[(len(out),)](
         images, out, height * width, width, MERGE=merge_size, PATCH=images.shape[1] // height,

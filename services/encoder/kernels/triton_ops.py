@@ -5,7 +5,7 @@ from torch import Tensor
 
 from services.common.nn import cublaslt
 from services.common.nn.linear import add_product
-from services.encoder.kernels import linear_rotate, rotate
+from services.encoder.kernels import linear_rotate, pack_patches, rotate
 from services.encoder.kernels.add_layer_norm import add_layer_norm, layer_norm
 
 
@@ -15,6 +15,7 @@ class TritonOps:
     add_layer_norm = staticmethod(add_layer_norm)
     layer_norm = staticmethod(layer_norm)
     add_product = staticmethod(add_product)
+    pack_patches = staticmethod(pack_patches.pack_patches)
     rotate = staticmethod(rotate.rotate)
 
     def linear_rotate(

@@ -12,6 +12,7 @@ from services.decoder.engine.batch import Batch
 from services.decoder.engine.graphs import MixedGraphs, StepParts
 from services.decoder.engine.images import find_segments
 from services.decoder.engine.messages import SamplingParams
+from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.runner import RunnerOptions, create_runner, resolve_device
 from services.decoder.engine.sequence import Sequence
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
@@ -316,6 +317,16 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
         harness.finish(sequence)
 
 
+def mixed_graphs(runner: ModelRunner) -> MixedGraphs:
+    """Of none yet."""
+    state = runner._state
+    parts = StepParts(
+        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache,
+        graph_pool=None, capture_stream=None,
+    )  # fmt: skip
+    return MixedGraphs(parts, runner._scratch_row)
+
+
 @pytest.mark.parametrize("lengths", [[1, 1, 9], [12], [30, 2], [1, 40, 3, 3]])
 def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
@@ -328,12 +339,7 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
         "list_work",
         lambda step, captured: np.zeros((step.num_tokens // 64 + len(step.seq_lens), 8), np.int32),
     )
-    state = runner._state
-    parts = StepParts(
-        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache,
-        graph_pool=None, capture_stream=None,
-    )  # fmt: skip
-    graphs = MixedGraphs(parts, runner._scratch_row)
+    graphs = mixed_graphs(runner)
     captured = runner._stage(graphs.scratch(64), graphs)
     step = graphs._padded(step_inputs.HostStep.scratch(lengths, runner._scratch_row), 64)
     staged = runner._stage(step, graphs)
@@ -353,12 +359,7 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
 ) -> None:
     runner = harness.runner
     monkeypatch.setattr(runner._backend, "captures_chunks", lambda step: True)
-    state = runner._state
-    parts = StepParts(
-        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache,
-        graph_pool=None, capture_stream=None,
-    )  # fmt: skip
-    graphs = MixedGraphs(parts, runner._scratch_row)
+    graphs = mixed_graphs(runner)
     monkeypatch.setattr(
         graphs,
         "_capture",

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from services.encoder.engine.patches import pack_plain
 from services.encoder.kernels.ops import PlainOps
-from services.encoder.kernels.pack_patches import pack_patches
 from services.encoder.kernels.triton_ops import TritonOps
 
 PLAIN, FUSED = PlainOps(), TritonOps()
@@ -36,8 +34,8 @@ def check_add_layer_norm(width: int) -> None:
 def check_pack_patches(height: int, width: int) -> None:
     images = torch.randint(0, 256, (3, height * 16, width * 16, 3), dtype=torch.uint8)
     expected, found = torch.empty(2, 3 * height * width, 768)
-    pack_plain(images, height, width, 2, expected)
-    pack_patches(images, height, width, 2, found)
+    PLAIN.pack_patches(images, height, width, 2, expected)
+    FUSED.pack_patches(images, height, width, 2, found)
     assert torch.equal(found, expected)
 
 
