@@ -132,7 +132,14 @@ def test_a_batch_agrees_with_one_alone(dummy: Harness) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=1.0, top_k=20, presence_penalty=1.5),
+    ],
+)
 def test_execute_waits_for_nothing(dummy: Harness, params: SamplingParams) -> None:
     running = [dummy.start(ids, row, params) for row, ids in enumerate(prompts(8))]
     for sequence in running:
@@ -154,23 +161,35 @@ def test_execute_waits_for_nothing(dummy: Harness, params: SamplingParams) -> No
 # Sampling, images, plain path.
 
 
-def test_sampling_agrees_with_the_cpu() -> None:
+@pytest.mark.parametrize("penalized", [False, True])
+def test_sampling_agrees_with_the_cpu(penalized: bool) -> None:
     params = [
-        SamplingParams(temperature=1.0, seed=n, top_k=[0, 20, 2000][n % 3], top_p=[1.0, 0.8][n % 2])
+        SamplingParams(
+            temperature=1.0,
+            seed=n,
+            top_k=[0, 20, 2000][n % 3],
+            top_p=[1.0, 0.8][n % 2],
+            presence_penalty=[0.0, 1.5][penalized and n % 5 == 0],
+        )
         for n in range(96)
     ]
     logits = torch.randn(96, 8192, generator=torch.Generator().manual_seed(0)) * 3
-    results = []
+    results: list[list[list[int]]] = []
     for device, ops in ((torch.device("cpu"), PlainOps()), (GPU, PlainOps()), (GPU, fused())):
         table, staging = SamplingTable(96, 8192), Staging(1 << 20, device)
         for row, one in enumerate(params):
             table.set(row, one)
-        staging.begin()
-        plan = table.plan(np.arange(96), np.zeros(96, np.int64), staging)
-        assert plan is not None
-        staging.upload()
-        sampled = Sampler(96, 8192, device, ops).sample(logits.to(device), plan, staging)
-        results.append(sampled.token_ids.tolist())
+        sampler = Sampler(96, 8192, device, ops)
+        for row in range(96):
+            sampler.start_row(row, [1, 2], list(range(0, 8192, 2)))
+        results.append([])
+        for generated in range(3):
+            staging.begin()
+            plan = table.plan(np.arange(96), np.full(96, generated), staging)
+            assert plan is not None and plan.has_penalties == penalized
+            staging.upload()
+            sampled = sampler.sample(logits.to(device), plan, staging)
+            results[-1].append(sampled.token_ids.tolist())
     assert results[0] == results[1] == results[2]
 
 

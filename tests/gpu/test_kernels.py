@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests import draws
+from tests import draws, penalties
 from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
 
 pytest.importorskip("triton")
@@ -298,3 +298,9 @@ def test_draws_are_those_of_the_distribution(
     elif kind == "far":
         logits = logits * 300 - 5000
     draws.check(fused().draw, logits.to(dtype), draws.ROWS, vocab_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [151_936, 50_001, 40])
+def test_penalties_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> None:
+    penalties.check(fused(), vocab_size, dtype, CUDA)

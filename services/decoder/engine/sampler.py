@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.decoder.engine.sampling import SamplingPlan
+from services.decoder.engine.sampling import SamplingPlan, row_groups
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels.draw_params import DrawParams
+from services.decoder.kernels.draw_params import DrawParams, Penalties
 from services.decoder.kernels.ops import Ops
 
 _ROWS_AT_ONCE = 64  # where all tokens are ranked: a few float64 copies of 64 rows of logits
@@ -46,7 +46,7 @@ class Sampler:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ops: Ops) -> None:
         self._device = device
         self._ops = ops
-        # 2 * times in the completion + (is in the prompt). Host memory is taken when first written.
+        # See Penalties. Host memory is taken when first written.
         self._seen = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
 
     def start_row(self, row: int, prompt_ids: list[int], completion_ids: list[int]) -> None:
@@ -67,16 +67,14 @@ class Sampler:
             staging: where they are.
         """
         floats = staging.device(plan.floats)
-        logits, finite, penalized = raw, None, None
-        if plan.edits is not None or plan.penalized is not None:
-            logits, finite = raw.to(torch.float32, copy=True), _are_finite(raw)
+        logits, finite, penalties = raw, None, None
         if plan.edits is not None:
+            logits, finite = raw.to(torch.float32, copy=True), _are_finite(raw)
             index, ids, values = (self._upload(torch.from_numpy(part)) for part in plan.edits)
             logits.index_put_((index, ids), values, accumulate=True)
-        if plan.penalized is not None:
-            penalized = staging.device(plan.penalized)
-            seen = self._seen[staging.device(plan.rows)[penalized]]
-            logits[penalized] = self._penalize(logits[penalized], seen, floats[:, penalized, None])
+        if plan.has_penalties:
+            penalties = Penalties(self._seen, staging.device(plan.rows), floats)
+            logits = self._ops.penalize(logits, penalties)
         params = DrawParams(
             floats, staging.device(plan.top_k), staging.device(plan.uniforms), plan.has_top_k,
             plan.has_top_p, forbids=finite is not None,
@@ -84,58 +82,47 @@ class Sampler:
         token_ids = self._ops.draw(logits, params)
         if token_ids is None:
             finite = _are_finite(raw) if finite is None else finite
-            token_ids = self._draw(logits.float(), floats, plan, staging)
-        if penalized is not None:
-            drawn = token_ids[penalized].long().clamp(min=0)
-            self._seen.index_put_(
-                (staging.device(plan.rows)[penalized], drawn),
-                torch.full_like(penalized, 2, dtype=torch.int32),
-                accumulate=True,
-            )
+            token_ids = self._draw(logits.float(), params, plan)
+        if finite is not None:
+            token_ids = token_ids.masked_fill(~finite, -1)
+        if penalties is not None:
+            self._ops.count_tokens(token_ids, penalties)
         logprobs = None
         if plan.logprobs is not None:
             index = staging.device(plan.logprobs)
             most = min(max(plan.logprob_counts), raw.shape[-1])
             chosen = token_ids[index].long().clamp(min=0)
             logprobs = _logprobs(raw[index].float(), chosen, most)
-        if finite is not None:
-            token_ids = token_ids.masked_fill(~finite, -1)
-        return Sampled(token_ids.to(torch.int32), logprobs)
+        return Sampled(token_ids, logprobs)
 
-    def _penalize(self, logits: Tensor, seen: Tensor, floats: Tensor) -> Tensor:
-        """`[g, V]` logits and `seen`; `[6, g, 1]` floats."""
-        repetition, presence, frequency = floats[3], floats[4], floats[5]
-        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(seen > 0, scaled, logits)
-        count = seen >> 1
-        return logits - frequency * count - presence * (count > 0)
-
-    def _draw(self, logits: Tensor, floats: Tensor, plan: SamplingPlan, staging: Staging) -> Tensor:
-        """`[B]` int64."""
+    def _draw(self, logits: Tensor, params: DrawParams, plan: SamplingPlan) -> Tensor:
+        """`[B]` int32."""
         num_rows, vocab_size = logits.shape
-        token_ids = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
-        uniforms, top_k = staging.device(plan.uniforms), staging.device(plan.top_k)
-        if plan.greedy is not None:
-            index = staging.device(plan.greedy)
-            token_ids[index] = logits[index].argmax(-1)
+        token_ids = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
+        groups = row_groups(plan.host_floats, plan.host_top_k, vocab_size)
+        if len(groups.greedy):
+            index = self._upload(torch.from_numpy(groups.greedy))
+            token_ids[index] = logits[index].argmax(-1).int()
         for group, num_candidates in (
-            (plan.free, 0),
-            (plan.candidates, plan.num_candidates),
-            (plan.sorted, vocab_size),
+            (groups.free, 0),
+            (groups.few, groups.num_candidates),
+            (groups.many, vocab_size),
         ):
-            if group is None:
+            if not len(group):
                 continue
             few = num_candidates and part_width(vocab_size, num_candidates)
-            for index in staging.device(group).split(num_rows if few else _ROWS_AT_ONCE):
-                part, uniform = logits[index], uniforms[index, None]
-                temperature, top_p, min_p = floats[:3, index, None]
+            at_once = num_rows if few else _ROWS_AT_ONCE
+            for index in self._upload(torch.from_numpy(group)).split(at_once):
+                part, uniform = logits[index], params.uniforms[index, None]
+                temperature, top_p, min_p = params.floats[:3, index, None]
                 if num_candidates == 0:
                     drawn = _draw_by_id(part, temperature, min_p, uniform)
                 else:
+                    top_k = params.top_k[index, None]
                     drawn = _draw_by_rank(
-                        part, num_candidates, temperature, min_p, top_k[index, None], top_p, uniform
+                        part, num_candidates, temperature, min_p, top_k, top_p, uniform
                     )
-                token_ids[index] = drawn
+                token_ids[index] = drawn.int()
         return token_ids
 
     def _upload(self, values: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The host's half of sampling: each row's parameters, and a step's plan. Numpy only on the way."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,31 +13,28 @@ GREEDY_TEMPERATURE = 1e-5  # below it, sampling is greedy, as in vLLM
 _TOP_K_STEPS = (32, 128, 1024)  # candidates are taken in these sizes; above, all are sorted
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
 class SamplingPlan:
-    """What the sampler needs on the device for one step of B sampled rows of logits.
-
-    Indices of groups count within the B rows; each row is in exactly one of the first four.
+    """What the sampler needs for one step of B sampled rows of logits; what is staged, on the
+    device.
     """
 
     rows: Staged  # [B] int64: rows of the runner's tables
     floats: Staged  # [6, B] float32, as FLOATS
     top_k: Staged  # [B] int64, vocab_size where off
     uniforms: Staged  # [B] float64 in (0, 1)
+    host_floats: FloatArray  # as `floats`
+    host_top_k: IntArray
     has_top_k: bool  # some row has
     has_top_p: bool
-    greedy: Staged | None = None  # [g] int64
-    free: Staged | None = None  # [g] int64: no truncation by rank
-    candidates: Staged | None = None  # [g] int64: top_k <= num_candidates
-    num_candidates: int = 0
-    sorted: Staged | None = None  # [g] int64: all the vocabulary is sorted
-    penalized: Staged | None = None  # [g] int64
-    logprobs: Staged | None = None  # [g] int64
+    has_penalties: bool
+    logprobs: Staged | None = None  # [g] int64, counting within the B rows
     logprob_indices: list[int] = field(default_factory=list[int])  # the same, on the host
     logprob_counts: list[int] = field(default_factory=list[int])  # top n of each
-    edits: tuple[IntArray, IntArray, npt.NDArray[np.float32]] | None = None  # index, id, addend
+    edits: tuple[IntArray, IntArray, FloatArray] | None = None  # index, id, addend
 
 
 FLOATS = (
@@ -56,7 +54,7 @@ class SamplingTable:
         self._top_logprobs = np.full(num_rows, -1, np.int64)  # -1: none asked for
         self._plain = np.ones(num_rows, np.bool_)  # greedy and nothing else
         self._penalized = np.zeros(num_rows, np.bool_)
-        self._bias: dict[int, tuple[IntArray, npt.NDArray[np.float32]]] = {}
+        self._bias: dict[int, tuple[IntArray, FloatArray]] = {}
         self._stops: dict[int, IntArray] = {}
 
     def set(self, row: int, params: SamplingParams) -> None:
@@ -100,43 +98,35 @@ class SamplingTable:
         if self._plain[rows].all():
             return None
         floats, top_k = self._floats[:, rows], self._top_k[rows]
-        greedy, limited = floats[0] == 0.0, top_k < self._vocab_size
+        drawn = floats[0] > 0.0
         plan = SamplingPlan(
             rows=staging.add(rows),
             floats=staging.add(floats),
             top_k=staging.add(top_k),
             uniforms=staging.add(uniforms(self._seed[rows], generated)),
-            has_top_k=bool((limited & ~greedy).any()),
-            has_top_p=bool(((floats[1] < 1.0) & ~greedy).any()),
+            host_floats=floats,
+            host_top_k=top_k,
+            has_top_k=bool((drawn & (top_k < self._vocab_size)).any()),
+            has_top_p=bool((drawn & (floats[1] < 1.0)).any()),
+            has_penalties=bool(self._penalized[rows].any()),
         )
-        few = limited & (top_k <= _TOP_K_STEPS[-1])
-        free = ~limited & (floats[1] >= 1.0)
-        plan.greedy = _group(greedy, staging)
-        plan.free = _group(~greedy & free, staging)
-        plan.candidates = _group(~greedy & few, staging)
-        if plan.candidates is not None:
-            most = int(top_k[~greedy & few].max())
-            plan.num_candidates = min(
-                next(step for step in _TOP_K_STEPS if step >= most), self._vocab_size
-            )
-        plan.sorted = _group(~greedy & ~free & ~few, staging)
-        plan.penalized = _group(self._penalized[rows], staging)
         counts = self._top_logprobs[rows]
-        plan.logprobs = _group(counts >= 0, staging)
-        plan.logprob_indices = np.flatnonzero(counts >= 0).tolist()
-        plan.logprob_counts = counts[counts >= 0].tolist()
+        asking = np.flatnonzero(counts >= 0)
+        if len(asking):
+            plan.logprobs = staging.add(asking)
+            plan.logprob_indices, plan.logprob_counts = asking.tolist(), counts[asking].tolist()
         plan.edits = self._edits(rows, generated)
         return plan
 
     def _edits(
         self, rows: IntArray, generated: IntArray
-    ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]] | None:
+    ) -> tuple[IntArray, IntArray, FloatArray] | None:
         """What is added to single logits: biases, and -inf to stop ids before min_tokens."""
         if not self._bias and not self._stops:
             return None
         indices: list[IntArray] = []
         ids: list[IntArray] = []
-        values: list[npt.NDArray[np.float32]] = []
+        values: list[FloatArray] = []
         early = generated < self._min_tokens[rows]
         for index, row in enumerate(rows.tolist()):
             if row in self._bias:
@@ -152,6 +142,29 @@ class SamplingTable:
         if not indices:
             return None
         return np.concatenate(indices), np.concatenate(ids), np.concatenate(values)
+
+
+class RowGroups(NamedTuple):
+    """Rows that torch draws from together; each row is in exactly one of the four."""
+
+    greedy: IntArray
+    free: IntArray  # no truncation by rank
+    few: IntArray  # top_k <= num_candidates
+    num_candidates: int
+    many: IntArray  # all the vocabulary is ranked
+
+
+def row_groups(floats: FloatArray, top_k: IntArray, vocab_size: int) -> RowGroups:
+    """See `SamplingPlan`, whose `host_floats` and `host_top_k` these are."""
+    greedy, limited = floats[0] == 0.0, top_k < vocab_size
+    free = ~greedy & ~limited & (floats[1] >= 1.0)
+    few = ~greedy & limited & (top_k <= _TOP_K_STEPS[-1])
+    most = top_k[few].max(initial=1)
+    num_candidates = min(next(step for step in _TOP_K_STEPS if step >= most), vocab_size)
+    return RowGroups(
+        np.flatnonzero(greedy), np.flatnonzero(free), np.flatnonzero(few), num_candidates,
+        np.flatnonzero(~greedy & ~free & ~few),
+    )  # fmt: skip
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: IntArray) -> npt.NDArray[np.float64]:
@@ -170,8 +183,3 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
-
-
-def _group(members: npt.NDArray[np.bool_], staging: Staging) -> Staged | None:
-    indices = np.flatnonzero(members)
-    return staging.add(indices) if len(indices) else None

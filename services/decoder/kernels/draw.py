@@ -5,10 +5,8 @@ A row's tokens lie in parts. What may be drawn is all above a threshold, and so 
 those that are equal to it. It is looked for among all numbers of the logits' type, as integers in
 the same order ("keys"): each launch sums what lies above fifteen of those that are left, and the
 next one finds between which of them it is. First by count, for top_k, then by probability, for
-top_p.
+top_p. A block of a part whose largest logit is below them all is not read again.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -16,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.decoder.kernels.draw_params import DrawParams
+from services.decoder.kernels.launching import launch
 
 _PARTS = 32  # so many for any number of rows, so that a row's sums have one order
 _BLOCK, _WARPS = 512, 4
@@ -28,11 +27,9 @@ _NOTHING, _BY_COUNT, _BY_MASS = (tl.constexpr(n) for n in range(3))  # what a la
 # Numbers of a row that launches leave each other, all float64. Of each part: its largest logit,
 # whose that is, and how many equal the threshold. Then twice, for what is read and what is written:
 # bounds of the threshold, what lies above the upper one and what shall, what top_k has found (a
-# threshold, and how many of those equal to it); and the sums.
+# threshold, and how many of those equal to it); and the sums. Last, each block's largest logit.
 _PEAK, _PEAK_ID, _EQUAL, _STATE = (tl.constexpr(n) for n in range(4))  # times the parts
 _LOW, _HIGH, _ABOVE, _TARGET, _RANK, _EQUALS, _FIELDS = (tl.constexpr(n) for n in range(7))
-
-_compiled: dict[tuple[object, ...], Any] = {}  # kernels, by what decides what they are
 
 
 def draw(logits: Tensor, params: DrawParams) -> Tensor:
@@ -41,46 +38,32 @@ def draw(logits: Tensor, params: DrawParams) -> Tensor:
     assert logits.is_contiguous() and params.floats.is_contiguous()
     shift = _SHIFTS[logits.dtype]
     rounds = -(-(32 - shift) // 4)
-    size = _STATE.value * _PARTS + 2 * (_FIELDS.value + _PARTS * _PIVOTS.value)
+    chunk = -(-vocab_size // _PARTS // 16) * 16
+    blocks = -(-chunk // _BLOCK)
+    size = (_STATE.value + 2 * _PIVOTS.value + blocks) * _PARTS + 2 * _FIELDS.value
     work = torch.empty(num_rows, size, dtype=torch.float64, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    row = (logits, params.floats, params.top_k, work, num_rows, vocab_size)
-    chunk = -(-vocab_size // _PARTS // 16) * 16
-    sizes = {"PARTS": _PARTS, "CHUNK": chunk, "SHIFT": shift, "SIZE": size, "BLOCK": _BLOCK}
+    row = (logits, params.floats, params.top_k, work, num_rows)
+    sizes = {"VOCAB": vocab_size, "PARTS": _PARTS, "CHUNK": chunk, "SHIFT": shift, "SIZE": size}
+    each_block = sizes | {"BLOCK": _BLOCK, "num_warps": _WARPS}
+    a_part = sizes | {"BLOCK": triton.next_power_of_2(chunk), "num_warps": 2 * _WARPS}
     # A row's state, which a program needs first, is to be worth it where there are many.
     each = min(_PARTS, 1 << max(1, num_rows * _PARTS // _PROGRAMS).bit_length() - 1)
-    _launch(_peak_kernel, (num_rows, _PARTS, 1), *row, int(params.forbids), **sizes)
+    launch(_peak_kernel, (num_rows, _PARTS, 1), (*row, int(params.forbids)), **each_block)
     steps = [_BY_COUNT.value] * (rounds if params.has_top_k else 0)
     steps += [_BY_MASS.value] * (rounds if params.has_top_p else 0)
     before, turn = _NOTHING.value, 0
     for turn, now in enumerate(steps, 1):
-        _launch(
+        launch(
             _narrow_kernel, (num_rows, _PARTS // each, 1),
-            *row, before, now, turn & 1, each, FIRST=turn == 1, **sizes,
+            (*row, before, now, turn & 1, each), FIRST=turn == 1, **each_block,
         )  # fmt: skip
         before = now
     turn = (turn + 1) & 1
-    _launch(_weigh_kernel, (num_rows, _PARTS, 1), *row, before, turn, FIRST=not steps, **sizes)
-    sizes["BLOCK"] = triton.next_power_of_2(chunk)
-    _launch(_choose_kernel, (num_rows, 1, 1), *row, params.uniforms, out, turn, **sizes)
+    last = (*row, before, turn)
+    launch(_weigh_kernel, (num_rows, _PARTS, 1), last, FIRST=not steps, **each_block)
+    launch(_choose_kernel, (num_rows, 1, 1), (*row, params.uniforms, out, turn), **a_part)
     return out
-
-
-def _launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, **constants: int) -> None:  # noqa: ANN401
-    """`kernel[grid](...)`, which takes six times as long to find what it compiled before: between
-    two steps of a single sequence, that would be a quarter of the time.
-    """
-    logits, vocab_size = arguments[0], arguments[5]
-    values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-    key = kernel, logits.dtype, vocab_size, *values
-    found = _compiled.get(key)
-    if found is not None and logits.data_ptr() % 16 == 0:
-        found[grid](*arguments, *values)
-        return
-    warps = _WARPS if constants["BLOCK"] == _BLOCK else 2 * _WARPS
-    found = kernel[grid](*arguments, **constants, num_warps=warps)
-    if logits.is_cuda and logits.data_ptr() % 16 == 0:
-        _compiled[key] = found
 
 
 @triton.jit
@@ -117,12 +100,14 @@ def _parameters(floats_ptr, work_ptr, row, num_rows, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _tokens(logits_ptr, row, part, start, vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _tokens(
+    logits_ptr, row, part, start, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     """Ids and logits of a block of a part; behind its end, none that weighs anything."""
     offset = start + tl.arange(0, BLOCK)
     token = part * CHUNK + offset
-    inside = (offset < CHUNK) & (token < vocab_size)
-    place = logits_ptr + row.to(tl.int64) * vocab_size + token
+    inside = (offset < CHUNK) & (token < VOCAB)
+    place = logits_ptr + row.to(tl.int64) * VOCAB + token
     return token, tl.load(place, mask=inside, other=float("-inf")).to(tl.float32), inside
 
 
@@ -139,6 +124,15 @@ def _sums(work_ptr, turn, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _block_peak(
+    work_ptr, part, start, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Where the largest logit of a part's block is."""
+    blocks: tl.constexpr = (CHUNK + BLOCK - 1) // BLOCK
+    return _sums(work_ptr, 2, PARTS) + part * blocks + start // BLOCK
+
+
+@triton.jit
 def _reached(work_ptr, top_k, lowest, PARTS: tl.constexpr, SHIFT: tl.constexpr):
     """A key that k tokens reach, if so many parts have one; else the lowest."""
     one = tl.load(work_ptr + _PEAK * PARTS + tl.arange(0, PARTS)[:, None])
@@ -149,8 +143,8 @@ def _reached(work_ptr, top_k, lowest, PARTS: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def _state(
-    work_ptr, floats_ptr, top_k_ptr, row, num_rows, vocab_size, top, factor, floor, before, now,
-    turn, FIRST: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
+    work_ptr, floats_ptr, top_k_ptr, row, num_rows, top, factor, floor, before, now,
+    turn, FIRST: tl.constexpr, VOCAB: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """A row's state, and top_p. `before`: what the launch before has summed; `now`: and this one;
     `turn`: where this one writes.
@@ -166,7 +160,7 @@ def _state(
         rank, above, equals = lowest, zero, zero
         reached = _reached(work_ptr, top_k, lowest, PARTS, SHIFT)
         low = tl.where(now == _BY_COUNT, reached, lowest)
-        high = tl.where((now == _BY_COUNT) & (top_k >= vocab_size), low + 1, highest)
+        high = tl.where((now == _BY_COUNT) & (top_k >= VOCAB), low + 1, highest)
         target = tl.where(now == _BY_COUNT, top_k.to(tl.float64), -1.0)
     else:
         fields = work_ptr + _STATE * PARTS + (1 - turn) * _FIELDS
@@ -191,15 +185,15 @@ def _state(
             high = new_high
         if (before == _BY_COUNT) & (now != _BY_COUNT):
             # What is off finds its lowest bound.
-            low = tl.where(top_k < vocab_size, low, lowest)
-            rank, equals = low, tl.where(top_k < vocab_size, target - above, 0.0)
+            low = tl.where(top_k < VOCAB, low, lowest)
+            rank, equals = low, tl.where(top_k < VOCAB, target - above, 0.0)
             high, above, target = highest, zero, zero - 1.0
     if (now == _BY_MASS) & (before != _BY_MASS):
         if top_p < 1:
             # All tokens below weigh no more than half of what top_p leaves out: the largest one's
             # weight is 1.
             share = (1.0 - top_p).to(tl.float32)
-            least = top + tl.log2(share / (2.0 * vocab_size)) / factor
+            least = top + tl.log2(share / (2.0 * VOCAB)) / factor
             least = tl.where(share > 1e-4, least, float("-inf"))
             low = tl.maximum(low, tl.minimum(_key(least, SHIFT).to(tl.int64), highest - 1))
         else:
@@ -209,9 +203,9 @@ def _state(
 
 @triton.jit(do_not_specialize=["num_rows", "forbids"])
 def _peak_kernel(
-    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, vocab_size, forbids,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, forbids,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each part's largest logit, and the first token that has it; infinity: it is not finite."""
     row, part = tl.program_id(0), tl.program_id(1)
@@ -220,12 +214,14 @@ def _peak_kernel(
     ids = tl.full([BLOCK], 2147483647, tl.int32)
     broken = tl.zeros([BLOCK], tl.int32)
     for start in range(0, CHUNK, BLOCK):
-        token, logit, inside = _tokens(logits_ptr, row, part, start, vocab_size, CHUNK, BLOCK)
+        token, logit, inside = _tokens(logits_ptr, row, part, start, VOCAB, CHUNK, BLOCK)
         # Nothing else compares below infinity.
         fine = (tl.abs(logit) < float("inf")) | ((forbids > 0) & (logit == float("-inf")))
         broken |= (inside & (fine == 0)).to(tl.int32)
         ids = tl.where((logit > best) | ((ids == 2147483647) & inside), token, ids)
         best = tl.maximum(best, logit)
+        peak_ptr = _block_peak(work_ptr, part, start, PARTS, CHUNK, BLOCK)
+        tl.store(peak_ptr, tl.max(logit).to(tl.float64))
     top = tl.max(best)
     found = tl.min(tl.where(best == top, ids, 2147483647))
     top = tl.where(tl.max(broken) > 0, float("inf"), top)
@@ -235,17 +231,17 @@ def _peak_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "before", "now", "turn", "num_parts"])
 def _narrow_kernel(
-    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, vocab_size, before, now, turn, num_parts,
-    FIRST: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, before, now, turn, num_parts,
+    FIRST: tl.constexpr, VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums of some parts' tokens above each pivot, or how many there are."""
     row, first = tl.program_id(0), tl.program_id(1) * num_parts
     work_ptr += row.to(tl.int64) * SIZE
     top, factor, floor = _parameters(floats_ptr, work_ptr, row, num_rows, PARTS)
     low, high, above, target, rank, equals, _ = _state(
-        work_ptr, floats_ptr, top_k_ptr, row, num_rows, vocab_size, top, factor, floor, before, now,
-        turn, FIRST, PARTS, SHIFT,
+        work_ptr, floats_ptr, top_k_ptr, row, num_rows, top, factor, floor, before, now,
+        turn, FIRST, VOCAB, PARTS, SHIFT,
     )  # fmt: skip
     if first == 0:
         fields = work_ptr + _STATE * PARTS + turn * _FIELDS
@@ -258,25 +254,29 @@ def _narrow_kernel(
     if (high - low > 1) | (target < 0):
         pivot = tl.arange(0, _PIVOTS)
         places = tl.where(pivot == _PIVOTS - 1, rank + 1, _pivots(low, high)).to(tl.int32)
+        # What is above `rank` is only asked for as long as there is no target.
+        least = tl.where(target < 0, tl.minimum(low, rank + 1), low)
         for part in range(first, first + num_parts):
             sums = tl.zeros([_PIVOTS, BLOCK], tl.float32)  # a thread has all pivots
             for start in range(0, CHUNK, BLOCK):
-                _token, logit, inside = _tokens(
-                    logits_ptr, row, part, start, vocab_size, CHUNK, BLOCK
-                )
-                weight = tl.where(logit >= floor, tl.exp2((logit - top) * factor), 0.0)
-                weight = tl.where(now == _BY_MASS, weight, tl.where(inside, 1.0, 0.0))
-                over = _key(logit, SHIFT)[None, :] >= places[:, None]
-                sums += tl.where(over, weight[None, :], 0.0)
+                peak = tl.load(_block_peak(work_ptr, part, start, PARTS, CHUNK, BLOCK))
+                if _key(peak.to(tl.float32), SHIFT) >= least:
+                    _token, logit, inside = _tokens(
+                        logits_ptr, row, part, start, VOCAB, CHUNK, BLOCK
+                    )
+                    weight = tl.where(logit >= floor, tl.exp2((logit - top) * factor), 0.0)
+                    weight = tl.where(now == _BY_MASS, weight, tl.where(inside, 1.0, 0.0))
+                    over = _key(logit, SHIFT)[None, :] >= places[:, None]
+                    sums += tl.where(over, weight[None, :], 0.0)
             place = _sums(work_ptr, turn, PARTS) + part * _PIVOTS + pivot
             tl.store(place, tl.sum(sums, axis=1).to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["num_rows", "before", "turn"])
 def _weigh_kernel(
-    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, vocab_size, before, turn,
-    FIRST: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, before, turn,
+    FIRST: tl.constexpr, VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The threshold and how many of those equal to it are kept; of a part what is above, and how
     many are equal.
@@ -285,8 +285,8 @@ def _weigh_kernel(
     work_ptr += row.to(tl.int64) * SIZE
     top, factor, floor = _parameters(floats_ptr, work_ptr, row, num_rows, PARTS)
     low, _, above, target, rank, equals, top_p = _state(
-        work_ptr, floats_ptr, top_k_ptr, row, num_rows, vocab_size, top, factor, floor, before,
-        turn * 0, turn, FIRST, PARTS, SHIFT,
+        work_ptr, floats_ptr, top_k_ptr, row, num_rows, top, factor, floor, before,
+        turn * 0, turn, FIRST, VOCAB, PARTS, SHIFT,
     )  # fmt: skip
     weight = _weight_at(low, top, factor, floor, SHIFT)
     wanted = tl.maximum(tl.ceil((target - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
@@ -301,20 +301,22 @@ def _weigh_kernel(
     mass, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
     least = threshold.to(tl.int32)
     for start in range(0, CHUNK, BLOCK):
-        _token, logit, inside = _tokens(logits_ptr, row, part, start, vocab_size, CHUNK, BLOCK)
-        key = _key(logit, SHIFT)
-        kept = logit >= floor
-        mass += tl.where(kept & (key > least), tl.exp2((logit - top) * factor), 0.0)
-        count += tl.where(kept & inside & (key == least), 1, 0)
+        peak = tl.load(_block_peak(work_ptr, part, start, PARTS, CHUNK, BLOCK))
+        if _key(peak.to(tl.float32), SHIFT) >= least:
+            _token, logit, inside = _tokens(logits_ptr, row, part, start, VOCAB, CHUNK, BLOCK)
+            key = _key(logit, SHIFT)
+            kept = logit >= floor
+            mass += tl.where(kept & (key > least), tl.exp2((logit - top) * factor), 0.0)
+            count += tl.where(kept & inside & (key == least), 1, 0)
     tl.store(_sums(work_ptr, turn, PARTS) + part, tl.sum(mass).to(tl.float64))
     tl.store(work_ptr + _EQUAL * PARTS + part, tl.sum(count).to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["num_rows", "turn"])
 def _choose_kernel(
-    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, vocab_size, uniforms_ptr, out_ptr, turn,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, floats_ptr, top_k_ptr, work_ptr, num_rows, uniforms_ptr, out_ptr, turn,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The part that the draw falls into, and its token there; -1: the row is not finite."""
     row = tl.program_id(0)
@@ -337,7 +339,7 @@ def _choose_kernel(
         part = tl.minimum(tl.sum((ends <= wanted).to(tl.int32)), last)
         rest = wanted - tl.sum(tl.where(each == part, ends - mass, 0.0))
         left = tl.sum(tl.where(each == part, room, 0.0))
-        token, logit, inside = _tokens(logits_ptr, row, part, 0, vocab_size, CHUNK, BLOCK)
+        token, logit, inside = _tokens(logits_ptr, row, part, 0, VOCAB, CHUNK, BLOCK)
         key, least = _key(logit, SHIFT), threshold.to(tl.int32)
         equal = inside & (key == least)
         nth = tl.cumsum(equal.to(tl.int32))
@@ -346,9 +348,9 @@ def _choose_kernel(
         kept &= weights > 0
         found = tl.min(tl.where(kept & (tl.cumsum(weights) > rest), token, 2147483647))
         final = tl.max(tl.where(kept, token, 0))
-        tl.store(out_ptr + row, tl.where(found < vocab_size, found, final))
+        tl.store(out_ptr + row, tl.where(found < VOCAB, found, final))
     else:
         peak = tl.load(work_ptr + _PEAK * PARTS + each)
         ids = tl.load(work_ptr + _PEAK_ID * PARTS + each)
         best = tl.min(tl.where(peak == tl.max(peak), ids, 2147483647.0))
-        tl.store(out_ptr + row, tl.minimum(best, vocab_size - 1.0).to(tl.int32))
+        tl.store(out_ptr + row, tl.minimum(best, VOCAB - 1.0).to(tl.int32))

@@ -1,4 +1,4 @@
-"""What a draw is told, whoever makes it."""
+"""What a draw is told, and what comes before it, whoever makes them."""
 
 from typing import NamedTuple
 
@@ -22,3 +22,19 @@ class DrawParams(NamedTuple):
     has_top_k: bool
     has_top_p: bool
     forbids: bool
+
+
+class Penalties(NamedTuple):
+    """What rows have seen, and what it costs them.
+
+    Attributes:
+        seen: `[rows of the runner's tables, vocab_size]` int32: 2 * times in the completion + (is
+            in the prompt).
+        rows: `[B]` int64: whose tables the rows' are; of those with penalties, no two are the same.
+        floats: `[6, B]` float32: `DrawParams.floats`, then repetition, presence and frequency
+            penalties (1, 0 and 0: none).
+    """
+
+    seen: Tensor
+    rows: Tensor
+    floats: Tensor

@@ -11,7 +11,7 @@ from services.common.model_config import TextConfig
 from services.common.nn import layers
 from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
-from services.decoder.kernels.draw_params import DrawParams
+from services.decoder.kernels.draw_params import DrawParams, Penalties
 from services.decoder.models.rope import (
     HeadTransform,
     InterleavedMRope,
@@ -123,6 +123,20 @@ class Ops(Protocol):
         """
         ...
 
+    def penalize(self, logits: Tensor, penalties: Penalties) -> Tensor:
+        """Repetition penalty over prompt and completion, frequency and presence penalty over the
+        completion, in float32.
+
+        Args:
+            logits: `[B, vocab_size]`, contiguous; left as they are.
+            penalties: of the same rows.
+        """
+        ...
+
+    def count_tokens(self, token_ids: Tensor, penalties: Penalties) -> None:
+        """Rows with penalties have seen these, `[B]` int32; below zero: none."""
+        ...
+
     def draw(self, logits: Tensor, params: DrawParams) -> Tensor | None:
         """A token for each row of logits `[B, vocab_size]`, contiguous, as `engine.sampler` says;
         None: not done.
@@ -169,6 +183,31 @@ def greedy(logits: Tensor) -> Tensor:
     """See Ops."""
     finite = torch.isfinite(logits.sum(-1, dtype=torch.float32))
     return logits.argmax(-1).masked_fill(~finite, -1).to(torch.int32)
+
+
+def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
+    """See Ops."""
+    logits = logits.to(torch.float32, copy=True)
+    index = _penalized(penalties)
+    chosen, seen = logits[index], penalties.seen[penalties.rows[index]]
+    repetition, presence, frequency = penalties.floats[3:, index, None]
+    scaled = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+    chosen, count = torch.where(seen > 0, scaled, chosen), seen >> 1
+    logits[index] = chosen - frequency * count - presence * (count > 0)
+    return logits
+
+
+def count_tokens(token_ids: Tensor, penalties: Penalties) -> None:
+    """See Ops."""
+    index = _penalized(penalties)
+    index = index[token_ids[index] >= 0]
+    penalties.seen[penalties.rows[index], token_ids[index].long()] += 2
+
+
+def _penalized(penalties: Penalties) -> Tensor:
+    """Places of those rows that have penalties."""
+    repetition, presence, frequency = penalties.floats[3:]
+    return ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero().squeeze(1)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -230,6 +269,8 @@ class PlainOps:
     pick_tokens = staticmethod(pick_tokens)
     rope_and_rows = staticmethod(rope_and_rows)
     greedy = staticmethod(greedy)
+    penalize = staticmethod(penalize)
+    count_tokens = staticmethod(count_tokens)
     linear = staticmethod(linear)
     norm_linear = staticmethod(norm_linear)
     norm_swiglu = staticmethod(norm_swiglu)

@@ -9,6 +9,7 @@ from services.decoder.kernels import (
     draw,
     few_tokens,
     greedy,
+    penalties,
     prompt_heads,
     prompt_swiglu,
     qk_rope_cache,
@@ -32,6 +33,8 @@ class TritonOps:
     qk_rope_cache = staticmethod(qk_rope_cache.qk_rope_cache)
     greedy = staticmethod(greedy.greedy)
     draw = staticmethod(draw.draw)
+    penalize = staticmethod(penalties.penalize)
+    count_tokens = staticmethod(penalties.count_tokens)
     linear_parts = staticmethod(small_batch.linear_parts)
     linear = staticmethod(few_tokens.linear)
     norm_linear = staticmethod(few_tokens.norm_linear)

@@ -18,6 +18,7 @@ from services.decoder.kernels import (
     draw,
     few_tokens,
     greedy,
+    penalties,
     prompt_swiglu,
     silu_mul,
     small_batch,
@@ -29,6 +30,7 @@ from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
 from services.decoder.models.rope import HeadTransform, InterleavedMRope
 from tests import draws
+from tests import penalties as penalties_agree
 
 PLAIN = PlainOps()
 BLOCK_SIZE, EPS = 16, 1e-6
@@ -216,9 +218,11 @@ def check_draws() -> None:
 
 
 class Drawing(PlainOps):
-    """Plain but for the draw."""
+    """Plain but for the draw and what comes before it."""
 
     draw = staticmethod(draw.draw)
+    penalize = staticmethod(penalties.penalize)
+    count_tokens = staticmethod(penalties.count_tokens)
 
 
 def check_sampler(logits: Tensor, params: list[SamplingParams]) -> None:
@@ -243,6 +247,8 @@ def check_sampler(logits: Tensor, params: list[SamplingParams]) -> None:
 
 if __name__ == "__main__":
     check_draws()
+    for dtype in (torch.float16, torch.float32):
+        penalties_agree.check(Drawing(), 70, dtype, torch.device("cpu"))
     many = [
         SamplingParams(temperature=0.7, top_k=20, top_p=0.8, seed=1),
         SamplingParams(temperature=1.2, top_p=0.95, min_p=0.1, seed=2, top_logprobs=1),
@@ -252,7 +258,9 @@ if __name__ == "__main__":
     broken[1, 9] = torch.nan
     check_sampler(broken, many)
     liked = SamplingParams(temperature=1.0, top_k=5, presence_penalty=0.5, logit_bias={7: 2.0})
-    check_sampler(torch.randn(3, 60).half() * 3, [liked, *many[1:]])
+    rare = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.4, seed=3)
+    check_sampler(torch.randn(3, 60).half() * 3, [liked, rare, many[2]])
+    check_sampler(torch.randn(3, 60).half() * 3, [rare, *many[1:]])
     check_prompt(130, 128, 256)
     for count in (1, 2):
         check_products(count, 100, 24)
