@@ -26,10 +26,13 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _NOTHING, _BY_COUNT, _BY_MASS = (tl.constexpr(n) for n in range(3))  # what a launch sums
 # Numbers of a row that launches leave each other, all float64. Of each part: its largest logit,
 # whose that is, and how many equal the threshold. Then twice, for what is read and what is written:
-# bounds of the threshold, what lies above the upper one and what shall, what top_k has found (a
-# threshold, and how many of those equal to it); and the sums. Last, each block's largest logit.
+# bounds of the threshold, what lies above the upper one, what shall and what lies above the lower
+# one, what top_k has found (a threshold, and how many of those equal to it); and the sums. Last,
+# each block's largest logit. What is at a bound counts as above it.
 _PEAK, _PEAK_ID, _EQUAL, _STATE = (tl.constexpr(n) for n in range(4))  # times the parts
-_LOW, _HIGH, _ABOVE, _TARGET, _RANK, _EQUALS, _FIELDS = (tl.constexpr(n) for n in range(7))
+_LOW, _HIGH, _ABOVE, _TARGET, _REACHED, _RANK, _EQUALS, _FIELDS = (
+    tl.constexpr(n) for n in range(8)
+)
 
 
 def draw(logits: Tensor, params: DrawParams) -> Tensor:
@@ -142,6 +145,26 @@ def _reached(work_ptr, top_k, lowest, PARTS: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _narrowed(sums_ptr, low, high, above, target, reached, rest, top_p, PARTS: tl.constexpr):
+    """Bounds, what lies above each of them, and what shall, by what the launch before has summed;
+    `rest`: mass of those equal to what top_k has found.
+    """
+    part, pivot = tl.arange(0, PARTS)[:, None], tl.arange(0, _PIVOTS)
+    sums = tl.sum(tl.load(sums_ptr + part * _PIVOTS + pivot[None, :]), axis=0)
+    # Top_p of all that top_k and min_p keep.
+    total = tl.max(tl.where(pivot == _PIVOTS - 1, sums, 0.0)) + rest
+    target = tl.where(target < 0, total * top_p, target)
+    places, inner = _pivots(low, high), pivot < _PIVOTS - 1
+    short, enough = inner & (sums < target), inner & (sums >= target)
+    new_high = tl.minimum(high, tl.min(tl.where(short, places, high)))
+    over = tl.max(tl.where(short & (places == new_high), sums, 0.0))
+    above = tl.where(new_high < high, over, above)
+    reached = tl.minimum(reached, tl.min(tl.where(enough, sums, float("inf"))))
+    low = tl.maximum(low, tl.max(tl.where(enough, places, low)))
+    return low, new_high, above, target, reached
+
+
+@triton.jit
 def _state(
     work_ptr, floats_ptr, top_k_ptr, row, num_rows, top, factor, floor, before, now,
     turn, FIRST: tl.constexpr, VOCAB: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
@@ -149,17 +172,19 @@ def _state(
     """A row's state, and top_p. `before`: what the launch before has summed; `now`: and this one;
     `turn`: where this one writes.
 
-    A target below zero is not known yet. Bounds that are one apart have nothing between them.
+    A target below zero is not known yet. Bounds that are one apart have nothing between them; all
+    above the lower one is kept as soon as that is known to be right.
     """
     lowest = tl.full([], _LOWEST >> SHIFT, tl.int64)
     highest = _key(top, SHIFT).to(tl.int64) + 1
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(floats_ptr + num_rows + row).to(tl.float64)
     zero = top_p * 0.0
+    reached = zero + float("inf")  # not known
     if FIRST:
         rank, above, equals = lowest, zero, zero
-        reached = _reached(work_ptr, top_k, lowest, PARTS, SHIFT)
-        low = tl.where(now == _BY_COUNT, reached, lowest)
+        found = _reached(work_ptr, top_k, lowest, PARTS, SHIFT)
+        low = tl.where(now == _BY_COUNT, found, lowest)
         high = tl.where((now == _BY_COUNT) & (top_k >= VOCAB), low + 1, highest)
         target = tl.where(now == _BY_COUNT, top_k.to(tl.float64), -1.0)
     else:
@@ -168,26 +193,23 @@ def _state(
         high = tl.load(fields + _HIGH).to(tl.int64)
         above, target = tl.load(fields + _ABOVE), tl.load(fields + _TARGET)
         rank, equals = tl.load(fields + _RANK).to(tl.int64), tl.load(fields + _EQUALS)
+        reached = tl.load(fields + _REACHED)
         if (high - low > 1) | (target < 0):
-            part, pivot = tl.arange(0, PARTS)[:, None], tl.arange(0, _PIVOTS)
-            place = _sums(work_ptr, 1 - turn, PARTS) + part * _PIVOTS + pivot[None, :]
-            sums = tl.sum(tl.load(place), axis=0)
-            # Top_p of all that top_k and min_p keep.
-            total = tl.max(tl.where(pivot == _PIVOTS - 1, sums, 0.0))
-            total += equals * _weight_at(rank, top, factor, floor, SHIFT)
-            target = tl.where(target < 0, total * top_p, target)
-            places, inner = _pivots(low, high), pivot < _PIVOTS - 1
-            short = inner & (sums < target)
-            new_high = tl.minimum(high, tl.min(tl.where(short, places, high)))
-            over = tl.max(tl.where(short & (places == new_high), sums, 0.0))
-            above = tl.where(new_high < high, over, above)
-            low = tl.maximum(low, tl.max(tl.where(inner & (sums >= target), places, low)))
-            high = new_high
+            rest = equals * _weight_at(rank, top, factor, floor, SHIFT)
+            low, high, above, target, reached = _narrowed(
+                _sums(work_ptr, 1 - turn, PARTS), low, high, above, target, reached, rest, top_p,
+                PARTS,
+            )  # fmt: skip
+            # By count, as many as shall be lie above the lower bound. By mass, a single token is
+            # between, since each one there weighs as much as one at the lower bound.
+            single = reached - above < 1.5 * _weight_at(low, top, factor, floor, SHIFT)
+            if tl.where(before == _BY_COUNT, reached == target, single):
+                low, high, above = low - 1, low, reached
         if (before == _BY_COUNT) & (now != _BY_COUNT):
             # What is off finds its lowest bound.
             low = tl.where(top_k < VOCAB, low, lowest)
             rank, equals = low, tl.where(top_k < VOCAB, target - above, 0.0)
-            high, above, target = highest, zero, zero - 1.0
+            high, above, target, reached = highest, zero, zero - 1.0, zero + float("inf")
     if (now == _BY_MASS) & (before != _BY_MASS):
         if top_p < 1:
             # All tokens below weigh no more than half of what top_p leaves out: the largest one's
@@ -198,7 +220,7 @@ def _state(
             low = tl.maximum(low, tl.minimum(_key(least, SHIFT).to(tl.int64), highest - 1))
         else:
             high, target = low + 1, zero
-    return low, high, above, target, rank, equals, top_p
+    return low, high, above, target, reached, rank, equals, top_p
 
 
 @triton.jit(do_not_specialize=["num_rows", "forbids"])
@@ -239,7 +261,7 @@ def _narrow_kernel(
     row, first = tl.program_id(0), tl.program_id(1) * num_parts
     work_ptr += row.to(tl.int64) * SIZE
     top, factor, floor = _parameters(floats_ptr, work_ptr, row, num_rows, PARTS)
-    low, high, above, target, rank, equals, _ = _state(
+    low, high, above, target, reached, rank, equals, _ = _state(
         work_ptr, floats_ptr, top_k_ptr, row, num_rows, top, factor, floor, before, now,
         turn, FIRST, VOCAB, PARTS, SHIFT,
     )  # fmt: skip
@@ -249,6 +271,7 @@ def _narrow_kernel(
         tl.store(fields + _HIGH, high.to(tl.float64))
         tl.store(fields + _ABOVE, above)
         tl.store(fields + _TARGET, target)
+        tl.store(fields + _REACHED, reached)
         tl.store(fields + _RANK, rank.to(tl.float64))
         tl.store(fields + _EQUALS, equals)
     if (high - low > 1) | (target < 0):
@@ -284,13 +307,13 @@ def _weigh_kernel(
     row, part = tl.program_id(0), tl.program_id(1)
     work_ptr += row.to(tl.int64) * SIZE
     top, factor, floor = _parameters(floats_ptr, work_ptr, row, num_rows, PARTS)
-    low, _, above, target, rank, equals, top_p = _state(
+    low, _, above, target, _, rank, equals, top_p = _state(
         work_ptr, floats_ptr, top_k_ptr, row, num_rows, top, factor, floor, before,
         turn * 0, turn, FIRST, VOCAB, PARTS, SHIFT,
     )  # fmt: skip
     weight = _weight_at(low, top, factor, floor, SHIFT)
     wanted = tl.maximum(tl.ceil((target - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
-    wanted = tl.where(weight > 0, wanted, 1e9)
+    wanted = tl.where(above < target, tl.where(weight > 0, wanted, 1e9), 0.0)
     wanted = tl.where(low == rank, tl.minimum(wanted, equals), wanted)
     by_mass = (before == _BY_MASS) & (top_p < 1)
     threshold, most = tl.where(by_mass, low, rank), tl.where(by_mass, wanted, equals)

@@ -49,7 +49,7 @@ def _penalties(floats_ptr, index, num_rows, inside):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _penalize_kernel(
-    logits_ptr, seen_ptr, rows_ptr, floats_ptr, out_ptr, num_rows, VOCAB: tl.constexpr,
+    logits_ptr, seen_ptr, rows_ptr, floats_ptr, penalized_ptr, num_rows, VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
@@ -65,7 +65,7 @@ def _penalize_kernel(
         scaled = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
         logit = tl.where(seen > 0, scaled, logit)
         logit = logit - frequency * count - tl.where(count > 0, presence, 0.0)
-    tl.store(out_ptr + place, logit, mask=inside)
+    tl.store(penalized_ptr + place, logit, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

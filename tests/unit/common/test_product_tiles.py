@@ -17,7 +17,7 @@ from services.common.nn import launches, product_tiles
 from services.decoder.kernels import prompt_heads
 from services.decoder.models.rope import HeadTransform
 from services.encoder.kernels import linear_rotate
-from tests.gluon_compiler import compile_for_hopper, copies_see_their_barriers
+from tests.hopper_compiler import compile_for_hopper, copies_see_their_barriers
 
 SHARED_MEMORY = 227 << 10  # of a Hopper processor
 REGISTERS = 64 << 10

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from services.decoder.kernels import prompt_attention
 from services.decoder.kernels.prompt_attention import PromptAttention, PromptChunk
 from services.decoder.kernels.prompt_kernel import prompt_kernel
-from tests.gluon_compiler import compile_for_hopper, copies_see_their_barriers
+from tests.hopper_compiler import compile_for_hopper, copies_see_their_barriers
 
 HEADS = 4
 SHARED_MEMORY = 227 << 10  # of a Hopper processor

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from services.encoder.attention import hopper
 from services.encoder.attention.hopper import count_blocks, list_items
 from services.encoder.kernels.segment_kernel import segment_kernel
-from tests.gluon_compiler import compile_for_hopper, copies_see_their_barriers
+from tests.hopper_compiler import compile_for_hopper, copies_see_their_barriers
 
 SHARED_MEMORY = 227 << 10  # of a Hopper processor
 

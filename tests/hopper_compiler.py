@@ -1,10 +1,11 @@
-"""Compiles Gluon's kernels for a GPU that need not be there."""
+"""Compiles kernels of Triton and Gluon for a GPU that need not be there."""
 
 import re
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 
@@ -20,7 +21,7 @@ def compile_for_hopper(
         for name, kind in signature.items()
         if kind.startswith("*")
     }
-    source = GluonASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         {**signature, **dict.fromkeys(constants, "constexpr")},
         {(names.index(name),): value for name, value in constants.items()},
