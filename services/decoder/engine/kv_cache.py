@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# What the device holds beside torch's memory (context, libraries) and will hold (graphs).
-_RESERVED_BYTES = 1 << 30
+# What the device holds beside torch's memory: context, libraries, kernels, what graphs consist of.
+_RESERVED_BYTES = 5 << 28
 _SPARE_BYTES = 256 << 20  # never taken from what is free now: other processes breathe, too
 
 
@@ -45,17 +45,24 @@ def count_blocks(shape: KVCacheShape, budget_bytes: int, max_model_len: int) -> 
     return num_blocks
 
 
-def device_budget(device: torch.device, memory_fraction: float) -> int:
-    """Bytes a GPU's pool may take: the process's share of the card less what it uses at its peak.
+def device_budget(device: torch.device, memory_fraction: float, forward_peak: int) -> int:
+    """Bytes a GPU's pool may take: the process's share of the card less what it uses at its peak
+    and what graphs hold between their replays, no more than a forward of the largest step.
 
-    To be asked after a forward of the largest step, and before the pool is there. Other processes
-    on the card have their own shares; what is not free cannot be taken whatever the shares say.
+    To be asked after that step, and before the pool is there. Other processes on the card have
+    their own shares; what is not free cannot be taken whatever the shares say.
+
+    Args:
+        device: a GPU.
+        memory_fraction: the share.
+        forward_peak: bytes reserved at most until the step's forward was done.
     """
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    share = int(total * memory_fraction) - peak - _RESERVED_BYTES
     in_use = torch.cuda.memory_reserved(device)
+    peak += forward_peak - in_use
+    share = int(total * memory_fraction) - peak - _RESERVED_BYTES
     return min(share, free - (peak - in_use) - _SPARE_BYTES)
 
 

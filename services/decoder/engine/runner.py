@@ -82,7 +82,6 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     dtype = resolve_dtype(options.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.reset_peak_memory_stats(device)
     backend = create_backend(
         options.attention_backend, _sizes(config, options, wanted or limit), device, dtype
     )
@@ -184,15 +183,14 @@ def _info(config: ModelConfig, options: RunnerOptions, dtype: torch.dtype) -> Ru
 
 
 def _budget(
-    options: RunnerOptions, device: torch.device, run_largest_step: Callable[[], None]
+    options: RunnerOptions, device: torch.device, run_largest_step: Callable[[], int]
 ) -> int:
     """Bytes for the KV pool."""
     if options.kv_cache_bytes is not None:
         return options.kv_cache_bytes
     if device.type != "cuda":
         return _CPU_KV_CACHE_BYTES
-    run_largest_step()
-    return kv_cache.device_budget(device, options.memory_fraction)
+    return kv_cache.device_budget(device, options.memory_fraction, run_largest_step())
 
 
 def _log_ready(
@@ -209,12 +207,17 @@ def _log_ready(
     logger.info("runner is ready", extra={"fields": fields})
 
 
-def _run_largest_step(runner: ModelRunner) -> None:
+def _run_largest_step(runner: ModelRunner) -> int:
+    """Returns the bytes reserved at most before it samples. Loading is not counted."""
     info = runner.info
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     ones = min(info.max_num_sequences, info.max_batched_tokens) - 1
     runner.forward_scratch([1] * ones + [info.max_batched_tokens - ones])
+    forward_peak = torch.cuda.max_memory_reserved()
     runner.sample_scratch(info.max_num_sequences)
     torch.cuda.synchronize()
+    return forward_peak
 
 
 def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) -> None:
