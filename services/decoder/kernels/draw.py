@@ -136,7 +136,7 @@ def _block_peak(
 
 
 @triton.jit
-def _reached(work_ptr, top_k, lowest, PARTS: tl.constexpr, SHIFT: tl.constexpr):
+def _lower_bound(work_ptr, top_k, lowest, PARTS: tl.constexpr, SHIFT: tl.constexpr):
     """A key that k tokens reach, if so many parts have one; else the lowest."""
     one = tl.load(work_ptr + _PEAK * PARTS + tl.arange(0, PARTS)[:, None])
     other = tl.load(work_ptr + _PEAK * PARTS + tl.arange(0, PARTS)[None, :])
@@ -183,7 +183,7 @@ def _state(
     reached = zero + float("inf")  # not known
     if FIRST:
         rank, above, equals = lowest, zero, zero
-        found = _reached(work_ptr, top_k, lowest, PARTS, SHIFT)
+        found = _lower_bound(work_ptr, top_k, lowest, PARTS, SHIFT)
         low = tl.where(now == _BY_COUNT, found, lowest)
         high = tl.where((now == _BY_COUNT) & (top_k >= VOCAB), low + 1, highest)
         target = tl.where(now == _BY_COUNT, top_k.to(tl.float64), -1.0)
