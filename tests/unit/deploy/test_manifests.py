@@ -20,7 +20,7 @@ from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
 
 ROOT = Path(__file__).resolve().parents[3]
 K8S = ROOT / "deploy" / "k8s"
-VARIANTS = ("base", "overlays/local", "overlays/gpu")
+VARIANTS = ("base", "overlays/local", "overlays/gpu", "overlays/gpu-shared-kernels")
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "gateway": GatewaySettings,
     "encoder": EncoderSettings,
@@ -252,6 +252,27 @@ def test_the_gpu_overlay_gives_a_gpu_to_the_engines_only() -> None:
     assert found == {"gateway": None, "encoder": "1", "decoder": "1", "redis": None}
 
 
+def test_engines_share_what_they_compile_where_triton_keeps_it() -> None:
+    resources = render(K8S / "overlays/gpu-shared-kernels")
+    assert of_kind(resources, "PersistentVolumeClaim").keys() == {"model", "kernels"}
+    for name, pod in pods(resources).items():
+        claims = {
+            volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+            for volume in pod["spec"]["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        mounts = {m["name"]: m["mountPath"] for m in container_of(pod)["volumeMounts"]}
+        shared = name in ("encoder", "decoder")
+        assert (claims.get("kernels") == "kernels") == shared
+        if shared:
+            home = mounts["cache"]  # the image's user has it as its home
+            dockerfile = (ROOT / "services" / name / "Dockerfile").read_text()
+            assert "--create-home triptych" in dockerfile and home == "/home/triptych"
+            assert mounts["kernels"] == f"{home}/.triton"
+            # The volume is the group's, which the process is a member of.
+            assert pod["spec"]["securityContext"]["fsGroup"] == 10001
+
+
 def test_pods_are_restricted(resources: list[Resource]) -> None:
     for pod in pods(resources).values():
         context = pod["spec"]["securityContext"]
@@ -290,11 +311,11 @@ def test_mounts_have_volumes_and_claims_exist(resources: list[Resource]) -> None
         mounts = {m["name"]: m["mountPath"] for m in container_of(pod).get("volumeMounts", ())}
         assert mounts.keys() == volumes.keys()
         for volume in volumes.values():
-            if claim := volume.get("persistentVolumeClaim"):
-                assert claim["claimName"] in claims
-                assert (
-                    mounts[volume["name"]] == environment(resources, pod)[f"{name.upper()}_MODEL"]
-                )
+            claim = volume.get("persistentVolumeClaim")
+            assert claim is None or claim["claimName"] in claims
+            if volume["name"] == "model":
+                model = environment(resources, pod)[f"{name.upper()}_MODEL"]
+                assert claim and mounts["model"] == model
 
 
 def test_network_policies_are_the_call_graph(resources: list[Resource]) -> None:
