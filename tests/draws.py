@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.decoder.engine.messages import SamplingParams
 from services.decoder.kernels.draw_params import DrawParams
 
 _LEAST_SHARE = 5e-6  # sums in float32 leave a share's middle by a hundredth of this
@@ -32,7 +33,9 @@ ROWS = (
 )  # fmt: skip
 
 
-def distribution(logits: npt.NDArray[np.float32], row: Row) -> npt.NDArray[np.float64]:
+def distribution(
+    logits: npt.NDArray[np.float32], row: Row | SamplingParams
+) -> npt.NDArray[np.float64]:
     """Temperature, min_p, top_k, top_p."""
     scaled = logits.astype(np.float64) / row.temperature
     weights = np.exp(scaled - scaled.max())

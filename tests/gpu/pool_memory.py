@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from services.decoder.engine.runner import RunnerOptions, create_runner
+from services.decoder.engine.runner import RunnerOptions, _run_largest_step, create_runner
 from tests.gpu.decoder_2b import GPU, options
 
 
@@ -19,12 +19,10 @@ def main() -> None:
     directory, share, others = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     chosen = options(load_format="dummy", kv_cache_bytes=None, memory_fraction=share)
     runner = create_runner(RunnerOptions(model_directory=directory, **chosen))
-    left = []
-    for step in (False, True):
-        if step:
-            ones = runner.info.max_num_sequences - 1
-            runner.forward_scratch([1] * ones + [runner.info.max_batched_tokens - ones])
-            runner.sample_scratch(runner.info.max_num_sequences)
+    left: list[int] = []
+    for is_ready in (True, False):
+        if not is_ready:
+            _run_largest_step(runner)
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info(GPU)
         left.append(int(total * share) - (total - free - others))

@@ -77,7 +77,7 @@ class Sampler:
             logits = self._ops.penalize(logits, penalties)
         params = DrawParams(
             floats, staging.device(plan.top_k), staging.device(plan.uniforms), plan.has_top_k,
-            plan.has_top_p, forbids=finite is not None,
+            plan.has_top_p, forbids=plan.edits is not None,
         )  # fmt: skip
         token_ids = self._ops.draw(logits, params)
         if token_ids is None:

@@ -187,27 +187,20 @@ def greedy(logits: Tensor) -> Tensor:
 
 def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
     """See Ops."""
-    logits = logits.to(torch.float32, copy=True)
-    index = _penalized(penalties)
-    chosen, seen = logits[index], penalties.seen[penalties.rows[index]]
-    repetition, presence, frequency = penalties.floats[3:, index, None]
-    scaled = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
-    chosen, count = torch.where(seen > 0, scaled, chosen), seen >> 1
-    logits[index] = chosen - frequency * count - presence * (count > 0)
-    return logits
+    logits, seen = logits.float(), penalties.seen[penalties.rows]
+    repetition, presence, frequency = penalties.floats[3:, :, None]
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits, count = torch.where(seen > 0, scaled, logits), seen >> 1
+    return logits - frequency * count - presence * (count > 0)
 
 
 def count_tokens(token_ids: Tensor, penalties: Penalties) -> None:
     """See Ops."""
-    index = _penalized(penalties)
-    index = index[token_ids[index] >= 0]
-    penalties.seen[penalties.rows[index], token_ids[index].long()] += 2
-
-
-def _penalized(penalties: Penalties) -> Tensor:
-    """Places of those rows that have penalties."""
     repetition, presence, frequency = penalties.floats[3:]
-    return ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero().squeeze(1)
+    has_any = (repetition != 1) | (presence != 0) | (frequency != 0)
+    places = penalties.rows, token_ids.clamp(min=0).long()
+    counts = 2 * (has_any & (token_ids >= 0)).int()
+    penalties.seen.index_put_(places, counts, accumulate=True)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

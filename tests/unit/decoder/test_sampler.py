@@ -14,6 +14,7 @@ from services.decoder.engine.sampling import SamplingTable, uniforms
 from services.decoder.engine.staging import Staging
 from services.decoder.kernels.draw_params import DrawParams
 from services.decoder.kernels.ops import PlainOps, greedy
+from tests.draws import distribution
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50
@@ -42,25 +43,6 @@ def draw(params: list[SamplingParams], logits: torch.Tensor, generated: int = 0)
     bench = Bench(params, logits.shape[-1])
     rows = list(range(len(params)))
     return bench.draw(logits, rows, [generated] * len(rows)).token_ids.tolist()
-
-
-def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Probability of each token: temperature, min_p, top_k, top_p, written out."""
-    scaled = logits.astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled.max())
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    kept = [i for i in order if weights[i] >= params.min_p * (1 - 1e-12)]
-    if params.top_k:
-        kept = kept[: params.top_k]
-    total = sum(weights[i] for i in kept)
-    chosen, mass = [], 0.0
-    for i in kept:
-        if mass < params.top_p:
-            chosen.append(i)
-        mass += weights[i] / total
-    out = np.zeros(len(logits))
-    out[chosen] = weights[chosen] / weights[chosen].sum()
-    return out
 
 
 def logits_for(num_rows: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
