@@ -23,6 +23,8 @@ from services.encoder.redis_writer import RedisWriter
 from services.encoder.shared_tier import SharedTier, Wish
 from services.encoder.sources import Grid, SourceStore
 
+_MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
+
 
 @dataclass(slots=True, eq=False)
 class _Flight:
@@ -30,12 +32,14 @@ class _Flight:
 
     Attributes:
         wish: what it is for.
+        patches_ahead: in work when it started, its own included.
         begun: the entry, once the engine writes it.
     """
 
     wish: Wish
     image: bytes
     grid: Grid
+    patches_ahead: int = 0
     waiters: int = 0
     task: asyncio.Task[Encoded] | None = None
     begun: asyncio.Future[ArenaEntry] = field(
@@ -89,6 +93,7 @@ class Embeddings:
         self._sources = SourceStore()
         self._flights: dict[bytes, _Flight] = {}
         self._queued_patches = 0
+        self._s_per_patch = 0.0  # as the last image went; 0: none has yet
         self._arrivals: dict[bytes, set[asyncio.Future[None]]] = {}
 
     def spec_of(self, grid: Grid) -> EmbeddingSpec:
@@ -100,7 +105,7 @@ class Embeddings:
         """Makes the embedding available here or in Redis.
 
         Raises:
-            Overloaded: too much is in work already.
+            Overloaded: too much is in work already; says how long that will take.
             TriptychError: the image's own error, or the engine's.
         """
         entry = self._memory.get(key)
@@ -215,9 +220,12 @@ class Embeddings:
         flight = _Flight(Wish(key, self.spec_of(grid), into_memory), image, grid)
         room = self._max_queued_patches - self._queued_patches
         if flight.num_patches > room:
-            raise Overloaded("too many images are being encoded", retry_after_s=1.0)
+            work_s = self._queued_patches * self._s_per_patch
+            retry_after_s = min(max(work_s, 1.0), _MAX_RETRY_AFTER_S)
+            raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         self._flights[key] = flight
         self._queued_patches += flight.num_patches
+        flight.patches_ahead = self._queued_patches
         flight.task = asyncio.create_task(self._fly(flight))
         flight.task.add_done_callback(lambda task: self._land(flight, task))
         self._show_queue()
@@ -262,6 +270,7 @@ class Embeddings:
             if self._shared is not None:
                 await self._shared.give_up(flight.wish.key, found)
             raise
+        self._s_per_patch = (time.monotonic() - start) / flight.patches_ahead
         try:
             if self._writer is not None:
                 self._writer.put(entry, found)

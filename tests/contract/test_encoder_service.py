@@ -196,6 +196,30 @@ async def test_overload_is_refused_before_any_work() -> None:
         assert (await pod.encode(b"fourth")).source == Response.SOURCE_COMPUTED
 
 
+async def test_who_is_refused_is_told_how_long_the_work_will_take() -> None:
+    async with run_pod(max_queued_patches=200) as pod:
+
+        async def refused(images: list[bytes]) -> float | None:
+            pod.engine.gate.clear()
+            running = [asyncio.ensure_future(pod.encode(image)) for image in images]
+            before = len(pod.engine.jobs)
+            await until(lambda: len(pod.engine.jobs) == before + len(images))
+            error = await failure(pod.encode(b"one more"))
+            pod.engine.gate.set()
+            await asyncio.gather(*running)
+            assert isinstance(error, errors.Overloaded)
+            return error.retry_after_s
+
+        assert await refused([b"1", b"2", b"3"]) == 1  # nothing is known yet
+        pod.engine.gate.clear()
+        slow = asyncio.ensure_future(pod.encode(b"slow"))
+        await until(lambda: len(pod.engine.jobs) == 4)
+        await asyncio.sleep(0.6)
+        pod.engine.gate.set()
+        await slow  # 64 patches in 0.6 s or more
+        assert (await refused([b"4", b"5", b"6"]) or 0) >= 1.8
+
+
 async def test_an_evicted_embedding_is_made_again() -> None:
     async with run_pod(arena_bytes=1 << 20) as pod:  # room for eight of 128 KiB
         grid = (1, 32, 32)
