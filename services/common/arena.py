@@ -102,6 +102,11 @@ class Arena:
         self._entries[key] = entry
         return entry
 
+    def evict_unreferenced(self) -> None:
+        """Makes all the room that can be made now."""
+        for entry in [e for e in self._entries.values() if e.references == 0]:
+            self._drop(entry)
+
     def view(self, entry: ArenaEntry) -> memoryview:
         """The entry's bytes, writable. Release the view before the arena is closed."""
         return memoryview(self.memory)[entry.offset : entry.offset + entry.spec.size_bytes]

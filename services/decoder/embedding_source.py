@@ -195,7 +195,20 @@ class EmbeddingSource:
             self._claims.popleft()
 
     def _try_claim(self, requests: Sequence[ImageRequest]) -> list[_Hold] | None:
-        """A reference to each image's entry, made where there was none; or None, and no change."""
+        """A reference to each image's entry, made where there was none; or None: wait."""
+        holds = self._try_hold_all(requests)
+        if holds is None:
+            # What nobody uses, one of these images perhaps, may lie amid the room for the rest.
+            self.arena.evict_unreferenced()
+            holds = self._try_hold_all(requests)
+        for hold in holds or ():
+            if hold.flight is None:
+                self.observer.embedding_found("memory")
+            else:
+                self.observer.embedding_missed("memory")
+        return holds
+
+    def _try_hold_all(self, requests: Sequence[ImageRequest]) -> list[_Hold] | None:
         holds: list[_Hold] = []
         try:
             for request in requests:
@@ -207,11 +220,6 @@ class EmbeddingSource:
         except InvalidRequest:
             self._undo(holds)
             raise
-        for hold in holds:
-            if hold.flight is None:
-                self.observer.embedding_found("memory")
-            else:
-                self.observer.embedding_missed("memory")
         return holds
 
     def _try_hold(self, request: ImageRequest) -> _Hold | None:

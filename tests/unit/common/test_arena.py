@@ -112,6 +112,11 @@ class ArenaMachine(RuleBasedStateMachine):
             else:
                 del self.held[id(entry)]
 
+    @rule()
+    def evict_unreferenced(self) -> None:
+        self.arena.evict_unreferenced()
+        assert all(e.references for e in self.arena._entries.values())
+
     @invariant()
     def places_are_disjoint_and_complete(self) -> None:
         places = [

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import random
 from collections import Counter
 
 import pytest
@@ -314,6 +315,24 @@ async def test_least_recently_used_images_make_room():
             world.release_all()
         await world.obtain(world.request(1))
         assert world.observer.found == {"encoder": 3, "memory": 2}
+
+
+async def test_what_fits_into_an_empty_arena_is_had_wherever_the_last_ones_lie():
+    """What is there already may lie amid the only room for the rest."""
+    rng = random.Random(0)
+    tokens = {number: 128 * pages for number, pages in enumerate((1, 1, 2, 2, 3, 4, 5))}
+    async with World(pages=8) as world:
+        for _ in range(40):
+            numbers, room = [], 8
+            for number in rng.sample(sorted(tokens), 4):
+                if tokens[number] // 128 <= room:
+                    numbers.append(number)
+                    room -= tokens[number] // 128
+            async with asyncio.timeout(PATIENCE_S):
+                await world.obtain(*(world.request(n, tokens[n]) for n in numbers))
+            world.release_all()
+        world.assert_unreferenced()
+        assert world.observer.found["memory"] > 0
 
 
 async def test_unused_channels_are_closed():
