@@ -1,16 +1,28 @@
 """An engine on a FakeRunner, driven step by step, that notes and checks all that comes out."""
 
+from collections.abc import Iterable
+
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import AddSequence
+from services.decoder.engine.messages import AddSequence, StepDone
 from tests.fake_runner import FakeRunner, expected_tokens, runner_info
 
 KEYS = tuple(bytes([n]) * 32 for n in range(1, 5))
 
 
 class Harness:
-    """An engine with everything that came out of it, and a front that holds image references."""
+    """An engine with everything that came out of it, and a front that holds image references.
 
-    def __init__(self, *, overlap: bool = True, prefix_caching: bool = True, **info: int) -> None:
+    Images that the engine wants once more come `again_after` steps later.
+    """
+
+    def __init__(
+        self,
+        *,
+        overlap: bool = True,
+        prefix_caching: bool = True,
+        again_after: int = 0,
+        **info: int,
+    ) -> None:
         self.runner = FakeRunner(runner_info(**info))
         self.engine = Engine(
             self.runner,
@@ -26,7 +38,11 @@ class Harness:
         self.added: dict[int, AddSequence] = {}
         self._next_offset = 0
         self._idle_steps = 0
-        self._held: dict[int, list[int]] = {}
+        self._held: dict[int, dict[bytes, int]] = {}
+        self._again_after = again_after
+        self._wanted: list[tuple[int, int, bytes]] = []  # step, sequence, key
+        self._now = 0
+        self.num_wanted = 0
 
     def add(self, message: AddSequence, *, images_ready: bool = True) -> None:
         self.added[message.sequence_id] = message
@@ -40,7 +56,9 @@ class Harness:
             return
         self._next_offset += 4096
         self.runner.arena[self._next_offset] = key
-        self._held.setdefault(sequence_id, []).append(self._next_offset)
+        held = self._held.setdefault(sequence_id, {})
+        assert key not in held, "asked for what is there"
+        held[key] = self._next_offset
         self.engine.image_ready(sequence_id, key, self._next_offset)
 
     def step(self) -> None:
@@ -56,16 +74,36 @@ class Harness:
             if event.end is not None:
                 self.ends[event.sequence_id] = event.end.reason
                 self.messages[event.sequence_id] = event.end.message
-                for offset in self._held.pop(event.sequence_id, ()):
-                    # The front may evict now; a step that still reads there sees another image.
-                    self.runner.arena[offset] = b"evicted"
+                self._evict(self._held.pop(event.sequence_id, {}).values())
+        self._serve_images(done)
 
     def run(self, limit: int = 3000) -> None:
         for _ in range(limit):
-            if not self.engine.has_work:
+            if not self.engine.has_work and not self._wanted:
                 return
             self.step()
         raise AssertionError("the engine makes no progress")
+
+    def held_images(self, sequence_id: int) -> set[bytes]:
+        return set(self._held.get(sequence_id, ()))
+
+    def _serve_images(self, done: StepDone | None) -> None:
+        self._now += 1
+        for read in done.images_read if done else ():
+            if read.sequence_id not in self.ends:
+                self._evict([self._held[read.sequence_id].pop(key) for key in read.keys])
+        for wanted in done.images_wanted if done else ():
+            due = self._now + self._again_after
+            self._wanted += [(due, wanted.sequence_id, key) for key in wanted.keys]
+            self.num_wanted += len(wanted.keys)
+        for _, number, key in [w for w in self._wanted if w[0] <= self._now]:
+            self.image(number, key)
+        self._wanted = [w for w in self._wanted if w[0] > self._now]
+
+    def _evict(self, offsets: Iterable[int]) -> None:
+        for offset in offsets:
+            # A step that still reads there sees another image.
+            self.runner.arena[offset] = b"evicted"
 
     def assert_all_as_alone(self) -> None:
         for number, message in self.added.items():

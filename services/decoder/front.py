@@ -1,18 +1,15 @@
 """The decoder's front: sequences of all gateways on their way into the engine and out of it.
 
-It mints the engine's ids, brings the images, keeps deadlines, and sees to it that each sequence
-that was submitted ends in exactly one event, whatever breaks.
+It mints the engine's ids, has the images brought, keeps deadlines, and sees to it that each
+sequence that was submitted ends in exactly one event, whatever breaks.
 """
 
 import asyncio
 import itertools
 import logging
-import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.common.arena import ArenaEntry
 from services.common.channel import ChannelClosed
 from services.common.errors import (
     Cancelled,
@@ -33,13 +30,13 @@ from services.decoder.engine.messages import (
     EngineMessage,
     EngineReady,
     FrontMessage,
-    ImageReady,
     SequenceEvent,
     StartOfSequence,
     StepDone,
 )
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.outbox import Outbox
+from services.decoder.sequence_images import SequenceImages
 from services.decoder.submission import ImageRequest, read_submit
 
 log = logging.getLogger(__name__)
@@ -78,11 +75,7 @@ class _Live:
     sequence_id: int  # the gateway's
     stream: Stream
     request_id: str
-    submitted_at: float
-    entries: list[ArenaEntry] = field(default_factory=list[ArenaEntry])
-    images: asyncio.Task[None] | None = None
     deadline: asyncio.TimerHandle | None = None
-    transfer_s: float = 0.0
     reported: bool = False
 
 
@@ -105,13 +98,12 @@ class DecoderFront:
     ) -> None:
         self.engine = engine
         self._channel = channel
-        self._source = source
+        self._images = SequenceImages(source, channel, self._no_image)
         self._metrics = metrics
         self._max_live = (1 + QUEUE_FACTOR) * engine.max_num_sequences
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._streams: set[Stream] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._refusal = ""
         self._empty = asyncio.Event()
         self._empty.set()
@@ -147,7 +139,6 @@ class DecoderFront:
             sequence_id=submit.sequence_id,
             stream=stream,
             request_id=submit.request_id[:256],
-            submitted_at=time.monotonic(),
         )
         # An id in use: which of the two an event means, nobody could tell. Both end, in one event.
         if (namesake := stream.live.pop(submit.sequence_id, None)) is not None:
@@ -213,10 +204,7 @@ class DecoderFront:
 
     async def close(self) -> None:
         """Ends the background work."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._source.close()
+        await self._images.close()
 
     # Events.
 
@@ -237,6 +225,10 @@ class DecoderFront:
                         outbox.add_start(live.sequence_id, self._started(live, event.start))
             if event.end is not None:
                 self._ended(live, event, event.end)
+        for images in done.images_read:
+            self._images.were_read(images)
+        for images in done.images_wanted:
+            self._images.are_wanted(images)
         self._metrics.engine_step(done.stats, num_generated)
         for stream in touched:
             if stream.outbox.is_full:
@@ -263,12 +255,13 @@ class DecoderFront:
         metrics.queue.observe(start.first_scheduled_s)
         metrics.ttft.observe(start.first_token_s)
         metrics.prefill.observe(prefill_s)
-        if live.transfer_s:
-            metrics.transfer.observe(live.transfer_s)
+        transfer_s = self._images.transfer_s(live.number)
+        if transfer_s:
+            metrics.transfer.observe(transfer_s)
         return pb.Started(
             num_cached_tokens=start.num_cached_tokens,
             queue_s=start.first_scheduled_s,
-            transfer_s=live.transfer_s,
+            transfer_s=transfer_s,
             prefill_s=prefill_s,
         )
 
@@ -308,8 +301,7 @@ class DecoderFront:
         live.reported = True
         if live.deadline is not None:
             live.deadline.cancel()
-        if live.images is not None:
-            live.images.cancel()
+        self._images.stop_bringing(live.number)
         if live.number in self._live:
             self._channel.send(AbortSequence(live.number))
 
@@ -317,58 +309,26 @@ class DecoderFront:
         """The engine has ended the sequence."""
         if live.deadline is not None:
             live.deadline.cancel()
-        if live.images is not None:
-            live.images.cancel()
         del self._live[live.number]
-        for entry in live.entries:
-            self._source.release(entry)
-        live.entries.clear()
+        self._images.forget(live.number)
         if not self._live:
             self._empty.set()
-
-    # Images.
 
     def _start(
         self, live: _Live, message: AddSequence, images: list[ImageRequest], timeout_s: float
     ) -> None:
         self._live[live.number] = live
         self._empty.clear()
-        live.entries = self._source.take_resident(images)
-        # In one piece, so that the engine does not start on the text before such an image.
-        resident = [ImageReady(live.number, entry.key, entry.offset) for entry in live.entries]
-        self._channel.send(message, *resident)
-        if resident:
-            live.transfer_s = time.monotonic() - live.submitted_at
-        elif images:
-            live.images = self._spawn(self._bring(live, images))
+        self._images.add(message, images)
         if timeout_s:
             live.deadline = asyncio.get_running_loop().call_later(
                 timeout_s, self._fail, live, DeadlineExceeded("the time is over")
             )
 
-    async def _bring(self, live: _Live, images: list[ImageRequest]) -> None:
-        def ready(key: bytes, entry: ArenaEntry) -> None:
-            if live.number not in self._live:  # ended between two turns of the loop
-                self._source.release(entry)
-                return
-            live.entries.append(entry)
-            live.transfer_s = time.monotonic() - live.submitted_at
-            self._channel.send(ImageReady(live.number, key, entry.offset))
-
-        try:
-            await self._source.obtain(images, ready)
-        except TriptychError as error:
+    def _no_image(self, number: int, error: TriptychError) -> None:
+        if (live := self._live.get(number)) is not None:
             log.warning("an image is not to be had: %s", error, extra=_fields(live))
             self._fail(live, error)
-        except Exception:
-            log.exception("bringing images failed", extra=_fields(live))
-            self._fail(live, InternalError("bringing the images failed"))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _failed(error: TriptychError) -> pb.Failed:

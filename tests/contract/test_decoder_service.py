@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from services.common.channel import ChannelClosed
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import encoder_pb2
+from services.decoder.engine.batch import Batch
 from services.decoder.engine.messages import ImageSpan
 from tests.decoder_service_harness import (
     KEYS,
@@ -304,6 +306,64 @@ async def test_images_wait_for_room_and_all_are_served():
         await until(decoder.is_idle)
 
 
+async def test_an_image_that_was_read_makes_room_while_its_answer_is_being_written():
+    async with Decoder(arena_pages=1) as decoder, Gateway(decoder) as gateway:
+        await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 1), max_tokens=200))
+        await gateway.submit(submit_of(2, prompt_of(2), image_of(decoder, 2), max_tokens=2))
+        await gateway.until(lambda: len(gateway.ends) == 2)
+        assert list(gateway.ends) == [2, 1]
+        await until(decoder.is_idle)
+
+
+async def _preempt(decoder: Decoder, gateway: Gateway, before_it: Callable[[], None]) -> None:
+    """Two sequences, one image after the other, that grow until there is no room for both."""
+    engine, batches = decoder.engine, decoder.runner.batches
+
+    def pause(batch: Batch) -> None:
+        if len(batches) in (3, 6):  # the first one writes; both do
+            engine.running.clear()
+
+    decoder.runner.on_execute = pause
+    for number in (1, 2):
+        image = image_of(decoder, number)
+        await gateway.submit(submit_of(number, prompt_of(number), image, max_tokens=40))
+    await until(lambda: decoder.arena.get(KEYS[2]))
+    engine.running.set()
+    await until(lambda: len(batches) > 6 and not engine.running.is_set())
+    await gateway.until(lambda: gateway.tokens.get(2))
+    assert decoder.metric("decoder_preemptions_total") == 0
+    before_it()
+    engine.running.set()
+    await gateway.until(lambda: len(gateway.ends) == 2)
+    await until(decoder.is_idle)
+    assert decoder.metric("decoder_preemptions_total") > 0
+
+
+async def test_who_is_preempted_gets_an_image_once_more_that_is_not_there_any_more():
+    async with Decoder(arena_pages=1, num_blocks=14) as decoder, Gateway(decoder) as gateway:
+        await _preempt(decoder, gateway, decoder.arena.evict_unreferenced)
+        for number in (1, 2):
+            span = ImageSpan(KEYS[number], 3, 6)
+            assert gateway.tokens[number] == alone(prompt_of(number), span, max_tokens=40)
+        assert decoder.encoder.num_calls == 3
+
+
+async def test_who_is_preempted_and_cannot_get_its_image_again_fails_and_says_so():
+    async with Decoder(arena_pages=1, num_blocks=14) as decoder, Gateway(decoder) as gateway:
+
+        def lose_the_image() -> None:
+            decoder.encoder.fault = "dies"
+            decoder.arena.evict_unreferenced()
+
+        await _preempt(decoder, gateway, lose_the_image)
+        ends = [gateway.ends[number] for number in (1, 2)]
+        assert [isinstance(end, pb.Failed) for end in ends] == [False, True]
+        assert ends[1].code == "embedding_unavailable"
+        written = gateway.tokens[2]
+        span = ImageSpan(KEYS[2], 3, 6)
+        assert written == alone(prompt_of(2), span, max_tokens=40)[: len(written)]
+
+
 async def test_nothing_is_left_after_a_storm():
     rng = np.random.default_rng(7)
     async with Decoder(arena_pages=4, num_blocks=24) as decoder:
@@ -319,7 +379,8 @@ async def test_nothing_is_left_after_a_storm():
         await until(decoder.is_idle)
         # What was cancelled ends a few turns of the loop later.
         await until(lambda: not decoder.front._streams)
-        await until(lambda: all(task.done() for task in decoder.front._tasks))
+        tasks = decoder.front._images._tasks
+        await until(lambda: all(task.done() for task in tasks))
         assert not decoder.source._flights and not decoder.source._claims
         gc.collect()
-        assert not [t for t in decoder.front._tasks if not t.done()]
+        assert not [t for t in tasks if not t.done()] and not decoder.front._images._of

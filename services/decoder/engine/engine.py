@@ -17,6 +17,7 @@ from services.decoder.engine.messages import (
     EndOfSequence,
     EngineStats,
     ImageReady,
+    ImagesOf,
     SequenceEvent,
     StartOfSequence,
     StepDone,
@@ -63,6 +64,8 @@ class Engine:
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
         self._num_steps = 0
         self._events: list[SequenceEvent] = []
+        self._images_read: list[ImagesOf] = []
+        self._images_wanted: list[ImagesOf] = []
         # Ends that wait for a step in flight, because it may read the sequence's images.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
@@ -119,10 +122,12 @@ class Engine:
             self._postprocess(done, pending.result())
         if self._delayed:
             self._release_delayed()
-        if not self._events and not batch.chunks:
+        for sequence in self._scheduler.take_wanting():
+            self._images_wanted.append(ImagesOf(sequence.sequence_id, sequence.images_read))
+            sequence.images_read = []
+        if not (self._events or self._images_wanted or batch.chunks):
             return None
-        events, self._events = self._events, []
-        return StepDone(events, self.stats())
+        return self._news()
 
     def stats(self) -> EngineStats:
         """Gauges and counters as they are now."""
@@ -171,6 +176,11 @@ class Engine:
         detail = f"the device is out of memory: {error}".splitlines()[0]
         self._finish(largest.sequence, "failed", detail)
 
+    def _news(self) -> StepDone:
+        news = StepDone(self._events, self.stats(), self._images_read, self._images_wanted)
+        self._events, self._images_read, self._images_wanted = [], [], []
+        return news
+
     def _postprocess(self, batch: Batch, output: StepOutput) -> None:
         """Appends the sampled ids to their sequences and finds who has ended."""
         now = time.monotonic()
@@ -186,6 +196,8 @@ class Engine:
             if token_id < 0:
                 self._finish(sequence, "failed", "the model's output is not finite", poisoned=True)
                 continue
+            if sequence.image_offsets:
+                self._let_images_go(sequence)
             token_ids = sequence.token_ids
             token_ids.append(token_id)
             length = len(token_ids)
@@ -210,6 +222,15 @@ class Engine:
                 events.append(event)
                 if length % block_size <= 1:
                     self._blocks.register(sequence)
+
+    def _let_images_go(self, sequence: Sequence) -> None:
+        """Its prompt is computed, and no step in flight computes it again: who was preempted is not
+        admitted before the ids it has sampled are back.
+        """
+        read = list(sequence.image_offsets)
+        sequence.image_offsets.clear()
+        sequence.images_read += read
+        self._images_read.append(ImagesOf(sequence.sequence_id, read))
 
     def _finish(
         self,

@@ -45,7 +45,9 @@ class AddSequence(msgspec.Struct, tag="add"):
 
 
 class ImageReady(msgspec.Struct, tag="image"):
-    """A sequence's image is in the arena and stays there until the sequence has ended."""
+    """A sequence's image is in the arena. It stays there until the engine has read it and says so
+    (`StepDone.images_read`), or the sequence has ended.
+    """
 
     sequence_id: int
     key: bytes
@@ -132,11 +134,28 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_steps: int  # total
 
 
+class ImagesOf(msgspec.Struct, array_like=True):
+    """Some images of one sequence."""
+
+    sequence_id: int
+    keys: list[bytes]
+
+
 class StepDone(msgspec.Struct, tag="step"):
-    """All that one step produced, for all sequences."""
+    """All that one step produced, for all sequences.
+
+    Attributes:
+        events: new tokens, starts and ends.
+        stats: as they are now.
+        images_read: their places in the arena are not read any more.
+        images_wanted: `ImageReady` is asked for once more: these were read, and what was computed
+            from them is lost.
+    """
 
     events: list[SequenceEvent]
     stats: EngineStats
+    images_read: list[ImagesOf] = []
+    images_wanted: list[ImagesOf] = []
 
 
 EngineMessage = EngineReady | StepDone

@@ -14,6 +14,7 @@ keeps its row and its blocks until somebody who can run needs them. A parked one
 nothing it could compute: the few tokens that a chat has before its image would cost a step of their
 own and spare the later one next to nothing, while the encoder wants the same device. Any running
 sequence can be preempted: it loses its blocks and computes again, its completion so far included.
+Images that it has read and let go are wanted once more if no prefix in the cache has them.
 """
 
 from bisect import insort
@@ -71,6 +72,7 @@ class Scheduler:
         self._stalled: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
         self._admitted: list[Sequence] = []
+        self._wanting: list[Sequence] = []
         self.step = 0
         self._arrivals = 0
         self._admissions = 0
@@ -162,6 +164,11 @@ class Scheduler:
         if self._prefilling or self._waiting:
             num_tokens += self._fill(self._prompts(), self.max_batched_tokens - num_tokens, chunks)
         return Batch(chunks, num_tokens), self._admitted
+
+    def take_wanting(self) -> list[Sequence]:
+        """Those who came to an image since the last call that they had let go."""
+        wanting, self._wanting = [s for s in self._wanting if s.images_read], []
+        return wanting
 
     def roll_back(self, batch: Batch) -> None:
         """Takes back a batch that was not launched: its chunks will be scheduled again."""
@@ -255,6 +262,7 @@ class Scheduler:
             self._decoding[number] = self._prefilling.pop(number)
         elif self._chunk_limit(sequence, end) == end:
             self._stalled[number] = self._prefilling.pop(number)
+            self._wanting.append(sequence)
         if length:
             chunks.append(Chunk(sequence, start, length, False, samples, generated))
         return length
@@ -274,6 +282,7 @@ class Scheduler:
             computed = len(prefix) * self.blocks.block_size
             if self._chunk_limit(sequence, computed) == computed:
                 self._parked[sequence.sequence_id] = self._waiting.pop(0)
+                self._wanting.append(sequence)
                 continue
             keep_free = self._watermark if self._decoding or self._prefilling else 0
             fits = self.blocks.can_allocate(len(sequence.token_ids), prefix, keep_free)

@@ -30,7 +30,9 @@ class Sequence:
         position_delta: token i of the completion, at index j of `token_ids`, has position
             j + position_delta on each axis.
         images: placeholder spans, by offset.
-        image_offsets: image key → byte offset in the arena, once the embedding is there.
+        image_offsets: image key → byte offset in the arena, as long as the embedding is there.
+        images_read: keys of those that were there and need not be, unless the sequence is
+            preempted.
         row: place in the runner's tables while RUNNING, else -1.
         block_table: ids of the KV blocks, in order.
         capacity: tokens that the block table has room for.
@@ -58,6 +60,7 @@ class Sequence:
     cache_salt: bytes = b""
     state: SequenceState = SequenceState.WAITING
     image_offsets: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    images_read: list[bytes] = field(default_factory=list[bytes])
     row: int = -1
     block_table: list[int] = field(default_factory=list[int])
     capacity: int = 0

@@ -22,6 +22,38 @@ def test_tokens_do_not_depend_on_chunks_blocks_or_overlap(overlap, budget, block
         assert harness.engine.stats().num_preemptions > 0
 
 
+def test_an_image_may_go_as_soon_as_the_first_token_is_there():
+    harness = Harness(max_batched_tokens=8)
+    spans = (ImageSpan(KEYS[0], 3, 12), ImageSpan(KEYS[1], 16, 4))
+    harness.add(add_message(1, prompt_of(1, 24), images=spans, max_tokens=20))
+    while not harness.tokens.get(1):
+        assert harness.held_images(1) == set(KEYS[:2])
+        harness.step()
+    assert harness.held_images(1) == set()
+    harness.run()
+    harness.assert_all_as_alone()
+    assert harness.num_wanted == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("blocks", range(7, 12))
+def test_who_is_preempted_wants_images_once_more_that_have_gone(overlap, blocks):
+    num_wanted = 0
+    for length in range(8, 13):
+        harness = Harness(
+            overlap=overlap, prefix_caching=False, num_blocks=blocks, again_after=3
+        )  # fmt: skip
+        for number in range(3):
+            spans = (ImageSpan(KEYS[number], 2, 5),)
+            prompt = prompt_of(number, length + number)
+            harness.add(add_message(number, prompt, images=spans, max_tokens=12))
+        harness.run()
+        harness.assert_all_as_alone()
+        harness.assert_empty()
+        num_wanted += harness.num_wanted
+    assert num_wanted > 0
+
+
 def test_a_stop_id_ends_a_sequence_and_its_extra_token_is_thrown_away():
     message = add_message(1, prompt_of(1, 9), max_tokens=30)
     tokens, _ = expected_tokens(message, 256)

@@ -32,13 +32,14 @@ arrivals = st.lists(
     budget=st.integers(6, 48),
     blocks=st.integers(12, 40),
     out_of_memory_at=st.none() | st.integers(0, 20),
+    again_after=st.integers(0, 6),
 )
 def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
-    arrivals, overlap, prefix_caching, rows, budget, blocks, out_of_memory_at
+    arrivals, overlap, prefix_caching, rows, budget, blocks, out_of_memory_at, again_after
 ):
     harness = Harness(
         overlap=overlap, prefix_caching=prefix_caching, max_num_sequences=rows,
-        max_batched_tokens=budget, num_blocks=blocks,
+        max_batched_tokens=budget, num_blocks=blocks, again_after=again_after,
     )  # fmt: skip
     todo: dict[int, list] = {}
     for number, arrival in enumerate(arrivals):
