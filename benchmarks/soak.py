@@ -1,0 +1,305 @@
+"""Requests of all kinds at once, some with mistakes, some given up: does each end as it should?
+
+    python -m benchmarks.soak --url http://127.0.0.1:8000 --seconds 60
+
+Texts and pictures of many sizes, known and new, with all ways of sampling and several choices. A
+request ends as it should with as many tokens as it asked for, with 400 if it has a mistake, or with
+503. Afterwards nothing may be left in work, and questions that were asked alone before the others
+get the same answers again.
+"""
+
+import argparse
+import asyncio
+import io
+import json
+import random
+import sys
+import time
+import urllib.request
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import uvloop
+from PIL import Image
+
+from benchmarks.client import Connection, Sample, Target, TimedConnection
+from benchmarks.worker import model_name
+from benchmarks.workloads import WORDS, data_url
+
+_TIMEOUT_S = 120.0
+_LAST_S = 10.0  # within which what was given up must have ended, too
+_NUM_KNOWN = 8
+# (how often, one of these): a request has some of each line.
+_SAMPLING: Sequence[tuple[float, Sequence[dict[str, Any]]]] = (
+    (1.0, [{"temperature": t} for t in (0, 0, 0.7, 1.0, 2.0)]),
+    (0.5, [{"top_p": p} for p in (0.1, 0.8, 0.95, 1)]),
+    (0.5, [{"top_k": k} for k in (-1, 1, 20, 1000)]),
+    (0.2, [{"min_p": p} for p in (0.05, 1)]),
+    (0.3, [{"presence_penalty": p} for p in (1.5, -2)]),
+    (0.2, [{"frequency_penalty": p} for p in (0.5, -1)]),
+    (0.2, [{"repetition_penalty": p} for p in (1.1, 0.8)]),
+    (0.1, [{"logit_bias": {"5": 100}}, {"logit_bias": {"6": -100}}]),
+    (0.1, [{"logprobs": True}, {"logprobs": True, "top_logprobs": 20}]),
+    (0.1, [{"n": n} for n in (2, 8)]),
+    (0.1, [{"cache_salt": salt} for salt in ("a", "b")]),
+)
+_MISTAKES: Sequence[dict[str, Any]] = (
+    {"temperature": 3}, {"tools": [{"type": "function"}]}, {"max_tokens": 10**9}, {"n": 0},
+    {"top_p": 0},
+)  # fmt: skip
+_MUST_BE_ZERO = (
+    "gateway_running_requests", "encoder_queue_images", "decoder_sequences_running",
+    "decoder_sequences_waiting", "decoder_kv_blocks_used",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The most that a request has of each."""
+
+    words: int
+    tokens: int
+    edge: int
+    pictures: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request, and how it must end.
+
+    Attributes:
+        status: 200, or what its mistake deserves.
+        tokens: of all choices together.
+        patience_s: after which it is given up.
+    """
+
+    body: bytes
+    status: int
+    tokens: int
+    patience_s: float
+
+
+class Wishes:
+    """Endless, and the same for the same seed."""
+
+    def __init__(self, model: str, sizes: Sizes, seed: int) -> None:
+        self._model = model
+        self._sizes = sizes
+        self._rng = random.Random(seed)
+        known = random.Random(0)
+        self._known = [picture(known, sizes.edge) for _ in range(_NUM_KNOWN)]
+
+    def __iter__(self) -> Iterator[Wish]:
+        while True:
+            yield self._next()
+
+    def _next(self) -> Wish:
+        rng, sizes = self._rng, self._sizes
+        pictures = self._pictures() if rng.random() < 0.5 else []
+        is_broken = bool(pictures) and rng.random() < 0.03
+        if is_broken:
+            pictures[0] = pictures[0][: len(pictures[0]) // 2]
+        text = " ".join(rng.choices(WORDS, k=_up_to(rng, sizes.words)))
+        fields = chat(self._model, text, pictures, _up_to(rng, sizes.tokens))
+        for share, kinds in _SAMPLING:
+            if rng.random() < share:
+                fields |= rng.choice(kinds)
+        if rng.random() < 0.1:
+            fields["min_tokens"] = rng.randrange(fields["max_tokens"] + 1)
+        fields["seed"] = rng.getrandbits(32)
+        tokens = fields["max_tokens"] * fields.get("n", 1)
+        has_mistake = rng.random() < 0.05
+        if has_mistake:
+            fields |= rng.choice(_MISTAKES)
+        is_lawful = not has_mistake and not is_broken
+        leaves = is_lawful and rng.random() < 0.2
+        return Wish(
+            json.dumps(fields).encode(),
+            200 if is_lawful else 400,
+            tokens,
+            rng.uniform(0, 1.5) if leaves else _TIMEOUT_S,
+        )
+
+    def _pictures(self) -> list[bytes]:
+        rng = self._rng
+        count = _up_to(rng, self._sizes.pictures)
+        return [
+            rng.choice(self._known) if rng.random() < 0.4 else picture(rng, self._sizes.edge)
+            for _ in range(count)
+        ]
+
+
+def picture(rng: random.Random, edge: int) -> bytes:
+    """A JPEG of up to `edge` pixels a side."""
+    width, height = (rng.randint(min(16, edge), edge) for _ in range(2))
+    shape = (max(1, height // 16), max(1, width // 16), 3)
+    coarse = np.random.default_rng(rng.getrandbits(32)).integers(0, 255, shape, dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(coarse).resize((width, height)).save(buffer, "JPEG", quality=88)
+    return buffer.getvalue()
+
+
+def chat(model: str, text: str, pictures: Sequence[bytes], max_tokens: int) -> dict[str, Any]:
+    """The fields of a streaming request."""
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": data_url(each)}} for each in pictures
+    ]
+    content.append({"type": "text", "text": text})
+    return {
+        "model": model, "messages": [{"role": "user", "content": content}], "stream": True,
+        "stream_options": {"include_usage": True}, "ignore_eos": True, "max_tokens": max_tokens,
+    }  # fmt: skip
+
+
+def _up_to(rng: random.Random, most: int) -> int:
+    """From 1 on, as often of each order of magnitude."""
+    return max(1, round(most ** rng.random()))
+
+
+@dataclass(slots=True)
+class Record:
+    """How the requests have ended.
+
+    Attributes:
+        wrong: those that should not have ended like that, in words.
+    """
+
+    ends: Counter[str] = field(default_factory=Counter[str])
+    wrong: list[str] = field(default_factory=list[str])
+    slowest_s: float = 0.0
+
+    def add(self, wish: Wish, sample: Sample) -> None:
+        """One more."""
+        error = sample.error
+        if error == "the answer had no content":  # bytes that are no text yet, or no text at all
+            error = ""
+        if wish.patience_s < _TIMEOUT_S and error.startswith("TimeoutError"):
+            self.ends["given up"] += 1
+            return
+        self.slowest_s = max(self.slowest_s, sample.end - sample.start)
+        if error.startswith("HTTP 503"):
+            self.ends["refused: 503"] += 1
+        elif wish.status != 200:
+            self.ends[f"mistakes: {wish.status}"] += 1
+            if not error.startswith(f"HTTP {wish.status}"):
+                self.wrong.append(f"deserved {wish.status}, got: {error or 'an answer'}")
+        else:
+            self.ends["answered"] += 1
+            if error or sample.completion_tokens != wish.tokens:
+                got = error or f"{sample.completion_tokens} tokens"
+                self.wrong.append(f"asked for {wish.tokens} tokens, got: {got}")
+
+
+async def keep_asking(target: Target, wishes: Wishes, record: Record, until: float) -> None:
+    """One client."""
+    connection = Connection(target)
+    for wish in wishes:
+        if time.monotonic() >= until:
+            break
+        record.add(wish, await connection.post(wish.body, wish.patience_s))
+    connection.close()
+
+
+async def ask_alone(target: Target, model: str) -> list[str]:
+    """Answers to some questions, one after the other, that no cache knows anything of."""
+    rng = random.Random(1)
+    pictures = [picture(rng, 512) for _ in range(3)]
+    answers: list[str] = []
+    for sampling, shown in (
+        ({"temperature": 0}, []),
+        ({"temperature": 0}, pictures[:1]),
+        ({"temperature": 1, "seed": 3, "top_k": 20, "presence_penalty": 1.5}, pictures[1:]),
+    ):
+        connection = TimedConnection(target)
+        fields = chat(model, "What do you see?", shown, 32) | {"cache_salt": uuid.uuid4().hex}
+        sample = await connection.post(json.dumps(fields | sampling).encode(), _TIMEOUT_S)
+        connection.close()
+        answers.append(sample.error or "".join(text for _, text in connection.arrivals))
+    return answers
+
+
+def left_in_work(urls: Sequence[str]) -> list[str]:
+    """Gauges of these metrics that are not zero, nor become so within ten seconds."""
+    deadline = time.monotonic() + _LAST_S
+    while (left := _gauges_in_work(urls)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def _gauges_in_work(urls: Sequence[str]) -> list[str]:
+    left: list[str] = []
+    for url in urls:
+        with urllib.request.urlopen(url, timeout=_LAST_S) as answer:
+            for line in answer.read().decode().splitlines():
+                name, _, value = line.rpartition(" ")
+                if name in _MUST_BE_ZERO and float(value):
+                    left.append(f"{line} ({url})")
+    return left
+
+
+async def soak(options: argparse.Namespace, target: Target, model: str) -> int:
+    """Runs and prints; how much was wrong."""
+    sizes = Sizes(options.words, options.tokens, options.edge, options.pictures)
+    before = await ask_alone(target, model)
+    record, start = Record(), time.monotonic()
+    clients = [
+        keep_asking(target, Wishes(model, sizes, seed), record, start + options.seconds)
+        for seed in range(options.clients)
+    ]
+    progress = asyncio.create_task(_show(record, start, options.seconds))
+    await asyncio.gather(*clients)
+    progress.cancel()
+    print(f"\r{time.monotonic() - start:.1f} s, the slowest request {record.slowest_s:.1f} s")
+    for end, count in record.ends.most_common():
+        print(f"{count:8} {end}")
+    metrics = [f"{options.url.rstrip('/').removesuffix('/v1')}/metrics", *options.metrics]
+    left = left_in_work(metrics)
+    after = await ask_alone(target, model)
+    changed = [f"{a!r} was {b!r}" for a, b in zip(after, before, strict=True) if a != b]
+    problems = (("wrong", record.wrong), ("left in work", left), ("changed answers", changed))
+    for name, lines in problems:
+        print(f"{name}: {len(lines) or 'none'}")
+        for line in lines[:10]:
+            print(f"  {line[:300]}")
+    return sum(len(lines) for _, lines in problems)
+
+
+async def _show(record: Record, start: float, seconds: float) -> None:
+    while True:
+        count, now = record.ends.total(), time.monotonic() - start
+        print(f"\r{now:5.0f} of {seconds:.0f} s, {count} requests", end="", file=sys.stderr)
+        await asyncio.sleep(0.5)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the arguments; 1 when something was wrong, 2 when the server is not there."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n", 1)[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of the gateway")
+    add("--model", default=None, help="name in requests; default: the first that it lists")
+    add("--metrics", nargs="*", default=[], help="further metrics, of encoders and decoders")
+    add("--seconds", type=float, default=60, help="of asking")
+    add("--clients", type=int, default=64, help="that ask one request after the other")
+    add("--words", type=int, default=3000, help="most of a text")
+    add("--tokens", type=int, default=400, help="most of an answer")
+    add("--edge", type=int, default=2000, help="most pixels of a picture's side")
+    add("--pictures", type=int, default=8, help="most of a request")
+    options = parser.parse_args(arguments)
+    try:
+        target = Target.from_url(options.url)
+        model = options.model or model_name(target)
+    except (ValueError, OSError) as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 2
+    return 1 if uvloop.run(soak(options, target, model)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
