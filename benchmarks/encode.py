@@ -189,13 +189,13 @@ class EngineBench:
         return taken
 
     def close(self) -> None:
-        """Ends the engine and its thread."""
+        """Ends the engine and its threads: one that Python ends while it is in C++ aborts."""
         self._front.send(Shutdown())
         self._thread.join()
         self.runner.close()
         self._ends[0].shutdown(socket.SHUT_RDWR)
         for thread in threading.enumerate():
-            if thread.name == "receiver":
+            if thread.name in ("receiver", "waiter"):
                 thread.join()
         for end in self._ends:
             end.close()
