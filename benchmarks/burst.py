@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-import uvloop
 
+from benchmarks import live
 from benchmarks.client import Connection, Sample, Target, TimedConnection
-from benchmarks.worker import model_name
 from benchmarks.workloads import WORDS, chat_body, data_url, random_image
 
 _TIMEOUT_S = 600.0
@@ -127,13 +126,8 @@ def report(streams: Streams, samples: Sequence[Sample], times: tuple[float, floa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the arguments; 1 when a request failed, 2 when the server is not there."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = live.parser(__doc__ or "")
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the server")
-    add("--model", default=None, help="name in requests; default: the first that it lists")
     add("--images", type=int, default=64, help="of the burst")
     add("--edge", type=int, default=4096, help="width and height of an image")
     add("--tokens", type=int, default=4, help="of an answer about an image")
@@ -142,14 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--words", type=int, default=100, help="of a stream's prompt")
     add("--settle-s", type=float, default=2.0, help="before anything is measured")
     add("--calm-s", type=float, default=5.0, help="of the streams alone")
-    options = parser.parse_args(arguments)
-    try:
-        target = Target.from_url(options.url)
-        model = options.model or model_name(target)
-    except (ValueError, OSError) as error:
-        print(f"burst: {error}", file=sys.stderr)
-        return 2
-    return 1 if uvloop.run(measure(options, target, model)) else 0
+    return live.run(measure, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

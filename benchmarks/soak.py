@@ -18,16 +18,15 @@ import time
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import uvloop
 from PIL import Image
 
+from benchmarks import live
 from benchmarks.client import Connection, Sample, Target, TimedConnection
-from benchmarks.worker import model_name
 from benchmarks.workloads import WORDS, data_url
 
 _TIMEOUT_S = 120.0
@@ -84,20 +83,16 @@ class Wish:
 
 
 class Wishes:
-    """Endless, and the same for the same seed."""
+    """The same for the same seed. `known`: pictures that are asked about again and again."""
 
-    def __init__(self, model: str, sizes: Sizes, seed: int) -> None:
+    def __init__(self, model: str, sizes: Sizes, known: Sequence[bytes], seed: int) -> None:
         self._model = model
         self._sizes = sizes
+        self._known = known
         self._rng = random.Random(seed)
-        known = random.Random(0)
-        self._known = [picture(known, sizes.edge) for _ in range(_NUM_KNOWN)]
 
-    def __iter__(self) -> Iterator[Wish]:
-        while True:
-            yield self._next()
-
-    def _next(self) -> Wish:
+    def next(self) -> Wish:
+        """One more; a large picture takes 50 ms."""
         rng, sizes = self._rng, self._sizes
         pictures = self._pictures() if rng.random() < 0.5 else []
         is_broken = bool(pictures) and rng.random() < 0.03
@@ -197,9 +192,8 @@ class Record:
 async def keep_asking(target: Target, wishes: Wishes, record: Record, until: float) -> None:
     """One client."""
     connection = Connection(target)
-    for wish in wishes:
-        if time.monotonic() >= until:
-            break
+    while time.monotonic() < until:
+        wish = await asyncio.to_thread(wishes.next)
         record.add(wish, await connection.post(wish.body, wish.patience_s))
     connection.close()
 
@@ -245,9 +239,12 @@ async def soak(options: argparse.Namespace, target: Target, model: str) -> int:
     """Runs and prints; how much was wrong."""
     sizes = Sizes(options.words, options.tokens, options.edge, options.pictures)
     before = await ask_alone(target, model)
+    rng = random.Random(0)
+    known = [picture(rng, sizes.edge) for _ in range(_NUM_KNOWN)]
     record, start = Record(), time.monotonic()
+    until = start + options.seconds
     clients = [
-        keep_asking(target, Wishes(model, sizes, seed), record, start + options.seconds)
+        keep_asking(target, Wishes(model, sizes, known, seed), record, until)
         for seed in range(options.clients)
     ]
     progress = asyncio.create_task(_show(record, start, options.seconds))
@@ -277,13 +274,8 @@ async def _show(record: Record, start: float, seconds: float) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the arguments; 1 when something was wrong, 2 when the server is not there."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = live.parser(__doc__ or "")
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the gateway")
-    add("--model", default=None, help="name in requests; default: the first that it lists")
     add("--metrics", nargs="*", default=[], help="further metrics, of encoders and decoders")
     add("--seconds", type=float, default=60, help="of asking")
     add("--clients", type=int, default=64, help="that ask one request after the other")
@@ -291,14 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tokens", type=int, default=400, help="most of an answer")
     add("--edge", type=int, default=2000, help="most pixels of a picture's side")
     add("--pictures", type=int, default=8, help="most of a request")
-    options = parser.parse_args(arguments)
-    try:
-        target = Target.from_url(options.url)
-        model = options.model or model_name(target)
-    except (ValueError, OSError) as error:
-        print(f"soak: {error}", file=sys.stderr)
-        return 2
-    return 1 if uvloop.run(soak(options, target, model)) else 0
+    return live.run(soak, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

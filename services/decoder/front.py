@@ -29,14 +29,13 @@ from services.decoder.engine.messages import (
     EndOfSequence,
     EngineMessage,
     EngineReady,
-    FrontMessage,
     SequenceEvent,
     StartOfSequence,
     StepDone,
 )
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.outbox import Outbox
-from services.decoder.sequence_images import SequenceImages
+from services.decoder.sequence_images import Outgoing, SequenceImages
 from services.decoder.submission import ImageRequest, read_submit
 
 log = logging.getLogger(__name__)
@@ -46,12 +45,8 @@ QUEUE_FACTOR = 3
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
 
 
-class Channel(Protocol):
+class Channel(Outgoing, Protocol):
     """The engine, as `FrontChannel` speaks to it."""
-
-    def send(self, *messages: FrontMessage) -> None:
-        """Queues messages."""
-        ...
 
     async def receive(self) -> EngineMessage:
         """The next message; raises ChannelClosed."""

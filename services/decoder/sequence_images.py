@@ -1,8 +1,7 @@
 """The images of all sequences, from their submission to the engine's last word on them.
 
 An image's place in the arena is held from the moment it is there until the engine has read it. A
-sequence that is preempted after that wants it once more, and it is brought as it was at first: from
-where it lies, as a rule, else from wherever the source finds it.
+sequence that is preempted after that may want it once more; then it is brought as it was at first.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from services.decoder.submission import ImageRequest
 log = logging.getLogger(__name__)
 
 
-class Channel(Protocol):
+class Outgoing(Protocol):
     """The way to the engine."""
 
     def send(self, *messages: FrontMessage) -> None:
@@ -52,7 +51,7 @@ class SequenceImages:
     def __init__(
         self,
         source: EmbeddingSource,
-        channel: Channel,
+        channel: Outgoing,
         on_failure: Callable[[int, TriptychError], None],
     ) -> None:
         self._source = source
