@@ -113,6 +113,10 @@ class Bench:
                 if event.end is not None:
                     assert event.end.reason == "length", event.end
                     ended.add(event.sequence_id)
+            for wanted in done.images_wanted:
+                for key in wanted.keys:
+                    offset = self.questions[wanted.sequence_id].offsets[key]
+                    engine.image_ready(wanted.sequence_id, key, offset)
         engine.check_integrity()
         return answers
 
