@@ -10,7 +10,6 @@ get the same answers again.
 
 import argparse
 import asyncio
-import io
 import json
 import random
 import sys
@@ -23,11 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from benchmarks import live
 from benchmarks.client import Connection, Sample, Target, TimedConnection
-from benchmarks.workloads import WORDS, data_url
+from benchmarks.workloads import WORDS, chat_fields, data_url, random_image
 
 _TIMEOUT_S = 120.0
 _LAST_S = 10.0  # within which what was given up must have ended, too
@@ -99,7 +97,8 @@ class Wishes:
         if is_broken:
             pictures[0] = pictures[0][: len(pictures[0]) // 2]
         text = " ".join(rng.choices(WORDS, k=_up_to(rng, sizes.words)))
-        fields = chat(self._model, text, pictures, _up_to(rng, sizes.tokens))
+        urls = [data_url(each) for each in pictures]
+        fields = chat_fields(self._model, text, _up_to(rng, sizes.tokens), urls)
         for share, kinds in _SAMPLING:
             if rng.random() < share:
                 fields |= rng.choice(kinds)
@@ -131,23 +130,7 @@ class Wishes:
 def picture(rng: random.Random, edge: int) -> bytes:
     """A JPEG of up to `edge` pixels a side."""
     width, height = (rng.randint(min(16, edge), edge) for _ in range(2))
-    shape = (max(1, height // 16), max(1, width // 16), 3)
-    coarse = np.random.default_rng(rng.getrandbits(32)).integers(0, 255, shape, dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(coarse).resize((width, height)).save(buffer, "JPEG", quality=88)
-    return buffer.getvalue()
-
-
-def chat(model: str, text: str, pictures: Sequence[bytes], max_tokens: int) -> dict[str, Any]:
-    """The fields of a streaming request."""
-    content: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": data_url(each)}} for each in pictures
-    ]
-    content.append({"type": "text", "text": text})
-    return {
-        "model": model, "messages": [{"role": "user", "content": content}], "stream": True,
-        "stream_options": {"include_usage": True}, "ignore_eos": True, "max_tokens": max_tokens,
-    }  # fmt: skip
+    return random_image(np.random.default_rng(rng.getrandbits(32)), width, height)
 
 
 def _up_to(rng: random.Random, most: int) -> int:
@@ -198,21 +181,24 @@ async def keep_asking(target: Target, wishes: Wishes, record: Record, until: flo
     connection.close()
 
 
-async def ask_alone(target: Target, model: str) -> list[str]:
+async def ask_alone(target: Target, model: str, record: Record) -> list[str]:
     """Answers to some questions, one after the other, that no cache knows anything of."""
     rng = random.Random(1)
-    pictures = [picture(rng, 512) for _ in range(3)]
+    urls = [data_url(picture(rng, 512)) for _ in range(3)]
     answers: list[str] = []
     for sampling, shown in (
         ({"temperature": 0}, []),
-        ({"temperature": 0}, pictures[:1]),
-        ({"temperature": 1, "seed": 3, "top_k": 20, "presence_penalty": 1.5}, pictures[1:]),
+        ({"temperature": 0}, urls[:1]),
+        ({"temperature": 1, "seed": 3, "top_k": 20, "presence_penalty": 1.5}, urls[1:]),
     ):
         connection = TimedConnection(target)
-        fields = chat(model, "What do you see?", shown, 32) | {"cache_salt": uuid.uuid4().hex}
-        sample = await connection.post(json.dumps(fields | sampling).encode(), _TIMEOUT_S)
+        salt = {"cache_salt": uuid.uuid4().hex}
+        fields = chat_fields(model, "What do you see?", 32, shown) | salt | sampling
+        sample = await connection.post(json.dumps(fields).encode(), _TIMEOUT_S)
         connection.close()
-        answers.append(sample.error or "".join(text for _, text in connection.arrivals))
+        if sample.error:
+            record.wrong.append(f"asked alone, got: {sample.error}")
+        answers.append("".join(text for _, text in connection.arrivals))
     return answers
 
 
@@ -238,10 +224,11 @@ def _gauges_in_work(urls: Sequence[str]) -> list[str]:
 async def soak(options: argparse.Namespace, target: Target, model: str) -> int:
     """Runs and prints; how much was wrong."""
     sizes = Sizes(options.words, options.tokens, options.edge, options.pictures)
-    before = await ask_alone(target, model)
+    record = Record()
+    before = await ask_alone(target, model, record)
     rng = random.Random(0)
     known = [picture(rng, sizes.edge) for _ in range(_NUM_KNOWN)]
-    record, start = Record(), time.monotonic()
+    start = time.monotonic()
     until = start + options.seconds
     clients = [
         keep_asking(target, Wishes(model, sizes, known, seed), record, until)
@@ -255,7 +242,7 @@ async def soak(options: argparse.Namespace, target: Target, model: str) -> int:
         print(f"{count:8} {end}")
     metrics = [f"{options.url.rstrip('/').removesuffix('/v1')}/metrics", *options.metrics]
     left = left_in_work(metrics)
-    after = await ask_alone(target, model)
+    after = await ask_alone(target, model, record)
     changed = [f"{a!r} was {b!r}" for a, b in zip(after, before, strict=True) if a != b]
     problems = (("wrong", record.wrong), ("left in work", left), ("changed answers", changed))
     for name, lines in problems:

@@ -89,10 +89,11 @@ def scaled(row: Row, scale: float) -> Row:
     )
 
 
-def random_image(rng: np.random.Generator, edge: int) -> bytes:
-    """A JPEG that neither compresses to nothing nor is mere noise."""
-    coarse = rng.integers(0, 255, (max(1, edge // 16), max(1, edge // 16), 3), dtype=np.uint8)
-    image = Image.fromarray(coarse).resize((edge, edge), Image.Resampling.BICUBIC)
+def random_image(rng: np.random.Generator, width: int, height: int | None = None) -> bytes:
+    """A JPEG that neither compresses to nothing nor is mere noise; square without `height`."""
+    height = height or width
+    coarse = rng.integers(0, 255, (max(1, height // 16), max(1, width // 16), 3), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=88)
     return buffer.getvalue()
@@ -119,22 +120,29 @@ def chat_body(
     model: str, text: str, output_tokens: int, image_urls: Sequence[str] = (), *,
     ignore_eos: bool = True,
 ) -> bytes:  # fmt: skip
+    """The JSON of `chat_fields`."""
+    return json.dumps(
+        chat_fields(model, text, output_tokens, image_urls, ignore_eos=ignore_eos)
+    ).encode()
+
+
+def chat_fields(
+    model: str, text: str, output_tokens: int, image_urls: Sequence[str] = (), *,
+    ignore_eos: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """A streaming, greedy request: the images, then the text."""
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": url}} for url in image_urls
     ]
     content.append({"type": "text", "text": text})
-    return json.dumps(
-        {
-            "model": model,
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": output_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        | ({"ignore_eos": True} if ignore_eos else {})
-    ).encode()
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    } | ({"ignore_eos": True} if ignore_eos else {})
 
 
 def data_url(jpeg: bytes) -> str:

@@ -65,7 +65,6 @@ class Engine:
         self._num_steps = 0
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
-        self._images_wanted: list[ImagesOf] = []
         # Ends that wait for a step in flight, because it may read the sequence's images.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
@@ -122,12 +121,12 @@ class Engine:
             self._postprocess(done, pending.result())
         if self._delayed:
             self._release_delayed()
-        for sequence in self._scheduler.take_wanting():
-            self._images_wanted.append(ImagesOf(sequence.sequence_id, sequence.images_read))
-            sequence.images_read = []
-        if not (self._events or self._images_wanted or batch.chunks):
+        wanted = self._scheduler.take_wanted_images()
+        if not (self._events or wanted or batch.chunks):
             return None
-        return self._news()
+        done = StepDone(self._events, self.stats(), self._images_read, wanted)
+        self._events, self._images_read = [], []
+        return done
 
     def stats(self) -> EngineStats:
         """Gauges and counters as they are now."""
@@ -175,11 +174,6 @@ class Engine:
         self._scheduler.roll_back(batch)
         detail = f"the device is out of memory: {error}".splitlines()[0]
         self._finish(largest.sequence, "failed", detail)
-
-    def _news(self) -> StepDone:
-        news = StepDone(self._events, self.stats(), self._images_read, self._images_wanted)
-        self._events, self._images_read, self._images_wanted = [], [], []
-        return news
 
     def _postprocess(self, batch: Batch, output: StepOutput) -> None:
         """Appends the sampled ids to their sequences and finds who has ended."""

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
+from services.decoder.engine.messages import ImagesOf
 from services.decoder.engine.sequence import Sequence, SequenceState
 
 # Fewer cost a step what its launches and the weights cost, whatever their number.
@@ -165,10 +166,15 @@ class Scheduler:
             num_tokens += self._fill(self._prompts(), self.max_batched_tokens - num_tokens, chunks)
         return Batch(chunks, num_tokens), self._admitted
 
-    def take_wanting(self) -> list[Sequence]:
-        """Those who came to an image since the last call that they had let go."""
-        wanting, self._wanting = [s for s in self._wanting if s.images_read], []
-        return wanting
+    def take_wanted_images(self) -> list[ImagesOf]:
+        """Those that sequences had let go, and have come to once more since the last call."""
+        wanted: list[ImagesOf] = []
+        for sequence in self._wanting:
+            if sequence.images_read:
+                wanted.append(ImagesOf(sequence.sequence_id, sequence.images_read))
+                sequence.images_read = []
+        self._wanting = []
+        return wanted
 
     def roll_back(self, batch: Batch) -> None:
         """Takes back a batch that was not launched: its chunks will be scheduled again."""

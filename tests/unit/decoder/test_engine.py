@@ -40,9 +40,7 @@ def test_an_image_may_go_as_soon_as_the_first_token_is_there():
 def test_who_is_preempted_wants_images_once_more_that_have_gone(overlap, blocks):
     num_wanted = 0
     for length in range(8, 13):
-        harness = Harness(
-            overlap=overlap, prefix_caching=False, num_blocks=blocks, again_after=3
-        )  # fmt: skip
+        harness = Harness(overlap=overlap, prefix_caching=False, num_blocks=blocks, again_after=3)
         for number in range(3):
             spans = (ImageSpan(KEYS[number], 2, 5),)
             prompt = prompt_of(number, length + number)
