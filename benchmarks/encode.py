@@ -25,8 +25,9 @@ import torch
 from PIL import Image
 
 from services.common.channel import EngineChannel, create_socket_pair
+from services.common.families import read_spec
 from services.common.image_geometry import image_grid
-from services.common.model_config import ModelConfig, VisionConfig
+from services.common.model_spec import ModelSpec, TowerSpec
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
 from services.encoder.engine.messages import (
@@ -52,7 +53,7 @@ FLOPS = 790e12  # bf16
 class Bench:
     """What is measured."""
 
-    config: ModelConfig
+    config: ModelSpec
     settings: EncoderSettings
     model: VisionModel
     device: torch.device
@@ -60,16 +61,16 @@ class Bench:
 
     def grid(self, side: int) -> Grid:
         """Of a square image, as it is resized."""
-        return image_grid(side, side, self.config.image_limits)
+        return image_grid(side, side, self.config.vision_part.limits)
 
     def embedding_bytes(self, grid: Grid) -> int:
         """Of an image, all levels."""
-        vision, (_, height, width) = self.config.vision, grid
+        vision, (_, height, width) = self.config.vision_part.tower, grid
         tokens = height * width // vision.spatial_merge_size**2
-        return vision.levels * tokens * vision.out_hidden_size * self.dtype.itemsize
+        return vision.num_features * tokens * vision.out_hidden_size * self.dtype.itemsize
 
 
-def floor_s(config: VisionConfig, patches: int) -> float:
+def floor_s(config: TowerSpec, patches: int) -> float:
     """Operations of one image's forward, over the rate."""
     hidden, inner = config.hidden_size, config.intermediate_size
     grouped = hidden * config.spatial_merge_size**2
@@ -78,7 +79,7 @@ def floor_s(config: VisionConfig, patches: int) -> float:
     attention = 4 * patches**2 * hidden
     tokens = patches // config.spatial_merge_size**2
     merger = 2 * tokens * (grouped**2 + grouped * config.out_hidden_size)
-    return (embed + config.depth * (linear + attention) + config.levels * merger) / FLOPS
+    return (embed + config.depth * (linear + attention) + config.num_features * merger) / FLOPS
 
 
 def timed(bench: Bench, run: Callable[[], object], repeats: int) -> tuple[float, float]:
@@ -103,7 +104,7 @@ def timed(bench: Bench, run: Callable[[], object], repeats: int) -> tuple[float,
 
 def measure_tower(bench: Bench, side: int, batch: int, repeats: int) -> None:
     """Prints one row."""
-    vision, grids = bench.config.vision, [bench.grid(side)] * batch
+    vision, grids = bench.config.vision_part.tower, [bench.grid(side)] * batch
     patches = grids[0][1] * grids[0][2]
     size = batch * patches * vision.patch_size**2 * vision.in_channels
     pixels = torch.randint(0, 256, (size,), dtype=torch.uint8, device=bench.device)
@@ -112,7 +113,7 @@ def measure_tower(bench: Bench, side: int, batch: int, repeats: int) -> None:
         packed = pack_patches(
             pixels, grids, vision.patch_size, vision.spatial_merge_size, bench.dtype
         )
-        list(bench.model.levels(packed, bench.model.layout(grids)))
+        list(bench.model.features(packed, bench.model.layout(grids)))
 
     taken, host = timed(bench, eager, repeats)
     replayed = None
@@ -154,7 +155,7 @@ class EngineBench:
         self._slot_bytes = -(-slot_bytes // 4096) * 4096
         arena = mmap.mmap(-1, self._slots * self._slot_bytes)
         self.runner = Runner(bench.model, bench.device, bench.dtype, arena)
-        settings, limits = bench.settings, bench.config.image_limits
+        settings, limits = bench.settings, bench.config.vision_part.limits
         prepare = functools.partial(
             preprocess, limits=limits, max_source_pixels=settings.max_source_pixels,
             pinned=bench.device.type == "cuda",
@@ -213,7 +214,7 @@ def measure_engine(bench: Bench, side: int, under_way: int, count: int) -> None:
         wall = time.perf_counter() - begin
     finally:
         engine.close()
-    floor = floor_s(bench.config.vision, grid[1] * grid[2])
+    floor = floor_s(bench.config.vision_part.tower, grid[1] * grid[2])
     print(
         f"{side:6} {under_way:6} {statistics.median(taken) * 1e3:8.2f} {count / wall:9.1f} "
         f"{floor * 1e3:8.3f} {wall / count / floor:8.2f}",
@@ -238,7 +239,7 @@ def main() -> None:
         model=arguments.model, device=arguments.device, load_format=arguments.load_format,
         attention_backend=arguments.attention,
     )  # fmt: skip
-    config = ModelConfig.from_directory(arguments.model)
+    config = read_spec(arguments.model)
     device, dtype = resolve_device(settings.device, settings.dtype)
     prepare_device(device, settings)
     model, _ = load_model(config, settings, device, dtype)

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.common.model_config import ModelConfig
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
@@ -33,7 +34,7 @@ _PROFILED = 16  # kernels of a profile
 _SETTLE_STEPS = 10  # decodes before the first that is timed
 
 
-def weight_elements(config: ModelConfig) -> int:
+def weight_elements(config: ModelSpec) -> int:
     """Elements that a decode step reads: all layers and the head."""
     text = config.text
     attention = text.head_dim * (2 * text.num_heads + 2 * text.num_kv_heads)
@@ -41,14 +42,14 @@ def weight_elements(config: ModelConfig) -> int:
     return text.num_layers * layer + text.vocab_size * text.hidden_size
 
 
-def decode_floor_s(config: ModelConfig, batch: int, context: int) -> float:
+def decode_floor_s(config: ModelSpec, batch: int, context: int) -> float:
     """Bytes that a step must read, over the bandwidth (bf16)."""
     text = config.text
     per_token = 2 * 2 * text.num_kv_heads * text.head_dim * text.num_layers
     return (2 * weight_elements(config) + batch * context * per_token) / BANDWIDTH
 
 
-def prefill_floor_s(config: ModelConfig, tokens: int) -> float:
+def prefill_floor_s(config: ModelSpec, tokens: int) -> float:
     """Operations of the layers for one prompt, over the rate; the head sees one row."""
     text = config.text
     linear = 2 * tokens * (weight_elements(config) - text.vocab_size * text.hidden_size)
@@ -170,7 +171,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="of each prefill and each batch")
     arguments = parser.parse_args()
     prompts = [_counted(part) for part in arguments.prompts.split(",")]
-    config = ModelConfig.from_directory(arguments.model)
+    config = read_spec(arguments.model)
     batches = [int(part) for part in arguments.batches.split(",")]
     longest = arguments.context + arguments.steps + max(batches) + 64
     options = RunnerOptions(

@@ -110,7 +110,7 @@ def main() -> None:
     engine = NullEngine(settings.token_id)
     channel.send(
         EngineReady(
-            model_name="null", dtype="float32", levels=1, hidden=1, vocab_size=_VOCAB_SIZE,
+            model_name="null", dtype="float32", num_features=1, hidden=1, vocab_size=_VOCAB_SIZE,
             max_model_len=_MAX_MODEL_LEN, block_size=16, num_blocks=_NUM_BLOCKS,
             max_num_sequences=MAX_SEQUENCES,
         )

@@ -17,7 +17,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _ABSENT = ("torch", "transformers", "redis")
 # Shared code that the gateway uses.
 _COMMON = (
-    "channel", "embedding", "errors", "image_geometry", "image_key", "model_config", "rpc",
+    "channel", "embedding", "errors", "image_geometry", "image_key", "model_spec", "rpc",
     "settings", "telemetry",
 )  # fmt: skip
 _TESTS = (

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.common.model_config import ModelConfig
+from services.common.families import read_spec
 from services.common.nn import weights
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch, Chunk
@@ -193,7 +193,7 @@ def write_checkpoint(directory: Path, *, tied: bool = False, seed: int = 0) -> P
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the language model's tensors in a checkpoint."""
-    config = ModelConfig.from_directory(directory)
+    config = read_spec(directory)
     with torch.device("meta"):
         model = Qwen3VLLanguageModel(config, backend=None, ops=PlainOps())  # type: ignore[arg-type]
     return {part.name: part.shape for part in weights._sources(model, model.weight_map)}

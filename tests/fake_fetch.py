@@ -62,7 +62,7 @@ class FakeFetchServicer(pb_grpc.EncoderServicer):
         header = pb.FetchHeader(
             image_key=b"x" * 32 if fault == "wrong key" else key,
             dtype=pb.DTYPE_FLOAT16 if fault == "wrong dtype" else DTYPE,
-            levels=spec.levels + (fault == "wrong levels"),
+            num_features=spec.num_features + (fault == "wrong levels"),
             num_tokens=spec.num_tokens + (fault == "wrong shape"),
             hidden=spec.hidden,
         )

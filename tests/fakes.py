@@ -71,7 +71,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.description = encoder_pb2.DescribeEncoderResponse(
             **{
                 "model_name": "fake", "key_prefix": b"prefix".ljust(32, b"."),
-                "dtype": encoder_pb2.DTYPE_FLOAT32, "levels": 3, "hidden": 32,
+                "dtype": encoder_pb2.DTYPE_FLOAT32, "num_features": 3, "hidden": 32,
                 "max_image_patches": 16384, **description,
             }
         )  # fmt: skip
@@ -131,7 +131,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
     def __init__(self, **description: object) -> None:
         self.description = decoder_pb2.DescribeDecoderResponse(
             **{
-                "model_name": "fake", "dtype": encoder_pb2.DTYPE_FLOAT32, "levels": 3,
+                "model_name": "fake", "dtype": encoder_pb2.DTYPE_FLOAT32, "num_features": 3,
                 "hidden": 32, "vocab_size": 1000, "max_model_len": 4096, "block_size": 16,
                 "num_blocks": 1024, "max_num_sequences": 256, **description,
             }

@@ -29,7 +29,7 @@ class InProcessEngine:
     def ready(self) -> EngineReady:
         info = self.runner.info
         return EngineReady(
-            info.model_name, info.dtype, info.levels, info.hidden, info.vocab_size,
+            info.model_name, info.dtype, info.num_features, info.hidden, info.vocab_size,
             self.engine.max_model_len, info.block_size, info.num_blocks, info.max_num_sequences,
         )  # fmt: skip
 

@@ -38,19 +38,19 @@ class EmbeddingSpec:
     """Shape and dtype of one embedding."""
 
     dtype: str
-    levels: int
+    num_features: int
     num_tokens: int
     hidden: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """`(levels, num_tokens, hidden)`."""
-        return (self.levels, self.num_tokens, self.hidden)
+        return (self.num_features, self.num_tokens, self.hidden)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self.levels * self.num_tokens * self.hidden * ITEM_BYTES[self.dtype]
+        return self.num_features * self.num_tokens * self.hidden * ITEM_BYTES[self.dtype]
 
 
 class CorruptEmbedding(ValueError):
@@ -138,7 +138,7 @@ def all_finite(data: bytes | memoryview, dtype: str) -> bool:
 def pack_header(key: bytes, spec: EmbeddingSpec, tensor_digest: bytes) -> bytes:
     """The head of a stored entry; the tensor's bytes follow it."""
     return _HEADER.pack(
-        _MAGIC, key, _DTYPES.index(spec.dtype), spec.levels, spec.num_tokens, spec.hidden,
+        _MAGIC, key, _DTYPES.index(spec.dtype), spec.num_features, spec.num_tokens, spec.hidden,
         tensor_digest,
     )  # fmt: skip
 

@@ -115,7 +115,7 @@ class Receiver:
             raise WrongContent(f"it is of image {header.image_key.hex()[:16]}")
         if header.dtype != DTYPES[spec.dtype]:
             raise WrongContent(f"its dtype is {header.dtype}, not {spec.dtype}")
-        shape = (header.levels, header.num_tokens, header.hidden)
+        shape = (header.num_features, header.num_tokens, header.hidden)
         if shape != spec.shape:
             raise WrongContent(f"its shape is {shape}, not {spec.shape}")
         self._header_seen = True

@@ -12,7 +12,7 @@ import torch
 from services.common.channel import ChannelClosed, EngineChannel
 from services.common.collector import settle_collector
 from services.common.engine_process import accept
-from services.common.model_config import ModelConfigError
+from services.common.model_spec import ModelSpecError
 from services.common.telemetry import setup_logging
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import EngineReady, FrontMessage, Shutdown
@@ -67,7 +67,7 @@ def ready_message(engine: Engine, runner: ModelRunner) -> EngineReady:
     return EngineReady(
         model_name=info.model_name,
         dtype=info.dtype,
-        levels=info.levels,
+        num_features=info.num_features,
         hidden=info.hidden,
         vocab_size=info.vocab_size,
         max_model_len=engine.max_model_len,
@@ -96,7 +96,7 @@ def main() -> int:
         run(engine, channel, awake_s=_AWAKE_S if on_gpu else 0.0)
     except ChannelClosed:
         log.info("the front is gone")
-    except (ModelConfigError, ValueError) as error:
+    except (ModelSpecError, ValueError) as error:
         log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         return 1
     except Exception:

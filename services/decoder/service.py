@@ -27,7 +27,7 @@ class DecoderServicer(pb_grpc.DecoderServicer):
         return pb.DescribeDecoderResponse(
             model_name=engine.model_name,
             dtype=DTYPES[engine.dtype],
-            levels=engine.levels,
+            num_features=engine.num_features,
             hidden=engine.hidden,
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,

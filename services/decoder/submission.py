@@ -105,7 +105,7 @@ def _spans(submit: pb.Submit, num_tokens: int) -> list[ImageSpan]:
 def _image_requests(submit: pb.Submit, engine: EngineReady) -> list[ImageRequest]:
     requests: dict[bytes, ImageRequest] = {}
     for image in submit.images:
-        spec = EmbeddingSpec(engine.dtype, engine.levels, image.num_tokens, engine.hidden)
+        spec = EmbeddingSpec(engine.dtype, engine.num_features, image.num_tokens, engine.hidden)
         known = requests.get(image.image_key)
         if known is None:
             requests[image.image_key] = ImageRequest(image.image_key, spec, image.encoder_address)

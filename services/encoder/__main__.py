@@ -19,7 +19,8 @@ from services.common.collector import settle_collector
 from services.common.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embedding_cache import RedisCache
 from services.common.engine_process import ChannelClosed, EngineDied, EngineProcess
-from services.common.model_config import ModelConfig, ModelConfigError
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpecError
 from services.common.rpc import create_server
 from services.common.settings import SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
@@ -43,8 +44,8 @@ def main() -> int:
     try:
         settings = EncoderSettings.from_environment()
         setup_logging("encoder", settings.log_level)
-        ModelConfig.from_directory(settings.model)
-    except (SettingsError, ModelConfigError) as error:
+        read_spec(settings.model)
+    except (SettingsError, ModelSpecError) as error:
         print(f"encoder: {error}", file=sys.stderr)
         return 2
     keep_freed_memory()
@@ -150,12 +151,12 @@ async def _serve_engine(
 
 def describe(ready: EngineReady, settings: EncoderSettings) -> Description:
     """What this encoder serves: the largest image is what arena and queue can hold."""
-    row_bytes = ready.levels * ready.hidden * ITEM_BYTES[ready.dtype]
+    row_bytes = ready.num_features * ready.hidden * ITEM_BYTES[ready.dtype]
     arena_patches = settings.cache_bytes // row_bytes * ready.merge_size**2
     return Description(
         model_name=ready.model_name,
         key_prefix=ready.key_prefix,
-        like=EmbeddingSpec(ready.dtype, ready.levels, 0, ready.hidden),
+        like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
         merge_size=ready.merge_size,
         max_image_patches=min(arena_patches, settings.max_queued_patches),
     )

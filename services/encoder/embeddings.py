@@ -305,7 +305,7 @@ class Embeddings:
 
     def _grow(self, entry: ArenaEntry, level: int) -> None:
         if entry.spec.size_bytes >= self._least_levelwise_bytes:
-            size = entry.spec.size_bytes // entry.spec.levels
+            size = entry.spec.size_bytes // entry.spec.num_features
             self._memory.extend(entry, level * size, (level + 1) * size)
 
     def _settle(self, entry: ArenaEntry, done: asyncio.Future[StageTimes]) -> None:

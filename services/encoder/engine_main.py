@@ -12,9 +12,10 @@ from PIL import Image
 
 from services.common.collector import settle_collector
 from services.common.engine_process import EngineEnd, accept
+from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_key import key_prefix
-from services.common.model_config import ModelConfig, ModelConfigError
+from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.nn.weights import (
     DUMMY_FINGERPRINT,
     Checkpoint,
@@ -44,7 +45,7 @@ def main() -> None:
     setup_logging("encoder-engine", settings.log_level)
     start = time.monotonic()
     channel = end.channel(FrontMessage)
-    config = ModelConfig.from_directory(settings.model)
+    config = read_spec(settings.model)
     device, dtype_name = resolve_device(settings.device, settings.dtype)
     prepare_device(device, settings)
     model, weights = load_model(config, settings, device, dtype_name)
@@ -52,18 +53,18 @@ def main() -> None:
     runner = Runner(model, device, dtype_named(dtype_name), end.arena, alone=alone)
     prepare = functools.partial(
         preprocess,
-        limits=config.image_limits,
+        limits=config.vision_part.limits,
         max_source_pixels=settings.max_source_pixels,
         pinned=device.type == "cuda",
     )
-    warm_up(runner, prepare, config.image_limits, settings.max_batch_patches)
+    warm_up(runner, prepare, config.vision_part.limits, settings.max_batch_patches)
     channel.send(
         EngineReady(
             model_name=config.name,
             dtype=dtype_name,
-            levels=config.vision.levels,
-            hidden=config.vision.out_hidden_size,
-            merge_size=config.vision.spatial_merge_size,
+            num_features=config.vision_part.tower.num_features,
+            hidden=config.vision_part.tower.out_hidden_size,
+            merge_size=config.vision_part.tower.spatial_merge_size,
             key_prefix=key_prefix(
                 model=config.name,
                 weights=weights,
@@ -116,11 +117,11 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
 
 
 def load_model(
-    config: ModelConfig, settings: EncoderSettings, device: torch.device, dtype_name: str
+    config: ModelSpec, settings: EncoderSettings, device: torch.device, dtype_name: str
 ) -> tuple[VisionModel, bytes]:
     """The vision tower with its weights, and the weights' fingerprint."""
     dtype = dtype_named(dtype_name)
-    vision = config.vision
+    vision = config.vision_part.tower
     head_dim = vision.hidden_size // vision.num_heads
     backend = resolve(settings.attention_backend, device, head_dim, dtype)
     attention = create(backend, num_heads=vision.num_heads, head_dim=head_dim, dtype=dtype)
@@ -138,17 +139,17 @@ def load_model(
     return model.eval(), weights
 
 
-def canonical_config(config: ModelConfig) -> bytes:
+def canonical_config(config: ModelSpec) -> bytes:
     """Canonical JSON of what decides an embedding besides weights and pixels.
 
     Raises:
-        ModelConfigError: the processor normalizes otherwise than the engine does.
+        ModelSpecError: the processor normalizes otherwise than the engine does.
     """
     vision = json.loads((config.directory / "config.json").read_text())["vision_config"]
     processor = json.loads((config.directory / "preprocessor_config.json").read_text())
     for name in ("image_mean", "image_std"):
         if processor.get(name, [0.5] * 3) != [0.5] * 3:
-            raise ModelConfigError(f"preprocessor_config.json: {name} other than 0.5 is not served")
+            raise ModelSpecError(f"preprocessor_config.json: {name} other than 0.5 is not served")
     both = {"vision": vision, "processor": processor}
     return json.dumps(both, sort_keys=True, separators=(",", ":")).encode()
 

@@ -72,7 +72,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             model_name=known.model_name,
             key_prefix=known.key_prefix,
             dtype=_DTYPES[known.like.dtype],
-            levels=known.like.levels,
+            num_features=known.like.num_features,
             hidden=known.like.hidden,
             max_image_patches=known.max_image_patches,
         )
@@ -185,7 +185,7 @@ def _header(entry: ArenaEntry) -> pb.FetchResponse:
         header=pb.FetchHeader(
             image_key=entry.key,
             dtype=_DTYPES[spec.dtype],
-            levels=spec.levels,
+            num_features=spec.num_features,
             num_tokens=spec.num_tokens,
             hidden=spec.hidden,
         )

@@ -6,7 +6,7 @@ import sys
 import uvloop
 
 from services.common.collector import settle_collector
-from services.common.model_config import ModelConfigError
+from services.common.model_spec import ModelSpecError
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
 from services.gateway.app import create_gateway
@@ -31,7 +31,7 @@ def main() -> int:
         setup_logging("gateway", settings.log_level)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings))
-    except (SettingsError, ModelConfigError) as error:
+    except (SettingsError, ModelSpecError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

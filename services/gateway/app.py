@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from services.common.errors import TriptychError
-from services.common.model_config import ModelConfig
+from services.common.families import read_spec
 from services.gateway.admission import Admission
 from services.gateway.chat import ChatService
 from services.gateway.chat_endpoint import ChatEndpoint
@@ -51,9 +51,9 @@ def create_gateway(settings: GatewaySettings, *, rehearsals: int = REHEARSALS) -
         rehearsals: see `Rehearsal`.
 
     Raises:
-        ModelConfigError: the model directory cannot be served.
+        ModelSpecError: the model directory cannot be served.
     """
-    config = ModelConfig.from_directory(settings.model)
+    config = read_spec(settings.model)
     tokenizer = ModelTokenizer.from_directory(config.directory)
     web = WebMedia(settings.max_image_bytes, allow_private=settings.allow_private_media_hosts)
     loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
@@ -65,7 +65,7 @@ def create_gateway(settings: GatewaySettings, *, rehearsals: int = REHEARSALS) -
         model_name=settings.served_model_name or config.name,
         tokenizer=tokenizer,
         prompts=PromptBuilder.from_directory(config, tokenizer),
-        images=ImageReader(loader, config.image_limits, settings.max_source_pixels),
+        images=ImageReader(loader, config.vision_part.limits, settings.max_source_pixels),
         defaults=SamplingDefaults.of_model(config),
         encoders=encoders,
         decoders=decoders,

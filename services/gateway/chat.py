@@ -217,8 +217,8 @@ class ChatService:
         return (
             decoder is not None
             and encoder is not None
-            and (decoder.dtype, decoder.levels, decoder.hidden)
-            == (encoder.dtype, encoder.levels, encoder.hidden)
+            and (decoder.dtype, decoder.num_features, decoder.hidden)
+            == (encoder.dtype, encoder.num_features, encoder.hidden)
         )
 
     async def start(self) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidRequest
-from services.common.model_config import ModelConfig, ModelConfigError
+from services.common.model_spec import ModelSpec, ModelSpecError
 from services.gateway.mrope import Grid, Int32s, image_tokens, mrope_positions
 from services.gateway.tokenizer import ModelTokenizer
 
@@ -55,11 +55,11 @@ class Prompt:
 class PromptBuilder:
     """Renders and tokenizes for one model. Thread-safe."""
 
-    def __init__(self, config: ModelConfig, tokenizer: ModelTokenizer, template: str) -> None:
+    def __init__(self, config: ModelSpec, tokenizer: ModelTokenizer, template: str) -> None:
         self._tokenizer = tokenizer
         self._template = _environment().from_string(template)
-        self._image_token_id = config.image_token_id
-        self._merge_size = config.vision.spatial_merge_size
+        self._image_token_id = config.vision_part.image_token_id
+        self._merge_size = config.vision_part.tower.spatial_merge_size
         contents = sorted(tokenizer.added, key=len, reverse=True)
         # An alternation takes the first that matches: the longest, as `tokenizers` does.
         self._added = re.compile("(" + "|".join(map(re.escape, contents)) + ")")
@@ -68,11 +68,11 @@ class PromptBuilder:
         self._max_part = max(map(len, contents), default=1) - 1
 
     @classmethod
-    def from_directory(cls, config: ModelConfig, tokenizer: ModelTokenizer) -> "PromptBuilder":
+    def from_directory(cls, config: ModelSpec, tokenizer: ModelTokenizer) -> "PromptBuilder":
         """Reads the directory's chat template.
 
         Raises:
-            ModelConfigError: there is none.
+            ModelSpecError: there is none.
         """
         return cls(config, tokenizer, read_template(config.directory))
 
@@ -168,7 +168,7 @@ def read_template(directory: Path) -> str:
     """The chat template: chat_template.jinja, else chat_template.json or tokenizer_config.json.
 
     Raises:
-        ModelConfigError: there is none.
+        ModelSpecError: there is none.
     """
     path = directory / "chat_template.jinja"
     if path.exists():
@@ -179,7 +179,7 @@ def read_template(directory: Path) -> str:
             template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
             if isinstance(template, str):
                 return template
-    raise ModelConfigError(f"{directory} has no chat template")
+    raise ModelSpecError(f"{directory} has no chat template")
 
 
 class _Refusal(jinja2.TemplateError):

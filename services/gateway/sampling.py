@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
-from services.common.model_config import ModelConfig
+from services.common.model_spec import ModelSpec
 from services.gateway.generation import Sampling
 from services.gateway.openai import ChatRequest
 
@@ -28,7 +28,7 @@ class SamplingDefaults:
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of_model(cls, config: ModelConfig) -> "SamplingDefaults":
+    def of_model(cls, config: ModelSpec) -> "SamplingDefaults":
         """The model's; `do_sample: false` means greedy."""
         given: Mapping[str, Any] = config.generation
         greedy = given.get("do_sample") is False

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.common.errors import ContextLengthExceeded
-from services.common.model_config import ModelConfigError
+from services.common.model_spec import ModelSpecError
 from services.gateway.byte_pairs import BYTE_OF_CHARACTER, BytePairs
 
 
@@ -34,7 +34,7 @@ class ModelTokenizer:
         definition: the parsed tokenizer.json, of a byte-level BPE.
 
     Raises:
-        ModelConfigError: a kind of tokenizer whose ids we could not reproduce.
+        ModelSpecError: a kind of tokenizer whose ids we could not reproduce.
     """
 
     def __init__(self, definition: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class ModelTokenizer:
         self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
         decoder = _kind(definition, "decoder")
         if decoder != "ByteLevel":
-            raise ModelConfigError(f"tokenizer.json: decoder {decoder} is not supported")
+            raise ModelSpecError(f"tokenizer.json: decoder {decoder} is not supported")
         bare: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None}
         self._plain = Tokenizer.from_str(json.dumps({**definition, **bare}))
         self._fast = BytePairs.of(definition)
@@ -57,12 +57,12 @@ class ModelTokenizer:
         """Reads `directory`/tokenizer.json.
 
         Raises:
-            ModelConfigError: it is missing or of an unsupported kind.
+            ModelSpecError: it is missing or of an unsupported kind.
         """
         try:
             return cls(json.loads((directory / "tokenizer.json").read_text(encoding="utf-8")))
         except FileNotFoundError:
-            raise ModelConfigError(f"{directory / 'tokenizer.json'} is missing") from None
+            raise ModelSpecError(f"{directory / 'tokenizer.json'} is missing") from None
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text; what looks like an added token is plain text too."""
@@ -114,8 +114,8 @@ def _added_tokens(definition: Mapping[str, Any]) -> dict[str, AddedToken]:
     added: dict[str, AddedToken] = {}
     for token in definition.get("added_tokens") or ():
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise ModelConfigError(f"tokenizer.json: added token {token['content']!r} strips text")
+            raise ModelSpecError(f"tokenizer.json: added token {token['content']!r} strips text")
         if len(token["content"]) < 2:
-            raise ModelConfigError(f"tokenizer.json: added token {token['content']!r} is too short")
+            raise ModelSpecError(f"tokenizer.json: added token {token['content']!r} is too short")
         added[token["content"]] = AddedToken(token["id"], token["content"], bool(token["special"]))
     return added

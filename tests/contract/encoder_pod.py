@@ -103,9 +103,9 @@ class FakeEngine:
             self._end(ImageDone(job.job_id, error_code=code, message=message))
             return
         tokens = job.grid[1] * job.grid[2] // 4
-        spec = EmbeddingSpec(LIKE.dtype, LIKE.levels, tokens, LIKE.hidden)
-        data, size = embedding_of(job.image, spec), spec.size_bytes // spec.levels
-        for level in reversed(range(spec.levels)):  # as the tower does: its main output is the last
+        spec = EmbeddingSpec(LIKE.dtype, LIKE.num_features, tokens, LIKE.hidden)
+        data, size = embedding_of(job.image, spec), spec.size_bytes // spec.num_features
+        for level in reversed(range(spec.num_features)):  # the main output comes last
             start = arena_offset + level * size
             self.arena.memory[start : start + size] = data[level * size : (level + 1) * size]
             if level:
@@ -170,7 +170,7 @@ class Pod:
                     trailer = part.trailer
         assert header is not None and trailer is not None
         assert header.image_key == key_of(image, grid)
-        assert len(data) == header.levels * header.num_tokens * header.hidden * 4
+        assert len(data) == header.num_features * header.num_tokens * header.hidden * 4
         assert trailer.digest == digest(bytes(data))
         return bytes(data)
 

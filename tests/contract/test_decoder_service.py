@@ -33,7 +33,7 @@ async def test_describe_says_what_is_served():
         answer = await decoder.stub.Describe(pb.DescribeDecoderRequest())
         assert answer.model_name == "fake"
         assert answer.dtype == encoder_pb2.DTYPE_BFLOAT16
-        assert (answer.levels, answer.hidden, answer.vocab_size) == (2, 8, VOCAB_SIZE)
+        assert (answer.num_features, answer.hidden, answer.vocab_size) == (2, 8, VOCAB_SIZE)
         assert (answer.max_model_len, answer.block_size, answer.num_blocks) == (256, 4, 64)
 
 

@@ -25,7 +25,7 @@ from tests.contract.test_embedding_transport import (
 __all__ = ["pod", "reader"]
 
 KEY = key_of(b"image", GRID)
-LEVEL_BYTES = SPEC.size_bytes // SPEC.levels  # cuts a block of the digest in two
+LEVEL_BYTES = SPEC.size_bytes // SPEC.num_features  # cuts a block of the digest in two
 
 
 def has_last_level(pod: Pod, reader: Reader, image: bytes) -> bool:

@@ -44,7 +44,7 @@ async def until(condition: object) -> None:
 async def test_describe(pod: Pod) -> None:
     found = await pod.stub.Describe(pb.DescribeEncoderRequest())
     assert (found.model_name, found.key_prefix) == ("tiny", PREFIX)
-    assert (found.dtype, found.levels, found.hidden) == (pb.DTYPE_FLOAT32, 2, 64)
+    assert (found.dtype, found.num_features, found.hidden) == (pb.DTYPE_FLOAT32, 2, 64)
     assert found.max_image_patches == 4096
 
 

@@ -22,9 +22,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from services.common import errors
+from services.common.families import read_spec
 from services.common.image_geometry import image_grid
 from services.common.image_key import image_key
-from services.common.model_config import ModelConfig
+from services.common.model_spec import ModelSpec
 from services.common.nn.weights import Checkpoint, load_weights
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
@@ -60,7 +61,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "config.json").write_text(json.dumps(CONFIG))
     sizes = {"shortest_edge": 1024, "longest_edge": 262144}
     (directory / "preprocessor_config.json").write_text(json.dumps({"size": sizes}))
-    tower = build(ModelConfig.from_directory(directory))
+    tower = build(read_spec(directory))
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, parameter in tower.named_parameters():
@@ -71,10 +72,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def build(config: ModelConfig) -> Qwen3VLVisionModel:
+def build(config: ModelSpec) -> Qwen3VLVisionModel:
     attention = create("sdpa", num_heads=4, head_dim=16, dtype=torch.float32)
     with torch.device("meta"):
-        return Qwen3VLVisionModel(config.vision, attention)
+        return Qwen3VLVisionModel(config.vision_part.tower, attention)
 
 
 @dataclass
@@ -83,13 +84,13 @@ class Encoder:
 
     process: asyncio.subprocess.Process
     stub: pb_grpc.EncoderStub
-    config: ModelConfig
+    config: ModelSpec
     prefix: bytes
     metrics_port: int
 
     def request(self, data: bytes) -> pb.EncodeRequest:
         with Image.open(io.BytesIO(data)) as image:
-            grid = image_grid(image.height, image.width, self.config.image_limits)
+            grid = image_grid(image.height, image.width, self.config.vision_part.limits)
         key = image_key(self.prefix, data, grid=grid, salt=b"")
         return pb.EncodeRequest(
             image_key=key, image=data, grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2])
@@ -109,7 +110,7 @@ class Encoder:
         header = parts[0].header
         body = b"".join(part.chunk.data for part in parts)
         values = torch.frombuffer(bytearray(body), dtype=torch.float32)
-        return values.view(header.levels, header.num_tokens, header.hidden)
+        return values.view(header.num_features, header.num_tokens, header.hidden)
 
     async def num_encoded(self) -> float:
         return await asyncio.to_thread(self.metric, "encoder_images_encoded_total")
@@ -149,7 +150,7 @@ async def run_encoder(model_dir: Path, **settings: object) -> AsyncIterator[Enco
         known = await stub.Describe(
             pb.DescribeEncoderRequest(), wait_for_ready=True, timeout=PATIENCE_S
         )
-        config = ModelConfig.from_directory(model_dir)
+        config = read_spec(model_dir)
         yield Encoder(process, stub, config, known.key_prefix, metrics_port)
     finally:
         await channel.close()
@@ -165,14 +166,14 @@ def picture(height: int, width: int, seed: int = 0, kind: str = "PNG") -> bytes:
     return file.getvalue()
 
 
-def expected(config: ModelConfig, data: bytes) -> torch.Tensor:
+def expected(config: ModelSpec, data: bytes) -> torch.Tensor:
     """The same tower in this process, alone with the image."""
     tower = build(config)
     checkpoint = Checkpoint.open(config.directory)
     load_weights(tower, checkpoint, tower.weight_map, device="cpu", dtype=torch.float32)
     with Image.open(io.BytesIO(data)) as image:
-        grid = image_grid(image.height, image.width, config.image_limits)
-    pixels = preprocess(data, grid, config.image_limits, max_source_pixels=1 << 24)
+        grid = image_grid(image.height, image.width, config.vision_part.limits)
+    pixels = preprocess(data, grid, config.vision_part.limits, max_source_pixels=1 << 24)
     patches = pack_patches(pixels.reshape(-1), [grid], 16, 2, torch.float32)
     with torch.inference_mode():
         return tower(patches, tower.layout([grid]))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.model_config import VisionConfig
+from services.common.model_spec import TowerSpec
 from services.common.nn.weights import load_dummy
 from services.encoder.attention import create, resolve
 from services.encoder.engine.patches import pack_patches
@@ -28,8 +28,8 @@ from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
 
 pytestmark = pytest.mark.gpu
 
-TWO_B = VisionConfig(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
-EIGHT_B = VisionConfig(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24))
+TWO_B = TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
+EIGHT_B = TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24))
 GRIDS: list[Grid] = [(1, 28, 28), (1, 64, 64), (1, 16, 40), (1, 28, 28), (1, 4, 2)]
 CUDA = torch.device("cuda")
 
@@ -43,7 +43,7 @@ def exact_float32() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def build(config: VisionConfig, backend: str, dtype: torch.dtype) -> Qwen3VLVisionModel:
+def build(config: TowerSpec, backend: str, dtype: torch.dtype) -> Qwen3VLVisionModel:
     head_dim = config.hidden_size // config.num_heads
     attention = create(backend, num_heads=config.num_heads, head_dim=head_dim, dtype=dtype)
     with torch.device("meta"):
@@ -160,7 +160,7 @@ class Running:
 @pytest.fixture
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     """Of the 2B's shape, or of the parameter's."""
-    config: VisionConfig = getattr(request, "param", TWO_B)
+    config: TowerSpec = getattr(request, "param", TWO_B)
     head_dim = config.hidden_size // config.num_heads
     model = build(config, resolve("auto", CUDA, head_dim, torch.bfloat16), torch.bfloat16)
     arena = mmap.mmap(-1, 256 << 20)

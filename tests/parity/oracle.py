@@ -17,7 +17,8 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 # isort: split
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from services.common.model_config import ModelConfig
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpec
 
 VOCAB_SIZE = 320
 IMAGE_ID, VIDEO_ID, VISION_START_ID, VISION_END_ID, EOS_ID = 311, 312, 313, 314, 315
@@ -78,7 +79,7 @@ class Oracle:
     tiny: Tiny
     directory: Path
     model: Qwen3VLForConditionalGeneration
-    config: ModelConfig
+    config: ModelSpec
     answers: dict[int, Answer] = field(default_factory=dict)
 
     def prompt(self, *parts: int | tuple[int, int], seed: int = 0) -> Prompt:
@@ -97,7 +98,7 @@ class Oracle:
                 token_ids += [VISION_START_ID, *[IMAGE_ID] * count, VISION_END_ID]
         pixels = None
         if grids:
-            vision = self.config.vision
+            vision = self.config.vision_part.tower
             width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
             num_patches = sum(h * w for h, w in grids)
             pixels = torch.from_numpy(rng.uniform(-1, 1, (num_patches, width)).astype(np.float32))
@@ -177,7 +178,7 @@ def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
     preprocessor = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}
     (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     model.generation_config.eos_token_id = None
-    return Oracle(tiny, directory, model, ModelConfig.from_directory(directory))
+    return Oracle(tiny, directory, model, read_spec(directory))
 
 
 @torch.no_grad()

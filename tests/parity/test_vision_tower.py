@@ -19,7 +19,7 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as HfVisionModel
 
-from services.common.model_config import VisionConfig
+from services.common.model_spec import TowerSpec
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.attention.sdpa import SdpaAttention
 from services.encoder.kernels import rope
@@ -29,13 +29,13 @@ from services.encoder.models.base import Grid, VisionModel
 TOLERANCE = 2e-5
 
 CONFIGS = {
-    "one tap, 3 heads of 16": VisionConfig(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (1,)),
-    "two taps, 1 head of 32": VisionConfig(4, 32, 72, 1, 3, 16, 2, 2, 64, 64, (0, 2)),
-    "three taps, 5 heads of 16": VisionConfig(5, 80, 100, 5, 3, 16, 2, 2, 144, 48, (0, 2, 4)),
-    "head_dim 64": VisionConfig(3, 128, 256, 2, 3, 16, 2, 2, 2304, 96, (0, 1)),
-    "head_dim 72, 8B's": VisionConfig(3, 216, 430, 3, 3, 16, 2, 2, 2304, 128, (0, 1, 2)),
-    "patch 14, 7 heads of 8": VisionConfig(2, 56, 64, 7, 3, 14, 2, 2, 49, 32, (1,)),
-    "merge 1, one channel": VisionConfig(2, 32, 64, 2, 1, 8, 2, 1, 100, 32, (0,)),
+    "one tap, 3 heads of 16": TowerSpec(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (1,)),
+    "two taps, 1 head of 32": TowerSpec(4, 32, 72, 1, 3, 16, 2, 2, 64, 64, (0, 2)),
+    "three taps, 5 heads of 16": TowerSpec(5, 80, 100, 5, 3, 16, 2, 2, 144, 48, (0, 2, 4)),
+    "head_dim 64": TowerSpec(3, 128, 256, 2, 3, 16, 2, 2, 2304, 96, (0, 1)),
+    "head_dim 72, 8B's": TowerSpec(3, 216, 430, 3, 3, 16, 2, 2, 2304, 128, (0, 1, 2)),
+    "patch 14, 7 heads of 8": TowerSpec(2, 56, 64, 7, 3, 14, 2, 2, 49, 32, (1,)),
+    "merge 1, one channel": TowerSpec(2, 32, 64, 2, 1, 8, 2, 1, 100, 32, (0,)),
 }
 IMAGES: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 10, 8), (1, 2, 26), (1, 4, 6)]
 
@@ -44,7 +44,7 @@ IMAGES: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 10, 8), (1, 2, 26), (
 class Pair:
     """One set of weights, as Hugging Face's module and as ours."""
 
-    config: VisionConfig
+    config: TowerSpec
     theirs: HfVisionModel
     ours: VisionModel
 
@@ -68,7 +68,7 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make_pair(config: VisionConfig, directory: Path) -> Pair:
+def make_pair(config: TowerSpec, directory: Path) -> Pair:
     hf_config = Qwen3VLVisionConfig(
         depth=config.depth, hidden_size=config.hidden_size, num_heads=config.num_heads,
         intermediate_size=config.intermediate_size, in_channels=config.in_channels,
@@ -201,7 +201,7 @@ def test_a_projection_that_rotates_agrees(pair: Pair, monkeypatch: pytest.Monkey
 def test_levels_come_as_their_blocks_are_done(small: Pair) -> None:
     grids: list[Grid] = [(1, 4, 4)]
     with torch.inference_mode():
-        levels = small.ours.levels(small.patches(grids), small.ours.layout(grids))
+        levels = small.ours.features(small.patches(grids), small.ours.layout(grids))
         assert [level for level, _ in levels] == [1, 2, 0]
 
 

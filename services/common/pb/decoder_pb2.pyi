@@ -13,10 +13,10 @@ class DescribeDecoderRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeDecoderResponse(_message.Message):
-    __slots__ = ("model_name", "dtype", "levels", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences")
+    __slots__ = ("model_name", "dtype", "num_features", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -25,14 +25,14 @@ class DescribeDecoderResponse(_message.Message):
     MAX_NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     dtype: _encoder_pb2.DType
-    levels: int
+    num_features: int
     hidden: int
     vocab_size: int
     max_model_len: int
     block_size: int
     num_blocks: int
     max_num_sequences: int
-    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., levels: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ...) -> None: ...
+    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ...) -> None: ...
 
 class GenerateCommand(_message.Message):
     __slots__ = ("submit", "cancel")

@@ -22,20 +22,20 @@ class DescribeEncoderRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeEncoderResponse(_message.Message):
-    __slots__ = ("model_name", "key_prefix", "dtype", "levels", "hidden", "max_image_patches")
+    __slots__ = ("model_name", "key_prefix", "dtype", "num_features", "hidden", "max_image_patches")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGE_PATCHES_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     key_prefix: bytes
     dtype: DType
-    levels: int
+    num_features: int
     hidden: int
     max_image_patches: int
-    def __init__(self, model_name: _Optional[str] = ..., key_prefix: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., levels: _Optional[int] = ..., hidden: _Optional[int] = ..., max_image_patches: _Optional[int] = ...) -> None: ...
+    def __init__(self, model_name: _Optional[str] = ..., key_prefix: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., max_image_patches: _Optional[int] = ...) -> None: ...
 
 class Grid(_message.Message):
     __slots__ = ("t", "h", "w")
@@ -108,18 +108,18 @@ class FetchResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[FetchHeader, _Mapping]] = ..., chunk: _Optional[_Union[FetchChunk, _Mapping]] = ..., trailer: _Optional[_Union[FetchTrailer, _Mapping]] = ..., shared: _Optional[_Union[FetchShared, _Mapping]] = ..., ready: _Optional[_Union[FetchReady, _Mapping]] = ...) -> None: ...
 
 class FetchHeader(_message.Message):
-    __slots__ = ("image_key", "dtype", "levels", "num_tokens", "hidden")
+    __slots__ = ("image_key", "dtype", "num_features", "num_tokens", "hidden")
     IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     image_key: bytes
     dtype: DType
-    levels: int
+    num_features: int
     num_tokens: int
     hidden: int
-    def __init__(self, image_key: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., levels: _Optional[int] = ..., num_tokens: _Optional[int] = ..., hidden: _Optional[int] = ...) -> None: ...
+    def __init__(self, image_key: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., num_features: _Optional[int] = ..., num_tokens: _Optional[int] = ..., hidden: _Optional[int] = ...) -> None: ...
 
 class FetchChunk(_message.Message):
     __slots__ = ("offset", "data")

@@ -71,7 +71,7 @@ class RunnerInfo:
 
     model_name: str
     dtype: str
-    levels: int  # of an image's embedding
+    num_features: int  # of an image's embedding
     hidden: int
     vocab_size: int
     max_model_len: int

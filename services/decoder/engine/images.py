@@ -70,22 +70,22 @@ class ImageReader:
     def __init__(
         self,
         arena: mmap.mmap,
-        levels: int,
+        num_features: int,
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
         max_batched_tokens: int,
     ) -> None:
-        self._levels, self._hidden = levels, hidden
+        self._num_features, self._hidden = num_features, hidden
         self._values = torch.frombuffer(arena, dtype=dtype)
         self._buffer: Tensor | None = None
         if device.type == "cuda":
             pin(self._values)
             self._buffer = torch.empty(
-                (levels, max_batched_tokens, hidden), dtype=dtype, device=device
+                (num_features, max_batched_tokens, hidden), dtype=dtype, device=device
             )
             self._stream = torch.cuda.Stream(device)
-            self._transfer = Transfer.of(levels)
+            self._transfer = Transfer.of(num_features)
 
     def close(self) -> None:
         """Gives the arena's pinning back; due before the memory is unmapped, if it ever is."""
@@ -126,7 +126,7 @@ class ImageReader:
         ]
         with torch.cuda.stream(self._stream):
             self._transfer.wait_until_read()
-            for level in range(self._levels):
+            for level in range(self._num_features):
                 for target, source in moves:  # contiguous on both sides: one asynchronous copy
                     target[level].copy_(source[level], non_blocking=True)
                 self._transfer.arrive(level)
@@ -134,6 +134,8 @@ class ImageReader:
     def _view(self, part: VisualSegment) -> Tensor:
         """`[levels, num_rows, hidden]`, in the arena."""
         start = part.arena_offset // self._values.itemsize
-        size = self._levels * part.num_tokens * self._hidden
-        image = self._values[start : start + size].view(self._levels, part.num_tokens, self._hidden)
+        size = self._num_features * part.num_tokens * self._hidden
+        image = self._values[start : start + size].view(
+            self._num_features, part.num_tokens, self._hidden
+        )
         return image[:, part.first_token : part.first_token + part.num_rows]

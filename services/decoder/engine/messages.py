@@ -75,7 +75,7 @@ class EngineReady(msgspec.Struct, tag="ready"):
 
     model_name: str
     dtype: str
-    levels: int
+    num_features: int
     hidden: int
     vocab_size: int
     max_model_len: int

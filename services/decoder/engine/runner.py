@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from services.common.model_config import ModelConfig
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpec
 from services.common.nn.weights import Checkpoint, load_dummy, load_weights
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
@@ -70,11 +71,11 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
         arena: the front's shared memory with the image embeddings; None: text only.
 
     Raises:
-        ModelConfigError, CheckpointError: the directory is not a model that can be served.
+        ModelSpecError, CheckpointError: the directory is not a model that can be served.
         ValueError: an option does not fit the machine or the model (says which).
     """
     started = time.monotonic()
-    config = ModelConfig.from_directory(options.model_directory)
+    config = read_spec(options.model_directory)
     limit, wanted = config.text.max_position_embeddings, options.max_model_len
     if wanted is not None and wanted > limit:
         raise ValueError(f"max_model_len {wanted} is over the model's limit of {limit} tokens")
@@ -95,7 +96,7 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     )
     images = None
     if arena is not None:
-        levels, hidden = config.vision.levels, config.text.hidden_size
+        levels, hidden = config.vision_part.tower.num_features, config.text.hidden_size
         images = ImageReader(arena, levels, hidden, dtype, device, options.max_batched_tokens)
 
     def make(info: RunnerInfo) -> ModelRunner:
@@ -136,7 +137,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _load(
-    config: ModelConfig,
+    config: ModelSpec,
     backend: AttentionBackend,
     options: RunnerOptions,
     device: torch.device,
@@ -155,7 +156,7 @@ def _load(
     return model.eval()
 
 
-def _sizes(config: ModelConfig, options: RunnerOptions, max_model_len: int) -> AttentionSizes:
+def _sizes(config: ModelSpec, options: RunnerOptions, max_model_len: int) -> AttentionSizes:
     return AttentionSizes(
         num_heads=config.text.num_heads,
         num_kv_heads=config.text.num_kv_heads,
@@ -166,12 +167,12 @@ def _sizes(config: ModelConfig, options: RunnerOptions, max_model_len: int) -> A
     )
 
 
-def _info(config: ModelConfig, options: RunnerOptions, dtype: torch.dtype) -> RunnerInfo:
+def _info(config: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> RunnerInfo:
     """With no blocks yet, and room for one sequence as long as a step."""
     return RunnerInfo(
         model_name=config.name,
         dtype=str(dtype).removeprefix("torch."),
-        levels=config.vision.levels,
+        num_features=config.vision_part.tower.num_features,
         hidden=config.text.hidden_size,
         vocab_size=config.text.vocab_size,
         max_model_len=options.max_batched_tokens,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.common.model_config import TextConfig
+from services.common.model_spec import TextSpec
 from services.common.nn import layers
 from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
@@ -299,7 +299,7 @@ class PlainOps:
         return None
 
 
-def create_ops(device: torch.device, config: TextConfig) -> Ops:
+def create_ops(device: torch.device, config: TextSpec) -> Ops:
     """The fused operations where they run, else the plain ones."""
     half = config.head_dim // 2
     fits = half & (half - 1) == 0

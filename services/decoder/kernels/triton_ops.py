@@ -2,7 +2,7 @@
 
 import torch
 
-from services.common.model_config import TextConfig
+from services.common.model_spec import TextSpec
 from services.common.nn.linear import add_product, multiply
 from services.decoder.kernels import (
     add_norm,
@@ -81,7 +81,7 @@ class TritonOps:
         return silu_mul.silu_and_mul(multiply(x, weight))
 
 
-def create_triton_ops(device: torch.device, config: TextConfig) -> TritonOps:
+def create_triton_ops(device: torch.device, config: TextSpec) -> TritonOps:
     """The operations for a model of these sizes."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     query_size = config.num_heads * config.head_dim

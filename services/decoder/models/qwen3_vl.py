@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.common.model_config import ModelConfig, TextConfig
+from services.common.model_spec import ModelSpec, TextSpec
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, MergedLinear
 from services.common.nn.weights import WeightMap
@@ -50,7 +50,7 @@ def project_back(
 class Attention(nn.Module):
     """Grouped-query attention with RMSNorm on each query and key head."""
 
-    def __init__(self, config: TextConfig, backend: AttentionBackend, ops: Ops) -> None:
+    def __init__(self, config: TextSpec, backend: AttentionBackend, ops: Ops) -> None:
         super().__init__()
         self.backend = backend
         self.ops = ops
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: TextConfig, ops: Ops) -> None:
+    def __init__(self, config: TextSpec, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         size = config.intermediate_size
@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
     x may be None.
     """
 
-    def __init__(self, config: TextConfig, backend: AttentionBackend, ops: Ops) -> None:
+    def __init__(self, config: TextSpec, backend: AttentionBackend, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         self.eps = config.rms_norm_eps
@@ -172,12 +172,14 @@ class DecoderLayer(nn.Module):
 class Qwen3VLLanguageModel(nn.Module):
     """See `models.base.CausalLM`."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, ops: Ops) -> None:
+    def __init__(self, config: ModelSpec, backend: AttentionBackend, ops: Ops) -> None:
         super().__init__()
         text = config.text
         self.ops = ops
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
-        self.rope = InterleavedMRope(text.head_dim, text.rope_theta, text.mrope_section)
+        self.rope = InterleavedMRope(
+            text.head_dim, text.rope.theta, text.rope.mrope_section or (0, 0, 0)
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(text, backend, ops) for _ in range(text.num_layers)
         )

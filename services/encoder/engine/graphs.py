@@ -56,7 +56,7 @@ class TowerGraphs:
         )  # fmt: skip
         most_tokens = MAX_CAPTURED_PATCHES // config.spatial_merge_size**2
         self._output = torch.empty(
-            config.levels, most_tokens, config.out_hidden_size, dtype=dtype, device=device
+            config.num_features, most_tokens, config.out_hidden_size, dtype=dtype, device=device
         )
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, Parts] = {}
@@ -112,14 +112,14 @@ class TowerGraphs:
         merge = self._model.config.spatial_merge_size
         self._layout.set([(1, merge, size // merge)])
         layout, patches = self._layout.rows(size), self._patches[:size]
-        for _ in self._model.levels(patches, layout):  # libraries choose their kernels
+        for _ in self._model.features(patches, layout):  # libraries choose their kernels
             pass
         parts: Parts = []
         levels: Iterator[tuple[int, Tensor]] | None = None
-        for _ in range(self._model.config.levels):
+        for _ in range(self._model.config.num_features):
             with captured_graph(self._pool) as graph:
                 # What a part leaves to the next lives in the tower's frame until all are captured.
-                levels = levels or self._model.levels(patches, layout)
+                levels = levels or self._model.features(patches, layout)
                 level, rows = next(levels)
                 self._output[level, : len(rows)] = rows
             parts.append((graph, level))

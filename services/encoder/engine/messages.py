@@ -36,7 +36,7 @@ class EngineReady(msgspec.Struct, tag="ready"):
 
     model_name: str
     dtype: str
-    levels: int
+    num_features: int
     hidden: int
     merge_size: int
     key_prefix: bytes

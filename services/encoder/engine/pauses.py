@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from services.common.model_config import VisionConfig
+from services.common.model_spec import TowerSpec
 from services.encoder.models.base import Grid
 
 # A fifth of a second on an H200: several times what the largest batch of usual images takes.
 _LONG_OPERATIONS = 1e14
 
 
-def count_operations(config: VisionConfig, grids: Iterable[Grid]) -> float:
+def count_operations(config: TowerSpec, grids: Iterable[Grid]) -> float:
     """Floating-point operations of the tower's blocks, which are nearly all of them."""
     total = 0.0
     for time, height, width in grids:

@@ -210,12 +210,12 @@ class Runner:
         tokens = self._num_tokens(images)
         offsets = [image.arena_offset for image in images]
         peaks = torch.empty(
-            self._model.config.levels, sum(tokens), dtype=torch.float32, device=self._device
+            self._model.config.num_features, sum(tokens), dtype=torch.float32, device=self._device
         )
         written: list[tuple[int, torch.cuda.Event]] = []
         config = self._model.config
         operations = count_operations(config, grids)
-        pause_s = self._pauses.seconds_after_part(operations, config.levels)
+        pause_s = self._pauses.seconds_after_part(operations, config.num_features)
         for level, rows in levels:
             event = self._writer.write(rows, tokens, offsets, level)
             torch.linalg.vector_norm(rows, math.inf, 1, dtype=torch.float32, out=peaks[level])
@@ -231,7 +231,7 @@ class Runner:
         patches = pack_patches(
             pixels, grids, config.patch_size, config.spatial_merge_size, self._dtype
         )
-        return self._model.levels(patches, self._model.layout(grids))
+        return self._model.features(patches, self._model.layout(grids))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -243,7 +243,7 @@ class Runner:
     def _embedding_bytes(self, grid: Grid) -> int:
         config = self._model.config
         tokens = grid[0] * grid[1] * grid[2] // config.spatial_merge_size**2
-        return config.levels * tokens * config.out_hidden_size * self._dtype.itemsize
+        return config.num_features * tokens * config.out_hidden_size * self._dtype.itemsize
 
     def _upload(self, images: Sequence[PreparedImage]) -> Tensor:
         """All pixels, flat, on the device."""

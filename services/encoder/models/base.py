@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.common.model_config import VisionConfig
+from services.common.model_spec import TowerSpec
 from services.common.nn.weights import WeightMap
 from services.encoder.attention.base import AttentionBackend
 from services.encoder.kernels.ops import Ops
@@ -51,11 +51,11 @@ class LastingLayout(Protocol):
 class VisionModel(Protocol):
     """Packed patches in, embeddings out. Built on `meta`, filled by `common.nn.weights`."""
 
-    config: VisionConfig
+    config: TowerSpec
     weight_map: WeightMap
 
     def __init__(
-        self, config: VisionConfig, attention: AttentionBackend, ops: Ops | None = None
+        self, config: TowerSpec, attention: AttentionBackend, ops: Ops | None = None
     ) -> None: ...
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
@@ -71,7 +71,7 @@ class VisionModel(Protocol):
         """
         ...
 
-    def levels(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
+    def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
         """Runs the tower, yielding each level as soon as its block is done (enqueued, on CUDA).
 
         Args:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.common.model_config import VisionConfig
+from services.common.model_spec import TowerSpec
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
 from services.encoder.attention.base import AttentionBackend
@@ -24,7 +24,7 @@ class Qwen3VLVisionModel(nn.Module):
 
     def __init__(
         self,
-        config: VisionConfig,
+        config: TowerSpec,
         attention: AttentionBackend,
         ops: Ops | None = None,
     ) -> None:
@@ -75,8 +75,8 @@ class Qwen3VLVisionModel(nn.Module):
         plan = self.attention.lasting_plan(max_patches, max_segments, device)
         return LastingTables(self._tables, plan, max_patches) if plan is not None else None
 
-    def levels(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
-        """See `VisionModel.levels`.
+    def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
+        """See `VisionModel.features`.
 
         A block's last addition may be the next norm's business, so a tap waits for that one.
         """
@@ -99,7 +99,7 @@ class Qwen3VLVisionModel(nn.Module):
 
     def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
         """`[levels, num_tokens, out_hidden]`."""
-        levels = dict(self.levels(patches, layout))
+        levels = dict(self.features(patches, layout))
         return torch.stack([levels[level] for level in range(len(levels))])
 
 
@@ -125,7 +125,7 @@ class Block(nn.Module):
     perhaps.
     """
 
-    def __init__(self, config: VisionConfig, attention: AttentionBackend, ops: Ops) -> None:
+    def __init__(self, config: TowerSpec, attention: AttentionBackend, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         self.norm1 = nn.LayerNorm(config.hidden_size, eps=_LAYER_NORM_EPS)
@@ -147,7 +147,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Full attention within each frame, with 2-D rope."""
 
-    def __init__(self, config: VisionConfig, backend: AttentionBackend, ops: Ops) -> None:
+    def __init__(self, config: TowerSpec, backend: AttentionBackend, ops: Ops) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.backend = backend
@@ -200,7 +200,7 @@ class Merger(nn.Module):
     the exact one here, the tanh one in the blocks.
     """
 
-    def __init__(self, config: VisionConfig, ops: Ops, *, norm_after_grouping: bool) -> None:
+    def __init__(self, config: TowerSpec, ops: Ops, *, norm_after_grouping: bool) -> None:
         super().__init__()
         self.ops = ops
         self.grouped_size = config.hidden_size * config.spatial_merge_size**2
@@ -223,7 +223,7 @@ class Merger(nn.Module):
 class PatchEmbed(nn.Module):
     """The checkpoint's Conv3d, whose stride is its kernel: a linear over a patch's pixels."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: TowerSpec) -> None:
         super().__init__()
         pixels = config.in_channels * config.patch_size**2
         method = SummedOverTime(config.in_channels, config.temporal_patch_size)

@@ -35,7 +35,7 @@ class DecoderDescription:
     """What a decoder serves."""
 
     dtype: int
-    levels: int
+    num_features: int
     hidden: int
     vocab_size: int
     max_model_len: int
@@ -83,7 +83,11 @@ class DecoderPod(Pod):
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure, self._name) from None
         self.description = DecoderDescription(
-            answer.dtype, answer.levels, answer.hidden, answer.vocab_size, answer.max_model_len
+            answer.dtype,
+            answer.num_features,
+            answer.hidden,
+            answer.vocab_size,
+            answer.max_model_len,
         )
         self._commands = asyncio.Queue()
         call = self._generate()

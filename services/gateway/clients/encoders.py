@@ -29,7 +29,7 @@ class EncoderDescription:
 
     key_prefix: bytes
     dtype: int
-    levels: int
+    num_features: int
     hidden: int
     max_image_patches: int
 
@@ -73,7 +73,11 @@ class EncoderPod(Pod):
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure, self._name) from None
         self.description = EncoderDescription(
-            answer.key_prefix, answer.dtype, answer.levels, answer.hidden, answer.max_image_patches
+            answer.key_prefix,
+            answer.dtype,
+            answer.num_features,
+            answer.hidden,
+            answer.max_image_patches,
         )
         self._lost = asyncio.Event()
 

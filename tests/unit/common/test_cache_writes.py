@@ -23,7 +23,7 @@ async def test_a_cancelled_write_lets_go_of_its_memory_before_it_ends(
     cache: RedisCache,
     redis_server: RedisServer,  # noqa: F811
 ) -> None:
-    spec = replace(SPEC, num_tokens=(64 << 20) // SPEC.hidden // SPEC.levels // 2)
+    spec = replace(SPEC, num_tokens=(64 << 20) // SPEC.hidden // SPEC.num_features // 2)
     data = memoryview(bytearray(spec.size_bytes))
     redis_server.freeze()
     writing = asyncio.create_task(cache.write(KEY, spec, b"d" * 32, data))

@@ -13,7 +13,9 @@ SPEC = EmbeddingSpec("bfloat16", 2, 4, 8)
 SIZE = SPEC.size_bytes
 
 HEADER = pb.FetchResponse(
-    header=pb.FetchHeader(image_key=KEY, dtype=pb.DTYPE_BFLOAT16, levels=2, num_tokens=4, hidden=8)
+    header=pb.FetchHeader(
+        image_key=KEY, dtype=pb.DTYPE_BFLOAT16, num_features=2, num_tokens=4, hidden=8
+    )
 )
 SHARED = pb.FetchResponse(shared=pb.FetchShared(pid=1, fd=2, name="n", size_bytes=SIZE))
 READY = pb.FetchResponse(ready=pb.FetchReady(offset=0, size_bytes=SIZE))
@@ -104,7 +106,7 @@ def test_chunks_of_any_size_and_order_have_the_tensors_digest(chunk_bytes, order
     fed.accept(
         pb.FetchResponse(
             header=pb.FetchHeader(
-                image_key=KEY, dtype=pb.DTYPE_BFLOAT16, levels=1,
+                image_key=KEY, dtype=pb.DTYPE_BFLOAT16, num_features=1,
                 num_tokens=spec.num_tokens, hidden=16,
             )
         ).SerializeToString()

@@ -213,7 +213,7 @@ def test_dummy_weights_need_no_tensors(directory: Path, tmp_path: Path) -> None:
 
 def test_info_says_what_is_served(harness: Harness) -> None:
     info = harness.runner.info
-    assert (info.levels, info.hidden, info.vocab_size, info.block_size) == (3, 32, 100, 4)
+    assert (info.num_features, info.hidden, info.vocab_size, info.block_size) == (3, 32, 100, 4)
     assert info.max_model_len == 2048 and info.num_blocks * 4 >= 2048
 
 

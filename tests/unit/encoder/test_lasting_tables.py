@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.model_config import VisionConfig
+from services.common.model_spec import TowerSpec
 from services.common.nn.weights import load_dummy
 from services.encoder.attention.sdpa import SdpaAttention
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
@@ -15,7 +15,7 @@ from services.encoder.models.base import Grid, LastingLayout
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
 
 CPU = torch.device("cpu")
-CONFIG = VisionConfig(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))
+CONFIG = TowerSpec(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))
 BATCHES: list[list[Grid]] = [[(1, 4, 6), (1, 2, 2)], [(1, 8, 8)], [(1, 2, 2)], [(1, 6, 4)] * 2]
 ROWS = 72
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.model_config import VisionConfig
+from services.common.model_spec import TowerSpec
 from services.common.nn.weights import load_dummy
 from services.encoder.attention import AttentionUnavailable, create, resolve
 from services.encoder.engine.patches import pack_patches
@@ -14,7 +14,7 @@ from services.encoder.engine.runner import PreparedImage, Runner
 from services.encoder.models import model_class
 from services.encoder.models.base import Grid, VisionModel
 
-CONFIG = VisionConfig(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))
+CONFIG = TowerSpec(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))
 GRIDS: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 4, 6)]
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def image(job_id: int, grid: Grid, offset: int = 0, seed: int = 0) -> PreparedIm
 
 def read(arena: mmap.mmap, place: PreparedImage) -> torch.Tensor:
     tokens = place.num_patches // 4
-    shape = (CONFIG.levels, tokens, CONFIG.out_hidden_size)
+    shape = (CONFIG.num_features, tokens, CONFIG.out_hidden_size)
     count = shape[0] * shape[1] * shape[2]
     return torch.frombuffer(
         arena, dtype=torch.float32, count=count, offset=place.arena_offset
@@ -76,7 +76,7 @@ def test_an_image_that_is_not_finite_is_told_apart(
     model: VisionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
-    levels = type(model).levels
+    levels = type(model).features
 
     def spoiled(self: VisionModel, patches: torch.Tensor, layout: object):
         for level, rows in levels(self, patches, layout):  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_an_image_that_is_not_finite_is_told_apart(
                 rows[0, 3] = float("nan")  # the first image in packing order
             yield level, rows
 
-    monkeypatch.setattr(type(model), "levels", spoiled)
+    monkeypatch.setattr(type(model), "features", spoiled)
     images = [image(n, grid, n * 65536) for n, grid in enumerate(GRIDS)]
     batch = runner.launch(images)
     assert runner.finish(batch) == [False, True, True, True]
@@ -103,7 +103,7 @@ def test_whatever_is_not_finite_is_noticed(
                 rows[3, 7] = value
             yield level, rows
 
-    monkeypatch.setattr(model, "levels", spoiled)
+    monkeypatch.setattr(model, "features", spoiled)
     assert runner.finish(runner.launch([image(0, (1, 4, 4))])) == [False]
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.model_config import ModelConfig
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpec
 from services.gateway.prompt import PromptBuilder
 from services.gateway.tokenizer import ModelTokenizer
 from tests.gateway_fixtures import _pair, _stack, loop_thread, pair, stack
@@ -19,8 +20,8 @@ def model_directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def config(model_directory) -> ModelConfig:
-    return ModelConfig.from_directory(model_directory)
+def config(model_directory) -> ModelSpec:
+    return read_spec(model_directory)
 
 
 @pytest.fixture(scope="session")

@@ -321,7 +321,7 @@ def test_services_that_do_not_fit_are_not_ready(pair):
     description = pair.gateway.service.encoders.description
     try:
         pair.gateway.service.encoders.description = lambda: type(
-            "D", (), {"dtype": 2, "levels": 3, "hidden": 32}
+            "D", (), {"dtype": 2, "num_features": 3, "hidden": 32}
         )
         with pair.client() as client:
             assert client.get("/ready").status_code == 503

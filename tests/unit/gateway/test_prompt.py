@@ -8,7 +8,7 @@ import jinja2
 import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
-from services.common.model_config import ModelConfigError
+from services.common.model_spec import ModelSpecError
 from services.gateway.prompt import PromptBuilder, read_template
 from services.gateway.tokenizer import ModelTokenizer
 from tests.tiny_tokenizer import ADDED, SPECIAL, added_ids, tokenizer_json
@@ -193,7 +193,7 @@ def test_template_has_hf_semantics(config, tokenizer):
 
 
 def test_template_is_found_in_each_place(tmp_path):
-    with pytest.raises(ModelConfigError):
+    with pytest.raises(ModelSpecError):
         read_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one"}))
     assert read_template(tmp_path) == "one"
@@ -205,8 +205,8 @@ def test_template_is_found_in_each_place(tmp_path):
 
 def test_unsupported_tokenizers_are_named():
     definition = json.loads(tokenizer_json())
-    with pytest.raises(ModelConfigError, match="Metaspace"):
+    with pytest.raises(ModelSpecError, match="Metaspace"):
         ModelTokenizer({**definition, "decoder": {"type": "Metaspace"}})
     broken = [{**definition["added_tokens"][0], "lstrip": True}]
-    with pytest.raises(ModelConfigError, match="strips"):
+    with pytest.raises(ModelSpecError, match="strips"):
         ModelTokenizer({**definition, "added_tokens": broken})

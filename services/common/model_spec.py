@@ -1,0 +1,209 @@
+"""What differs between models, as data. No torch: the gateway has none.
+
+A family's file in `services.common.families` reads a checkpoint directory into these values; all
+three services use them.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from services.common.image_geometry import ImageLimits
+
+
+class ModelSpecError(ValueError):
+    """The directory is not a model that can be served; the message says which file and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding.
+
+    Attributes:
+        kind: how inverse frequencies are scaled, by transformers' names.
+        theta: base of the frequencies.
+        rotary_dim: leading elements of a head that rotate; the others pass through.
+        mrope_section: frequencies per axis (t, h, w) of interleaved M-RoPE; None: 1-D positions.
+        factor: context extension of `llama3` and `yarn`.
+        original_max_position_embeddings: context before the extension.
+        low_freq_factor: of `llama3`.
+        high_freq_factor: of `llama3`.
+        beta_fast: of `yarn`.
+        beta_slow: of `yarn`.
+        truncate: of `yarn`: whether the correction range is rounded to whole dimensions.
+        attention_factor: what `yarn` multiplies cos and sin by.
+    """
+
+    kind: Literal["default", "llama3", "yarn"] = "default"
+    theta: float
+    rotary_dim: int
+    mrope_section: tuple[int, int, int] | None = None
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSpec:
+    """The language model: pre-norm, grouped-query attention, gated MLP (SiLU).
+
+    Attributes:
+        qk_norm: RMSNorm on each query and key head before rotation.
+        qkv_bias: biases of the q, k and v projections.
+        o_bias: bias of the attention's output projection.
+        mlp_bias: biases of the MLP's projections.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSpec:
+    """The vision tower."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    num_position_embeddings: int
+    out_hidden_size: int
+    deepstack_indexes: tuple[int, ...]
+
+    @property
+    def num_features(self) -> int:
+        """Tensors per image: the merged output, and one per DeepStack tap."""
+        return 1 + len(self.deepstack_indexes)
+
+    @property
+    def head_dim(self) -> int:
+        """Of the attention."""
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec:
+    """How a model sees images.
+
+    Attributes:
+        image_token_id: of a placeholder token in the prompt.
+        limits: what decides an image's grid, and so its number of tokens, from its size alone.
+    """
+
+    tower: TowerSpec
+    image_token_id: int
+    limits: ImageLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationSpec:
+    """What `quantization_config` says of the weights.
+
+    Attributes:
+        format: `fp8_block`: e4m3 with a scale per block; `fp8_channel`: e4m3 with a scale per
+            output channel.
+        block_size: (rows, columns) of a block.
+        ignored: modules that stay unquantized: checkpoint names, or `re:` patterns.
+    """
+
+    format: Literal["fp8_block", "fp8_channel"]
+    block_size: tuple[int, int] = (128, 128)
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """Names in the safetensors files.
+
+    Attributes:
+        text_prefix: of the language model's tensors.
+        vision_prefix: of the tower's.
+        ignored: full names or prefixes ending in `.` of tensors that may be present and are not
+            read.
+        quantization: None: weights are stored in a floating-point dtype of torch.
+    """
+
+    text_prefix: str
+    vision_prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    quantization: QuantizationSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A whole checkpoint directory.
+
+    Attributes:
+        directory: where it lies.
+        name: the directory's last name; what `/v1/models` shows unless told otherwise.
+        architecture: of config.json.
+        vision: None: the model takes text alone, and no encoder exists for it.
+        eos_token_ids: of generation_config.json, or of config.json where that names none.
+        generation: generation_config.json, for sampling defaults.
+    """
+
+    directory: Path
+    name: str
+    architecture: str
+    text: TextSpec
+    vision: VisionSpec | None
+    checkpoint: CheckpointSpec
+    eos_token_ids: tuple[int, ...]
+    generation: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def vision_part(self) -> VisionSpec:
+        """`vision` of a model that has one.
+
+        Raises:
+            ModelSpecError: it takes text alone.
+        """
+        if self.vision is None:
+            raise ModelSpecError(f"{self.directory}: {self.architecture} has no vision tower")
+        return self.vision
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint directory.
+
+    Raises:
+        ModelSpecError: it is missing or malformed.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelSpecError(f"{path} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelSpecError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelSpecError(f"{path} is not a JSON object")
+    return cast("dict[str, Any]", value)
