@@ -1,14 +1,14 @@
 """Fails when a hand-written file or function outgrows the house's limits.
 
-A longer one is a sign of a second noun in it. Exceptions are listed here, each with its reason.
+A longer one may hold a second noun. Exceptions are listed here, each with its reason.
 """
 
 import ast
 import sys
 from pathlib import Path
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 70
 FOLDERS = ("services", "triptych", "demo", "benchmarks", "scripts", "tests")
 GENERATED = "services/common/pb/"
 

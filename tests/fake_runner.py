@@ -25,8 +25,8 @@ VOCAB_SIZE = 1000
 
 def runner_info(**overrides: int) -> RunnerInfo:
     values = {
-        "num_features": 2, "hidden": 8, "vocab_size": VOCAB_SIZE, "max_model_len": 256, "block_size": 4,
-        "num_blocks": 64, "max_num_sequences": 8, "max_batched_tokens": 64,
+        "num_features": 2, "hidden": 8, "vocab_size": VOCAB_SIZE, "max_model_len": 256,
+        "block_size": 4, "num_blocks": 64, "max_num_sequences": 8, "max_batched_tokens": 64,
     }  # fmt: skip
     return RunnerInfo(model_name="fake", dtype="bfloat16", **(values | overrides))
 
