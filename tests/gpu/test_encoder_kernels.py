@@ -6,11 +6,9 @@ import torch
 from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
-from services.common.nn import launches
 from services.encoder.attention.hopper import HopperAttention
 from services.encoder.attention.sdpa import SdpaAttention
 from services.encoder.engine.patches import pack_patches
-from services.encoder.kernels import linear_rotate
 from services.encoder.kernels.ops import PlainOps, create_ops
 
 pytestmark = pytest.mark.gpu
@@ -38,28 +36,6 @@ def test_rotate(rows: int, heads: int, dim: int) -> None:
     expected = PLAIN.rotate(qkv[:, :2], cos, sin)
     assert error(FUSED.rotate(qkv[:, :2], cos, sin), expected) <= TOLERANCE
     assert torch.equal(qkv[:, 2], value)
-
-
-@pytest.mark.parametrize("rows", [4, 128, 1000, 4096, 8192, 12_288, 20_001])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_linear_rotate(rows: int, dtype: torch.dtype) -> None:
-    """In tiles that fill the processors or do not; behind the last patch there are others, which
-    are not finite.
-    """
-    hidden, heads, dim = 1024, 16, 64
-    x = random(rows + 50, hidden).to(dtype)
-    x[rows:] = torch.nan
-    weight, bias = (random(3 * hidden, hidden) / 32).to(dtype), random(3 * hidden).to(dtype)
-    angles = torch.rand(rows, dim // 2, device=CUDA) * 6.28
-    cos, sin = angles.cos(), angles.sin()
-    qkv = torch.nn.functional.linear(x[:rows], weight, bias).unflatten(1, (3, heads, dim))
-    expected = torch.cat((PLAIN.rotate(qkv[:, :2], cos, sin), qkv[:, 2:]), dim=1)
-    found = linear_rotate.linear_rotate(x[:rows], weight, bias, cos, sin)
-    assert error(found, expected) <= TOLERANCE
-    with launches.captured():
-        by_ops = FUSED.linear_rotate(x[:rows], weight, bias, cos, sin)
-    assert (by_ops is not None) == (rows in (4096, 8192, 12_288, 20_001))
-    assert by_ops is None or torch.equal(by_ops, found)
 
 
 @pytest.mark.parametrize(

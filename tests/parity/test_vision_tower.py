@@ -181,23 +181,6 @@ def test_products_that_add_agree(pair: Pair, skipped: int, monkeypatch: pytest.M
     assert len(asked) == 2 * pair.config.depth
 
 
-def test_a_projection_that_rotates_agrees(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of many patches through a block's projection."""
-    asked: list[int] = []
-
-    def linear_rotate(
-        self: object, x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        asked.append(len(x))
-        qkv = torch.nn.functional.linear(x, weight, bias).unflatten(1, (3, -1, 2 * cos.shape[1]))
-        return torch.cat((rope.rotate(qkv[:, :2], cos, sin), qkv[:, 2:]), dim=1)
-
-    monkeypatch.setattr(type(pair.ours.ops), "linear_rotate", linear_rotate)
-    patches = pair.patches(IMAGES)
-    assert error(pair.actual(patches, IMAGES), pair.expected(patches, IMAGES)) < TOLERANCE
-    assert len(asked) == pair.config.depth
-
-
 def test_levels_come_as_their_blocks_are_done(small: Pair) -> None:
     grids: list[Grid] = [(1, 4, 4)]
     with torch.inference_mode():

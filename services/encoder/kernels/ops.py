@@ -65,23 +65,6 @@ class Ops(Protocol):
         """See `rope.rotate`. `x` may be overwritten."""
         ...
 
-    def linear_rotate(
-        self, x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor | None:
-        """`x @ weight.T + bias`, whose queries and keys are then turned by `rotate`; None: not
-        done, the two take less time.
-
-        Args:
-            x: `[N, hidden]`.
-            weight: `[3 * hidden, hidden]`: queries, keys, values, each head by head.
-            bias: `[3 * hidden]`.
-            cos: see `rope.rotate`; `sin` as well.
-
-        Returns:
-            `[N, 3, num_heads, head_dim]`.
-        """
-        ...
-
 
 class PlainOps:
     """Plain torch: the specification, and the path of CPUs."""
@@ -103,12 +86,6 @@ class PlainOps:
     def add_product(self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> bool:
         """See `Ops`: in plain torch there is nothing to gain."""
         return False
-
-    def linear_rotate(
-        self, x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor | None:
-        """See `Ops`: in plain torch there is nothing to gain."""
-        return None
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """See `Ops`. The product is rounded before the GELU."""

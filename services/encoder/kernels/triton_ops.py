@@ -5,7 +5,7 @@ from torch import Tensor
 
 from services.common.nn import cublaslt
 from services.common.nn.linear import add_product
-from services.encoder.kernels import linear_rotate, pack_patches, rotate
+from services.encoder.kernels import pack_patches, rotate
 from services.encoder.kernels.add_layer_norm import add_layer_norm, layer_norm
 
 
@@ -17,14 +17,6 @@ class TritonOps:
     add_product = staticmethod(add_product)
     pack_patches = staticmethod(pack_patches.pack_patches)
     rotate = staticmethod(rotate.rotate)
-
-    def linear_rotate(
-        self, x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor | None:
-        """See `ops.Ops`."""
-        if not linear_rotate.gains(x, weight, 2 * cos.shape[1]):
-            return None
-        return linear_rotate.linear_rotate(x, weight, bias, cos, sin)
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """See `ops.Ops`. cublasLt adds the bias and applies the GELU before it rounds, once."""

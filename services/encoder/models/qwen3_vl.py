@@ -164,13 +164,8 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
         """Turned queries, turned keys and values, `[N, heads, head_dim]` each."""
-        qkv, angles = self.qkv, (layout.cos, layout.sin)
-        if qkv.is_plain and qkv.bias is not None:
-            turned = self.ops.linear_rotate(x, qkv.weight, qkv.bias, *angles)
-            if turned is not None:
-                return turned.unbind(1)
-        parts = qkv(x).unflatten(1, (3, self.num_heads, -1))
-        query, key = self.ops.rotate(parts[:, :2], *angles).unbind(1)
+        parts = self.qkv(x).unflatten(1, (3, self.num_heads, -1))
+        query, key = self.ops.rotate(parts[:, :2], layout.cos, layout.sin).unbind(1)
         return query, key, parts[:, 2]
 
 
