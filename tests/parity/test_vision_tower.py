@@ -22,7 +22,6 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as
 from services.common.model_spec import TowerSpec
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.attention.sdpa import SdpaAttention
-from services.encoder.kernels import rope
 from services.encoder.models import grid_tables, qwen3_vl
 from services.encoder.models.base import Grid, VisionModel
 
