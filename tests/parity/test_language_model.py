@@ -19,7 +19,6 @@ from services.decoder.attention.base import AttentionMetadata
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.models import rope
-from services.decoder.models.rope import HeadTransform, qk_rope_cache
 from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Answer, Oracle, Prompt, make_oracle
 
@@ -179,35 +178,32 @@ def test_products_that_add_agree(
     assert set(asked) >= {3, len(prompt.token_ids)}
 
 
-@pytest.mark.parametrize("fused", [True, False])
 def test_steps_that_keep_their_own_keys_and_values_agree(
-    pair: Pair, fused: bool, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path of prompts on a GPU: attention reads the step's own keys and values beside the
-    cache, and the projection may come with what follows it.
+    cache.
     """
-    plan = SdpaBackend.plan
+    plan, forward = SdpaBackend.plan, SdpaBackend.forward
 
     def wanting(self: SdpaBackend, metadata: AttentionMetadata, *, captured: bool = False):
         metadata.wants_keys_values = True
         return plan(self, metadata, captured=captured)
 
-    asked: list[Tensor] = []
+    given: list[Tensor] = []
 
-    def linear_qk_rope_cache(
-        self: PlainOps, x: Tensor, weight: Tensor, transform: HeadTransform, keys_values: Tensor
-    ) -> Tensor | None:
-        asked.append(keys_values)
-        return qk_rope_cache(transform.of(F.linear(x, weight)), keys_values) if fused else None
+    def noting(self: SdpaBackend, query: Tensor, kv_cache: Tensor, metadata, keys_values: Tensor):
+        given.append(keys_values)
+        return forward(self, query, kv_cache, metadata, keys_values)
 
     monkeypatch.setattr(SdpaBackend, "plan", wanting)
-    monkeypatch.setattr(PlainOps, "linear_qk_rope_cache", linear_qk_rope_cache)
+    monkeypatch.setattr(SdpaBackend, "forward", noting)
     prompt = pair.oracle.prompt(*PROMPTS["one image"], seed=8)
     answer = pair.oracle.answer(prompt)
     assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
     assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE
-    assert {len(kept) for kept in asked} >= {3, len(prompt.token_ids)}
-    assert all(kept.isfinite().all() and kept.any() for kept in asked)
+    assert {len(kept) for kept in given} >= {3, len(prompt.token_ids)}
+    assert all(kept.isfinite().all() and kept.any() for kept in given)
 
 
 def test_a_large_grid_agrees_in_chunks(deep: Pair) -> None:

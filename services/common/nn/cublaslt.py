@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.nn import captures, launches
+from services.common.nn import launches
 
 _BF16, _FP16, _FP32, _COMPUTE_FP32 = 14, 2, 0, 68
 _TRANSA, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
@@ -41,7 +41,7 @@ _END = 12  # what the end of a tile costs, in tokens
 _LEAST_TOKENS, _LONG_SUM = 832, 2048
 _LARGE_TILE, _FULL = 128 * 256, 0.9
 _MAX_KEPT = 4096
-_WORKSPACE_BYTES = captures.PLACE_BYTES  # kernels count in it who takes which tile
+_WORKSPACE_BYTES = 256  # for the tile counters of kernels that schedule tiles dynamically
 
 
 def linear(
@@ -194,7 +194,7 @@ class _Product:
         library.call(
             "Matmul", library.handle, self._how, library.one, weight.data_ptr(), of_weight,
             x.data_ptr(), of_x, library.one if add else library.zero, out.data_ptr(), of_out,
-            out.data_ptr(), of_out, addressof(self._algorithm), library.places.take(),
+            out.data_ptr(), of_out, addressof(self._algorithm), library.workspace.data_ptr(),
             _WORKSPACE_BYTES, torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
 
@@ -211,7 +211,8 @@ class _Library:
             function = getattr(self._functions, f"cublasLt{name}")
             function.argtypes, function.restype = types, c_int
         self.handle = self.made("Create")
-        self.places = captures.places()
+        with torch.inference_mode(False):  # used inside that mode and outside
+            self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         self._products: dict[tuple[object, ...], _Product | str] = {}  # or why there is none
 
     def call(self, name: str, *arguments: object) -> None:

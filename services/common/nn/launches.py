@@ -6,7 +6,10 @@ process launches.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
 
 # Of an H100 or H200, for which tiles are chosen: other devices get them, too, less well.
 PROCESSORS = 132
@@ -25,6 +28,28 @@ def captured() -> Iterator[None]:
         yield
     finally:
         _captured = before
+
+
+@contextmanager
+def captured_graph(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:  # noqa: ANN401 - torch's
+    """Captures the launches of the block on the current stream, which is not the default one; the
+    graph can be replayed after the block. Other threads may allocate pinned memory meanwhile.
+
+    Run the same launches once on that stream before: libraries allocate and choose kernels then.
+
+    Args:
+        pool: memory that graphs share, from `torch.cuda.graph_pool_handle`; None: its own.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        with captured():
+            yield graph
+    except BaseException:
+        with suppress(Exception):
+            graph.capture_end()
+        raise
+    graph.capture_end()
 
 
 def share_in_use(tiles: int) -> float:

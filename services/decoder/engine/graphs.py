@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from services.common.nn import launches
-from services.common.nn.captures import captured_graph
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
@@ -140,7 +139,7 @@ class _GraphSet:
             step()  # libraries allocate and choose kernels at the first call
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # so that the graph has it
-            with captured_graph(parts.graph_pool) as graph:
+            with launches.captured_graph(parts.graph_pool) as graph:
                 logits, token_ids = step()
         torch.cuda.current_stream().wait_stream(stream)
         graph.replay()  # the first one takes longer

@@ -12,12 +12,7 @@ from services.common.nn import layers
 from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels.draw_params import DrawParams, Penalties
-from services.decoder.models.rope import (
-    HeadTransform,
-    InterleavedMRope,
-    ProjectedHeads,
-    qk_rope_cache,
-)
+from services.decoder.models.rope import InterleavedMRope, ProjectedHeads, qk_rope_cache
 
 
 class Ops(Protocol):
@@ -88,22 +83,6 @@ class Ops(Protocol):
 
     def qk_rope_cache(self, heads: ProjectedHeads, keys_values: Tensor | None = None) -> Tensor:
         """See `rope.qk_rope_cache`."""
-        ...
-
-    def linear_qk_rope_cache(
-        self, x: Tensor, weight: Tensor, transform: HeadTransform, keys_values: Tensor
-    ) -> Tensor | None:
-        """`linear`, then `qk_rope_cache`, of many tokens; None: not done, the two take less time.
-
-        Args:
-            x: `[T, K]`.
-            weight: `[(num_heads + 2 * num_kv_heads) * head_dim, K]`.
-            transform: what follows the product.
-            keys_values: as for `qk_rope_cache`.
-
-        Returns:
-            Queries, `[T, num_heads, head_dim]`.
-        """
         ...
 
     def max_fused_context(self, num_tokens: int) -> int:
@@ -291,12 +270,6 @@ class PlainOps:
     def add_product(self, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
         """As `max_fused_context`."""
         return False
-
-    def linear_qk_rope_cache(
-        self, x: Tensor, weight: Tensor, transform: HeadTransform, keys_values: Tensor
-    ) -> Tensor | None:
-        """As `max_fused_context`."""
-        return None
 
 
 def create_ops(device: torch.device, config: TextSpec) -> Ops:

@@ -10,7 +10,6 @@ from services.decoder.kernels import (
     few_tokens,
     greedy,
     penalties,
-    prompt_heads,
     prompt_swiglu,
     qk_rope_cache,
     silu_mul,
@@ -19,7 +18,6 @@ from services.decoder.kernels import (
 )
 from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.overlap import overlaps
-from services.decoder.models.rope import HeadTransform
 
 
 class TritonOps:
@@ -59,18 +57,6 @@ class TritonOps:
     def add_product(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> bool:
         """See `ops.Ops`."""
         return add_product(x, weight, None, residual)
-
-    def linear_qk_rope_cache(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        transform: HeadTransform,
-        keys_values: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """See `ops.Ops`."""
-        if not prompt_heads.gains(x, weight, transform):
-            return None
-        return prompt_heads.linear_qk_rope_cache(x, weight, transform, keys_values)
 
     def linear_swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See `ops.Ops`: by the kernel that is the fastest for so many tokens."""

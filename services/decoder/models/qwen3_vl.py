@@ -69,15 +69,10 @@ class Attention(nn.Module):
         """
         if not step.metadata.wants_keys_values:
             return self.attend(project(x, self.qkv_proj, self.ops, step), kv_cache, step)
-        transform, query = self._transform(kv_cache, step), None
         num_kv_heads, head_dim = kv_cache.shape[-2:]
         keys_values = kv_cache.new_empty(len(x), 2 * num_kv_heads, head_dim)
-        if self.qkv_proj.is_plain:
-            weight = self.qkv_proj.weight
-            query = self.ops.linear_qk_rope_cache(x, weight, transform, keys_values)
-        if query is None:
-            heads = transform.of(project(x, self.qkv_proj, self.ops, step))
-            query = self.ops.qk_rope_cache(heads, keys_values)
+        heads = self._transform(kv_cache, step).of(project(x, self.qkv_proj, self.ops, step))
+        query = self.ops.qk_rope_cache(heads, keys_values)
         return self.backend.forward(query, kv_cache, step.metadata, keys_values).flatten(1)
 
     def attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from services.common.nn import launches
-from services.common.nn.captures import captured_graph
 from services.encoder.engine.patches import pack_patches
 from services.encoder.models.base import Grid, LastingLayout, VisionModel
 
@@ -117,7 +116,7 @@ class TowerGraphs:
         parts: Parts = []
         levels: Iterator[tuple[int, Tensor]] | None = None
         for _ in range(self._model.config.num_features):
-            with captured_graph(self._pool) as graph:
+            with launches.captured_graph(self._pool) as graph:
                 # What a part leaves to the next lives in the tower's frame until all are captured.
                 levels = levels or self._model.features(patches, layout)
                 level, rows = next(levels)

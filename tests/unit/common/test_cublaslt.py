@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.common.nn import captures, cublaslt, launches
+from services.common.nn import cublaslt, launches
 
 X, WEIGHT, BIAS = torch.zeros(4096, 64), torch.zeros(128, 64), torch.zeros(128)
 X, WEIGHT, BIAS = X.bfloat16(), WEIGHT.bfloat16(), BIAS.bfloat16()
@@ -52,12 +52,12 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFunctions]:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
-    for cached in (cublaslt._library, cublaslt._say_once, captures.places):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype))
+    for cached in (cublaslt._library, cublaslt._say_once):
         cached.cache_clear()
     yield fake
-    for cached in (cublaslt._library, cublaslt._say_once, captures.places):
+    for cached in (cublaslt._library, cublaslt._say_once):
         cached.cache_clear()
 
 
