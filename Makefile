@@ -124,8 +124,9 @@ format: $(DEV) ## format the code
 	@$(BIN)/ruff format
 
 .PHONY: constraints
-constraints: $(DEV) ## write the versions of .venv into constraints.txt
+constraints: $(DEV) ## write the versions of .venv into constraints.txt and constraints-gpu.txt
 	@$(BIN)/python scripts/closure.py > constraints.new
+	@$(BIN)/python scripts/closure.py --gpu > constraints-gpu.txt
 	@mv constraints.new constraints.txt
 
 .PHONY: clean

@@ -1,5 +1,9 @@
-"""Prints pins for everything that the project's `dev` extra has installed in this environment."""
+"""Prints pins for everything that the project's `dev` extra has installed in this environment.
 
+With `--gpu`: the same, but with the versions that the GPU figures were measured with.
+"""
+
+import argparse
 import importlib.metadata
 import tomllib
 from pathlib import Path
@@ -8,6 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 _ROOT = Path(__file__).resolve().parents[1]
+# What benchmarks/LOG.md was measured with; CPU pins follow the newest release.
+GPU_PINS = {"torch": "2.11.0", "torchvision": "0.26.0", "triton": "3.6.0"}
 
 
 def closure(roots: list[Requirement]) -> dict[str, str]:
@@ -46,8 +52,17 @@ def own_requirements(extra: str) -> list[Requirement]:
 
 def main() -> None:
     """Prints the constraints file."""
-    print("# What the test command installs, exactly. Regenerate: make constraints")
-    for name, version in sorted(closure(own_requirements("dev")).items()):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", action="store_true", help="with the versions of the GPU figures")
+    gpu = parser.parse_args().gpu
+    what = (
+        "What GPU images install, and the GPU figures ran with"
+        if gpu
+        else ("What the test command installs, exactly")
+    )
+    print(f"# {what}. Regenerate: make constraints")
+    pins = closure(own_requirements("dev")) | (GPU_PINS if gpu else {})
+    for name, version in sorted(pins.items()):
         if name != "setuptools":
             print(f"{name}=={version}")
 
