@@ -15,6 +15,8 @@ from services.common.errors import (
     Unavailable,
     from_code,
 )
+from services.common.telemetry import bind_request_id, current_request_id
+from services.common.tracing import TRACEPARENT, traceparent
 
 # An encoded image is at most tens of MiB and an embedding travels in chunks.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -22,6 +24,7 @@ _CODE = "triptych-code"
 _PARAM = "triptych-param"
 _RETRY_AFTER = "triptych-retry-after-s"
 REQUEST_ID = "x-request-id"
+MAX_REQUEST_ID_CHARS = 256
 
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -49,6 +52,23 @@ def create_channel(address: str) -> grpc.aio.Channel:
 def create_server() -> grpc.aio.Server:
     """A server without servicers or ports."""
     return grpc.aio.server(options=list(_SERVER_OPTIONS))
+
+
+def outgoing_metadata() -> tuple[tuple[str, str], ...]:
+    """Metadata for a call made on behalf of the current request: its id and its trace."""
+    pairs = (REQUEST_ID, current_request_id()), (TRACEPARENT, traceparent())
+    return tuple(pair for pair in pairs if pair[1])
+
+
+def adopt_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Makes the caller's request id that of the running call.
+
+    Returns:
+        The caller's `traceparent`, or an empty string.
+    """
+    metadata = dict(context.invocation_metadata() or ())
+    bind_request_id(_text(metadata.get(REQUEST_ID))[:MAX_REQUEST_ID_CHARS])
+    return _text(metadata.get(TRACEPARENT))
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TriptychError) -> NoReturn:
@@ -82,6 +102,10 @@ def error_from_rpc(failure: grpc.aio.AioRpcError, peer: str) -> TriptychError:
             return Unavailable(f"{peer} is not reachable")
         case status:
             return InternalError(f"{peer} failed: {status.name}")
+
+
+def _text(value: str | bytes | None) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _seconds(text: str | bytes | None) -> float | None:

@@ -12,6 +12,16 @@ class SettingsError(ValueError):
     """The environment does not describe a service; the message names each bad variable."""
 
 
+def traces_endpoint() -> str:
+    """Where OpenTelemetry's standard variables send traces; empty: nowhere."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return ""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        if endpoint := os.environ.get(name, "").strip():
+            return endpoint
+    return ""
+
+
 class ServiceSettings(BaseSettings):
     """Base of a service's settings. A field `port` of prefix `GATEWAY_` is `GATEWAY_PORT`."""
 

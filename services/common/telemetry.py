@@ -4,6 +4,9 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -13,8 +16,35 @@ LATENCY_BUCKETS = (
 )  # fmt: skip
 
 
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def bind_request_id(request_id: str) -> None:
+    """Sets the id for the running task and the tasks that it creates from now on: for a task that
+    serves one request.
+    """
+    _request_id.set(request_id)
+
+
+@contextmanager
+def bound_request_id(request_id: str) -> Generator[None]:
+    """Sets the id for the block: for a task that serves several requests in turn."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def current_request_id() -> str:
+    """The id of the request that the running task works for; empty: none."""
+    return _request_id.get()
+
+
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line; a record's `extra={"fields": {...}}` is merged in."""
+    """One JSON object per line, with the `request_id` of the running task; a record's
+    `extra={"fields": {...}}` is merged in.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -28,6 +58,7 @@ class _JsonFormatter(logging.Formatter):
             "service": self._service,
             "logger": record.name,
             "message": record.getMessage(),
+            **({"request_id": _request_id.get()} if _request_id.get() else {}),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
