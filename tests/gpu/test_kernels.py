@@ -10,12 +10,13 @@ from tests import draws, penalties
 from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
 
 pytest.importorskip("triton")
+from services.common.model_spec import RopeSpec
 from services.common.nn import cublaslt, launches
 from services.common.nn.linear import add_product, sum_parts
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels import prompt_swiglu
 from services.decoder.kernels.ops import PlainOps
-from services.decoder.models.rope import HeadTransform, InterleavedMRope
+from services.decoder.models.rope import HeadTransform, RotaryEmbedding
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -163,7 +164,9 @@ def test_what_comes_before_the_layers_agrees_with_its_twins(count: int) -> None:
     last_tokens = torch.arange(257, dtype=torch.int32, device="cuda")
     arguments = (known, rows, last_tokens)
     assert torch.equal(ops.pick_tokens(*arguments), PLAIN.pick_tokens(*arguments))
-    mrope = InterleavedMRope(128, 5e6, (24, 20, 20))
+    mrope = RotaryEmbedding(
+        RopeSpec(theta=5e6, rotary_dim=128, mrope_section=(24, 20, 20), attention_factor=1.3)
+    )
     mrope.reset_buffers(CUDA)
     positions = torch.randint(0, 262_144, (3, count), dtype=torch.int32, device="cuda")
     slots = torch.randint(-1, 1_000_000, (count,), device="cuda")

@@ -262,10 +262,10 @@ def test_control_text_positions(pair: Pair) -> None:
 
 
 def test_control_chunked_mrope(pair: Pair) -> None:
-    module: rope.InterleavedMRope = pair.ours.runner._model.rope
+    module: rope.RotaryEmbedding = pair.ours.runner._model.rope
     interleaved = module.axis
     try:
-        counts = torch.tensor(module.section)
+        counts = torch.tensor(module.spec.mrope_section)
         module.axis = torch.arange(3).repeat_interleave(counts)  # t t t … h h h … w w w
         assert controlled_without_check(pair) > CLEARLY_WRONG
     finally:

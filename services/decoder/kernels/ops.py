@@ -12,7 +12,7 @@ from services.common.nn import layers
 from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
 from services.decoder.kernels.draw_params import DrawParams, Penalties
-from services.decoder.models.rope import InterleavedMRope, ProjectedHeads, qk_rope_cache
+from services.decoder.models.rope import ProjectedHeads, RotaryEmbedding, qk_rope_cache
 
 
 class Ops(Protocol):
@@ -42,7 +42,7 @@ class Ops(Protocol):
         self,
         positions: Tensor,
         slots: Tensor,
-        mrope: InterleavedMRope,
+        mrope: RotaryEmbedding,
         dtype: torch.dtype,
         block_size: int,
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -152,7 +152,7 @@ def pick_tokens(known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
 
 
 def rope_and_rows(
-    positions: Tensor, slots: Tensor, mrope: InterleavedMRope, dtype: torch.dtype, block_size: int
+    positions: Tensor, slots: Tensor, mrope: RotaryEmbedding, dtype: torch.dtype, block_size: int
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """See Ops."""
     return mrope(positions, dtype), kv_rows(slots, block_size)

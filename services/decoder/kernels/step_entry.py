@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.decoder.kernels.overlap import overlaps
-from services.decoder.models.rope import InterleavedMRope
+from services.decoder.models.rope import RotaryEmbedding
 
 _BLOCK = 256
 
@@ -26,7 +26,7 @@ def pick_tokens(known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
 
 
 def rope_and_rows(
-    positions: Tensor, slots: Tensor, mrope: InterleavedMRope, dtype: torch.dtype, block_size: int
+    positions: Tensor, slots: Tensor, mrope: RotaryEmbedding, dtype: torch.dtype, block_size: int
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """See `ops.rope_and_rows`."""
     positions, slots = positions.contiguous(), slots.contiguous()
@@ -35,6 +35,7 @@ def rope_and_rows(
     rows = torch.empty(2, count, dtype=torch.int64, device=slots.device)
     _rope_kernel[(count,)](
         positions, slots, mrope.axis, mrope.inv_freq, cos, sin, rows, count,
+        mrope.attention_factor,
         HALF=half, BLOCK_SIZE=block_size, OVERLAP=overlaps(), num_warps=1, launch_pdl=overlaps(),
     )  # fmt: skip
     return (cos, sin), rows
@@ -53,7 +54,7 @@ def _pick_kernel(known_ptr, rows_ptr, last_ptr, out_ptr, count, BLOCK: tl.conste
 @triton.jit(do_not_specialize=["count"])
 def _rope_kernel(
     positions_ptr, slots_ptr, axis_ptr, frequency_ptr, cos_ptr, sin_ptr, rows_ptr, count,
-    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
+    attention_factor, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, HALF)
@@ -66,8 +67,8 @@ def _rope_kernel(
     angle = position.to(tl.float32) * frequency
     dtype = cos_ptr.dtype.element_ty
     # libdevice's, not the fast approximations: angles are as large as positions.
-    tl.store(cos_ptr + token * HALF + column, tl.cos(angle).to(dtype))
-    tl.store(sin_ptr + token * HALF + column, tl.sin(angle).to(dtype))
+    tl.store(cos_ptr + token * HALF + column, (tl.cos(angle) * attention_factor).to(dtype))
+    tl.store(sin_ptr + token * HALF + column, (tl.sin(angle) * attention_factor).to(dtype))
     slot = tl.load(slots_ptr + token)
     key_row = slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE
     # Padding, slot -1: as `kv_rows` has it, counted from the pool's end.

@@ -18,7 +18,7 @@ from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.kernels.ops import Ops
 from services.decoder.models.base import VisualInput
-from services.decoder.models.rope import HeadTransform, InterleavedMRope
+from services.decoder.models.rope import HeadTransform, RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,7 @@ class Qwen3VLLanguageModel(nn.Module):
         text = config.text
         self.ops = ops
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
-        self.rope = InterleavedMRope(
-            text.head_dim, text.rope.theta, text.rope.mrope_section or (0, 0, 0)
-        )
+        self.rope = RotaryEmbedding(text.rope)
         self.layers = nn.ModuleList(
             DecoderLayer(text, backend, ops) for _ in range(text.num_layers)
         )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from services.common.model_spec import RopeSpec
 from services.common.nn.linear import sum_parts
 from services.decoder.attention.base import kv_rows
 from services.decoder.engine.messages import SamplingParams
@@ -28,7 +29,7 @@ from services.decoder.kernels.few_attention import FewAttention
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
-from services.decoder.models.rope import HeadTransform, InterleavedMRope
+from services.decoder.models.rope import HeadTransform, RotaryEmbedding
 from tests import draws
 from tests import penalties as penalties_agree
 
@@ -128,7 +129,10 @@ def check_entry(count: int, half: int) -> None:
         step_entry.pick_tokens(known, rows, last_tokens),
         PLAIN.pick_tokens(known, rows, last_tokens),
     )
-    mrope = InterleavedMRope(2 * half, 5e6, (half // 2, half // 4, half // 4))
+    section = (half // 2, half // 4, half // 4)
+    mrope = RotaryEmbedding(
+        RopeSpec(theta=5e6, rotary_dim=2 * half, mrope_section=section, attention_factor=1.3)
+    )
     mrope.reset_buffers(torch.device("cpu"))
     positions = torch.randint(0, 40_000, (3, count), dtype=torch.int32)
     slots = torch.randint(-1, 500, (count,))
