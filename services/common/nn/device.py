@@ -50,3 +50,19 @@ class DeviceFacts:
     def is_hopper(self) -> bool:
         """Whether it has `wgmma`, which Blackwell has not."""
         return self.capability[0] == 9
+
+
+_KIB = 1 << 10
+# By NVIDIA's data sheets and the CUDA programming guide's table of compute capabilities: to print
+# and compile for a device that is not here.
+KNOWN_DEVICES = {
+    name.lower().replace(" ", "-"): DeviceFacts("cuda", name, capability, num_sms, shared, True)
+    for name, capability, num_sms, shared in (
+        ("H200", (9, 0), 132, 227 * _KIB),
+        ("H100", (9, 0), 132, 227 * _KIB),
+        ("A100", (8, 0), 108, 163 * _KIB),
+        ("L40S", (8, 9), 142, 99 * _KIB),
+        ("B200", (10, 0), 148, 227 * _KIB),
+        ("RTX PRO 6000", (12, 0), 188, 99 * _KIB),
+    )
+}

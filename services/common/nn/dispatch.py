@@ -2,25 +2,71 @@
 
 An implementation says what it needs (an obstacle in words, or none) and for how many tokens it is
 the fastest. The table is resolved once, when a model is built, from facts of the device and the
-model. A call takes the first implementation that fits its number of tokens. While kernels warm up,
-an implementation whose compilation or launch fails is dropped, and the call goes to the next.
+model; that needs no GPU, so that a table can be printed for any device. A call takes the first
+implementation that fits its number of tokens. While kernels warm up, an implementation whose
+compilation or launch fails is dropped, and the call goes to the next one.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+
+import torch
 
 log = logging.getLogger(__name__)
 
 FactsT = TypeVar("FactsT")
 Kernel = Callable[..., Any]
 PLAIN = "plain"
+_MAX_REASON = 200  # characters of an error that are logged
 
 
-def _always(num_tokens: int, *_: object) -> bool:
-    return True
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """For how many tokens an implementation is the fastest.
+
+    Attributes:
+        least: fewest tokens.
+        most: most tokens; None: no limit.
+        least_eager: fewest tokens of a step that is launched kernel by kernel; for implementations
+            whose launch takes the host longer, which a long step hides.
+        is_faster: a further condition on the number of tokens.
+        condition: what `is_faster` asks, in words.
+    """
+
+    least: int = 1
+    most: int | None = None
+    least_eager: int = 1
+    is_faster: Callable[[int], bool] | None = None
+    condition: str = ""
+
+    def has(self, num_tokens: int, *, captured: bool) -> bool:
+        """`captured`: the call is part of a CUDA graph."""
+        if num_tokens < self.least or (self.most is not None and num_tokens > self.most):
+            return False
+        if not captured and num_tokens < self.least_eager:
+            return False
+        return self.is_faster is None or self.is_faster(num_tokens)
+
+    def __str__(self) -> str:
+        if self.most is None:
+            text = f">= {self.least}" if self.least > 1 else "any"
+        else:
+            text = f"{self.least}-{self.most}"
+        if self.least_eager > self.least:
+            text += f" (eager: >= {self.least_eager})"
+        return f"{text} {self.condition}".rstrip()
+
+
+def _no_obstacle(_: object) -> str:
+    return ""
+
+
+def _any_number(_: object) -> TokenRange:
+    return TokenRange()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,46 +75,99 @@ class Implementation(Generic[FactsT]):
 
     Attributes:
         operation: what it computes; all implementations take the same arguments.
-        name: for people, metrics and overrides; `plain` is the specification in torch.
-        create: imports it and binds it to the facts; called once, if there is no obstacle.
+        name: for people, metrics and overrides. The last implementation of an operation is its
+            specification in torch.
+        create: imports it and binds it to the facts; called once, before the first use. None as
+            its result: the caller composes the operation from others of the table.
         obstacle: why it cannot run for these facts, or "".
-        fits: whether to use it for a call of so many tokens (the first argument's length), given
-            the call's other arguments; thresholds found by measurement live in these.
+        tokens: for how many tokens it is the fastest, given the facts.
     """
 
     operation: str
     name: str
-    create: Callable[[FactsT], Kernel]
-    obstacle: Callable[[FactsT], str] = lambda _: ""
-    fits: Callable[..., bool] = _always
+    create: Callable[[FactsT], Kernel | None]
+    obstacle: Callable[[FactsT], str] = _no_obstacle
+    tokens: Callable[[FactsT], TokenRange] = _any_number
 
 
 class UnknownOverride(ValueError):
     """A setting names an operation or an implementation that does not exist or cannot run."""
 
 
-@dataclass(slots=True)
-class _Resolved:
-    name: str
-    kernel: Kernel
-    fits: Callable[..., bool]
+def parse_overrides(text: str) -> dict[str, str]:
+    """`op=implementation,...`, or `plain` for the last implementation of every operation.
+
+    Raises:
+        UnknownOverride: an entry has another form.
+    """
+    overrides: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        operation, sign, name = entry.partition("=")
+        if entry == PLAIN:
+            overrides["*"] = PLAIN
+        elif sign and operation.strip() and name.strip():
+            overrides[operation.strip()] = name.strip()
+        else:
+            raise UnknownOverride(
+                f"{entry!r} in {text!r}: expected operation=implementation, or {PLAIN}"
+            )
+    return overrides
+
+
+class Resolved:
+    """An implementation that can run, and how often it did."""
+
+    def __init__(self, operation: str, name: str, tokens: TokenRange, create: Kernel) -> None:
+        self.operation = operation
+        self.name = name
+        self.tokens = tokens
+        self.num_calls = 0
+        self._create = create
+        self._kernel: Kernel | None = None
+        self._is_created = False
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """Counts its calls; None: see `Implementation.create`."""
+        if not self._is_created:
+            made = self._create()
+            self._kernel = None if made is None else self._counted(made)
+            self._is_created = True
+        return self._kernel
+
+    def _counted(self, kernel: Kernel) -> Kernel:
+        def counted(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - the kernel's
+            self.num_calls += 1
+            return kernel(*arguments, **keywords)
+
+        return counted
 
 
 @dataclass(slots=True)
+class CapturedCalls:
+    """Calls that one CUDA graph holds; its owner counts the replays."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    num_replays: int = 0
+
+
 class KernelTable(Generic[FactsT]):
-    """The implementations that can run here.
+    """The implementations that can run here, by operation.
 
     Attributes:
         facts: what the table was resolved for.
         rejected: (operation, implementation) → why it is not used.
-        calls: (operation, implementation) → calls so far; a captured call counts once.
+        is_captured: calls are part of a CUDA graph, whose launches cost the host nothing.
+        is_warming_up: failures of implementations are caught, see `call`.
     """
 
-    facts: FactsT
-    rejected: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    _operations: dict[str, list[_Resolved]] = field(default_factory=dict[str, list[_Resolved]])
-    _warming_up: bool = False
+    def __init__(self, facts: FactsT) -> None:
+        self.facts = facts
+        self.rejected: dict[tuple[str, str], str] = {}
+        self.is_captured = False
+        self.is_warming_up = False
+        self._operations: dict[str, list[Resolved]] = {}
+        self._graphs: list[CapturedCalls] = []
 
     @classmethod
     def resolve(
@@ -80,10 +179,10 @@ class KernelTable(Generic[FactsT]):
         """Asks each implementation whether it can run.
 
         Args:
-            implementations: in order of preference; each operation's last one is its plain twin.
+            implementations: in order of preference; each operation's last one is its specification.
             facts: of the device and the model.
-            overrides: operation → the implementation to use, whatever the number of tokens;
-                `{"*": "plain"}`: plain for everything.
+            overrides: see `parse_overrides`; an implementation that is asked for is used for any
+                number of tokens.
 
         Raises:
             UnknownOverride: see there.
@@ -91,63 +190,153 @@ class KernelTable(Generic[FactsT]):
         table = cls(facts)
         overrides = dict(overrides or {})
         everything = overrides.pop("*", None)
+        last = {entry.operation: entry.name for entry in implementations}
+        if unknown := set(overrides) - set(last):
+            raise UnknownOverride(
+                f"no operation {', '.join(sorted(unknown))}; there are: {', '.join(sorted(last))}"
+            )
         for entry in implementations:
             wanted = overrides.get(entry.operation, everything)
-            resolved = table._operations.setdefault(entry.operation, [])
+            if wanted == PLAIN:
+                wanted = last[entry.operation]
+            found = table._operations.setdefault(entry.operation, [])
             if wanted is not None and entry.name != wanted:
                 table.rejected[entry.operation, entry.name] = f"{wanted} was asked for"
             elif why := entry.obstacle(facts):
                 table.rejected[entry.operation, entry.name] = why
             else:
-                fits = entry.fits if wanted is None else _always
-                resolved.append(_Resolved(entry.name, entry.create(facts), fits))
-        if unknown := set(overrides) - set(table._operations):
-            raise UnknownOverride(
-                f"no operation {', '.join(sorted(unknown))}; there are: "
-                f"{', '.join(sorted(table._operations))}"
-            )
+                tokens = entry.tokens(facts) if wanted is None else TokenRange()
+                create = entry.create
+                found.append(
+                    Resolved(entry.operation, entry.name, tokens, lambda of=create: of(facts))
+                )
         for operation, found in table._operations.items():
             if not found:
-                wanted = overrides.get(operation, everything)
-                why = table.rejected.get(
-                    (operation, str(wanted)), "there is no such implementation"
-                )
+                wanted = overrides.get(operation, str(everything))
+                why = table.rejected.get((operation, wanted), "there is no such implementation")
                 raise UnknownOverride(f"{operation}={wanted}: {why}")
         return table
 
-    def call(self, operation: str, *arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401
-        """Runs the first implementation that fits the call."""
-        num_tokens = len(arguments[0])
+    def choose(self, operation: str, num_tokens: int) -> Resolved:
+        """The first implementation that fits so many tokens."""
         for entry in self._operations[operation]:
-            if not entry.fits(num_tokens, *arguments[1:]):
-                continue
-            if not self._warming_up:
-                self.calls[operation, entry.name] += 1
-                return entry.kernel(*arguments, **keywords)
-            try:
-                result = entry.kernel(*arguments, **keywords)
-            except Exception as error:
-                if entry.name == PLAIN:
-                    raise
-                self.drop(operation, entry.name, f"{type(error).__name__}: {error}")
-                return self.call(operation, *arguments, **keywords)
-            return result
+            if entry.tokens.has(num_tokens, captured=self.is_captured):
+                return entry
         raise LookupError(f"no implementation of {operation} fits {num_tokens} tokens")
 
-    def drop(self, operation: str, name: str, why: str) -> None:
-        """Stops using an implementation that failed."""
-        why = why.splitlines()[0][:200]
-        log.warning("%s: %s failed and is not used: %s", operation, name, why)
-        self.rejected[operation, name] = why
-        found = self._operations[operation]
-        found[:] = [entry for entry in found if entry.name != name]
+    def call(
+        self,
+        operation: str,
+        *arguments: Any,  # noqa: ANN401 - the kernel's
+        num_tokens: int | None = None,
+        **keywords: Any,  # noqa: ANN401 - the kernel's
+    ) -> Any:  # noqa: ANN401 - the kernel's
+        """Runs the chosen implementation for the length of the first argument, or `num_tokens`."""
+        count = len(arguments[0]) if num_tokens is None else num_tokens
+        entry = self.choose(operation, count)
+        if not self.is_warming_up:
+            assert entry.kernel is not None
+            return entry.kernel(*arguments, **keywords)
+        try:
+            assert entry.kernel is not None
+            return entry.kernel(*arguments, **keywords)
+        except Exception as error:
+            if not self.drop(entry, error):
+                raise
+            return self.call(operation, *arguments, num_tokens=num_tokens, **keywords)
+
+    def drop(self, entry: Resolved, error: Exception) -> bool:
+        """Stops using an implementation that failed; False: the error is not its own, or there is
+        no other.
+        """
+        if isinstance(error, torch.OutOfMemoryError) or _is_capturing():
+            return False
+        found = self._operations[entry.operation]
+        if entry not in found:  # dropped meanwhile, by a call that it made itself
+            return True
+        if entry is found[-1]:
+            return False
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_REASON]
+        log.warning(
+            "%s: %s failed and is not used; next is %s: %s",
+            entry.operation, entry.name, found[found.index(entry) + 1].name, why,
+        )  # fmt: skip
+        found.remove(entry)
+        self.rejected[entry.operation, entry.name] = f"failed: {why}"
+        return True
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Failures inside lead to the next implementation; calls inside are not counted."""
+        before = {entry: entry.num_calls for entry in self._entries()}
+        was, self.is_warming_up = self.is_warming_up, True
+        try:
+            yield
+        finally:
+            self.is_warming_up = was
+            for entry in self._entries():
+                entry.num_calls = before[entry]
+
+    @contextmanager
+    def capturing(self) -> Iterator[CapturedCalls]:
+        """Calls inside are those of one CUDA graph, for which the owner counts replays. Run the
+        step once eagerly inside `for_graph` before.
+        """
+        before = {entry: entry.num_calls for entry in self._entries()}
+        held = CapturedCalls()
+        with self.for_graph():
+            yield held
+        for entry in self._entries():
+            if count := entry.num_calls - before[entry]:
+                held.calls[entry.operation, entry.name] = count
+                entry.num_calls = before[entry]
+        self._graphs.append(held)
+
+    @contextmanager
+    def for_graph(self) -> Iterator[None]:
+        """Implementations are chosen as they are for a CUDA graph."""
+        was, self.is_captured = self.is_captured, True
+        try:
+            yield
+        finally:
+            self.is_captured = was
+
+    def calls(self) -> Counter[tuple[str, str]]:
+        """(operation, implementation) → calls so far, those of replayed graphs included."""
+        total = Counter(
+            {(e.operation, e.name): e.num_calls for e in self._entries() if e.num_calls}
+        )
+        for graph in self._graphs:
+            for key, count in graph.calls.items():
+                total[key] += count * graph.num_replays
+        return +total
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(operation, implementations in use, those not used and why), for people."""
+        """(operation, implementations in use with their tokens, those not used and why)."""
         rows: list[tuple[str, str, str]] = []
         for operation, found in self._operations.items():
+            used = [f"{entry.name} [{entry.tokens}]" for entry in found]
             unused = [
                 f"{name}: {why}" for (of, name), why in self.rejected.items() if of == operation
             ]
-            rows.append((operation, " > ".join(e.name for e in found), "; ".join(unused)))
+            rows.append((operation, " > ".join(used), "; ".join(unused)))
         return rows
+
+    def __str__(self) -> str:
+        """A line per operation: implementations in order of preference, the first that fits the
+        number of tokens in brackets is used; behind the bar those that cannot be used.
+        """
+        rows = self.rows()
+        wide = max(len(operation) for operation, _, _ in rows)
+        return "\n".join(
+            f"{operation:<{wide}}  {used}" + (f"  | not: {unused}" if unused else "")
+            for operation, used, unused in rows
+        )
+
+    def _entries(self) -> Iterator[Resolved]:
+        for found in self._operations.values():
+            yield from found
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
