@@ -17,8 +17,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 _ABSENT = ("torch", "transformers", "redis")
 # Shared code that the gateway uses.
 _COMMON = (
-    "channel", "embedding", "errors", "image_geometry", "image_key", "model_spec", "rpc",
-    "settings", "telemetry",
+    "channel", "embedding", "errors", "families", "families.qwen3", "image_geometry", "image_key",
+    "model_spec", "rpc", "settings", "telemetry",
 )  # fmt: skip
 _TESTS = (
     "tests/unit/gateway",

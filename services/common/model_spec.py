@@ -17,6 +17,10 @@ class ModelSpecError(ValueError):
     """The directory is not a model that can be served; the message says which file and why."""
 
 
+class UnsupportedOption(ModelSpecError):
+    """The model needs what is not implemented; the message names the option and what to do."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding.
@@ -59,6 +63,9 @@ class TextSpec:
         qkv_bias: biases of the q, k and v projections.
         o_bias: bias of the attention's output projection.
         mlp_bias: biases of the MLP's projections.
+        max_position_embeddings: the longest context; with `yarn`, the extended one.
+        sliding_window: tokens that a layer attends to; None: the whole context. Not implemented:
+            the decoder refuses to serve a longer context than this.
     """
 
     vocab_size: int
@@ -76,6 +83,7 @@ class TextSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    sliding_window: int | None = None
 
     @property
     def group_size(self) -> int:
@@ -167,7 +175,7 @@ class ModelSpec:
         name: the directory's last name; what `/v1/models` shows unless told otherwise.
         architecture: of config.json.
         vision: None: the model takes text alone, and no encoder exists for it.
-        eos_token_ids: of generation_config.json, or of config.json where that names none.
+        eos_token_ids: of generation_config.json and config.json, together.
         generation: generation_config.json, for sampling defaults.
     """
 

@@ -3,9 +3,13 @@
 import importlib
 from pathlib import Path
 
-from services.common.model_spec import ModelSpec, ModelSpecError, read_json
+from services.common.model_spec import ModelSpec, ModelSpecError, UnsupportedOption, read_json
 
 FAMILIES = {
+    "LlamaForCausalLM": "services.common.families.llama",
+    "MistralForCausalLM": "services.common.families.mistral",
+    "Qwen2ForCausalLM": "services.common.families.qwen2",
+    "Qwen3ForCausalLM": "services.common.families.qwen3",
     "Qwen3VLForConditionalGeneration": "services.common.families.qwen3_vl",
 }
 
@@ -14,7 +18,8 @@ def read_spec(directory: Path | str) -> ModelSpec:
     """Reads the JSON files of a checkpoint directory.
 
     Raises:
-        ModelSpecError: a file is missing or malformed, or the model is not served; says why.
+        UnsupportedOption: the model asks for what is not implemented; names the option.
+        ModelSpecError: a file is missing or malformed, or the architecture is not served.
     """
     directory = Path(directory).resolve()
     config = read_json(directory / "config.json")
@@ -27,5 +32,11 @@ def read_spec(directory: Path | str) -> ModelSpec:
     family = importlib.import_module(FAMILIES[architecture])
     try:
         return family.read(directory, config)
+    except UnsupportedOption as error:
+        raise UnsupportedOption(f"{directory}/config.json: {error}") from None
+    except ModelSpecError:
+        raise
     except KeyError as error:
         raise ModelSpecError(f"{directory}: the config lacks {error}") from None
+    except (AttributeError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelSpecError(f"{directory}: the config is malformed: {error}") from None

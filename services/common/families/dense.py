@@ -1,0 +1,255 @@
+"""Fields of config.json that dense families share, and the options that none of them serves.
+
+Defaults of absent fields are those of transformers' configuration classes. An option that would
+change the model's answers and is not implemented is refused by name.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from services.common.model_spec import (
+    CheckpointSpec,
+    ModelSpec,
+    RopeSpec,
+    TextSpec,
+    UnsupportedOption,
+    VisionSpec,
+    read_json,
+)
+
+_ROPE_KINDS = ("default", "llama3", "yarn")
+_ROPE_FIELDS = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate",
+    "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
+}  # fmt: skip
+_MROPE_FIELDS = {"mrope_section", "mrope_interleaved"}
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def read_model(
+    directory: Path,
+    config: Mapping[str, Any],
+    text: TextSpec,
+    *,
+    vision: VisionSpec | None = None,
+    checkpoint: CheckpointSpec | None = None,
+) -> ModelSpec:
+    """The spec of a whole directory, of which the family has read the parts.
+
+    Args:
+        directory: of the checkpoint.
+        config: config.json.
+        text: the language model.
+        vision: the tower; None: a text model.
+        checkpoint: names; None: those of a text model (`model.`).
+    """
+    path = directory / "generation_config.json"
+    generation = read_json(path) if path.exists() else {}
+    section: Mapping[str, Any] = config.get("text_config") or config
+    return ModelSpec(
+        directory=directory,
+        name=directory.name,
+        architecture=config["architectures"][0],
+        text=text,
+        vision=vision,
+        checkpoint=checkpoint or text_checkpoint(text),
+        eos_token_ids=_eos_token_ids(generation, config, section),
+        generation=generation,
+    )
+
+
+def text_checkpoint(
+    text: TextSpec, prefix: str = "model.", vision_prefix: str = ""
+) -> CheckpointSpec:
+    """Names of the language model's tensors, and of those that older files carry needlessly."""
+    tied = ("lm_head.weight",) if text.tie_word_embeddings else ()
+    return CheckpointSpec(
+        text_prefix=prefix,
+        vision_prefix=vision_prefix,
+        ignored=(*tied, r"re:.*\.rotary_emb\.inv_freq$"),
+    )
+
+
+def read_text(
+    config: Mapping[str, Any],
+    *,
+    head_dim: int | None = None,
+    num_kv_heads: int | None = None,
+    rope_theta: float = 10_000.0,
+    mrope_section: tuple[int, int, int] | None = None,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    sliding_window: int | None = None,
+) -> TextSpec:
+    """The language model of a config.json, or of its `text_config`.
+
+    Args:
+        config: the JSON object.
+        head_dim: the family's default; None: hidden_size / heads.
+        num_kv_heads: the family's default of an absent field; None: as many as heads.
+        rope_theta: the family's default.
+        mrope_section: the family's default; None: positions are 1-D.
+        qk_norm, qkv_bias, o_bias, mlp_bias, sliding_window: see `TextSpec`.
+
+    Raises:
+        UnsupportedOption: names the option and what to do.
+    """
+    _refuse_unsupported(config)
+    num_heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", num_kv_heads) or num_heads
+    if num_heads % kv_heads:
+        raise UnsupportedOption(
+            f"num_key_value_heads {kv_heads} is not supported: "
+            f"num_attention_heads {num_heads} is not a multiple of it"
+        )
+    size = config.get("head_dim", head_dim) or config["hidden_size"] // num_heads
+    if size % 2:
+        raise UnsupportedOption(f"head_dim {size} is not supported: it must be even")
+    rope = read_rope(config, size, rope_theta, mrope_section)
+    positions: int = config["max_position_embeddings"]
+    if rope.kind == "yarn":
+        positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
+    return TextSpec(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=rope,
+        max_position_embeddings=positions,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        sliding_window=sliding_window,
+    )
+
+
+def read_rope(
+    config: Mapping[str, Any],
+    head_dim: int,
+    default_theta: float = 10_000.0,
+    mrope_section: tuple[int, int, int] | None = None,
+) -> RopeSpec:
+    """`rope_parameters`, or the older `rope_scaling` with a top-level `rope_theta`.
+
+    As in transformers, `rope_scaling` wins where both are there.
+
+    Raises:
+        UnsupportedOption: a kind or a field that is not implemented.
+    """
+    given: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    known = _ROPE_FIELDS if mrope_section is None else _ROPE_FIELDS | _MROPE_FIELDS
+    if unknown := sorted(key for key in given if key not in known and given[key] is not None):
+        raise UnsupportedOption(
+            f"rope option {', '.join(unknown)} is not supported; "
+            f"supported: {', '.join(sorted(known))}"
+        )
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise UnsupportedOption(
+            f"rope_type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}. "
+            "Remove the scaling from config.json to serve the model's original context"
+        )
+    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise UnsupportedOption(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+    section = given.get("mrope_section") or mrope_section
+    theta = given.get("rope_theta") or config.get("rope_theta") or default_theta
+    unscaled = RopeSpec(
+        theta=float(theta),
+        rotary_dim=head_dim,
+        mrope_section=(section[0], section[1], section[2]) if section else None,
+    )
+    return unscaled if kind == "default" else _scaled(unscaled, kind, given, config)
+
+
+def qwen_sliding_window(config: Mapping[str, Any]) -> int | None:
+    """The window of a Qwen config's layers; None: `use_sliding_window` is off, or none has it."""
+    window = config.get("sliding_window", 4096)
+    if not config.get("use_sliding_window", False) or window is None:
+        return None
+    layers = config.get("layer_types")
+    if layers is None:
+        has_window = config.get("max_window_layers", 28) < config["num_hidden_layers"]
+    else:
+        has_window = "sliding_attention" in layers
+    return window if has_window else None
+
+
+def _scaled(
+    rope: RopeSpec, kind: str, given: Mapping[str, Any], config: Mapping[str, Any]
+) -> RopeSpec:
+    """`llama3` or `yarn`, with transformers' defaults."""
+    context = (
+        config.get("original_max_position_embeddings")
+        or given.get("original_max_position_embeddings")
+        or config["max_position_embeddings"]
+    )
+    rope = replace(rope, original_max_position_embeddings=context)
+    if kind == "llama3":
+        return replace(
+            rope,
+            kind="llama3",
+            factor=given["factor"],
+            low_freq_factor=given["low_freq_factor"],
+            high_freq_factor=given["high_freq_factor"],
+        )
+    factor = given.get("factor") or config["max_position_embeddings"] / context
+    return replace(
+        rope,
+        kind="yarn",
+        factor=factor,
+        beta_fast=given.get("beta_fast") or 32.0,
+        beta_slow=given.get("beta_slow") or 1.0,
+        truncate=given.get("truncate", True),
+        attention_factor=_yarn_attention_factor(given, factor),
+    )
+
+
+def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+    explicit = given.get("attention_factor")
+    if explicit is not None:
+        return float(explicit)
+
+    def scale(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+    return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedOption(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+    for name in _EXPERT_FIELDS:
+        if config.get(name):
+            raise UnsupportedOption(
+                f"{name} {config[name]}: mixture-of-experts models are not supported; "
+                "serve a dense model"
+            )
+    kinds = set(cast("list[str]", config.get("layer_types") or ()))
+    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise UnsupportedOption(
+            f"layer_types {', '.join(unknown)} is not supported; supported: full_attention"
+        )
+
+
+def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """The union, first named first: a checkpoint's files do not always agree."""
+    found: list[int] = []
+    for source in sources:
+        given = source.get("eos_token_id")
+        found += [given] if isinstance(given, int) else given or ()
+    return tuple(dict.fromkeys(found))

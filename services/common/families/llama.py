@@ -1,0 +1,16 @@
+"""Llama 3.x, and other checkpoints of its architecture."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.families.dense import read_model, read_text
+from services.common.model_spec import ModelSpec
+
+
+def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
+    bias = bool(config.get("attention_bias", False))
+    text = read_text(
+        config, qkv_bias=bias, o_bias=bias, mlp_bias=bool(config.get("mlp_bias", False))
+    )
+    return read_model(directory, config, text)

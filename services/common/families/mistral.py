@@ -1,0 +1,14 @@
+"""Mistral without sliding window: v0.3, Nemo, Small."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.families.dense import read_model, read_text
+from services.common.model_spec import ModelSpec
+
+
+def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
+    # transformers' default of an absent field; published models without a window say null.
+    window = config.get("sliding_window", 4096)
+    return read_model(directory, config, read_text(config, num_kv_heads=8, sliding_window=window))

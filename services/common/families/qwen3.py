@@ -1,0 +1,22 @@
+"""Dense Qwen3: RMSNorm on each query and key head."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.families.dense import qwen_sliding_window, read_model, read_text
+from services.common.model_spec import ModelSpec
+
+
+def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
+    bias = bool(config.get("attention_bias", False))
+    text = read_text(
+        config,
+        head_dim=128,
+        num_kv_heads=32,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        sliding_window=qwen_sliding_window(config),
+    )
+    return read_model(directory, config, text)

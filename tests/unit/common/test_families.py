@@ -1,0 +1,243 @@
+"""Checkpoint directories as specs: published configs, transformers' defaults, refusals by name."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.families import FAMILIES, read_spec
+from services.common.model_spec import ModelSpec, ModelSpecError, RopeSpec, UnsupportedOption
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "eos_token_id": 151645,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+    "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16,
+    "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "eos_token_id": 151645, "hidden_act": "silu",
+    "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768,
+    "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": False, "use_sliding_window": False,
+    "vocab_size": 152064,
+}  # fmt: skip
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False,
+    "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072,
+    "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 16,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
+}  # fmt: skip
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "eos_token_id": 2, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 14336,
+    "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072,
+}  # fmt: skip
+CONFIGS = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": LLAMA, "mistral": MISTRAL}
+ABSENT = object()
+
+
+def read(
+    directory: Path, config: dict[str, Any], generation: dict | None = None, **changes: Any
+) -> ModelSpec:
+    fields = {key: value for key, value in (config | changes).items() if value is not ABSENT}
+    (directory / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return read_spec(directory)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_published_config_is_a_text_model(tmp_path: Path, config: dict) -> None:
+    spec = read(tmp_path, config)
+    text = spec.text
+    assert (spec.vision, spec.checkpoint.text_prefix) == (None, "model.")
+    assert text.num_layers == config["num_hidden_layers"]
+    assert text.group_size == config["num_attention_heads"] // config["num_key_value_heads"]
+    assert text.rms_norm_eps == config["rms_norm_eps"]
+    assert text.max_position_embeddings == config["max_position_embeddings"]
+    assert text.tie_word_embeddings is config["tie_word_embeddings"]
+    assert (text.rope.theta, text.rope.mrope_section) == (float(config["rope_theta"]), None)
+    assert text.rope.rotary_dim == text.head_dim
+    assert text.sliding_window is None
+    with pytest.raises(ModelSpecError, match="no vision tower"):
+        _ = spec.vision_part
+
+
+def test_families_differ_in_norms_biases_and_head_size(tmp_path: Path) -> None:
+    specs = {name: read(tmp_path, config).text for name, config in CONFIGS.items()}
+    assert [name for name, text in specs.items() if text.qk_norm] == ["qwen3"]
+    assert [name for name, text in specs.items() if text.qkv_bias] == ["qwen2"]
+    assert not any(text.o_bias or text.mlp_bias for text in specs.values())
+    assert [text.head_dim for text in specs.values()] == [128, 128, 64, 128]
+    assert specs["mistral"].head_dim != 5120 // 32
+
+
+def test_biases_are_switched_on_by_the_config(tmp_path: Path) -> None:
+    llama = read(tmp_path, LLAMA, attention_bias=True, mlp_bias=True).text
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+    qwen3 = read(tmp_path, QWEN3, attention_bias=True).text
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias) == (True, True, False)
+    qwen2 = read(tmp_path, QWEN2, attention_bias=False).text
+    assert (qwen2.qkv_bias, qwen2.o_bias) == (True, False)
+
+
+@pytest.mark.parametrize("head_dim", [None, ABSENT])
+def test_head_dim_follows_from_the_hidden_size(tmp_path: Path, head_dim: object) -> None:
+    assert read(tmp_path, LLAMA, head_dim=head_dim).text.head_dim == 64
+    assert read(tmp_path, MISTRAL, head_dim=head_dim).text.head_dim == 160
+
+
+def test_defaults_of_absent_fields_are_those_of_transformers(tmp_path: Path) -> None:
+    absent = dict.fromkeys(("head_dim", "num_key_value_heads", "rope_theta"), ABSENT)
+    qwen3 = read(tmp_path, QWEN3, **absent, num_attention_heads=32).text
+    assert (qwen3.head_dim, qwen3.num_kv_heads, qwen3.rope.theta) == (128, 32, 1e4)
+    assert read(tmp_path, LLAMA, **absent).text.num_kv_heads == 32
+    assert read(tmp_path, MISTRAL, **absent).text.num_kv_heads == 8
+    assert read(tmp_path, MISTRAL, num_key_value_heads=None).text.num_kv_heads == 32
+    assert read(tmp_path, MISTRAL, sliding_window=ABSENT).text.sliding_window == 4096
+
+
+def test_llama3_rope(tmp_path: Path) -> None:
+    expected = RopeSpec(
+        kind="llama3", theta=5e5, rotary_dim=64, factor=32.0, low_freq_factor=1.0,
+        high_freq_factor=4.0, original_max_position_embeddings=8192,
+    )  # fmt: skip
+    assert read(tmp_path, LLAMA).text.rope == expected
+    old = {key: value for key, value in LLAMA["rope_scaling"].items() if key != "rope_type"}
+    assert read(tmp_path, LLAMA, rope_scaling=old | {"type": "llama3"}).text.rope == expected
+    new = LLAMA["rope_scaling"] | {"rope_theta": 5e5}
+    changes = {"rope_scaling": ABSENT, "rope_theta": ABSENT, "rope_parameters": new}
+    assert read(tmp_path, LLAMA, **changes).text.rope == expected
+
+
+def test_yarn_rope(tmp_path: Path) -> None:
+    given = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    text = read(tmp_path, QWEN3, rope_scaling=given).text
+    assert text.rope == RopeSpec(
+        kind="yarn", theta=1e6, rotary_dim=128, factor=4.0,
+        original_max_position_embeddings=32768, attention_factor=0.1 * math.log(4) + 1,
+    )  # fmt: skip
+    assert text.max_position_embeddings == 131072, "the scaled context can be served"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 0.707, "mscale_all_dim": 1.0},
+         (0.0707 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+        ({"mscale": 1.0}, 0.1 * math.log(4) + 1),
+        ({"factor": 0.5}, 1.0),
+    ],
+)  # fmt: skip
+def test_yarn_attention_factor(tmp_path: Path, given: dict, expected: float) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    rope = read(tmp_path, QWEN3, rope_scaling=scaling | given).text.rope
+    assert rope.attention_factor == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 4096}, None),
+        ({"use_sliding_window": True, "sliding_window": None}, None),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}, None),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 21}, 4096),
+        ({"use_sliding_window": True, "sliding_window": 4096,
+          "layer_types": ["full_attention"] * 28}, None),
+        ({"use_sliding_window": True, "sliding_window": 64,
+          "layer_types": ["full_attention", "sliding_attention"] * 14}, 64),
+    ],
+)  # fmt: skip
+def test_a_qwen_sliding_window_counts_where_a_layer_has_it(
+    tmp_path: Path, changes: dict, expected: int | None
+) -> None:
+    for config in (QWEN2, QWEN3):
+        assert read(tmp_path, config, **changes).text.sliding_window == expected
+
+
+def test_eos_ids_of_both_files(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA).eos_token_ids == (128001, 128008, 128009)
+    assert read(tmp_path, QWEN2, {"eos_token_id": [151645, 151643]}).eos_token_ids == (
+        151645, 151643,
+    )  # fmt: skip
+    assert read(tmp_path, QWEN2, {"eos_token_id": 7}).eos_token_ids == (7, 151645)
+    assert read(tmp_path, QWEN2, {}, eos_token_id=None).eos_token_ids == ()
+
+
+def test_tensors_that_may_be_left_over(tmp_path: Path) -> None:
+    assert "lm_head.weight" in read(tmp_path, QWEN3).checkpoint.ignored
+    assert "lm_head.weight" not in read(tmp_path, QWEN2).checkpoint.ignored
+
+
+SCALING = {"factor": 2.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "named"),
+    [
+        (LLAMA, {"rope_scaling": SCALING | {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
+        (LLAMA, {"rope_scaling": SCALING | {"type": "linear"}}, "rope_type 'linear'"),
+        (LLAMA, {"rope_scaling": SCALING | {"type": "longrope"}}, "rope_type 'longrope'"),
+        (QWEN3, {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2, 3]}},
+         "mrope_section"),
+        (MISTRAL, {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}},
+         "llama_4_scaling_beta"),
+        (QWEN3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+         "full_attention"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (LLAMA, {"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.25}},
+         "partial_rotary_factor 0.25"),
+        (QWEN2, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (QWEN3, {"num_experts": 128}, "num_experts 128"),
+        (MISTRAL, {"num_local_experts": 8}, "num_local_experts 8"),
+        (QWEN3, {"layer_types": ["linear_attention"]}, "layer_types linear_attention"),
+        (LLAMA, {"num_key_value_heads": 5}, "num_key_value_heads 5"),
+        (LLAMA, {"head_dim": 63}, "head_dim 63"),
+    ],
+)  # fmt: skip
+def test_an_unsupported_option_is_refused_by_name(
+    tmp_path: Path, config: dict, changes: dict, named: str
+) -> None:
+    with pytest.raises(UnsupportedOption, match=named) as caught:
+        read(tmp_path, config, **changes)
+    assert str(tmp_path) in str(caught.value)
+    assert "not supported" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": ABSENT}, "hidden_size"),
+        ({"hidden_size": "wide", "head_dim": None}, "malformed"),
+        ({"num_key_value_heads": [8]}, "malformed"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": "llama3"}, "malformed"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
+        ({"architectures": None}, r"\(none\) is not supported"),
+    ],
+)
+def test_a_malformed_config_is_an_error_that_says_what(
+    tmp_path: Path, changes: dict, named: str
+) -> None:
+    with pytest.raises(ModelSpecError, match=named):
+        read(tmp_path, LLAMA, **changes)
+
+
+def test_every_family_of_the_registry_reads(tmp_path: Path) -> None:
+    """A registry line whose module is missing would show only when such a model is started."""
+    tested = {config["architectures"][0] for config in CONFIGS.values()}
+    assert set(FAMILIES) - tested == {"Qwen3VLForConditionalGeneration"}
