@@ -25,7 +25,7 @@ from services.common.model_spec import ModelSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
-from services.decoder.engine.runner import RunnerOptions, create_runner
+from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 
 # Measured on an H200 with large copies and matrix products; see benchmarks/LOG.md.
 BANDWIDTH = 4.3e12  # bytes/s

@@ -17,7 +17,7 @@ from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.messages import ImageSpan, SamplingParams
 from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
-from services.decoder.engine.runner import RunnerOptions, create_runner
+from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.models.qwen3_vl import Qwen3VLLanguageModel

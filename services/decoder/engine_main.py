@@ -16,7 +16,7 @@ from services.common.model_spec import ModelSpecError
 from services.common.telemetry import setup_logging
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import EngineReady, FrontMessage, Shutdown
-from services.decoder.engine.runner import ModelRunner, RunnerOptions, create_runner
+from services.decoder.engine.runner_factory import ModelRunner, RunnerOptions, create_runner
 from services.decoder.settings import DecoderSettings
 
 log = logging.getLogger("services.decoder.engine")

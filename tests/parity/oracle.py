@@ -1,4 +1,4 @@
-"""Tiny random Qwen3-VL checkpoints, and what Hugging Face's implementation makes of them.
+"""Tiny random checkpoints, and what Hugging Face's implementation makes of them.
 
 Weights are scaled so that the largest logits are 60 to 105: an absolute tolerance then means as
 much as it would on a real model.
@@ -15,7 +15,7 @@ from torch import Tensor
 import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
@@ -39,6 +39,7 @@ class Tiny:
     layers: int = 3
     intermediate: int = 96
     theta: float = 5e6
+    rope: dict[str, object] = field(default_factory=lambda: {"rope_type": "default"})
 
 
 CONFIGS = {
@@ -49,6 +50,16 @@ CONFIGS = {
     "gqa3-narrow-hidden": Tiny(6, 2, 32, (8, 4, 4), (1, 2), True, hidden=48, layers=4),
     "gqa4-hd64-time-heavy": Tiny(4, 1, 64, (24, 4, 4), (0, 1, 2), False, hidden=96, layers=5),
     "as-many-levels-as-layers": Tiny(2, 1, 16, (4, 2, 2), (0, 1, 2), True, layers=3),
+    "gqa2-hd32-yarn": Tiny(
+        4,
+        2,
+        32,
+        (8, 4, 4),
+        (0, 1),
+        False,
+        theta=1e4,
+        rope={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024},
+    ),
 }
 
 
@@ -76,11 +87,9 @@ class Answer:
 class Oracle:
     """One checkpoint on disk and in memory."""
 
-    tiny: Tiny
     directory: Path
-    model: Qwen3VLForConditionalGeneration
-    config: ModelSpec
-    answers: dict[int, Answer] = field(default_factory=dict)
+    model: PreTrainedModel
+    spec: ModelSpec
 
     def prompt(self, *parts: int | tuple[int, int], seed: int = 0) -> Prompt:
         """`5` is five text tokens, `(4, 6)` an image of 4 x 6 patches."""
@@ -98,7 +107,7 @@ class Oracle:
                 token_ids += [VISION_START_ID, *[IMAGE_ID] * count, VISION_END_ID]
         pixels = None
         if grids:
-            vision = self.config.vision_part.tower
+            vision = self.spec.vision_part.tower
             width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
             num_patches = sum(h * w for h, w in grids)
             pixels = torch.from_numpy(rng.uniform(-1, 1, (num_patches, width)).astype(np.float32))
@@ -149,7 +158,7 @@ class Oracle:
 
 
 def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
-    """Makes the model with Hugging Face's classes and saves it as they do."""
+    """A Qwen3-VL checkpoint, made with Hugging Face's classes and saved as they do."""
     config = Qwen3VLConfig(
         text_config={
             "vocab_size": VOCAB_SIZE, "hidden_size": tiny.hidden, "num_hidden_layers": tiny.layers,
@@ -157,8 +166,8 @@ def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
             "num_key_value_heads": tiny.kv_heads, "head_dim": tiny.head_dim,
             "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "attention_bias": False,
             "rope_parameters": {
-                "rope_type": "default", "rope_theta": tiny.theta, "mrope_interleaved": True,
-                "mrope_section": list(tiny.section),
+                "rope_theta": tiny.theta, "mrope_interleaved": True,
+                "mrope_section": list(tiny.section), **tiny.rope,
             },
             "tie_word_embeddings": tiny.tied, "bos_token_id": None, "eos_token_id": EOS_ID,
             "pad_token_id": None,
@@ -173,16 +182,18 @@ def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
         vision_end_token_id=VISION_END_ID, tie_word_embeddings=tiny.tied,
     )  # fmt: skip
     model = Qwen3VLForConditionalGeneration(config).eval()
-    _fill(model, torch.Generator().manual_seed(seed))
+    fill(model, seed)
     model.save_pretrained(directory)
     preprocessor = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}
     (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     model.generation_config.eos_token_id = None
-    return Oracle(tiny, directory, model, read_spec(directory))
+    return Oracle(directory, model, read_spec(directory))
 
 
 @torch.no_grad()
-def _fill(model: Qwen3VLForConditionalGeneration, generator: torch.Generator) -> None:
+def fill(model: PreTrainedModel, seed: int) -> None:
+    """Random weights that make every layer, bias and norm matter."""
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and name.endswith("weight"):
             parameter.uniform_(0.5, 1.5, generator=generator)

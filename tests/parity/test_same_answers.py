@@ -17,7 +17,7 @@ import torch
 from services.common.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
-from services.decoder.engine.runner import RunnerOptions, create_runner
+from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from tests.parity.oracle import CONFIGS, Oracle, make_oracle
 
 NUM_TOKENS = 12
@@ -157,8 +157,8 @@ def test_with_the_next_step_launched_before_the_last_is_read(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted(bench: Bench, alone: dict[int, list[int]], overlap: bool) -> None:
-    config = bench.oracle.config.text
-    block = 2 * 16 * config.num_kv_heads * config.head_dim * 4 * config.num_layers
+    text = bench.oracle.spec.text
+    block = 2 * 16 * text.num_kv_heads * text.head_dim * 4 * text.num_layers
     engine = bench.engine(kv_cache_bytes=24 * block, max_model_len=256, overlap=overlap)
     answers = bench.ask(engine, range(NUM_REQUESTS))
     assert engine.stats().num_preemptions > 0

@@ -24,7 +24,7 @@ class Whole:
     def __init__(self, name: str, directory: Path) -> None:
         self.oracle: Oracle = make_oracle(CONFIGS[name], directory)
         self.language = Harness(directory)
-        vision = self.oracle.config.vision_part.tower
+        vision = self.oracle.spec.vision_part.tower
         head_dim = vision.hidden_size // vision.num_heads
         with torch.device("meta"):
             self.tower = Qwen3VLVisionModel(

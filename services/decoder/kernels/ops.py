@@ -276,7 +276,12 @@ def create_ops(device: torch.device, config: TextSpec) -> Ops:
     """The fused operations where they run, else the plain ones."""
     half = config.head_dim // 2
     fits = half & (half - 1) == 0
-    if device.type != "cuda" or not fits or importlib.util.find_spec("triton") is None:
+    if (
+        device.type != "cuda"
+        or not fits
+        or not config.qk_norm
+        or importlib.util.find_spec("triton") is None
+    ):
         return PlainOps()
     from services.decoder.kernels.triton_ops import create_triton_ops
 

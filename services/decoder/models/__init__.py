@@ -3,6 +3,10 @@
 import importlib
 
 MODELS = {
+    "LlamaForCausalLM": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
+    "MistralForCausalLM": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
+    "Qwen2ForCausalLM": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
+    "Qwen3ForCausalLM": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
     "Qwen3VLForConditionalGeneration": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
 }
 

@@ -42,7 +42,7 @@ def project_back(
     x: Tensor, layer: Linear, residual: Tensor, ops: Ops, step: StepContext
 ) -> Tensor | None:
     """`project(x)`, for whoever adds it to the residual stream; None: it has been added."""
-    if layer.is_plain and ops.add_product(x, layer.weight, residual):
+    if layer.is_plain and layer.bias is None and ops.add_product(x, layer.weight, residual):
         return None
     return project(x, layer, ops, step)
 
@@ -57,11 +57,14 @@ class Attention(nn.Module):
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self.qkv_proj = MergedLinear(
-            config.hidden_size, {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+            config.hidden_size,
+            {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
+            bias=config.qkv_bias,
         )
-        self.o_proj = Linear(query_size, config.hidden_size)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.o_bias)
+        self.eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(config.head_dim, self.eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, self.eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
         """`[T, hidden]` → `[T, H * D]`, before the output projection; writes this layer's keys and
@@ -85,8 +88,10 @@ class Attention(nn.Module):
         return self.backend.forward(self.ops.qk_rope_cache(heads), kv_cache, metadata).flatten(1)
 
     def _transform(self, kv_cache: Tensor, step: StepContext) -> HeadTransform:
-        norms = (self.q_norm.weight, self.k_norm.weight)
-        return HeadTransform(norms, self.q_norm.eps, step.rope, kv_cache, step.kv_rows)
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = (self.q_norm.weight, self.k_norm.weight)
+        return HeadTransform(norms, self.eps, step.rope, kv_cache, step.kv_rows)
 
 
 class MLP(nn.Module):
@@ -95,14 +100,16 @@ class MLP(nn.Module):
     def __init__(self, config: TextSpec, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        size = config.intermediate_size
-        self.gate_up_proj = MergedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size})
-        self.down_proj = Linear(size, config.hidden_size)
+        size, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = MergedLinear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias
+        )
+        self.down_proj = Linear(size, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor, residual: Tensor, step: StepContext) -> Tensor | None:
         """`[T, hidden]` → see `project_back`."""
         gate_up = self.gate_up_proj
-        if gate_up.is_plain:
+        if gate_up.is_plain and gate_up.bias is None:
             hidden = self.ops.linear_swiglu(x, gate_up.weight)
         else:
             hidden = self.ops.silu_and_mul(gate_up(x))
@@ -171,6 +178,7 @@ class Qwen3VLLanguageModel(nn.Module):
         super().__init__()
         text = config.text
         self.ops = ops
+        self._has_biases = text.qkv_bias or text.o_bias or text.mlp_bias
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
         self.layers = nn.ModuleList(
@@ -184,7 +192,8 @@ class Qwen3VLLanguageModel(nn.Module):
         self.max_few_tokens = ops.max_few_tokens if plain else 0
         self._is_plain = plain
         self.weight_map = WeightMap(
-            prefixes={"": "model.language_model."} | ({} if tied else {"lm_head.": "lm_head."}),
+            prefixes={"": config.checkpoint.text_prefix}
+            | ({} if tied else {"lm_head.": "lm_head."}),
             ignored=frozenset({"lm_head.weight"}) if tied else frozenset(),
         )
 
@@ -202,9 +211,10 @@ class Qwen3VLLanguageModel(nn.Module):
         rope, kv_rows = self.ops.rope_and_rows(
             positions, metadata.slot_mapping, self.rope, residual.dtype, kv_cache.shape[3]
         )
-        step = StepContext(rope, kv_rows, metadata, self._is_plain and visual is None)
+        may_fuse = visual is None and not self._has_biases
+        step = StepContext(rope, kv_rows, metadata, self._is_plain and may_fuse)
         norm = self.norm
-        if visual is None and len(residual) <= self.max_few_tokens:
+        if may_fuse and len(residual) <= self.max_few_tokens:
             for index, layer in enumerate(self.layers):
                 assert isinstance(layer, DecoderLayer)
                 layer.forward_few(residual, kv_cache[index], step)

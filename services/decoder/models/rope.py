@@ -117,14 +117,14 @@ class HeadTransform:
     """What becomes of one layer's projected heads of a step's tokens, and where they go.
 
     Attributes:
-        norms: weights of the query's and the key's norm, `[head_dim]` each.
+        norms: weights of the query's and the key's norm, `[head_dim]` each; None: no norm.
         eps: of the norms.
         rope: cos and sin, `[T, rotary_dim / 2]`.
         kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`.
         rows: `[2, T]`, from `kv_rows`.
     """
 
-    norms: tuple[Tensor, Tensor]
+    norms: tuple[Tensor, Tensor] | None
     eps: float
     rope: tuple[Tensor, Tensor]
     kv_cache: Tensor
@@ -165,7 +165,7 @@ class ProjectedHeads(HeadTransform):
     @property
     def is_contiguous(self) -> bool:
         """Whether all tensors are, as kernels take them."""
-        parts = (self.qkv, *self.norms, *self.rope, self.kv_cache, self.rows)
+        parts = (self.qkv, *(self.norms or ()), *self.rope, self.kv_cache, self.rows)
         return all(part.is_contiguous() for part in parts)
 
 
@@ -186,8 +186,11 @@ def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> T
     query, key, value = qkv.unflatten(-1, (-1, head_dim)).split(
         (heads.num_heads, num_kv_heads, num_kv_heads), dim=1
     )
-    key = rotate(rms_norm(key, heads.norms[1], heads.eps), *heads.rope)
+    if heads.norms is not None:
+        query = rms_norm(query, heads.norms[0], heads.eps)
+        key = rms_norm(key, heads.norms[1], heads.eps)
+    key = rotate(key, *heads.rope)
     write_kv(heads.kv_cache, heads.rows, key, value)
     if keys_values is not None:
         torch.cat((key, value), dim=1, out=keys_values)
-    return rotate(rms_norm(query, heads.norms[0], heads.eps), *heads.rope)
+    return rotate(query, *heads.rope)

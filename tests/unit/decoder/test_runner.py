@@ -13,7 +13,7 @@ from services.decoder.engine.graphs import MixedGraphs, StepParts
 from services.decoder.engine.images import find_segments
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
-from services.decoder.engine.runner import RunnerOptions, create_runner, resolve_device
+from services.decoder.engine.runner_factory import RunnerOptions, create_runner, resolve_device
 from services.decoder.engine.sequence import Sequence
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 

@@ -1,4 +1,4 @@
-"""Makes a model runner from options: loads, sizes, warms up."""
+"""Creates a model runner from options: loads the model, sizes the KV pool, warms up."""
 
 import logging
 import mmap
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from services.common.families import read_spec
-from services.common.model_spec import ModelSpec
+from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
 from services.common.nn.weights import Checkpoint, load_dummy, load_weights
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
@@ -32,7 +32,7 @@ _CPU_KV_CACHE_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
-    """How a runner is made.
+    """What a runner is created from.
 
     Attributes:
         model_directory: checkpoint in Hugging Face layout; with load_format "dummy" only its
@@ -68,50 +68,65 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
 
     Args:
         options: see above.
-        arena: the front's shared memory with the image embeddings; None: text only.
+        arena: the front's shared memory with the image embeddings; None: no sequence has images.
+            Not used for a text model.
 
     Raises:
         ModelSpecError, CheckpointError: the directory is not a model that can be served.
+        UnsupportedOption: the model needs what is not implemented.
         ValueError: an option does not fit the machine or the model (says which).
     """
     started = time.monotonic()
-    config = read_spec(options.model_directory)
-    limit, wanted = config.text.max_position_embeddings, options.max_model_len
-    if wanted is not None and wanted > limit:
-        raise ValueError(f"max_model_len {wanted} is over the model's limit of {limit} tokens")
+    spec = read_spec(options.model_directory)
+    wanted = options.max_model_len
+    limit = _longest_context(spec.text, wanted)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = create_backend(
-        options.attention_backend, _sizes(config, options, wanted or limit), device, dtype
-    )
-    model = _load(config, backend, options, device, dtype)
+    backend = create_backend(options.attention_backend, _sizes(spec, options, limit), device, dtype)
+    model = _load(spec, backend, options, device, dtype)
+    text = spec.text
     shape = KVCacheShape(
-        config.text.num_layers,
-        options.block_size,
-        config.text.num_kv_heads,
-        config.text.head_dim,
-        dtype,
+        text.num_layers, options.block_size, text.num_kv_heads, text.head_dim, dtype
     )
     images = None
-    if arena is not None:
-        levels, hidden = config.vision_part.tower.num_features, config.text.hidden_size
-        images = ImageReader(arena, levels, hidden, dtype, device, options.max_batched_tokens)
+    if arena is not None and spec.vision is not None:
+        num_features, rows = spec.vision.tower.num_features, options.max_batched_tokens
+        images = ImageReader(arena, num_features, text.hidden_size, dtype, device, rows)
 
     def make(info: RunnerInfo) -> ModelRunner:
         pool = kv_cache.allocate(shape, info.num_blocks, device)
         last_tokens = torch.zeros(info.max_num_sequences + 1, dtype=torch.int32, device=device)
         return ModelRunner(info, model, backend, DeviceState(device, pool, last_tokens), images)
 
-    info = _info(config, options, dtype)
+    info = _info(spec, options, dtype)
     budget = _budget(options, device, lambda: _run_largest_step(make(info)))
     num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
-    max_model_len = wanted or min(limit, num_blocks * options.block_size)
+    max_model_len = min(limit, num_blocks * options.block_size)
     runner = make(replace(info, num_blocks=num_blocks, max_model_len=max_model_len))
     _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
     _log_ready(runner.info, device, backend, time.monotonic() - started)
     return runner
+
+
+def _longest_context(text: TextSpec, wanted: int | None) -> int:
+    """Tokens of the longest sequence: `wanted`, or the model's own limit.
+
+    Raises:
+        ValueError: `wanted` is more than the model's limit.
+        UnsupportedOption: layers would attend to a window of it only.
+    """
+    limit, window = text.max_position_embeddings, text.sliding_window
+    if wanted is not None and wanted > limit:
+        raise ValueError(f"max_model_len {wanted} is over the model's limit of {limit} tokens")
+    length = wanted or limit
+    if window is not None and window < length:
+        raise UnsupportedOption(
+            f"sliding_window {window} is smaller than the served context of {length} tokens, which "
+            f"is not supported: set max_model_len to {window} or less"
+        )
+    return length
 
 
 def resolve_device(name: str) -> torch.device:
@@ -137,44 +152,44 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _load(
-    config: ModelSpec,
+    spec: ModelSpec,
     backend: AttentionBackend,
     options: RunnerOptions,
     device: torch.device,
     dtype: torch.dtype,
 ) -> CausalLM:
-    kind = resolve(config.architecture)
+    kind = resolve(spec.architecture)
     with torch.device("meta"):
-        model = kind(config, backend, create_ops(device, config.text))
+        model = kind(spec, backend, create_ops(device, spec.text))
     if options.load_format == "dummy":
         load_dummy(model, options.seed, device=device, dtype=dtype)
     elif options.load_format == "auto":
-        checkpoint = Checkpoint.open(config.directory)
+        checkpoint = Checkpoint.open(spec.directory)
         load_weights(model, checkpoint, model.weight_map, device=device, dtype=dtype)
     else:
         raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
     return model.eval()
 
 
-def _sizes(config: ModelSpec, options: RunnerOptions, max_model_len: int) -> AttentionSizes:
+def _sizes(spec: ModelSpec, options: RunnerOptions, max_model_len: int) -> AttentionSizes:
     return AttentionSizes(
-        num_heads=config.text.num_heads,
-        num_kv_heads=config.text.num_kv_heads,
-        head_dim=config.text.head_dim,
+        num_heads=spec.text.num_heads,
+        num_kv_heads=spec.text.num_kv_heads,
+        head_dim=spec.text.head_dim,
         block_size=options.block_size,
         max_num_sequences=options.max_num_sequences,
         max_num_blocks=-(-max_model_len // options.block_size),
     )
 
 
-def _info(config: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> RunnerInfo:
+def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> RunnerInfo:
     """With no blocks yet, and room for one sequence as long as a step."""
     return RunnerInfo(
-        model_name=config.name,
+        model_name=spec.name,
         dtype=str(dtype).removeprefix("torch."),
-        num_features=config.vision_part.tower.num_features,
-        hidden=config.text.hidden_size,
-        vocab_size=config.text.vocab_size,
+        num_features=0 if spec.vision is None else spec.vision.tower.num_features,
+        hidden=spec.text.hidden_size,
+        vocab_size=spec.text.vocab_size,
         max_model_len=options.max_batched_tokens,
         block_size=options.block_size,
         num_blocks=0,
