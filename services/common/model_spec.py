@@ -5,6 +5,7 @@ three services use them.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,14 +139,35 @@ class QuantizationSpec:
 
     Attributes:
         format: `fp8_block`: e4m3 with a scale per block; `fp8_channel`: e4m3 with a scale per
-            output channel.
+            output channel. Activations are quantized per token (and per 128 of a block format's
+            columns) where the hardware multiplies FP8.
         block_size: (rows, columns) of a block.
-        ignored: modules that stay unquantized: checkpoint names, or `re:` patterns.
+        scale_name: of the scales' tensor, after the module's name.
+        ignored: modules that stay unquantized: checkpoint names of modules or of their parents,
+            or `re:` patterns.
+        targets: modules that are quantized, in the same words; empty: every linear layer.
     """
 
     format: Literal["fp8_block", "fp8_channel"]
     block_size: tuple[int, int] = (128, 128)
+    scale_name: str = "weight_scale_inv"
     ignored: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+
+    def applies_to(self, module: str) -> bool:
+        """Whether a linear layer of that checkpoint name should be quantized."""
+        if self.targets and not _names_module(self.targets, module):
+            return False
+        return not _names_module(self.ignored, module)
+
+
+def _names_module(patterns: tuple[str, ...], module: str) -> bool:
+    return any(
+        re.match(pattern[3:], module) is not None
+        if pattern.startswith("re:")
+        else f".{module}".endswith(f".{pattern}") or module.startswith(f"{pattern}.")
+        for pattern in patterns
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +177,8 @@ class CheckpointSpec:
     Attributes:
         text_prefix: of the language model's tensors.
         vision_prefix: of the tower's.
-        ignored: full names or prefixes ending in `.` of tensors that may be present and are not
-            read.
+        ignored: full names, prefixes ending in `.`, or `re:` patterns of tensors that may be
+            present and are not read.
         quantization: None: weights are stored in a floating-point dtype of torch.
     """
 
@@ -164,6 +186,15 @@ class CheckpointSpec:
     vision_prefix: str = ""
     ignored: tuple[str, ...] = ()
     quantization: QuantizationSpec | None = None
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor may be present and is not read."""
+        return any(
+            re.match(pattern[3:], name) is not None
+            if pattern.startswith("re:")
+            else name == pattern or (pattern.endswith(".") and name.startswith(pattern))
+            for pattern in self.ignored
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,11 +129,16 @@ def load_model(
         model = model_class(config.architecture)(vision, attention, create_ops(device))
     assert isinstance(model, torch.nn.Module)
     if settings.load_format == "dummy":
-        load_dummy(model, device=device, dtype=dtype)
+        load_dummy(
+            model, device=device, dtype=dtype,
+            weight_map=model.weight_map, quantization=config.checkpoint.quantization,
+        )  # fmt: skip
         weights = DUMMY_FINGERPRINT.encode()
     else:
         checkpoint = Checkpoint.open(config.directory)
-        load_weights(model, checkpoint, model.weight_map, device=device, dtype=dtype)
+        load_weights(
+            model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=config.checkpoint
+        )
         weights = fingerprint(checkpoint, "model.visual.").encode()
     logging.info("vision tower loaded; attention: %s, dtype: %s", backend, dtype_name)
     return model.eval(), weights

@@ -19,6 +19,7 @@ from services.common.model_spec import (
     VisionSpec,
     read_json,
 )
+from services.common.quantization import read_quantization
 
 _ROPE_KINDS = ("default", "llama3", "yarn")
 _ROPE_FIELDS = {
@@ -56,7 +57,9 @@ def read_model(
         architecture=config["architectures"][0],
         text=text,
         vision=vision,
-        checkpoint=checkpoint or text_checkpoint(text),
+        checkpoint=replace(
+            checkpoint or text_checkpoint(text), quantization=read_quantization(config)
+        ),
         eos_token_ids=_eos_token_ids(generation, config, section),
         generation=generation,
     )

@@ -1,16 +1,22 @@
-"""Linear layers. What the weights look like and how they multiply is a method's business.
+"""Linear layers. How weights are stored and multiplied is the business of a layer's method.
 
-A quantization format is one `LinearMethod`; the layers, the models and the loader do not change.
+A weight format is one `LinearMethod`: it lays out the tensors that a checkpoint holds for a module.
+From that layout a layer makes its parameters, the loader fills them, and `shard` cuts them for
+tensor parallelism. Layers and models do not change.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from services.common.nn import cublaslt
+
+Dimension = Literal["out", "in"]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def sum_parts(product: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,44 +53,142 @@ def add_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     return True
 
 
-class LinearMethod(Protocol):
-    """How one linear layer stores and applies its weights."""
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of a stored tensor.
 
-    def create_weights(self, layer: nn.Module, in_features: int, out_features: int) -> None:
-        """Registers the layer's parameters (called while the model is built on `meta`)."""
+    Attributes:
+        dimension: the dimension of the weight matrix `[out, in]` that it runs along.
+        per: matrix rows or columns per element: 1 for a weight, 128 for scales of 128-blocks, 8 for
+            eight packed values. The last element may cover fewer.
+    """
+
+    dimension: Dimension
+    per: int = 1
+
+    def count(self, size: int) -> int:
+        """Elements that `size` matrix rows or columns take."""
+        return -(-size // self.per)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """A tensor that a checkpoint holds for each module of a format, and the parameter it fills.
+
+    A merged layer's parameter holds the modules' tensors one after the other along the `out` axis.
+
+    Attributes:
+        name: what follows the module's name in the files, such as `weight_scale_inv`.
+        parameter: of the layer.
+        axes: of the tensor; None: a dimension of size 1.
+        stored: dtypes that the files may hold.
+        dtype: of the parameter; None: the model's.
+        dummy: mean and standard deviation of random values.
+    """
+
+    name: str
+    parameter: str
+    axes: tuple[Axis | None, ...]
+    stored: tuple[torch.dtype, ...] = FLOATS
+    dtype: torch.dtype | None = None
+    dummy: tuple[float, float] = (0.0, 0.02)
+
+    def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Of one module's tensor."""
+        sizes: dict[Dimension, int] = {"out": out_features, "in": in_features}
+        return tuple(1 if axis is None else axis.count(sizes[axis.dimension]) for axis in self.axes)
+
+    @property
+    def merged_axis(self) -> int | None:
+        """The tensor's dimension that runs along `out`; None: there is none."""
+        found = [i for i, axis in enumerate(self.axes) if axis and axis.dimension == "out"]
+        return found[0] if found else None
+
+    def shard(
+        self, shape: tuple[int, ...], size: int, split: Dimension, rank: int, world: int
+    ) -> tuple[slice, ...]:
+        """What one of `world` ranks holds of a module's tensor.
+
+        Args:
+            shape: of the whole tensor.
+            size: matrix rows (`split` "out") or columns ("in") of the whole module.
+            split: the matrix dimension that is divided among the ranks.
+            rank: which part, from 0.
+            world: how many parts.
+
+        Returns:
+            A slice per dimension; a tensor without that dimension is whole on each rank.
+
+        Raises:
+            ValueError: the parts are not equal, or cut through a block.
+        """
+        cuts = [slice(0, length) for length in shape]
+        for index, axis in enumerate(self.axes):
+            if axis is None or axis.dimension != split:
+                continue
+            if size % world or (size // world) % axis.per:
+                raise ValueError(
+                    f"{self.name}: {size} {'rows' if split == 'out' else 'columns'} cannot be "
+                    f"divided among {world} ranks in blocks of {axis.per}"
+                )
+            length = size // world // axis.per
+            cuts[index] = slice(rank * length, (rank + 1) * length)
+        return tuple(cuts)
+
+
+class LinearMethod(Protocol):
+    """How a linear layer's weights are stored and applied. One value may serve many layers.
+
+    Attributes:
+        weight_format: for dispatch tables: `plain`, `fp8_block` or `fp8_channel`.
+    """
+
+    weight_format: str
+
+    def layouts(self, layer: "Linear") -> tuple[TensorLayout, ...]:
+        """The tensors of each module, without the bias."""
         ...
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: "Linear") -> None:
         """Brings loaded parameters into the form that `apply` wants; called once."""
         ...
 
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, layer: "Linear", x: Tensor) -> Tensor:
         """`[..., in_features]` → `[..., out_features]`, without the bias."""
         ...
+
+
+_WEIGHT = TensorLayout(name="weight", parameter="weight", axes=(Axis("out"), Axis("in")))
+_BIAS = TensorLayout(name="bias", parameter="bias", axes=(Axis("out"),))
 
 
 class UnquantizedLinear:
     """`weight` `[out_features, in_features]` in the model's dtype."""
 
-    def create_weights(self, layer: nn.Module, in_features: int, out_features: int) -> None:
-        """Registers `weight`."""
-        weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        layer.register_parameter("weight", weight)
+    weight_format = "plain"
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing: the weight is used as it is stored."""
+    def layouts(self, layer: "Linear") -> tuple[TensorLayout, ...]:
+        return (_WEIGHT,)
 
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """`x @ weight.T`."""
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        return multiply(x, weight)
+    def process_weights_after_loading(self, layer: "Linear") -> None:
+        pass
+
+    def apply(self, layer: "Linear", x: Tensor) -> Tensor:
+        return multiply(x, layer.weight)
 
 
 class Linear(nn.Module):
-    """`y = x @ W.T + b`."""
+    """`y = x @ W.T + b`.
 
-    weight: nn.Parameter  # where the method makes one: `UnquantizedLinear` does
+    Attributes:
+        shards: the checkpoint's modules whose rows follow each other here → their rows. A layer
+            that is not merged has one, named "".
+        method: of storing and applying the weights; the loader may change it before the parameters
+            have memory (`set_method`).
+    """
+
+    weight: nn.Parameter  # every method so far has one; its dtype and shape are the method's
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -92,18 +196,62 @@ class Linear(nn.Module):
         out_features: int,
         bias: bool = False,
         method: LinearMethod | None = None,
+        shards: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.method: LinearMethod = method or UnquantizedLinear()
-        self.method.create_weights(self, in_features, out_features)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.shards = dict(shards or {"": out_features})
+        self._has_bias = bias
+        self.set_method(method or UnquantizedLinear())
+
+    def set_method(self, method: LinearMethod) -> None:
+        """Registers the method's parameters instead of those that there are."""
+        for name in list(self._parameters):
+            del self._parameters[name]
+        self.method: LinearMethod = method
+        for layout in self.layouts():
+            shape = list(layout.shape(self.out_features, self.in_features))
+            if layout.merged_axis is not None:
+                shape[layout.merged_axis] = sum(
+                    stop - start for _, _, (start, stop) in self.regions(layout)
+                )
+            made = torch.empty(shape, dtype=layout.dtype or torch.float32)
+            self.register_parameter(layout.parameter, nn.Parameter(made, requires_grad=False))
+        if not self._has_bias:
+            self.register_parameter("bias", None)
+
+    def layouts(self) -> tuple[TensorLayout, ...]:
+        """The tensors of each module, with the bias."""
+        return self.method.layouts(self) + ((_BIAS,) if self._has_bias else ())
+
+    def regions(
+        self, layout: TensorLayout
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int]]]:
+        """For each shard: its name, its tensor's shape, and the first and last + 1 index that it
+        fills along the parameter's merged axis.
+        """
+        start = 0
+        for shard, rows in self.shards.items():
+            shape = layout.shape(rows, self.in_features)
+            stop = start + (1 if layout.merged_axis is None else shape[layout.merged_axis])
+            yield shard, shape, (start, stop)
+            start = stop
+
+    @property
+    def float32_parameters(self) -> frozenset[str]:
+        """Parameters that stay float32 in a model of another dtype."""
+        return frozenset(x.parameter for x in self.layouts() if x.dtype == torch.float32)
+
+    @property
+    def weight_format(self) -> str:
+        """For dispatch tables, see `LinearMethod`."""
+        return self.method.weight_format
 
     @property
     def is_plain(self) -> bool:
         """Whether `weight` is all there is to multiply with, so that a fused operation may."""
-        return type(self.method) is UnquantizedLinear
+        return self.weight_format == UnquantizedLinear.weight_format
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` → `[..., out_features]`."""
@@ -113,15 +261,17 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        """Sizes, for `print(model)`."""
-        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
+        return (
+            f"{self.in_features} -> {self.out_features}, bias={self._has_bias}, "
+            f"{self.weight_format}"
+        )
 
 
 class MergedLinear(Linear):
-    """Several linear layers of the same input as one matrix product.
+    """Several modules of the same input as one GEMM.
 
-    Its parameters hold the parts' rows one after the other. The parts are named as the checkpoint
-    names them, so the loader knows where each row comes from: with
+    Its parameters hold the shards one after the other. The shards are named as the checkpoint
+    names them, so the loader knows where each comes from: with
     `self.qkv_proj = MergedLinear(hidden, {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024})` under
     `self_attn`, the rows of `self_attn.qkv_proj.weight` are `self_attn.q_proj.weight`,
     `self_attn.k_proj.weight` and `self_attn.v_proj.weight`.
@@ -130,9 +280,8 @@ class MergedLinear(Linear):
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, int],
+        shards: Mapping[str, int],
         bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias, method)
-        self.parts = dict(parts)
+        super().__init__(in_features, sum(shards.values()), bias, method, shards)

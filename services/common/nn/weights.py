@@ -1,15 +1,22 @@
 """Fills a module that was built on `meta` from a checkpoint, or with random numbers.
 
     with torch.device("meta"):
-        model = LanguageModel(config)
+        model = LanguageModel(spec)
     load_weights(model, Checkpoint.open(directory), model.weight_map, device=..., dtype=...)
 
-Parameters get the model's dtype where they were made in float32 (a quantization method's integer
-or scale parameters keep theirs). Buffers are computed, not loaded: a module that has some defines
-`reset_buffers(device)`, which is called after its parameters have memory; they stay in the dtype it
-gives them (rope frequencies must stay float32 in a bf16 model).
+For each linear layer the files decide how its weights are stored: a floating-point `weight` makes
+it plain, anything else gets the method of the checkpoint's quantization. The two must agree, with
+one exception: producers leave modules unquantized that their configuration does not list; these
+are plain and reported. Each tensor is read, ignored by name, or an error: scales that are left out
+would give fluent nonsense.
+
+Parameters get the model's dtype where they were made in float32, unless the module demands float32
+(`float32_parameters`, as scales do). Buffers are computed, not loaded: a module that has some
+defines `reset_buffers(device)`, which is called after its parameters have memory; they stay in the
+dtype it gives them (rope frequencies must stay float32 in a bf16 model).
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +24,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
-from services.common.nn.linear import Linear, MergedLinear
+from services.common.nn.fp8 import Fp8Linear
+from services.common.nn.linear import FLOATS, Linear, LinearMethod, UnquantizedLinear
 
 __all__ = [
-    "Checkpoint", "CheckpointError", "WeightMap", "fingerprint", "load_dummy", "load_weights",
-    "materialize",
+    "Checkpoint", "CheckpointError", "WeightMap", "check_all_claimed", "fingerprint", "load_dummy",
+    "load_weights", "materialize",
 ]  # fmt: skip
 
 DUMMY_FINGERPRINT = "dummy"
+_DUMMY_ROWS = 8192  # at a time: values of other dtypes are drawn in float32
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,7 @@ class WeightMap:
     ignored: frozenset[str] = frozenset()
 
     def checkpoint_name(self, name: str) -> str:
-        """The checkpoint's name for a parameter (or a part of a merged one)."""
+        """The checkpoint's name for a parameter (or a shard of a merged one)."""
         prefix = max((p for p in self.prefixes if name.startswith(p)), key=len, default=None)
         if prefix is None:
             raise KeyError(f"no prefix of the weight map fits parameter {name}")
@@ -59,25 +71,30 @@ class WeightMap:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One checkpoint tensor and the rows of the parameter that it fills."""
+    """One checkpoint tensor and the slice of the parameter that it fills."""
 
     name: str
     parameter: str
-    start: int  # rows
+    axis: int  # of the parameter; the slice runs along it
+    start: int
     stop: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in the file
+    stored: tuple[torch.dtype, ...]  # dtypes that the file may hold
 
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Gives a `meta` module memory: float32 parameters become `dtype`, others keep theirs.
+    """Gives a `meta` module memory: float32 parameters become `dtype`, others keep theirs, as do
+    those that the module names in `float32_parameters`.
 
     Parameters hold nothing of meaning afterwards; buffers are computed by `reset_buffers`.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # a shared parameter stays shared
     for child in module.modules():
+        float32: frozenset[str] = getattr(child, "float32_parameters", frozenset())
         for name, parameter in list(child.named_parameters(recurse=False)):
             if parameter not in made:
-                kind = dtype if parameter.dtype == torch.float32 else parameter.dtype
+                is_cast = parameter.dtype == torch.float32 and name not in float32
+                kind = dtype if is_cast else parameter.dtype
                 memory = torch.empty(parameter.shape, dtype=kind, device=device)
                 made[parameter] = nn.Parameter(memory, requires_grad=False)
             setattr(child, name, made[parameter])
@@ -91,44 +108,180 @@ def load_weights(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
+    spec: CheckpointSpec | None = None,
 ) -> None:
     """Materializes the module and fills it.
 
     Peak host memory on the CPU: the model and one tensor more. On a GPU: two tensors.
 
+    Args:
+        module: built on `meta`.
+        checkpoint: the files.
+        weight_map: the module's names there.
+        device: of the parameters.
+        dtype: the model's.
+        spec: of the checkpoint: its quantization and its ignored tensors; None: neither.
+
     Raises:
-        CheckpointError: names every missing, unexpected or wrong-shaped tensor.
+        CheckpointError: names every missing, unexpected or wrong-shaped tensor, or the modules
+            whose files and configuration disagree.
     """
+    spec = spec or CheckpointSpec(text_prefix="")
+    quantization = spec.quantization
+    if quantization is not None:
+        _set_methods(module, checkpoint, weight_map, quantization, torch.device(device))
     sources = list(_sources(module, weight_map))
-    _check(sources, checkpoint, weight_map)
+    _check(sources, checkpoint, weight_map, spec)
     materialize(module, device, dtype)
     parameters = dict(module.named_parameters())
     with checkpoint.reader() as reader:
         copier = _Copier(checkpoint, reader, torch.device(device))
         for source in sources:
-            rows = parameters[source.parameter].data
-            copier.fill(rows[source.start : source.stop] if rows.ndim else rows, source.name)
+            values = parameters[source.parameter].data
+            if values.ndim:
+                values = values.narrow(source.axis, source.start, source.stop - source.start)
+            copier.fill(values, source.name)
         copier.finish()
     _process(module)
 
 
 def load_dummy(
-    module: nn.Module, seed: int = 0, *, device: torch.device | str, dtype: torch.dtype
+    module: nn.Module,
+    seed: int = 0,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    weight_map: WeightMap | None = None,
+    quantization: QuantizationSpec | None = None,
 ) -> None:
     """Materializes the module with random weights: normal, std 0.02; norm weights 1.
 
     Made on the device; the same on each run on the same kind of device.
+
+    Args:
+        module: built on `meta`.
+        seed: of the random numbers.
+        device: of the parameters.
+        dtype: the model's.
+        weight_map: the module's names in a checkpoint; needed with `quantization`.
+        quantization: every linear layer that it applies to gets its method, as if a checkpoint
+            held just what the configuration says.
     """
+    if quantization is not None:
+        assert weight_map is not None
+        method = _quantized(quantization, torch.device(device))
+        for path, layer in _replaceable(module):
+            modules = _checkpoint_modules(path, layer, weight_map)
+            if all(quantization.applies_to(name) for name in modules):
+                layer.set_method(method)
     materialize(module, device, dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
+    dummies = {
+        f"{path}.{layout.parameter}": layout.dummy
+        for path, layer in module.named_modules()
+        if isinstance(layer, Linear)
+        for layout in layer.method.layouts(layer)
+    }
     for name, parameter in module.named_parameters():
+        mean, deviation = dummies.get(name, (0.0, 0.02))
         if parameter.ndim == 1 and name.endswith("weight"):
             parameter.data.fill_(1.0)
+        elif parameter.dtype in FLOATS:
+            parameter.data.normal_(mean, deviation, generator=generator)
         elif parameter.dtype.is_floating_point:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+            for rows in parameter.data.split(_DUMMY_ROWS):
+                wide = torch.empty(rows.shape, device=device)
+                rows.copy_(wide.normal_(mean, deviation, generator=generator))
         else:
             raise CheckpointError(f"no dummy values for {name} of dtype {parameter.dtype}")
     _process(module)
+
+
+def check_all_claimed(checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec) -> None:
+    """Checks that no tensor of the files is outside the model's parts.
+
+    Args:
+        checkpoint: the files.
+        weight_map: of the language model.
+        spec: of the checkpoint.
+
+    Raises:
+        CheckpointError: names tensors that are nobody's and not ignored.
+    """
+    prefixes = tuple(weight_map.prefixes.values()) + tuple(filter(None, [spec.vision_prefix]))
+    unclaimed = [
+        name
+        for name in checkpoint.tensors
+        if not name.startswith(prefixes) and name not in weight_map.ignored
+        and not spec.ignores(name)
+    ]  # fmt: skip
+    if unclaimed:
+        raise CheckpointError(
+            f"{checkpoint.directory}: tensors of no known part: {listed(unclaimed)}"
+        )
+
+
+def _set_methods(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    quantization: QuantizationSpec,
+    device: torch.device,
+) -> None:
+    """Gives each linear layer the method that its tensors in the files call for."""
+    method = _quantized(quantization, device)
+    plain: list[str] = []
+    problems: list[str] = []
+    for path, layer in _replaceable(module):
+        modules = _checkpoint_modules(path, layer, weight_map)
+        wanted = [quantization.applies_to(name) for name in modules]
+        infos = [checkpoint.tensors.get(f"{name}.weight") for name in modules]
+        is_plain = [  # a missing weight is as it should be: `_check` names it
+            not is_wanted if info is None else info.dtype in FLOATS
+            for info, is_wanted in zip(infos, wanted, strict=True)
+        ]
+        if all(is_plain):
+            plain += [name for name, is_wanted in zip(modules, wanted, strict=True) if is_wanted]
+        elif any(is_plain):
+            problems.append(f"{', '.join(modules)} are one layer, and not all are quantized")
+        elif not all(wanted):
+            problems.append(f"{', '.join(modules)}: quantized, which the configuration denies")
+        else:
+            layer.set_method(method)
+    if problems:
+        raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
+    if plain:
+        log.warning(
+            "%s: %d modules are not quantized though quantization_config does not say so: %s",
+            checkpoint.directory, len(plain), listed(plain),
+        )  # fmt: skip
+
+
+def _quantized(quantization: QuantizationSpec, device: torch.device) -> LinearMethod:
+    return Fp8Linear(quantization)
+
+
+def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """Linear layers, but those with a method of the model's own."""
+    for path, child in module.named_modules():
+        if isinstance(child, Linear) and type(child.method) is UnquantizedLinear:
+            yield path, child
+
+
+def _checkpoint_modules(path: str, layer: Linear, weight_map: WeightMap) -> list[str]:
+    """The checkpoint's names for a layer's shards."""
+    return [
+        weight_map.checkpoint_name(_shard_path(path, shard) + ".weight").removesuffix(".weight")
+        for shard in layer.shards
+    ]
+
+
+def _shard_path(path: str, shard: str) -> str:
+    """A shard of a merged layer stands beside it in the checkpoint."""
+    if not shard:
+        return path
+    parent = path.rpartition(".")[0]
+    return f"{parent}.{shard}" if parent else shard
 
 
 class _Copier:
@@ -143,11 +296,12 @@ class _Copier:
         self._turn = 0
 
     def fill(self, target: Tensor, name: str) -> None:
-        """Fills a contiguous slice of a parameter with the tensor of that name."""
+        """Fills a slice of a parameter with the tensor of that name."""
         info = self._checkpoint.tensors[name]
         if info.size_bytes == 0:
             return
-        if self._device.type == "cpu" and info.dtype == target.dtype:
+        is_direct = self._device.type == "cpu" and target.is_contiguous()
+        if is_direct and info.dtype == target.dtype:
             self._reader.read_into(name, _bytes_of(target))
             return
         staging = self._stage(info.size_bytes)
@@ -194,35 +348,54 @@ def _sources(module: nn.Module, weight_map: WeightMap) -> Iterator[_Source]:
     """What each parameter is filled from. A parameter shared by two modules appears once."""
     seen: set[int] = set()
     for path, child in module.named_modules():
-        head = f"{path}." if path else ""
+        layouts = (
+            {layout.parameter: layout for layout in child.layouts()}
+            if isinstance(child, Linear)
+            else {}
+        )
         for name, parameter in child.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            full, shape = head + name, tuple(parameter.shape)
-            if isinstance(child, MergedLinear):
-                parent, start = head.rpartition(".")[0].rpartition(".")[0], 0
-                for part, rows in child.parts.items():
-                    part_name = f"{parent}.{part}.{name}" if parent else f"{part}.{name}"
-                    source = weight_map.checkpoint_name(part_name)
-                    yield _Source(source, full, start, start + rows, (rows, *shape[1:]))
-                    start += rows
-            else:
-                stored = weight_map.shapes.get(full, shape)
-                assert math.prod(stored) == parameter.numel(), full
-                rows = shape[0] if shape else 0
-                yield _Source(weight_map.checkpoint_name(full), full, 0, rows, stored)
+            full, shape = f"{path}.{name}" if path else name, tuple(parameter.shape)
+            stored_shape = weight_map.shapes.get(full, shape)
+            assert math.prod(stored_shape) == parameter.numel(), full
+            if name not in layouts or full in weight_map.shapes:
+                size = shape[0] if shape else 0
+                source = weight_map.checkpoint_name(full)
+                yield _Source(source, full, 0, 0, size, stored_shape, FLOATS)
+                continue
+            assert isinstance(child, Linear)
+            layout = layouts[name]
+            for shard, part_shape, (start, stop) in child.regions(layout):
+                source = weight_map.checkpoint_name(f"{_shard_path(path, shard)}.{layout.name}")
+                axis = layout.merged_axis or 0
+                if layout.merged_axis is None:
+                    start, stop = 0, shape[0]
+                yield _Source(source, full, axis, start, stop, part_shape, layout.stored)
 
 
-def _check(sources: list[_Source], checkpoint: Checkpoint, weight_map: WeightMap) -> None:
+def _check(
+    sources: list[_Source], checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec
+) -> None:
     wanted = {source.name: source for source in sources}
     present = checkpoint.tensors
     missing = sorted(set(wanted) - set(present))
-    unexpected = [name for name in present if name not in wanted and weight_map.owns(name)]
+    unexpected = [
+        name
+        for name in present
+        if name not in wanted and weight_map.owns(name) and not spec.ignores(name)
+    ]
+    found = [(name, present[name], wanted[name]) for name in sorted(wanted) if name in present]
     misshapen = [
-        f"{name} is {list(present[name].shape)}, the model wants {list(source.shape)}"
-        for name, source in sorted(wanted.items())
-        if name in present and present[name].shape != source.shape
+        f"{name} is {list(info.shape)}, the model wants {list(source.shape)}"
+        for name, info, source in found
+        if info.shape != source.shape
+    ]
+    mistyped = [
+        f"{name} is {_name(info.dtype)}, the model wants {' or '.join(map(_name, source.stored))}"
+        for name, info, source in found
+        if info.dtype not in source.stored
     ]
     problems = [
         f"{what}: {listed(names)}"
@@ -230,11 +403,16 @@ def _check(sources: list[_Source], checkpoint: Checkpoint, weight_map: WeightMap
             ("missing tensors", missing),
             ("unexpected tensors", unexpected),
             ("wrong shapes", misshapen),
+            ("wrong dtypes", mistyped),
         )
         if names
     ]
     if problems:
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _process(module: nn.Module) -> None:

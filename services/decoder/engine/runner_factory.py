@@ -11,7 +11,7 @@ import torch
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
-from services.common.nn.weights import Checkpoint, load_dummy, load_weights
+from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
 from services.decoder.engine import kv_cache
@@ -162,10 +162,16 @@ def _load(
     with torch.device("meta"):
         model = kind(spec, backend, create_ops(device, spec.text))
     if options.load_format == "dummy":
-        load_dummy(model, options.seed, device=device, dtype=dtype)
+        load_dummy(
+            model, options.seed, device=device, dtype=dtype,
+            weight_map=model.weight_map, quantization=spec.checkpoint.quantization,
+        )  # fmt: skip
     elif options.load_format == "auto":
         checkpoint = Checkpoint.open(spec.directory)
-        load_weights(model, checkpoint, model.weight_map, device=device, dtype=dtype)
+        check_all_claimed(checkpoint, model.weight_map, spec.checkpoint)
+        load_weights(
+            model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
+        )
     else:
         raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
     return model.eval()

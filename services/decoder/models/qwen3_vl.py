@@ -6,6 +6,7 @@ to the visual tokens after the first decoder layers (DeepStack).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -187,15 +188,21 @@ class Qwen3VLLanguageModel(nn.Module):
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         tied = text.tie_word_embeddings
         self.lm_head = None if tied else Linear(text.hidden_size, text.vocab_size)
-        # The products of few tokens read weights as they are, past a layer's quantization method.
-        plain = all(part.is_plain for part in self.modules() if isinstance(part, Linear))
-        self.max_few_tokens = ops.max_few_tokens if plain else 0
-        self._is_plain = plain
         self.weight_map = WeightMap(
             prefixes={"": config.checkpoint.text_prefix}
             | ({} if tied else {"lm_head.": "lm_head."}),
             ignored=frozenset({"lm_head.weight"}) if tied else frozenset(),
         )
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether fused operations may read every weight; known after loading."""
+        return all(part.is_plain for part in self.modules() if isinstance(part, Linear))
+
+    @property
+    def max_few_tokens(self) -> int:
+        """Up to so many tokens, a layer's GEMMs take their neighbours with them."""
+        return self.ops.max_few_tokens if self._is_plain else 0
 
     def forward(
         self,
@@ -239,6 +246,9 @@ class Qwen3VLLanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See CausalLM."""
+        if self.lm_head is not None and not self.lm_head.is_plain:
+            found = self.lm_head(hidden)
+            return found if out is None else out.copy_(found)
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if len(hidden) <= self.max_few_tokens:
             return self.ops.linear(hidden, weight, out=out)

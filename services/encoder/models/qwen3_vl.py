@@ -241,9 +241,8 @@ class SummedOverTime(UnquantizedLinear):
     def __init__(self, channels: int, times: int) -> None:
         self._shape = (channels, times)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Linear) -> None:
         """Makes `still_weight` `[hidden, channels * patch²]`: summed in float32, cast once."""
         weight = layer.weight
-        assert isinstance(weight, Tensor)
         by_time = weight.detach().unflatten(1, (*self._shape, -1)).float()
         layer.still_weight = by_time.sum(2).flatten(1).to(weight.dtype)

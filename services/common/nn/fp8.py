@@ -1,0 +1,147 @@
+"""FP8 weights (e4m3) with a float32 scale per 128 x 128 block or per output channel.
+
+A weight is `value * scale`. Two computations of a layer are in use:
+
+- weight-only: activations stay as they are. A CPU does nothing else, and a GPU does it for few
+  tokens, where reading the weights takes the time.
+- W8A8: activations are quantized, too, with scale `amax / 448` per token and 128 columns
+  (`fp8_block`) or per token (`fp8_channel`), so that FP8 tensor cores can multiply them.
+
+The functions here are the specification of both; `fp8_kernels` has the fast implementations and the
+table that picks one.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from services.common.model_spec import QuantizationSpec
+from services.common.nn.dispatch import KernelTable
+from services.common.nn.linear import Axis, Linear, TensorLayout
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A quantized matrix.
+
+    Attributes:
+        values: `[N, K]` e4m3.
+        scale: `[ceil(N / block_rows), ceil(K / block_columns)]` float32.
+        block_rows: rows per scale. 128 per block, or a divisor where the shards of a merged layer
+            are not multiples of 128 rows; 1 per channel.
+        block_columns: columns per scale: 128 per block, K per channel.
+    """
+
+    values: Tensor
+    scale: Tensor
+    block_rows: int
+    block_columns: int
+
+
+def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """`[N, K]`: the product in float32, rounded once."""
+    rows, columns = weight.values.shape
+    scale = weight.scale.repeat_interleave(weight.block_rows, 0)[:rows]
+    if weight.block_columns < columns:
+        scale = scale.repeat_interleave(weight.block_columns, 1)[:, :columns]
+    return (weight.values.float() * scale).to(dtype)
+
+
+def quantize_activations(x: Tensor, block_columns: int) -> tuple[Tensor, Tensor]:
+    """Quantizes each token's blocks of columns with scale `amax / 448`, 1 where all are zero.
+
+    Args:
+        x: `[T, K]`.
+        block_columns: columns per scale; the last block may have fewer.
+
+    Returns:
+        `[T, K]` e4m3, and the scales `[T, ceil(K / block_columns)]` float32.
+    """
+    num_tokens, columns = x.shape
+    padding = -columns % block_columns
+    blocks = F.pad(x.float(), (0, padding)).view(num_tokens, -1, block_columns)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+    values = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return values.view(num_tokens, -1)[:, :columns], scale[..., 0]
+
+
+def weight_only_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
+    """`[T, K]` → `[T, N]` in x's dtype: `F.linear` with the dequantized weight."""
+    return F.linear(x, dequantize(weight, x.dtype))
+
+
+def w8a8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
+    """`[T, K]` → `[T, N]` in x's dtype: exactly quantized activations, summed in float32."""
+    values, scale = quantize_activations(x, weight.block_columns)
+    scales = scale.repeat_interleave(weight.block_columns, 1)[:, : x.shape[1]]
+    return F.linear(values.float() * scales, dequantize(weight, torch.float32)).to(x.dtype)
+
+
+class Fp8Linear:
+    """Method of a linear layer: `weight` e4m3 `[N, K]`, `weight_scale` float32, see `Fp8Weight`."""
+
+    def __init__(self, spec: QuantizationSpec, kernels: KernelTable | None = None) -> None:
+        self.weight_format = spec.format
+        self._operation = f"{spec.format}_linear"
+        self._kernels = kernels
+        rows, columns = spec.block_size
+        if spec.format == "fp8_channel":
+            scale_axes = (Axis("out"), None)
+        else:
+            scale_axes = (Axis("out", rows), Axis("in", columns))
+        self._spec = spec
+        self._layouts = (
+            TensorLayout(
+                name="weight", parameter="weight", axes=(Axis("out"), Axis("in")),
+                stored=(E4M3,), dtype=E4M3, dummy=(0.0, 100.0),
+            ),
+            TensorLayout(
+                name=spec.scale_name, parameter="weight_scale", axes=scale_axes,
+                dtype=torch.float32, dummy=(2e-4, 0.0),
+            ),
+        )  # fmt: skip
+
+    def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
+        return self._layouts
+
+    def process_weights_after_loading(self, layer: Linear) -> None:
+        """Repeats block scales so that a scale covers rows of one shard only."""
+        if self._block_rows(layer) == self._spec.block_size[0] or self._spec.format != "fp8_block":
+            return
+        block_rows, scales = self._block_rows(layer), []
+        for shard, _, (start, stop) in layer.regions(self._layouts[1]):
+            repeats = self._spec.block_size[0] // block_rows
+            scale = layer.weight_scale[start:stop].repeat_interleave(repeats, 0)
+            scales.append(scale[: -(-layer.shards[shard] // block_rows)])
+        layer.weight_scale = torch.nn.Parameter(torch.cat(scales), requires_grad=False)
+
+    def weight(self, layer: Linear) -> Fp8Weight:
+        """The layer's matrix, for an operation that is fused with its neighbours."""
+        scale = layer.weight_scale
+        assert isinstance(scale, Tensor)
+        columns = layer.in_features
+        if self._spec.format == "fp8_block":
+            columns = self._spec.block_size[1]
+        return Fp8Weight(layer.weight, scale, self._block_rows(layer), columns)
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
+        if self._kernels is None:
+            found = weight_only_linear(rows, weight)
+        else:
+            found = self._kernels.call(self._operation, rows, weight)
+        return found.view(*x.shape[:-1], layer.out_features)
+
+    def _block_rows(self, layer: Linear) -> int:
+        if self._spec.format == "fp8_channel":
+            return 1
+        *before_last, _ = layer.shards.values()
+        return math.gcd(self._spec.block_size[0], *before_last)
