@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from services.common.model_spec import ModelSpecError, QuantizationSpec
 
@@ -60,9 +60,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     for absent in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if config.get(absent):
             raise ModelSpecError(f"quantization_config: {absent} is not supported")
-    schemes = {name: _scheme(name, group, config.get("format")) for name, group in groups.items()}
-    first = next(iter(schemes.values()))
-    if any(scheme != first for scheme in schemes.values()):
+    first, *others = [_scheme(*group, config.get("format")) for group in groups.items()]
+    if any(scheme != first for scheme in others):
         raise ModelSpecError("quantization_config: groups of different schemes are not supported")
     targets = [
         target
@@ -78,10 +77,13 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     )
 
 
-def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> Any:  # noqa: ANN401
+def _scheme(
+    name: str, group: Mapping[str, Any], outer_format: object
+) -> Literal["fp8_block", "fp8_channel"]:
     where = f"config_groups.{name}"
     _expect(f"{where}.format", group.get("format") or outer_format, "float-quantized")
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    weights: Mapping[str, Any] = group.get("weights") or {}
+    inputs: Mapping[str, Any] = group.get("input_activations") or {}
     if group.get("output_activations"):
         raise ModelSpecError(f"quantization_config: {where}.output_activations is not supported")
     for part, values, is_dynamic in (

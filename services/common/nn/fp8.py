@@ -125,12 +125,10 @@ class Fp8Linear:
 
     def weight(self, layer: Linear) -> Fp8Weight:
         """The layer's matrix, for an operation that is fused with its neighbours."""
-        scale = layer.weight_scale
-        assert isinstance(scale, Tensor)
         columns = layer.in_features
         if self._spec.format == "fp8_block":
             columns = self._spec.block_size[1]
-        return Fp8Weight(layer.weight, scale, self._block_rows(layer), columns)
+        return Fp8Weight(layer.weight, layer.weight_scale, self._block_rows(layer), columns)
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)

@@ -187,7 +187,8 @@ class Linear(nn.Module):
             have memory (`set_method`).
     """
 
-    weight: nn.Parameter  # every method so far has one; its dtype and shape are the method's
+    weight: nn.Parameter  # its dtype and shape are the method's
+    weight_scale: nn.Parameter  # where the method has one
     bias: nn.Parameter | None
 
     def __init__(

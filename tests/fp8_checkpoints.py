@@ -1,0 +1,115 @@
+"""Writes FP8 checkpoints from unquantized ones, and reads them back by other means than ours.
+
+The quantizer and `unpack` share no code with `services.common.nn.fp8`: `unpack` goes through a
+matrix block by block.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+
+FP8_BLOCK = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+    "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "model.visual"],
+}  # fmt: skip
+
+
+def compressed(strategy: str = "channel", **changes: object) -> dict:
+    """compressed-tensors' configuration of FP8_DYNAMIC ("channel") or FP8_BLOCK ("block")."""
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = numbers | {"dynamic": False, "strategy": strategy}
+    inputs = numbers | {"dynamic": True, "strategy": "token"}
+    if strategy == "block":
+        weights |= {"block_structure": [128, 128]}
+        inputs |= {"strategy": "group", "group_size": 128}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized",
+        "quantization_status": "compressed", "config_groups": {"group_0": group},
+        "ignore": ["lm_head", r"re:.*visual\..*"],
+    } | changes  # fmt: skip
+
+
+FORMATS = {
+    "fp8-block": (FP8_BLOCK, "weight_scale_inv", (128, 128)),
+    "compressed-block": (compressed("block"), "weight_scale", (128, 128)),
+    "compressed-channel": (compressed(), "weight_scale", (1, None)),
+}
+
+
+def quantize(weight: Tensor, block: tuple[int, int | None]) -> tuple[Tensor, Tensor]:
+    """e4m3 values and float32 scales, one per block (None: of a whole row)."""
+    rows, columns = weight.shape
+    high, wide = block[0], block[1] or columns
+    scale = torch.empty(-(-rows // high), -(-columns // wide))
+    values = torch.empty(weight.shape, dtype=E4M3)
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            at = (slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
+            scale[i, j] = weight[at].abs().max() / 448
+            values[at] = (weight[at] / scale[i, j]).to(E4M3)
+    return values, scale
+
+
+def unpack(values: Tensor, scale: Tensor, block: tuple[int, int | None]) -> Tensor:
+    """The float32 matrix that values and scales stand for."""
+    rows, columns = values.shape
+    high, wide = block[0], block[1] or columns
+    weight = torch.empty(rows, columns)
+    for i in range(rows):
+        for j in range(0, columns, wide):
+            weight[i, j : j + wide] = values[i, j : j + wide].float() * scale[i // high, j // wide]
+    return weight
+
+
+def write(
+    source: Path,
+    directory: Path,
+    name: str,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    modules: Callable[[str], bool] = lambda module: "layers" in module and "visual" not in module,
+    change: Callable[[str, Tensor], Tensor | None] = lambda _, tensor: tensor,
+    config: dict | None = None,
+) -> dict[str, Tensor]:
+    """Quantizes a checkpoint.
+
+    Args:
+        source: an unquantized checkpoint in one file.
+        directory: to be made.
+        name: of `FORMATS`.
+        scale_dtype: of the scales in the file; they are rounded to it before values are made.
+        modules: which are quantized, of those with a matrix for a weight.
+        change: a last change of each tensor, by name; None: it is left out.
+        config: instead of the format's `quantization_config`.
+
+    Returns:
+        The float32 tensors that the checkpoint stands for, by name; without `change`.
+    """
+    standard, suffix, block = FORMATS[name]
+    shutil.copytree(source, directory)
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    raw["quantization_config"] = config or standard
+    path.write_text(json.dumps(raw))
+    meant, written = {}, {}
+    for key, tensor in load_file(directory / "model.safetensors").items():
+        module = key.removesuffix(".weight")
+        if tensor.ndim != 2 or module == key or not modules(module) or "embed" in module:
+            meant[key] = written[key] = tensor
+            continue
+        values, scale = quantize(tensor.float(), block)
+        scale = scale.to(scale_dtype)
+        meant[key] = unpack(values, scale.float(), block)
+        written |= {key: values, f"{module}.{suffix}": scale}
+    changed = {key: change(key, tensor) for key, tensor in written.items()}
+    kept = {key: tensor.contiguous() for key, tensor in changed.items() if tensor is not None}
+    save_file(kept, directory / "model.safetensors")
+    return meant

@@ -1,0 +1,293 @@
+"""FP8 checkpoints: our logits are those of Hugging Face's model with dequantized weights.
+
+Weight-only, in float32 on a CPU, the tolerance is that of unquantized models. Matrices have whole
+blocks or partial ones, and merged layers have shards that end inside a block.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from services.common.families import read_spec
+from services.common.nn import fp8
+from services.common.nn.checkpoint import CheckpointError
+from tests.decoder_harness import Harness
+from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, compressed, write
+from tests.parity.oracle import Oracle, Prompt, Tiny, make_oracle
+from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
+
+# An activation is rounded to 4 significant bits: where two computations differ by float32's
+# rounding alone, it may become either of two neighbours, up to 1/8 apart. The difference here is 0,
+# and a few such roundings are less than this; leaving quantization out makes a difference of 3.
+W8A8_TOLERANCE = 0.5
+
+SHAPES = {
+    "whole-blocks": Tiny(4, 2, 64, (12, 10, 10), (0, 1), False, 256, 2, intermediate=384),
+    "partial-blocks": Tiny(3, 1, 64, (12, 10, 10), (0, 1), True, 192, 2, intermediate=320),
+}
+PARTS = (9, (4, 6), 7)
+
+
+class Quantized:
+    """One checkpoint, unquantized at Hugging Face's and to be quantized for us."""
+
+    def __init__(self, tiny: Tiny, directory: Path) -> None:
+        self.directory = directory
+        self.oracle: Oracle = make_oracle(tiny, directory / "source")
+        self.original = {k: v.clone() for k, v in self.oracle.model.state_dict().items()}
+        self.prompt: Prompt = self.oracle.prompt(*PARTS)
+        self._count = 0
+
+    def expected(self, meant: dict[str, Tensor]) -> Tensor:
+        """Logits of Hugging Face's model with these weights."""
+        missing, unexpected = self.oracle.model.load_state_dict(meant, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}
+        return self.oracle.answer(self.prompt).logits
+
+    def write(self, name: str, **options: object) -> tuple[Path, dict[str, Tensor]]:
+        self._count += 1
+        directory = self.directory / f"{name}-{self._count}"
+        return directory, write(self.directory / "source", directory, name, **options)  # type: ignore[arg-type]
+
+    def ours(self, directory: Path, chunk_size: int | None = None) -> Tensor:
+        harness = Harness(directory)
+        answer = self.oracle.answer(self.prompt)
+        sequence = harness.start(
+            self.prompt.token_ids, positions=answer.positions, delta=answer.delta,
+            images=list(zip(self.prompt.offsets, answer.embeddings, strict=True)),
+        )  # fmt: skip
+        parts = []
+        while sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            parts.append(harness.logits(harness.chunk(sequence, chunk_size)))
+        return torch.cat(parts)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    return Quantized(SHAPES[request.param], tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    return Quantized(SHAPES["partial-blocks"], tmp_path_factory.mktemp("odd"))
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    return Quantized(SHAPES["whole-blocks"], tmp_path_factory.mktemp("untied"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape and torch.isfinite(actual).all()
+    return float((actual - expected).abs().max())
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_dequantized_checkpoint(
+    model: Quantized, name: str, scale_dtype: torch.dtype
+) -> None:
+    directory, meant = model.write(name, scale_dtype=scale_dtype)
+    expected = model.expected(meant)
+    assert expected.abs().max() > 30
+    assert error(model.ours(directory), expected) < TOLERANCE
+    assert error(model.ours(directory, 3), expected) < TOLERANCE
+    assert error(model.expected(model.original), expected) > CLEARLY_WRONG
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantized_lm_head_agrees(untied: Quantized, name: str) -> None:
+    model = untied
+    config = FP8_BLOCK | {"modules_to_not_convert": ["model.visual"]}
+    if name != "fp8-block":
+        config = compressed(name.removeprefix("compressed-"), ignore=["re:.*visual.*"])
+    directory, meant = model.write(
+        name, modules=lambda module: "visual" not in module, config=config
+    )
+    assert meant["lm_head.weight"].equal(model.original["lm_head.weight"]) is False
+    assert error(model.ours(directory), model.expected(meant)) < TOLERANCE
+
+
+def test_modules_that_files_leave_unquantized_agree(
+    model: Quantized, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The configuration does not list them; they are reported once."""
+    directory, meant = model.write(
+        "fp8-block",
+        modules=lambda module: "layers" in module and "visual" not in module
+        and "down_proj" not in module,
+    )  # fmt: skip
+    assert error(model.ours(directory), model.expected(meant)) < TOLERANCE
+    (record,) = [record for record in caplog.records if "not quantized" in record.message]
+    assert "2 modules" in record.message and "layers.0.mlp.down_proj" in record.message
+
+
+# With activations quantized, as a GPU does for many tokens.
+
+
+class QuantizingLinear(torch.nn.Linear):
+    """Written without `services.common.nn.fp8`: block by block of the input's columns."""
+
+    columns: int = 0  # of a block; 0: all
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.columns or x.shape[-1]
+        blocks = []
+        for block in x.split(wide, -1):
+            scale = block.abs().amax(-1, keepdim=True) / 448
+            blocks.append((block / scale).to(torch.float8_e4m3fn).float() * scale)
+        return F.linear(torch.cat(blocks, -1), self.weight, self.bias)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_activations_agree(
+    model: Quantized, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, meant = model.write(name)
+    weight_only = model.expected(meant)
+    monkeypatch.setattr(fp8, "weight_only_linear", fp8.w8a8_linear)
+    found = model.ours(directory)
+    answer = model.oracle.answer(model.prompt)
+    layers = model.oracle.model.model.language_model.layers
+    linears = [part for part in layers.modules() if isinstance(part, torch.nn.Linear)]
+    assert len(linears) == 7 * model.oracle.tiny.layers
+    for part in linears:
+        part.__class__ = QuantizingLinear
+        part.columns = 0 if name == "compressed-channel" else 128  # type: ignore[assignment]
+    try:
+        expected = model.oracle.answer(model.prompt).logits
+    finally:
+        for part in linears:
+            part.__class__ = torch.nn.Linear
+    assert answer.logits.equal(weight_only)
+    assert error(found, expected) < W8A8_TOLERANCE < error(expected, weight_only)
+
+
+# Controls: what is read wrongly is seen.
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("fault", ["dropped", "transposed"])
+def test_control_scales(
+    model: Quantized, name: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, meant = model.write(name)
+    expected = model.expected(meant)
+    dequantize = fp8.dequantize
+
+    def faulty(weight: fp8.Fp8Weight, dtype: torch.dtype) -> Tensor:
+        scale = weight.scale
+        if fault == "dropped":
+            scale = torch.full_like(scale, scale.mean())
+        elif scale.shape[1] > 1:
+            scale = scale.t().reshape(scale.shape)
+        else:
+            scale = scale.flip(0)
+        changed = fp8.Fp8Weight(weight.values, scale, weight.block_rows, weight.block_columns)
+        return dequantize(changed, dtype)
+
+    monkeypatch.setattr(fp8, "dequantize", faulty)
+    assert error(model.ours(directory), expected) > CLEARLY_WRONG
+
+
+LAYER = "model.language_model.layers.1."
+
+
+def _without(name: str) -> Callable[[str, Tensor], Tensor | None]:
+    return lambda key, tensor: None if key == name else tensor
+
+
+def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
+    return lambda key, tensor: change(tensor) if key == LAYER + name else tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            _without(LAYER + "self_attn.k_proj.weight_scale_inv"),
+            rf"missing tensors: {LAYER}self_attn\.k_proj\.weight_scale_inv$",
+        ),
+        (
+            _without(LAYER + "mlp.down_proj.weight"),
+            rf"missing tensors: {LAYER}mlp\.down_proj\.weight$",
+        ),
+        (
+            _changed("mlp.up_proj.weight_scale_inv", Tensor.t),
+            r"up_proj\.weight_scale_inv is \[2, 3\], the model wants \[3, 2\]",
+        ),
+        (
+            _changed("self_attn.k_proj.weight_scale_inv", Tensor.int),
+            r"k_proj\.weight_scale_inv is int32, the model wants float32 or",
+        ),
+        (
+            _changed("self_attn.v_proj.weight", Tensor.float),
+            r"q_proj, .*k_proj, .*v_proj are one layer, and not all are quantized",
+        ),
+        (
+            _changed("self_attn.o_proj.weight", Tensor.float),
+            r"unexpected tensors: .*layers\.1\.self_attn\.o_proj\.weight_scale_inv$",
+        ),
+    ],
+    ids=["no-scale", "no-weight", "shape", "dtype", "mixed-shards", "dropped-scale"],
+)  # fmt: skip
+def test_files_that_do_not_fit_are_errors(odd: Quantized, change: Callable, message: str) -> None:
+    directory, _ = odd.write("fp8-block", change=change)
+    with pytest.raises(CheckpointError, match=message):
+        Harness(directory)
+
+
+def test_a_quantized_module_that_the_configuration_ignores_is_an_error(odd: Quantized) -> None:
+    config = FP8_BLOCK | {"modules_to_not_convert": ["model.visual", LAYER + "mlp.down_proj"]}
+    directory, _ = odd.write("fp8-block", config=config)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj: quantized, which the"):
+        Harness(directory)
+
+
+def test_quantized_files_without_a_configuration_are_an_error(odd: Quantized) -> None:
+    directory, _ = odd.write("fp8-block", config={"quant_method": None})
+    path = directory / "config.json"
+    path.write_text(path.read_text().replace('"quantization_config"', '"other"'))
+    assert read_spec(directory).checkpoint.quantization is None
+    with pytest.raises(CheckpointError, match=r"unexpected tensors.*wrong dtypes.*float8_e4m3fn"):
+        Harness(directory)
+
+
+def test_files_of_another_format_than_the_configuration_are_an_error(odd: Quantized) -> None:
+    directory, _ = odd.write("compressed-channel", config=FP8_BLOCK)
+    with pytest.raises(CheckpointError, match=r"missing.*weight_scale_inv.*unexpected.*_scale"):
+        Harness(directory)
+
+
+def test_a_scale_of_a_tied_lm_head_is_an_error(odd: Quantized) -> None:
+    extra = {"lm_head.weight_scale_inv": torch.ones(3, 2)}
+    directory, _ = odd.write("fp8-block")
+    path = directory / "model.safetensors"
+    save_file(load_file(path) | extra, path)
+    with pytest.raises(CheckpointError, match=r"no known part: lm_head\.weight_scale_inv"):
+        Harness(directory)
+
+
+def test_dummy_weights_are_quantized_as_the_configuration_says(model: Quantized) -> None:
+    directory, _ = model.write("compressed-block")
+    (directory / "model.safetensors").unlink()
+    runner = Harness(directory, load_format="dummy").runner
+    layer = runner._model.layers[0]  # type: ignore[attr-defined]
+    assert layer.mlp.down_proj.weight_format == "fp8_block"
+    weight = fp8.dequantize(layer.mlp.down_proj.method.weight(layer.mlp.down_proj), torch.float32)
+    assert 0.015 < float(weight.std()) < 0.025
+    head = runner._model.lm_head  # type: ignore[attr-defined]
+    assert head is None or head.is_plain

@@ -1,0 +1,181 @@
+"""FP8 layers: how values and scales are stored, cut for ranks, and multiplied in plain torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from services.common.model_spec import CheckpointSpec, QuantizationSpec
+from services.common.nn import fp8
+from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.linear import Axis, Linear, MergedLinear, TensorLayout, UnquantizedLinear
+from services.common.nn.weights import WeightMap, load_weights
+from tests.fp8_checkpoints import E4M3, quantize, unpack
+
+BLOCK = QuantizationSpec(format="fp8_block")
+CHANNEL = QuantizationSpec(format="fp8_channel", scale_name="weight_scale")
+FORMATS = {"block": (BLOCK, (128, 128)), "channel": (CHANNEL, (1, None)), "plain": (None, None)}
+
+
+class Model(nn.Module):
+    def __init__(self, rows: dict[str, int], columns: int, bias: bool) -> None:
+        super().__init__()
+        self.merged = MergedLinear(columns, rows, bias)
+
+
+def make(directory: Path, rows: dict[str, int], columns: int, name: str) -> dict[str, Tensor]:
+    """Writes one module per shard; returns what their files hold."""
+    torch.manual_seed(0)
+    spec, block = FORMATS[name]
+    files: dict[str, Tensor] = {}
+    for shard, count in rows.items():
+        files[f"{shard}.bias"] = torch.randn(count)
+        weight = torch.randn(count, columns)
+        if spec is None:
+            files[f"{shard}.weight"] = weight
+        else:
+            files[f"{shard}.weight"], scale = quantize(weight, block)
+            files[f"{shard}.{spec.scale_name}"] = scale
+    save_file(files, directory / "model.safetensors")
+    return files
+
+
+def load(directory: Path, rows: dict[str, int], columns: int, name: str, dtype: torch.dtype):
+    with torch.device("meta"):
+        model = Model(rows, columns, bias=True)
+    spec = CheckpointSpec(text_prefix="", quantization=FORMATS[name][0])
+    load_weights(
+        model, Checkpoint.open(directory), WeightMap({"": ""}), device="cpu", dtype=dtype, spec=spec
+    )
+    return model.merged
+
+
+def meant(files: dict[str, Tensor], shard: str, name: str) -> Tensor:
+    spec, block = FORMATS[name]
+    if spec is None:
+        return files[f"{shard}.weight"]
+    return unpack(files[f"{shard}.weight"], files[f"{shard}.{spec.scale_name}"], block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["block", "channel"])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        ({"q": 256, "k": 128, "v": 128}, 256),
+        ({"gate": 320, "up": 320}, 192),
+        ({"q": 96, "k": 32, "v": 5}, 130),
+        ({"q": 128, "k": 3, "v": 128}, 128),
+    ],
+)
+def test_merged_layers_keep_the_scales_of_each_shard(
+    tmp_path: Path, rows: dict[str, int], columns: int, name: str, dtype: torch.dtype
+) -> None:
+    files = make(tmp_path, rows, columns, name)
+    layer = load(tmp_path, rows, columns, name, dtype)
+    assert layer.weight.dtype == E4M3 and layer.weight_scale.dtype == torch.float32
+    assert layer.bias.dtype == dtype
+    whole = torch.cat([meant(files, shard, name) for shard in rows])
+    assert fp8.dequantize(layer.method.weight(layer), torch.float32).equal(whole)
+    x, bias = torch.randn(7, columns).to(dtype), torch.cat([files[f"{s}.bias"] for s in rows])
+    expected = F.linear(x, whole.to(dtype)) + bias.to(dtype)
+    assert layer(x).equal(expected)
+    assert layer(x.view(7, 1, columns)).equal(expected.unsqueeze(1))
+
+
+@pytest.mark.parametrize("columns", [128, 200, 4096])
+@pytest.mark.parametrize("block_columns", [128, None])
+def test_activations_are_quantized_by_the_largest_of_a_block(
+    columns: int, block_columns: int | None
+) -> None:
+    wide = block_columns or columns
+    x = torch.randn(5, columns) * torch.logspace(-30, 30, 5)[:, None]
+    x[1, :128] = 0
+    values, scale = fp8.quantize_activations(x, wide)
+    assert scale.shape == (5, -(-columns // wide)) and values.dtype == E4M3
+    for start in range(0, columns, wide):
+        block, found = x[:, start : start + wide], values[:, start : start + wide].float()
+        used = scale[:, start // wide, None]
+        largest = block.abs().amax(-1, keepdim=True)
+        assert torch.where(largest > 0, largest / 448, 1.0).equal(used)
+        assert found.equal((block / used).to(E4M3).float())
+        # A value is off by half a step, of which there are 8 per power of two.
+        assert ((found * used - block).abs() <= block.abs() / 16 + used * 2**-10).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_shards_of_ranks_add_up_to_the_layer(tmp_path: Path, name: str, world: int) -> None:
+    """Divided by rows, outputs are concatenated; by columns, they are added."""
+    rows, columns = {"gate": 768, "up": 768}, 768
+    files = make(tmp_path, rows, columns, name)
+    whole = load(tmp_path, rows, columns, name, torch.float32)
+    x = torch.randn(3, columns)
+    expected = whole(x)
+    by_rows, by_columns = [], []
+    for rank in range(world):
+        parts = {s: rows[s] // world for s in rows}
+        _cut(files, tmp_path / f"out{rank}", whole, "out", rank, world)
+        outputs = load(tmp_path / f"out{rank}", parts, columns, name, torch.float32)(x)
+        by_rows.append(outputs.split(list(parts.values()), -1))
+        _cut(files, tmp_path / f"in{rank}", whole, "in", rank, world)
+        layer = load(tmp_path / f"in{rank}", rows, columns // world, name, torch.float32)
+        by_columns.append(layer(x.chunk(world, -1)[rank]) - layer.bias)
+    found = torch.cat([torch.cat(of_shard, -1) for of_shard in zip(*by_rows, strict=True)], -1)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-5)
+    total = torch.stack(by_columns).sum(0) + whole.bias
+    torch.testing.assert_close(total, expected, atol=1e-3, rtol=1e-5)
+
+
+def _cut(
+    files: dict[str, Tensor], directory: Path, layer: Linear, split, rank: int, world: int
+) -> None:
+    """Writes what a rank holds."""
+    cut = {}
+    for layout in layer.layouts():
+        for shard, shape, _ in layer.regions(layout):
+            key = f"{shard}.{layout.name}"
+            size = layer.shards[shard] if split == "out" else layer.in_features
+            cut[key] = files[key][layout.shard(shape, size, split, rank, world)].contiguous()
+    directory.mkdir()
+    save_file(cut, directory / "model.safetensors")
+
+
+def test_blocks_must_not_be_cut() -> None:
+    with torch.device("meta"):
+        layer = Linear(768, 768, method=fp8.Fp8Linear(BLOCK))
+    weight, scale = layer.layouts()
+    assert weight.shard((768, 768), 768, "out", 1, 4) == (slice(192, 384), slice(0, 768))
+    with pytest.raises(ValueError, match="768 rows cannot be divided among 4 ranks in blocks of 1"):
+        scale.shard((6, 6), 768, "out", 1, 4)
+    with pytest.raises(ValueError, match="weight: 768 columns cannot be divided among 5 ranks"):
+        weight.shard((768, 768), 768, "in", 0, 5)
+
+
+class PackedAlongOutputs(UnquantizedLinear):
+    """As AWQ stores values: outputs in the second dimension, eight to a word."""
+
+    def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
+        axes = (Axis("in"), Axis("out", 8))
+        return (
+            TensorLayout(
+                name="qweight", parameter="weight", axes=axes,
+                stored=(torch.int32,), dtype=torch.int32,
+            ),
+        )  # fmt: skip
+
+
+def test_a_format_may_pack_outputs_in_the_second_dimension(tmp_path: Path) -> None:
+    words = {
+        f"{s}.qweight": torch.randint(1 << 30, (6, n)).int() for s, n in {"a": 2, "b": 3}.items()
+    }
+    save_file(words, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Model({"a": 16, "b": 24}, 6, bias=False)
+        model.merged.set_method(PackedAlongOutputs())
+    checkpoint = Checkpoint.open(tmp_path)
+    load_weights(model, checkpoint, WeightMap({"": ""}), device="cpu", dtype=torch.bfloat16)
+    assert model.merged.weight.equal(torch.cat(list(words.values()), 1))
