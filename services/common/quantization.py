@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 from services.common.model_spec import ModelSpecError, QuantizationSpec
 
 _BLOCK = (128, 128)
+_Format = Literal["fp8_block", "fp8_channel"]
 
 
 def read_quantization(config: Mapping[str, Any]) -> QuantizationSpec | None:
@@ -60,8 +61,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     for absent in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if config.get(absent):
             raise ModelSpecError(f"quantization_config: {absent} is not supported")
-    first, *others = [_scheme(*group, config.get("format")) for group in groups.items()]
-    if any(scheme != first for scheme in others):
+    schemes: set[_Format] = {_scheme(*group, config.get("format")) for group in groups.items()}
+    if len(schemes) > 1:
         raise ModelSpecError("quantization_config: groups of different schemes are not supported")
     targets = [
         target
@@ -69,7 +70,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
         for target in _names(f"config_groups.{name}.targets", group.get("targets") or ("Linear",))
     ]
     return QuantizationSpec(
-        format=first,
+        format=schemes.pop(),
         block_size=_BLOCK,
         scale_name="weight_scale",
         ignored=_names("ignore", config.get("ignore") or ()),
@@ -77,9 +78,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     )
 
 
-def _scheme(
-    name: str, group: Mapping[str, Any], outer_format: object
-) -> Literal["fp8_block", "fp8_channel"]:
+def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> _Format:
     where = f"config_groups.{name}"
     _expect(f"{where}.format", group.get("format") or outer_format, "float-quantized")
     weights: Mapping[str, Any] = group.get("weights") or {}
