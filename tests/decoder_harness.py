@@ -156,7 +156,7 @@ def completion_of(sequence: Sequence) -> list[int]:
 
 
 def write_checkpoint(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
-    """A tiny language model's checkpoint without Hugging Face; logits spread over about ±15."""
+    """A tiny Qwen3-VL language model's checkpoint; logits spread over about ±15."""
     config = {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "image_token_id": 95, "video_token_id": 96, "vision_start_token_id": 97,
@@ -179,6 +179,11 @@ def write_checkpoint(directory: Path, *, tied: bool = False, seed: int = 0) -> P
     (directory / "preprocessor_config.json").write_text(
         json.dumps({"size": {"shortest_edge": 256, "longest_edge": 65536}})
     )
+    return write_tensors(directory, seed)
+
+
+def write_tensors(directory: Path, seed: int = 0) -> Path:
+    """Random tensors for the language model of a directory that has its JSON files."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(directory).items():
@@ -193,7 +198,7 @@ def write_checkpoint(directory: Path, *, tied: bool = False, seed: int = 0) -> P
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the language model's tensors in a checkpoint."""
-    config = read_spec(directory)
+    spec = read_spec(directory)
     with torch.device("meta"):
-        model = Qwen3VLLanguageModel(config, backend=None, ops=PlainOps())  # type: ignore[arg-type]
+        model = Qwen3VLLanguageModel(spec, backend=None, ops=PlainOps())  # type: ignore[arg-type]
     return {part.name: part.shape for part in weights._sources(model, model.weight_map)}

@@ -63,7 +63,8 @@ async def serve(settings: DecoderSettings, engine_module: str = ENGINE_MODULE) -
         if cache is not None:
             registry.register(RedisCollector(lambda: cache.counters))
             await cache.connect()
-        await asyncio.to_thread(arena.map_resident)
+        if ready.num_features:  # a text model never writes to the arena
+            await asyncio.to_thread(arena.map_resident)
         fetcher = EncoderFetcher(shared_memory=settings.shared_memory)
         source = EmbeddingSource(arena, fetcher, cache, metrics)
         front = DecoderFront(ready, engine.channel, source, metrics)

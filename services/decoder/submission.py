@@ -103,6 +103,8 @@ def _spans(submit: pb.Submit, num_tokens: int) -> list[ImageSpan]:
 
 
 def _image_requests(submit: pb.Submit, engine: EngineReady) -> list[ImageRequest]:
+    if submit.images and not engine.num_features:
+        raise InvalidRequest(f"{engine.model_name} takes no images")
     requests: dict[bytes, ImageRequest] = {}
     for image in submit.images:
         spec = EmbeddingSpec(engine.dtype, engine.num_features, image.num_tokens, engine.hidden)

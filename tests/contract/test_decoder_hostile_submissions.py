@@ -82,3 +82,16 @@ async def test_hostile_submissions_fail_alone():
         await gateway.submit(submit_of(2, prompt_of(2)))
         assert isinstance(await gateway.end(2), pb.Finished)
         assert gateway.tokens[2] == alone(prompt_of(2))
+
+
+async def test_a_text_model_refuses_images_and_needs_no_positions():
+    async with Decoder(num_features=0) as decoder, Gateway(decoder) as gateway:
+        image = _ref(encoder_address=decoder.encoder_address)
+        await gateway.submit(submit_of(1, prompt_of(1), image))
+        end = await gateway.end(1)
+        assert isinstance(end, pb.Failed) and end.code == "invalid_request"
+        assert "takes no images" in end.message
+        await gateway.submit(submit_of(2, prompt_of(2)))
+        assert isinstance(await gateway.end(2), pb.Finished)
+        assert gateway.tokens[2] == alone(prompt_of(2))
+        assert decoder.is_idle() and decoder.arena.used_bytes == 0

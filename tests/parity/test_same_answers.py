@@ -1,4 +1,5 @@
-"""A batch-mate, a chunk boundary, a preemption or a prefix hit never changes an answer.
+"""A batch-mate, a chunk boundary, a preemption or a prefix hit never changes an answer: Qwen3-VL
+with images, and a text model (Llama with biases and llama3 rope).
 
 The real engine over the real runner, float32 on the CPU, token for token. Greedy and seeded
 sequences alike: a draw depends on the sequence's own seed and place, not on its neighbours.
@@ -18,18 +19,21 @@ from services.common.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, make_oracle
 
 NUM_TOKENS = 12
 NUM_REQUESTS = 64
+Part = int | tuple[int, int]
 # Parts of a prompt: text tokens, or an image's grid in patches.
-SHAPES: Seq[Seq[int | tuple[int, int]]] = (
+SHAPES: Seq[Seq[Part]] = (
     (20,),
     (7, (4, 6), 9),
     (3, (8, 12), 5, (6, 4), 4, (4, 4), 6),
     (40, (16, 20), 8),
     (5, (4, 4), 30, (12, 8), 3),
 )
+TEXT_SHAPES: Seq[Seq[Part]] = ((20,), (1,), (75,), (33,), (140,))
 
 
 @dataclass
@@ -43,8 +47,9 @@ class Question:
 class Bench:
     """Sixty-four mixed requests over one tiny checkpoint."""
 
-    def __init__(self, oracle: Oracle) -> None:
+    def __init__(self, oracle: Oracle, shapes: Seq[Seq[Part]]) -> None:
         self.oracle = oracle
+        self._shapes = shapes
         self.arena = mmap.mmap(-1, 32 << 20)
         self._used = 0
         self.questions = [self._question(i) for i in range(NUM_REQUESTS)]
@@ -52,7 +57,7 @@ class Bench:
     def _question(self, number: int) -> Question:
         # Every fifth has the prompt of its predecessor by ten: equal prompts meet in one batch.
         seed = number if number % 5 or number < 10 else number - 10
-        prompt = self.oracle.prompt(*SHAPES[seed % len(SHAPES)], seed=seed)
+        prompt = self.oracle.prompt(*self._shapes[seed % len(self._shapes)], seed=seed)
         answer = self.oracle.answer(prompt)
         spans, offsets = [], {}
         for index, embedding in enumerate(answer.embeddings):
@@ -65,9 +70,10 @@ class Bench:
                 temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.05, seed=seed,
                 max_tokens=NUM_TOKENS,
             )  # fmt: skip
+        positions = answer.positions.tobytes() if spans else b""
         message = AddSequence(
-            0, np.array(prompt.token_ids, np.int32).tobytes(), answer.positions.tobytes(),
-            answer.delta, spans, sampling,
+            0, np.array(prompt.token_ids, np.int32).tobytes(), positions, answer.delta,
+            spans, sampling,
         )  # fmt: skip
         return Question(message, offsets)
 
@@ -121,11 +127,20 @@ class Bench:
         return answers
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+@pytest.fixture(scope="module", params=["images", "text"])
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
     torch.set_num_threads(1)
     directory = Path(tmp_path_factory.mktemp("checkpoint"))
-    yield Bench(make_oracle(CONFIGS["gqa4-hd64-three-levels"], directory, seed=3))
+    if request.param == "images":
+        oracle = make_oracle(CONFIGS["gqa4-hd64-three-levels"], directory, seed=3)
+        yield Bench(oracle, SHAPES)
+    else:
+        config = text_oracle.CONFIGS["llama-gqa1-biases-tied"]()
+        config.rope_parameters = text_oracle.LLAMA3
+        oracle = text_oracle.make_text_oracle(config, directory, seed=3)
+        yield Bench(oracle, TEXT_SHAPES)
 
 
 @pytest.fixture(scope="module")
