@@ -16,7 +16,7 @@ from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
     EndOfSequence,
-    EngineReady,
+    EngineInfo,
     EngineStats,
     FrontMessage,
     SequenceEvent,
@@ -109,10 +109,10 @@ def main() -> None:
     channel = end.channel(FrontMessage)
     engine = NullEngine(settings.token_id)
     channel.send(
-        EngineReady(
+        EngineInfo(
             model_name="null", dtype="float32", num_features=1, hidden=1, vocab_size=_VOCAB_SIZE,
             max_model_len=_MAX_MODEL_LEN, block_size=16, num_blocks=_NUM_BLOCKS,
-            max_num_sequences=MAX_SEQUENCES,
+            max_num_sequences=MAX_SEQUENCES, max_batched_tokens=MAX_SEQUENCES,
         )
     )  # fmt: skip
     with suppress(ChannelClosed):

@@ -19,6 +19,8 @@ from services.decoder.engine.messages import ImageSpan, SamplingParams
 from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.step import Step
+from services.decoder.engine.step_inputs import StepInputs
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.models.qwen3_vl import Qwen3VLLanguageModel
 
@@ -45,13 +47,14 @@ class Harness:
         rng = np.random.default_rng(0)
         self._free = rng.permutation(self.runner.info.num_blocks).tolist()
         self._next_id = 0
+        self._started: list[Sequence] = []  # told to the runner with the next step
 
     def close(self) -> None:
-        """Due on a GPU before the arena goes: its pinning would outlive it."""
+        """Due on a GPU before the arena is unmapped: it is registered as pinned memory."""
         self.runner.close()
 
     def put(self, embedding: Tensor) -> int:
-        """Puts `[levels, n, hidden]` into the arena; returns its offset."""
+        """Puts `[features, n, hidden]` into the arena; returns its offset."""
         data = embedding.contiguous().view(torch.uint8).numpy().tobytes()
         offset = self._arena_used
         self.arena[offset : offset + len(data)] = data
@@ -86,8 +89,8 @@ class Harness:
         self._free += sequence.block_table
         sequence.block_table = []
         sequence.row = row
-        sequence.num_computed_tokens = 0
-        self.runner.start_sequence(sequence)
+        sequence.num_computed_tokens = sequence.num_sent_blocks = 0
+        self._started.append(sequence)
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
@@ -98,28 +101,37 @@ class Harness:
     def chunk(self, sequence: Sequence, length: int | None = None) -> Chunk:
         """The next chunk: a decode where only in-flight or last tokens are left."""
         start = sequence.num_computed_tokens
-        left = sequence.num_tokens - start
+        num_tokens = len(sequence.token_ids) + sequence.num_in_flight
+        left = num_tokens - start
         length = left if length is None else min(length, left)
         while len(sequence.block_table) * self._size < start + length:
             sequence.block_table.append(self._free.pop())
         sequence.num_computed_tokens += length
-        generated = sequence.num_generated
+        generated = num_tokens - sequence.num_prompt_tokens
         from_device = start >= len(sequence.token_ids)
-        samples = start + length == sequence.num_tokens
+        samples = start + length == num_tokens
         if samples:
             sequence.num_in_flight += 1
         return Chunk(sequence, start, length, from_device, samples, generated)
 
     def launch(self, *chunks: Chunk) -> DevicePendingStep:
-        """One step; decodes first."""
-        ordered = sorted(chunks, key=lambda chunk: chunk.length != 1)
-        pending = self.runner.execute(Batch(ordered, sum(chunk.length for chunk in ordered)))
+        """One step; decodes first, those whose token is on the device before the others."""
+        ordered = sorted(chunks, key=lambda chunk: (not chunk.from_device, chunk.length != 1))
+        pending = self.runner.execute(self.step_of(*ordered))
         self._order = [chunk for chunk in ordered if chunk.samples]
         return pending
 
+    def step_of(self, *chunks: Chunk) -> Step:
+        """The chunks as the runner is told of them, in this order."""
+        sequences = [chunk.sequence for chunk in chunks]
+        num_tokens = sum(chunk.length for chunk in chunks)
+        step = Batch(list(chunks), num_tokens, self._started, sequences).to_step()
+        self._started = []
+        return step
+
     def take(self, pending: DevicePendingStep, chunks: Seq[Chunk]) -> None:
         """Appends a step's tokens to the sequences of its sampling chunks, in their order."""
-        for chunk, token_id in zip(chunks, pending.result().token_ids, strict=True):
+        for chunk, (token_id,) in zip(chunks, pending.result().token_ids.tolist(), strict=True):
             chunk.sequence.token_ids.append(token_id)
             chunk.sequence.num_in_flight -= 1
 
@@ -130,16 +142,20 @@ class Harness:
         return pending
 
     def logits(self, *chunks: Chunk, only: list[int] | None = None) -> Tensor:
-        """`[T, V]` of a step's tokens, those that nobody samples from included; or of some."""
+        """`[T, V]` of all of a step's tokens, or of those in `only`."""
         runner = self.runner
-        step = step_inputs.build(
-            Batch(list(chunks), sum(chunk.length for chunk in chunks)), runner._table, self._size
-        )
         with torch.inference_mode():
-            staged = runner._stage(step)
+            inputs = runner._stage(self.inputs(*chunks))
             runner._staging.upload()
             rows = None if only is None else torch.tensor(only)
-            return runner._model.logits(runner._forward(staged, rows)).clone()
+            return runner._model.logits(runner._forward(inputs, rows)).clone()
+
+    def inputs(self, *chunks: Chunk) -> StepInputs:
+        """What the runner makes of a step of these chunks."""
+        runner, step = self.runner, self.step_of(*chunks)
+        runner._start_rows(step.row_starts)
+        runner._table.update(step)
+        return step_inputs.lay_out(step, runner._table, self._size)
 
     def generate(
         self, sequence: Sequence, num_tokens: int, chunk_size: int | None = None
@@ -151,7 +167,7 @@ class Harness:
 
 
 def completion_of(sequence: Sequence) -> list[int]:
-    """The tokens behind the prompt."""
+    """The tokens after the prompt."""
     return sequence.token_ids[sequence.num_prompt_tokens :].tolist()
 
 

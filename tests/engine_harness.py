@@ -1,18 +1,19 @@
-"""An engine on a FakeRunner, driven step by step, that notes and checks all that comes out."""
+"""An engine on a FakeRunner, driven step by step; all of its output is recorded and checked."""
 
 from collections.abc import Iterable
 
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import AddSequence, StepDone
-from tests.fake_runner import FakeRunner, expected_tokens, runner_info
+from services.decoder.engine.messages import AddSequence, StepDone, TokenMask
+from tests.fake_runner import FakeRunner, expected_tokens, mask_of, runner_info
 
 KEYS = tuple(bytes([n]) * 32 for n in range(1, 5))
 
 
 class Harness:
-    """An engine with everything that came out of it, and a front that holds image references.
+    """An engine, its output, and a front that holds image references and supplies token masks.
 
-    Images that the engine wants once more come `again_after` steps later.
+    Images that the engine requests again arrive `again_after` steps later; a token mask arrives
+    `mask_after` steps after the token before it.
     """
 
     def __init__(
@@ -21,6 +22,7 @@ class Harness:
         overlap: bool = True,
         prefix_caching: bool = True,
         again_after: int = 0,
+        mask_after: int = 0,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
@@ -29,7 +31,7 @@ class Harness:
             overlap=overlap,
             out_of_memory=(MemoryError,),
             prefix_caching=prefix_caching,
-            least_partial_tokens=1,
+            min_partial_tokens=1,
         )
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
@@ -43,10 +45,15 @@ class Harness:
         self._wanted: list[tuple[int, int, bytes]] = []  # step, sequence, key
         self._now = 0
         self.num_wanted = 0
+        self._mask_after = mask_after
+        self._masks: list[tuple[int, int, int]] = []  # step, sequence, tokens before
 
     def add(self, message: AddSequence, *, images_ready: bool = True) -> None:
         self.added[message.sequence_id] = message
+        self.runner.messages[message.sequence_id] = message
         self.engine.add(message)
+        if message.token_masks:
+            self._masks.append((self._now + self._mask_after, message.sequence_id, 0))
         if images_ready:
             for span in message.images:
                 self.image(message.sequence_id, span.key)
@@ -70,16 +77,21 @@ class Harness:
         assert self._idle_steps < 2, "there is work, and nothing runs"
         for event in done.events if done else ():
             assert event.sequence_id not in self.ends, "an event after the end"
-            self.tokens.setdefault(event.sequence_id, []).extend(event.token_ids)
+            tokens = self.tokens.setdefault(event.sequence_id, [])
+            tokens.extend(event.token_ids)
+            if event.end is None and self.added[event.sequence_id].token_masks:
+                due = self._now + self._mask_after
+                self._masks.append((due, event.sequence_id, len(tokens)))
             if event.end is not None:
                 self.ends[event.sequence_id] = event.end.reason
                 self.messages[event.sequence_id] = event.end.message
                 self._evict(self._held.pop(event.sequence_id, {}).values())
         self._serve_images(done)
+        self._serve_masks()
 
     def run(self, limit: int = 3000) -> None:
         for _ in range(limit):
-            if not self.engine.has_work and not self._wanted:
+            if not self.engine.has_work and not self._wanted and not self._masks:
                 return
             self.step()
         raise AssertionError("the engine makes no progress")
@@ -99,6 +111,13 @@ class Harness:
         for _, number, key in [w for w in self._wanted if w[0] <= self._now]:
             self.image(number, key)
         self._wanted = [w for w in self._wanted if w[0] > self._now]
+
+    def _serve_masks(self) -> None:
+        for _, number, generated in [m for m in self._masks if m[0] <= self._now]:
+            mask = mask_of(self.added[number].sampling.seed, generated)
+            data = b"" if mask is None else mask.tobytes()
+            self.engine.handle(TokenMask(number, generated, data))
+        self._masks = [m for m in self._masks if m[0] > self._now]
 
     def _evict(self, offsets: Iterable[int]) -> None:
         for offset in offsets:

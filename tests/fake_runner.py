@@ -1,42 +1,68 @@
-"""A runner without a model: a simulated device whose tokens betray every wrong schedule.
+"""A runner without a model: a simulated device whose tokens reveal every wrong schedule.
 
-Its KV cache is a list of integers. Computing token i stores a hash of the token, its position, its
-image feature and the entry before it; sampling reads *all* entries of the sequence through the
-block table it was launched with, checks each, and hashes the last. So a block that was shared
-wrongly, given away too early or registered too soon is an error, and `expected_tokens` says what
-any right schedule must produce.
+It is told of sequences by steps alone, each of which it reads from bytes. Its KV cache is a list of
+integers. Computing token i stores a hash of the token, its position, its image feature and the
+entry before it; sampling reads *all* entries of the sequence through the row's block table, checks
+each against those of the sequence running alone, and hashes the last. So a block that was shared
+wrongly, reused too early or registered too soon is an error, and `expected_tokens` says what every
+right schedule must produce.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.decoder.engine.batch import Batch, Chunk, RunnerInfo, StepOutput
-from services.decoder.engine.messages import AddSequence, ImageSpan, Logprobs, SamplingParams
-from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.messages import (
+    AddSequence,
+    EngineInfo,
+    ImageSpan,
+    Logprobs,
+    SamplingParams,
+)
+from services.decoder.engine.step import ALL_MASKED, NOT_FINITE, RowStart, Step, StepOutput
 
 VOCAB_SIZE = 1000
+_GARBAGE = -7  # the entry of a token that was not accepted
 
 
-def runner_info(**overrides: int) -> RunnerInfo:
+def runner_info(**overrides: int) -> EngineInfo:
     values = {
         "num_features": 2, "hidden": 8, "vocab_size": VOCAB_SIZE, "max_model_len": 256,
         "block_size": 4, "num_blocks": 64, "max_num_sequences": 8, "max_batched_tokens": 64,
     }  # fmt: skip
-    return RunnerInfo(model_name="fake", dtype="bfloat16", **(values | overrides))
+    return EngineInfo(model_name="fake", dtype="bfloat16", **(values | overrides))
 
 
 def next_entry(previous: int, token: int, position: tuple[int, ...], feature: int) -> int:
     return hash((previous, token, position, feature)) & 0x7FFFFFFFFFFF
 
 
-def token_of(entry: int, seed: int, generated: int) -> int:
-    return hash((entry, seed, generated)) % VOCAB_SIZE
+def token_of(entry: int, seed: int, generated: int, mask: np.ndarray | None = None) -> int:
+    """The next token: the first one that the mask allows, from the one without a mask on."""
+    token = hash((entry, seed, generated)) % VOCAB_SIZE
+    if mask is None:
+        return token
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE])
+    if len(allowed) == 0:
+        return ALL_MASKED
+    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
+
+
+def mask_of(seed: int, generated: int) -> np.ndarray | None:
+    """What a sequence with `token_masks` may have next: few tokens, many, or any; never none."""
+    chooser = np.random.default_rng((seed, generated))
+    kind = chooser.integers(3)
+    if kind == 0:
+        return None
+    bits = np.zeros(-(-VOCAB_SIZE // 32) * 32, np.uint8)
+    bits[chooser.integers(0, VOCAB_SIZE, 3 if kind == 1 else 500)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
 
 
 def feature_of(key: bytes, index: int) -> int:
@@ -58,6 +84,8 @@ def add_message(
     positions: np.ndarray | None = None,
     delta: int = 0,
     salt: bytes = b"",
+    plan_ahead: bool = True,
+    token_masks: bool = False,
     **sampling: object,
 ) -> AddSequence:
     return AddSequence(
@@ -68,48 +96,62 @@ def add_message(
         images=list(images),
         sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
         cache_salt=salt,
+        plan_ahead=plan_ahead,
+        token_masks=token_masks,
     )
 
 
-def _position(message: AddSequence | Sequence, index: int, num_prompt: int) -> tuple[int, ...]:
-    positions = message.positions
-    if isinstance(positions, bytes):
-        positions = np.frombuffer(positions, "<i4").reshape(3, -1) if positions else None
-    if index >= num_prompt:
-        return (index + message.position_delta,) * 3
-    return (index,) * 3 if positions is None else tuple(int(p) for p in positions[:, index])
+class Reference:
+    """A sequence that runs alone and undisturbed, and never ends."""
+
+    def __init__(self, message: AddSequence) -> None:
+        self._message = message
+        self.tokens = np.frombuffer(message.prompt_token_ids, "<i4").tolist()
+        self.num_prompt = len(self.tokens)
+        self._positions = None
+        if message.positions:
+            self._positions = np.frombuffer(message.positions, "<i4").reshape(3, -1)
+        self._entries: list[int] = []
+
+    def position(self, index: int) -> tuple[int, ...]:
+        if index >= self.num_prompt:
+            return (index + self._message.position_delta,) * 3
+        if self._positions is None:
+            return (index,) * 3
+        return tuple(int(p) for p in self._positions[:, index])
+
+    def entry(self, index: int) -> int:
+        """What the cache holds for token `index`."""
+        while len(self._entries) <= index:
+            number = len(self._entries)
+            previous = self._entries[-1] if self._entries else 0
+            feature = image_feature(self._message.images, number)[1]
+            token = self.token(number)
+            self._entries.append(next_entry(previous, token, self.position(number), feature))
+        return self._entries[index]
+
+    def token(self, index: int) -> int:
+        while len(self.tokens) <= index:
+            generated = len(self.tokens) - self.num_prompt
+            seed = self._message.sampling.seed
+            mask = mask_of(seed, generated) if self._message.token_masks else None
+            entry = self.entry(len(self.tokens) - 1)
+            self.tokens.append(token_of(entry, seed, generated, mask))
+        return self.tokens[index]
 
 
 def expected_tokens(message: AddSequence, max_model_len: int) -> tuple[list[int], str]:
-    """The tokens and the reason to end of a sequence that runs alone and undisturbed."""
-    tokens = np.frombuffer(message.prompt_token_ids, "<i4").tolist()
-    num_prompt = len(tokens)
-    sampling = message.sampling
-    entry = 0
-    done = 0
+    """The tokens and the finish reason of a sequence that runs alone and undisturbed."""
+    alone, sampling = Reference(message), message.sampling
+    length = alone.num_prompt
     while True:
-        for index in range(done, len(tokens)):
-            feature = image_feature(message.images, index)[1]
-            position = _position(message, index, num_prompt)
-            entry = next_entry(entry, tokens[index], position, feature)
-        done = len(tokens)
-        token = token_of(entry, sampling.seed, done - num_prompt)
-        tokens.append(token)
-        if token in sampling.stop_token_ids and len(tokens) - num_prompt > sampling.min_tokens:
-            return tokens[num_prompt:], "stop"
-        if len(tokens) >= min(num_prompt + sampling.max_tokens, max_model_len):
-            return tokens[num_prompt:], "length"
-
-
-@dataclass(slots=True)
-class _Launch:
-    """A step with all that the device would read, as it was at the launch."""
-
-    chunks: list[Chunk]
-    rows: list[int]
-    tables: list[list[int]]
-    token_ids: list[list[int]]
-    offsets: list[dict[bytes, int]]
+        token = alone.token(length)
+        length += 1
+        found = alone.tokens[alone.num_prompt : length]
+        if token in sampling.stop_token_ids and len(found) > sampling.min_tokens:
+            return found, "stop"
+        if length >= min(alone.num_prompt + sampling.max_tokens, max_model_len):
+            return found, "length"
 
 
 @dataclass(slots=True)
@@ -125,107 +167,155 @@ class FakePending:
 
 @dataclass
 class FakeRunner:
-    """Launched steps run in order, each when somebody waits for it or for a later one.
+    """Launched steps run in order, each when its result or a later one is asked for.
+
+    With `info.max_tokens_per_step` above 1, a step yields a random number of tokens from 0 to a
+    sequence's limit, and leaves garbage in the cache where tokens were not accepted.
 
     Attributes:
         arena: arena offset → key; an image is read here when its step *runs*.
         poisoned: keys whose features make logits non-finite.
-        on_execute: called with each batch before it is launched; may raise.
+        messages: sequence id → what the front asked for, if the test says; to check the cache.
+        on_execute: called with each step before it is launched; may raise.
+        batches: sequence id, start and length of each chunk of each launched step.
     """
 
-    info: RunnerInfo = field(default_factory=runner_info)
+    info: EngineInfo = field(default_factory=runner_info)
     arena: dict[int, bytes] = field(default_factory=dict)
     poisoned: set[bytes] = field(default_factory=set)
-    on_execute: Callable[[Batch], None] | None = None
+    messages: dict[int, AddSequence] = field(default_factory=dict)
+    on_execute: Callable[[Step], None] | None = None
     batches: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    random: random.Random = field(default_factory=lambda: random.Random(0))
     _cache: dict[int, int] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)
-    _rows: dict[int, int] = field(default_factory=dict)
-    _queue: deque[tuple[_Launch, FakePending]] = field(default_factory=deque)
+    _starts: dict[int, RowStart] = field(default_factory=dict)  # by row, as of the launches
+    _tables: dict[int, list[int]] = field(default_factory=dict)
+    _references: dict[int, Reference] = field(default_factory=dict)
+    _queue: deque[tuple[Step, list[RowStart], list[list[int]], FakePending]] = field(
+        default_factory=deque
+    )
 
-    def start_sequence(self, sequence: Sequence) -> None:
-        assert 0 <= sequence.row < self.info.max_num_sequences
-        assert sequence.num_in_flight == 0 or sequence.num_computed_tokens > 0
-        self._rows[sequence.row] = sequence.sequence_id
-
-    def execute(self, batch: Batch) -> FakePending:
+    def execute(self, step: Step) -> FakePending:
+        step = Step.from_bytes(step.to_bytes())
         if self.on_execute is not None:
-            self.on_execute(batch)
-        chunks = batch.chunks
-        assert 0 < batch.num_tokens <= self.info.max_batched_tokens
-        assert batch.num_tokens == sum(c.length for c in chunks)
-        kinds = [c.from_device for c in chunks]
-        assert kinds == sorted(kinds, reverse=True), "decode chunks come first"
-        rows = [c.sequence.row for c in chunks]
+            self.on_execute(step)
+        for start in step.row_starts:
+            assert 0 <= start.row < self.info.max_num_sequences
+            self._starts[start.row] = start
+            self._tables[start.row] = []
+        taken = 0
+        for row, first, count in zip(
+            step.block_rows.tolist(), step.block_starts.tolist(), step.block_counts.tolist(),
+            strict=True,
+        ):  # fmt: skip
+            assert first <= len(self._tables[row])
+            self._tables[row][first:] = step.block_ids[taken : taken + count].tolist()
+            taken += count
+        assert taken == len(step.block_ids)
+        rows, lengths = step.rows.tolist(), step.lengths.tolist()
+        assert 0 < step.num_tokens <= self.info.max_batched_tokens
+        assert step.num_tokens == sum(lengths)
+        assert lengths[: step.num_from_device] == [1] * step.num_from_device
         assert len(set(rows)) == len(rows)
-        assert all(self._rows[c.sequence.row] == c.sequence.sequence_id for c in chunks)
-        self.batches.append([(c.sequence.sequence_id, c.start, c.length) for c in chunks])
-        launch = _Launch(
-            [
-                Chunk(c.sequence, c.start, c.length, c.from_device, c.samples, c.generated)
-                for c in chunks
-            ],
-            rows,
-            [list(c.sequence.block_table) for c in chunks],
-            [
-                [] if c.from_device else c.sequence.token_ids[c.start : c.start + c.length]
-                for c in chunks
-            ],
-            [dict(c.sequence.image_offsets) for c in chunks],
-        )
+        starts = [self._starts[row] for row in rows]
+        tables = [list(self._tables[row]) for row in rows]
+        ids = [start.sequence_id for start in starts]
+        self.batches.append(list(zip(ids, step.starts.tolist(), lengths, strict=True)))
         pending = FakePending(self)
-        self._queue.append((launch, pending))
+        self._queue.append((step, starts, tables, pending))
         return pending
 
     def run_oldest(self) -> None:
-        launch, pending = self._queue.popleft()
-        token_ids: list[int] = []
-        logprobs: dict[int, Logprobs] = {}
-        for index in range(len(launch.chunks)):
-            sampled = self._run_chunk(launch, index)
-            if sampled is not None:
-                if launch.chunks[index].sequence.sampling.top_logprobs is not None:
-                    logprobs[len(token_ids)] = Logprobs(-float(sampled), [sampled], [-1.0])
-                token_ids.append(sampled)
-        pending.output = StepOutput(token_ids, logprobs)
+        step, starts, tables, pending = self._queue.popleft()
+        most = self.info.max_tokens_per_step
+        samples, limits = step.samples.tolist(), step.limits
+        found = np.full((len(samples), most), -99, np.int32)
+        counts = np.ones(len(samples), np.int32)
+        logprobs: dict[int, list[Logprobs]] = {}
+        first = 0
+        for index, length in enumerate(step.lengths.tolist()):
+            poison = self._compute(step, index, first, starts[index], tables[index])
+            first += length
+            if index not in samples:
+                continue
+            sample = samples.index(index)
+            limit = 1 if limits is None else int(limits[sample])
+            assert 1 <= limit <= most
+            end = int(step.starts[index]) + length
+            tokens = self._sample(step, sample, starts[index], tables[index], end, limit)
+            if poison:
+                self._last[starts[index].row], tokens = tokens[-1], [NOT_FINITE]
+            elif most > 1 and tokens != [ALL_MASKED]:
+                tokens = tokens[: self.random.randint(0, limit)]
+                for number in range(end + max(0, len(tokens) - 1), end + limit - 1):
+                    self._write(tables[index], number, _GARBAGE)
+            if tokens and not poison:
+                self._last[starts[index].row] = tokens[-1]
+            found[sample, : len(tokens)] = tokens
+            counts[sample] = len(tokens)
+            if starts[index].sampling.top_logprobs is not None:
+                logprobs[sample] = [Logprobs(-float(t), [t], [-1.0]) for t in tokens]
+        pending.output = StepOutput(found, counts, logprobs)
 
-    def _run_chunk(self, launch: _Launch, index: int) -> int | None:
-        chunk, table = launch.chunks[index], launch.tables[index]
-        sequence, size = chunk.sequence, self.info.block_size
-        tokens = [self._last[launch.rows[index]]] if chunk.from_device else launch.token_ids[index]
-        assert len(tokens) == chunk.length >= 1
-        assert len(table) * size >= chunk.start + chunk.length
-        poison = False
-        for number, token in enumerate(tokens, chunk.start):
-            key, feature = image_feature(sequence.images, number)
-            if key is not None:
-                assert self.arena[launch.offsets[index][key]] == key, "the image is gone"
-                poison |= key in self.poisoned
-            position = _position(sequence, number, sequence.num_prompt_tokens)
+    def _compute(
+        self, step: Step, index: int, first: int, start: RowStart, table: list[int]
+    ) -> bool:
+        """Writes the entries of a chunk; whether one of its images is poisoned."""
+        known = first - step.num_from_device
+        features = self._features(step, first, int(step.lengths[index]))
+        for offset in range(int(step.lengths[index])):
+            number = int(step.starts[index]) + offset
+            if index < step.num_from_device:
+                token, position = self._last[start.row], (number + start.position_delta,) * 3
+            else:
+                token = int(step.token_ids[known + offset])
+                position = tuple(step.positions[:, known + offset].tolist())
             previous = self._read(table, number - 1)
-            self._cache[table[number // size] * size + number % size] = next_entry(
-                previous, token, position, feature
-            )
-        if not chunk.samples:
-            return None
-        last = chunk.start + chunk.length - 1
-        self._check_all(sequence, table, last, tokens)
-        sampled = token_of(self._read(table, last), sequence.sampling.seed, chunk.generated)
-        self._last[launch.rows[index]] = sampled
-        return -1 if poison else sampled
+            feature = features.get(offset, (b"", 0))[1]
+            self._write(table, number, next_entry(previous, token, position, feature))
+        return any(key in self.poisoned for key, _ in features.values())
 
-    def _check_all(
-        self, sequence: Sequence, table: list[int], last: int, tokens: list[int]
-    ) -> None:
-        """Each entry of the cache, not just the last, is what the tokens say."""
-        known = [*sequence.token_ids[:last], *tokens[-1:]]
-        entry = 0
-        for number, token in enumerate(known[: last + 1]):
-            feature = image_feature(sequence.images, number)[1]
-            position = _position(sequence, number, sequence.num_prompt_tokens)
-            entry = next_entry(entry, token, position, feature)
-            found = self._read(table, number)
-            assert found == entry, f"token {number} of {last + 1}: the cache is not the sequence's"
+    def _features(self, step: Step, first: int, length: int) -> dict[int, tuple[bytes, int]]:
+        """Image keys and features of a chunk's tokens, read from the arena now."""
+        found = {}
+        for row, num_rows, arena_offset, num_tokens, first_token in step.images.tolist():
+            if first <= row < first + length:
+                assert row + num_rows <= first + length and first_token + num_rows <= num_tokens
+                key = self.arena[arena_offset]
+                assert key != b"evicted", "the image was released"
+                for i in range(num_rows):
+                    found[row - first + i] = key, feature_of(key, first_token + i)
+        return found
+
+    def _sample(
+        self, step: Step, sample: int, start: RowStart, table: list[int], end: int, limit: int
+    ) -> list[int]:
+        """`limit` tokens after the first `end` ones; computes all but the last."""
+        self._check_all(start, table, end)
+        mask = None
+        if sample in step.masked.tolist():
+            mask = step.token_masks[step.masked.tolist().index(sample)]
+        tokens: list[int] = []
+        for ahead in range(limit):
+            generated = int(step.generated[sample]) + ahead
+            entry = self._read(table, end - 1 + ahead)
+            tokens.append(token_of(entry, start.sampling.seed, generated, mask))
+            if ahead < limit - 1:
+                number = end + ahead
+                position = (number + start.position_delta,) * 3
+                self._write(table, number, next_entry(entry, tokens[-1], position, 0))
+        return tokens
+
+    def _check_all(self, start: RowStart, table: list[int], end: int) -> None:
+        """Each entry of the sequence, not just the last, is what it is when it runs alone."""
+        message = self.messages.get(start.sequence_id)
+        if message is None:
+            return
+        alone = self._references.setdefault(start.sequence_id, Reference(message))
+        for number in range(end):
+            right = self._read(table, number) == alone.entry(number)
+            assert right, f"token {number} of {end}: the cache is not the sequence's"
 
     def _read(self, table: list[int], number: int) -> int:
         if number < 0:
@@ -233,27 +323,17 @@ class FakeRunner:
         size = self.info.block_size
         return self._cache[table[number // size] * size + number % size]
 
-
-class InstantRunner:
-    """For measuring the engine's own cost: every token is 1, at no cost."""
-
-    def __init__(self, info: RunnerInfo) -> None:
-        self.info = info
-
-    def start_sequence(self, sequence: Sequence) -> None:
-        pass
-
-    def execute(self, batch: Batch) -> FakePending:
-        size = sum([c.samples for c in batch.chunks])
-        return FakePending(FakeRunner(), StepOutput([1] * size, {}))
+    def _write(self, table: list[int], number: int, entry: int) -> None:
+        size = self.info.block_size
+        self._cache[table[number // size] * size + number % size] = entry
 
 
 @contextlib.contextmanager
-def failing(runner: FakeRunner, when: Callable[[Batch], bool], error: BaseException):
-    """The runner's next batch that `when` picks raises instead."""
+def failing(runner: FakeRunner, when: Callable[[Step], bool], error: BaseException):
+    """The runner's next step that `when` picks raises instead."""
 
-    def raise_once(batch: Batch) -> None:
-        if when(batch):
+    def raise_once(step: Step) -> None:
+        if when(step):
             runner.on_execute = None
             raise error
 

@@ -2,9 +2,11 @@
 
 import asyncio
 
+from msgspec import structs
+
 from services.common.channel import ChannelClosed
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import EngineMessage, EngineReady, FrontMessage, ImageReady
+from services.decoder.engine.messages import EngineInfo, EngineMessage, FrontMessage, ImageReady
 from tests.fake_runner import FakeRunner
 
 
@@ -18,7 +20,7 @@ class InProcessEngine:
 
     def __init__(self, runner: FakeRunner, *, overlap: bool = True) -> None:
         self.runner = runner
-        self.engine = Engine(runner, overlap=overlap, least_partial_tokens=1)
+        self.engine = Engine(runner, overlap=overlap, min_partial_tokens=1)
         self.running = asyncio.Event()
         self.running.set()
         self._inbox: list[FrontMessage] = []
@@ -26,12 +28,8 @@ class InProcessEngine:
         self._closed = False
 
     @property
-    def ready(self) -> EngineReady:
-        info = self.runner.info
-        return EngineReady(
-            info.model_name, info.dtype, info.num_features, info.hidden, info.vocab_size,
-            self.engine.max_model_len, info.block_size, info.num_blocks, info.max_num_sequences,
-        )  # fmt: skip
+    def ready(self) -> EngineInfo:
+        return structs.replace(self.runner.info, max_model_len=self.engine.max_model_len)
 
     def send(self, *messages: FrontMessage) -> None:
         self._inbox += messages

@@ -25,7 +25,7 @@ from services.common.settings import SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
 from services.decoder.embedding_fetch import EncoderFetcher
 from services.decoder.embedding_source import EmbeddingSource
-from services.decoder.engine.messages import EngineMessage, EngineReady, Shutdown
+from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
 from services.decoder.front import DecoderFront
 from services.decoder.metrics import DecoderMetrics, RedisCollector
 from services.decoder.service import SERVICE_NAME, DecoderServicer
@@ -57,7 +57,7 @@ async def serve(settings: DecoderSettings, engine_module: str = ENGINE_MODULE) -
         ready = await _until(stopped, engine.channel.receive())
         if ready is None:
             return 0
-        assert isinstance(ready, EngineReady)
+        assert isinstance(ready, EngineInfo)
         registry = CollectorRegistry()
         metrics = DecoderMetrics(registry)
         if cache is not None:

@@ -8,6 +8,7 @@ import logging
 import sys
 
 import torch
+from msgspec import structs
 
 from services.common.channel import ChannelClosed, EngineChannel
 from services.common.collector import settle_collector
@@ -15,7 +16,7 @@ from services.common.engine_process import accept
 from services.common.model_spec import ModelSpecError
 from services.common.telemetry import setup_logging
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import EngineReady, FrontMessage, Shutdown
+from services.decoder.engine.messages import EngineInfo, FrontMessage, Shutdown
 from services.decoder.engine.runner_factory import ModelRunner, RunnerOptions, create_runner
 from services.decoder.settings import DecoderSettings
 
@@ -61,20 +62,9 @@ def runner_options(settings: DecoderSettings) -> RunnerOptions:
     )
 
 
-def ready_message(engine: Engine, runner: ModelRunner) -> EngineReady:
+def ready_message(engine: Engine, runner: ModelRunner) -> EngineInfo:
     """What the front may promise to gateways."""
-    info = runner.info
-    return EngineReady(
-        model_name=info.model_name,
-        dtype=info.dtype,
-        num_features=info.num_features,
-        hidden=info.hidden,
-        vocab_size=info.vocab_size,
-        max_model_len=engine.max_model_len,
-        block_size=info.block_size,
-        num_blocks=info.num_blocks,
-        max_num_sequences=info.max_num_sequences,
-    )
+    return structs.replace(runner.info, max_model_len=engine.max_model_len)
 
 
 def main() -> int:

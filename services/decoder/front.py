@@ -27,8 +27,8 @@ from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
     EndOfSequence,
+    EngineInfo,
     EngineMessage,
-    EngineReady,
     SequenceEvent,
     StartOfSequence,
     StepDone,
@@ -86,7 +86,7 @@ class DecoderFront:
 
     def __init__(
         self,
-        engine: EngineReady,
+        engine: EngineInfo,
         channel: Channel,
         source: EmbeddingSource,
         metrics: DecoderMetrics,

@@ -14,7 +14,7 @@ from services.common.embedding import EmbeddingSpec
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.image_key import KEY_BYTES
 from services.common.pb import decoder_pb2 as pb
-from services.decoder.engine.messages import AddSequence, EngineReady, ImageSpan, SamplingParams
+from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -33,7 +33,7 @@ class ImageRequest:
 
 
 def read_submit(
-    submit: pb.Submit, sequence_id: int, engine: EngineReady
+    submit: pb.Submit, sequence_id: int, engine: EngineInfo
 ) -> tuple[AddSequence, list[ImageRequest]]:
     """The engine's message, under the id that the front minted, and the images it needs.
 
@@ -59,7 +59,7 @@ def read_submit(
     return message, _image_requests(submit, engine)
 
 
-def _check_prompt(submit: pb.Submit, engine: EngineReady) -> int:
+def _check_prompt(submit: pb.Submit, engine: EngineInfo) -> int:
     data = submit.prompt_token_ids
     if not data or len(data) % _INT_BYTES:
         raise InvalidRequest("prompt_token_ids is not a list of int32")
@@ -74,7 +74,7 @@ def _check_prompt(submit: pb.Submit, engine: EngineReady) -> int:
     return len(ids)
 
 
-def _check_positions(submit: pb.Submit, num_tokens: int, engine: EngineReady) -> None:
+def _check_positions(submit: pb.Submit, num_tokens: int, engine: EngineInfo) -> None:
     # A picture's tokens share positions, so a completion never runs ahead of its index.
     if not -num_tokens <= submit.position_delta <= 0:
         raise InvalidRequest(f"position_delta is outside [-{num_tokens}, 0]")
@@ -102,7 +102,7 @@ def _spans(submit: pb.Submit, num_tokens: int) -> list[ImageSpan]:
     return spans
 
 
-def _image_requests(submit: pb.Submit, engine: EngineReady) -> list[ImageRequest]:
+def _image_requests(submit: pb.Submit, engine: EngineInfo) -> list[ImageRequest]:
     if submit.images and not engine.num_features:
         raise InvalidRequest(f"{engine.model_name} takes no images")
     requests: dict[bytes, ImageRequest] = {}
@@ -116,7 +116,7 @@ def _image_requests(submit: pb.Submit, engine: EngineReady) -> list[ImageRequest
     return list(requests.values())
 
 
-def _sampling(given: pb.SamplingParams, engine: EngineReady) -> SamplingParams:
+def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
     _check_range("temperature", given.temperature, 0.0, 1e4)
     _check_range("min_p", given.min_p, 0.0, 1.0)
     _check_range("presence_penalty", given.presence_penalty, -1e4, 1e4)
@@ -164,6 +164,6 @@ def _check_range(
         raise InvalidRequest(f"{name} is {value:g}, outside {bracket}{low:g}, {high:g}]")
 
 
-def _check_ids(name: str, ids: Sequence[int], engine: EngineReady) -> None:
+def _check_ids(name: str, ids: Sequence[int], engine: EngineInfo) -> None:
     if ids and max(ids) >= engine.vocab_size:
         raise InvalidRequest(f"{name} has ids outside [0, {engine.vocab_size})")

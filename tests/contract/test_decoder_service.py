@@ -12,8 +12,8 @@ import pytest
 from services.common.channel import ChannelClosed
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import encoder_pb2
-from services.decoder.engine.batch import Batch
 from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.step import Step
 from tests.decoder_service_harness import (
     KEYS,
     Decoder,
@@ -319,7 +319,7 @@ async def _preempt(decoder: Decoder, gateway: Gateway, before_it: Callable[[], N
     """Two sequences, one image after the other, that grow until there is no room for both."""
     engine, batches = decoder.engine, decoder.runner.batches
 
-    def pause(batch: Batch) -> None:
+    def pause(step: Step) -> None:
         if len(batches) in (3, 6):  # the first one writes; both do
             engine.running.clear()
 

@@ -183,7 +183,9 @@ def test_sampling_agrees_with_the_cpu(penalized: bool) -> None:
             table.set(row, one)
         sampler = Sampler(96, 8192, device, ops)
         for row in range(96):
-            sampler.start_row(row, [1, 2], list(range(0, 8192, 2)))
+            sampler.start_row(
+                row, np.array([1, 2], np.int32), np.arange(0, 8192, 2, dtype=np.int32)
+            )
         results.append([])
         for generated in range(3):
             staging.begin()

@@ -39,7 +39,7 @@ def test_a_graph_agrees_with_the_eager_step(
         dummy.step(dummy.chunk(sequence))
     chunks = [dummy.chunk(sequence) for sequence in running]
     eager = dummy.logits(*chunks)
-    tokens = dummy.launch(*chunks).result().token_ids
+    tokens = dummy.launch(*chunks).result().token_ids[:, 0].tolist()
     captured = dummy.runner.graphs[0]._logits[:count]
     # Padded to a bucket, the matrix products are of another size: as a batch against one alone.
     assert relative(captured, eager) < 5e-2
@@ -63,7 +63,7 @@ def test_a_captured_prompt_agrees_with_the_eager_one(
         dummy.step(dummy.chunk(sequence, cached))
     chunk = dummy.chunk(sequence)
     eager = dummy.logits(chunk)[-1:]
-    tokens = dummy.launch(chunk).result().token_ids
+    tokens = dummy.launch(chunk).result().token_ids[:, 0].tolist()
     captured = dummy.runner.graphs[1]._logits[:1]
     assert relative(captured, eager) < 5e-2  # matrix products of another size, as above
     assert tokens == greedy(captured).tolist()
@@ -91,7 +91,7 @@ def test_steps_that_follow_each_other_keep_their_images_apart(
             prompt.num_in_flight = 0
             if pause:
                 torch.cuda.synchronize()
-        tokens.append([step.result().token_ids for step in pending])
+        tokens.append([step.result().token_ids[:, 0].tolist() for step in pending])
         pool = dummy.runner._state.kv_cache
         keys.append([pool[:, prompt.block_table[:12]].clone() for prompt in prompts])
     assert tokens[0] == tokens[1]
@@ -106,8 +106,8 @@ def test_a_captured_part_of_a_prompt_is_as_good_as_an_eager_one(dummy: Harness) 
     """Nobody samples from the first part, and the second attends to it."""
     token_ids = np.random.default_rng(5).integers(0, 150000, 500).tolist()
     prompt = dummy.start(token_ids)
-    assert dummy.launch(dummy.chunk(prompt, 300)).result().token_ids == []
-    tokens = dummy.launch(dummy.chunk(prompt)).result().token_ids
+    assert dummy.launch(dummy.chunk(prompt, 300)).result().token_ids.tolist() == []
+    tokens = dummy.launch(dummy.chunk(prompt)).result().token_ids[:, 0].tolist()
     captured = dummy.runner.graphs[1]._logits[:1].clone()
     assert tokens == greedy(captured).tolist()
     dummy.finish(prompt)
@@ -147,12 +147,12 @@ def test_a_captured_mixture_agrees_with_the_eager_one(
             dummy.step(dummy.chunk(sequence, cached))
         running.append(sequence)
         step.append(dummy.chunk(sequence, length))
-    step.sort(key=lambda chunk: chunk.length != 1)  # as `launch` has them
+    step.sort(key=lambda chunk: (not chunk.from_device, chunk.length != 1))  # as `launch` does
     sampling = [index for index, chunk in enumerate(step) if chunk.samples]
     ends = np.cumsum([chunk.length for chunk in step]) - 1
     eager = dummy.logits(*step)[ends[sampling].tolist()]
     of_mixed = dummy.runner.graphs[2]
-    tokens = dummy.launch(*step).result().token_ids
+    tokens = dummy.launch(*step).result().token_ids[:, 0].tolist()
     captured = of_mixed._logits[: len(sampling)]
     assert relative(captured, eager) < 5e-2  # matrix products of another size, as above
     assert tokens == greedy(captured).tolist()

@@ -1,16 +1,21 @@
-"""A step's work as the scheduler decides it and the runner executes it. Pure Python.
+"""What the scheduler planned for one step, and its conversion to the runner's `Step`.
 
-Scheduling is one step ahead of sampling: when step n+1 is planned, the tokens of step n are still
-on the device. So a plan never needs a sampled token's id: a decode chunk says only "the token that
-this row sampled last", which the runner keeps on the device, one per row.
+Chunks refer to live sequences, so that the engine finds the sequences again when the step's tokens
+arrive. No other module turns sequences into arrays.
 """
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from services.decoder.engine.messages import Logprobs
+import numpy as np
+
 from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.step import Int32Array, Int64Array, RowStart, Step
+
+_NO_IDS = np.empty(0, np.int32)
+_NO_INDICES = np.empty(0, np.int64)
+_NO_POSITIONS = np.empty((3, 0), np.int32)
+_NO_IMAGES = np.empty((0, 5), np.int64)
+_NO_MASKS = np.empty((0, 0), np.int32)
 
 
 @dataclass(slots=True)
@@ -18,15 +23,14 @@ class Chunk:
     """One sequence's part of a step: its tokens [start, start + length) are computed.
 
     Attributes:
-        sequence: its `row` is a place in the runner's per-sequence tables, held from admission to
-            end or preemption; its `block_table` covers start + length tokens.
+        sequence: it holds a row, and its block table covers start + length - 1 + limit tokens.
         start: tokens whose keys and values are in the cache already.
         length: tokens to compute now, at least 1.
-        from_device: the one input token is the row's last sampled one (a decode chunk); otherwise
-            the ids are `sequence.token_ids[start : start + length]`.
-        samples: the chunk reaches the last token of the sequence, so a token is sampled from it.
-        generated: tokens sampled for this sequence before this step, in flight ones included;
-            counts min_tokens and drives the seeded draw.
+        from_device: the one input token is the row's last sampled one, whose id may not have
+            arrived; otherwise the ids are `sequence.token_ids[start : start + length]`.
+        samples: the chunk reaches the last token of the sequence, so a token is sampled.
+        generated: tokens sampled for the sequence before this step, those in flight included.
+        limit: the most tokens that the step may yield for the sequence.
     """
 
     sequence: Sequence
@@ -35,64 +39,157 @@ class Chunk:
     from_device: bool
     samples: bool
     generated: int
+    limit: int = 1
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step: decode chunks first, then prefill chunks."""
+    """One step: decodes first, those whose token is on the device before the others; then prompts.
+
+    Attributes:
+        chunks: at most one per sequence.
+        num_tokens: most tokens that the step computes.
+        admitted: sequences that were given a row since the last step that was launched.
+        extended: sequences that were given a block since then.
+    """
 
     chunks: list[Chunk]
     num_tokens: int
+    admitted: list[Sequence] = field(default_factory=list[Sequence])
+    extended: list[Sequence] = field(default_factory=list[Sequence])
+
+    def to_step(self) -> Step:
+        """The step as arrays. Block table entries count as sent from here on; a step that cannot be
+        launched has to be reverted (`Scheduler.roll_back`).
+
+        Plain Python per chunk: after an idle time, the first use of each numpy function costs 10 to
+        80 µs, which a lone prompt would wait for.
+        """
+        chunks = self.chunks
+        num_from_device = 0
+        for chunk in chunks:
+            if not chunk.from_device:
+                break
+            num_from_device += 1
+        sampling = chunks
+        if len(chunks) > num_from_device:
+            sampling = [chunk for chunk in chunks if chunk.samples]
+        if len(sampling) == len(chunks):
+            samples = np.arange(len(chunks))
+        else:
+            samples = np.array([i for i, chunk in enumerate(chunks) if chunk.samples], np.int64)
+        known = chunks[num_from_device:]
+        token_ids, positions, images = _NO_IDS, _NO_POSITIONS, _NO_IMAGES
+        if known:
+            token_ids, positions = _known_tokens(known)
+            if any(chunk.sequence.images for chunk in known):
+                images = _image_runs(known, num_from_device)
+        block_rows, block_starts, block_counts, block_ids = self._block_updates()
+        masked: list[int] = []
+        masks: list[Int32Array] = []
+        limits = None
+        if known:  # a sequence that has a mask, or may yield several tokens, is not planned ahead
+            for index in range(num_from_device, len(sampling)):
+                mask = sampling[index].sequence.token_mask
+                if mask is not None and len(mask):
+                    masked.append(index)
+                    masks.append(mask)
+            if any(chunk.limit > 1 for chunk in known):
+                limits = np.array([chunk.limit for chunk in sampling], np.int64)
+        return Step(
+            rows=np.array([chunk.sequence.row for chunk in chunks], np.int64),
+            starts=np.array([chunk.start for chunk in chunks], np.int64),
+            lengths=np.array([chunk.length for chunk in chunks], np.int64),
+            num_from_device=num_from_device,
+            token_ids=token_ids,
+            positions=positions,
+            samples=samples,
+            generated=np.array([chunk.generated for chunk in sampling], np.int64),
+            limits=limits,
+            block_rows=block_rows,
+            block_starts=block_starts,
+            block_counts=block_counts,
+            block_ids=block_ids,
+            row_starts=[_row_start(s) for s in dict.fromkeys(self.admitted) if s.row >= 0],
+            images=images,
+            masked=np.array(masked, np.int64) if masked else _NO_INDICES,
+            token_masks=np.stack(masks) if masks else _NO_MASKS,
+        )
+
+    def _block_updates(self) -> tuple[Int64Array, Int64Array, Int64Array, Int32Array]:
+        """`Step.block_rows`, `block_starts`, `block_counts` and `block_ids`."""
+        changed = [s for s in dict.fromkeys(self.admitted + self.extended) if s.row >= 0]
+        if not changed:
+            return _NO_INDICES, _NO_INDICES, _NO_INDICES, _NO_IDS
+        starts = [sequence.num_sent_blocks for sequence in changed]
+        ids: list[int] = []
+        for sequence, start in zip(changed, starts, strict=True):
+            ids += sequence.block_table[start:]
+            sequence.num_sent_blocks = len(sequence.block_table)
+        counts = [s.num_sent_blocks - start for s, start in zip(changed, starts, strict=True)]
+        return (
+            np.array([sequence.row for sequence in changed], np.int64),
+            np.array(starts, np.int64),
+            np.array(counts, np.int64),
+            np.array(ids, np.int32),
+        )
 
 
-@dataclass(slots=True)
-class StepOutput:
-    """What a step sampled, in the order of the batch's chunks that sample.
-
-    A non-finite row of logits makes its `token_ids` entry -1: that sequence fails, its batch-mates
-    do not.
-    """
-
-    token_ids: Seq[int]
-    logprobs: dict[int, Logprobs]  # by index into token_ids, only where asked for
-
-
-class PendingStep(Protocol):
-    """A step that was launched."""
-
-    def result(self) -> StepOutput:
-        """Waits for the step's ids, which were copied to the host without stopping the device."""
-        ...
+def _row_start(sequence: Sequence) -> RowStart:
+    prompt, completion = b"", b""
+    if sequence.sampling.has_penalties:
+        count = sequence.num_prompt_tokens
+        prompt = sequence.token_ids[:count].tobytes()
+        completion = sequence.token_ids[count:].tobytes()
+    return RowStart(
+        sequence.row, sequence.sequence_id, sequence.position_delta, sequence.sampling, prompt,
+        completion,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerInfo:
-    """What a runner serves and how much; constant for its life."""
+def _known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
+    """Ids `[K]` and positions `[3, K]` of chunks whose ids the host knows."""
+    num_tokens = sum([chunk.length for chunk in chunks])
+    token_ids = np.empty(num_tokens, np.int32)
+    positions = np.empty((3, num_tokens), np.int32)
+    first = 0
+    for chunk in chunks:
+        sequence, start, length = chunk.sequence, chunk.start, chunk.length
+        end = start + length
+        token_ids[first : first + length] = sequence.token_ids[start:end]
+        target = positions[:, first : first + length]
+        first += length
+        num_prompt = max(0, min(end, sequence.num_prompt_tokens) - start)
+        if num_prompt:
+            given = sequence.positions
+            target[:, :num_prompt] = (
+                np.arange(start, start + num_prompt)
+                if given is None
+                else given[:, start : start + num_prompt]
+            )
+        if num_prompt < length:  # completion tokens
+            delta = sequence.position_delta
+            target[:, num_prompt:] = np.arange(start + num_prompt + delta, end + delta)
+    return token_ids, positions
 
-    model_name: str
-    dtype: str
-    num_features: int  # of an image's embedding
-    hidden: int
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int  # block ids 0 .. num_blocks - 1 are the scheduler's
-    max_num_sequences: int  # rows 0 .. max_num_sequences - 1
-    max_batched_tokens: int
 
-
-class Runner(Protocol):
-    """The only owner of a device."""
-
-    @property
-    def info(self) -> RunnerInfo:
-        """Sizes and names."""
-        ...
-
-    def start_sequence(self, sequence: Sequence) -> None:
-        """A sequence was given its row (at admission and after a preemption): fill its tables."""
-        ...
-
-    def execute(self, batch: Batch) -> PendingStep:
-        """Launches one step and returns without waiting for the device."""
-        ...
+def _image_runs(chunks: list[Chunk], first: int) -> Int64Array:
+    """`Step.images`; `first` is the index in the step of the first chunk's first token."""
+    runs: list[tuple[int, int, int, int, int]] = []
+    for chunk in chunks:
+        sequence = chunk.sequence
+        for image in sequence.images:
+            start = max(chunk.start, image.offset)
+            stop = min(chunk.start + chunk.length, image.offset + image.num_tokens)
+            if start < stop:
+                runs.append(
+                    (
+                        first + start - chunk.start,
+                        stop - start,
+                        sequence.image_offsets[image.key],
+                        image.num_tokens,
+                        start - image.offset,
+                    )
+                )
+        first += chunk.length
+    return np.array(runs, np.int64).reshape(-1, 5)

@@ -1,11 +1,11 @@
 """The block manager: who owns which KV block, and which blocks' contents can be used again.
 
 Pure Python. A block is free, or owned by one or more sequences. A full block whose token ids are
-known can be registered under its hash; it can be found by it until it is given to another sequence,
-so a free block may still serve a later prompt with the same beginning.
+known can be registered under its hash. It can then be found until it is given to another sequence,
+so a free block may still serve a later prompt with the same prefix.
 
-Contents are right by the order of the device's steps, not by waiting: a block is registered once
-the step that fills it was launched, and whoever finds it reads it in a later step.
+A block is registered as soon as the step that fills it was launched. A sequence that finds the
+block reads it in a later step, and the device runs steps in order, so nothing has to wait.
 """
 
 from collections import OrderedDict
@@ -29,9 +29,9 @@ class BlockManager:
         self.block_size = block_size
         self._prefix_caching = prefix_caching
         self._references = [0] * num_blocks
-        self._blank = list(range(num_blocks - 1, -1, -1))  # free, nothing to find in them
-        # Free and registered, least recently used first. Not a dict, which keeps the places of what
-        # was taken from its begin, and looks at all of them again at each look for its first.
+        self._blank = list(range(num_blocks - 1, -1, -1))  # free and not registered
+        # Free and registered, least recently used first. Not a dict: finding the first key of a
+        # dict whose first keys were deleted scans their empty entries each time.
         self._reusable: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -57,7 +57,7 @@ class BlockManager:
         prefix: list[int] = []
         while len(prefix) < most:
             if len(prefix) >= len(sequence.block_hashes):
-                # Few more names at a time: most prompts are new from their first block on.
+                # A few hashes at a time: most prompts are new from their first block on.
                 extend_hashes(sequence, self.block_size, min(most, 2 * len(prefix) + 1))
             block = self._block_of.get(sequence.block_hashes[len(prefix)])
             if block is None:
@@ -86,15 +86,13 @@ class BlockManager:
         sequence.capacity = len(sequence.block_table) * self.block_size
         sequence.num_registered_blocks = len(prefix)
 
-    def grow(self, sequence: Sequence) -> None:
-        """Gives the sequence one block more. Call it only while `num_free` is not 0."""
+    def append_block(self, sequence: Sequence) -> None:
+        """Gives the sequence one more block. Call it only while `num_free` is not 0."""
         sequence.block_table.append(self._take())
         sequence.capacity += self.block_size
 
     def register(self, sequence: Sequence) -> None:
-        """Makes the sequence's full blocks findable, as far as their ids are known and the steps
-        that compute them were launched.
-        """
+        """Registers the full blocks whose ids are known and whose steps were launched."""
         if not self._prefix_caching:
             return
         known = min(len(sequence.token_ids), sequence.num_computed_tokens)
@@ -105,7 +103,7 @@ class BlockManager:
         extend_hashes(sequence, self.block_size, num_full)
         for index in range(first, num_full):
             block_hash = sequence.block_hashes[index]
-            # Of two blocks with equal contents the first stays the one that is found.
+            # Of two blocks with equal contents, the first stays registered.
             if block_hash not in self._block_of:
                 block = sequence.block_table[index]
                 self._block_of[block_hash] = block
@@ -113,9 +111,9 @@ class BlockManager:
         sequence.num_registered_blocks = num_full
 
     def free(self, sequence: Sequence) -> None:
-        """Takes the sequence's blocks back; what is registered stays findable for a while."""
-        # The deepest first, so that they are also the first to be given away: without its
-        # beginning, the rest of a prompt is of no use.
+        """Takes the sequence's blocks back; registered ones can be found until they are reused."""
+        # The last block first, so that it is also reused first: a block is found only if all blocks
+        # before it are.
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -126,15 +124,16 @@ class BlockManager:
         sequence.block_table = []
         sequence.capacity = 0
         sequence.num_registered_blocks = 0
+        sequence.num_sent_blocks = 0
 
-    def forget(self, sequence: Sequence) -> None:
-        """Makes none of the sequence's blocks findable any more: their contents are not right."""
+    def invalidate(self, sequence: Sequence) -> None:
+        """Removes the sequence's blocks from the prefix cache: their contents are wrong."""
         for block in sequence.block_table:
             self._unregister(block)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError unless `sequences` own exactly the blocks that are not free, and
-        what can be found is consistent.
+        the prefix cache is consistent.
         """
         owners = [0] * self.num_blocks
         for sequence in sequences:

@@ -1,15 +1,15 @@
 """The engine: schedule → run → sample → postprocess, one step after the other.
 
 No torch, no sockets, no text: messages in, `StepDone` out, a runner for the device. With `overlap`
-the engine plans and launches step n+1 before it reads what step n sampled, so that a device that
-works by itself never waits for Python. A sequence that turns out to have ended with step n then has
-a token of step n+1 in flight, which is thrown away.
+the engine plans and launches step n + 1 before it reads the tokens of step n, so that the device
+never waits for Python. If a sequence turns out to have ended with step n, its token of step n + 1
+is discarded.
 """
 
 import time
 from collections import deque
 
-from services.decoder.engine.batch import Batch, PendingStep, Runner, StepOutput
+from services.decoder.engine.batch import Batch
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import (
     AbortSequence,
@@ -21,9 +21,16 @@ from services.decoder.engine.messages import (
     SequenceEvent,
     StartOfSequence,
     StepDone,
+    TokenMask,
 )
-from services.decoder.engine.scheduler import LEAST_PARTIAL_TOKENS, CannotSchedule, Scheduler
+from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.step import ALL_MASKED, NOT_FINITE, PendingStep, Runner, StepOutput
+
+_FAILURES = {
+    NOT_FINITE: "the model's output is not finite",
+    ALL_MASKED: "every token is masked out: the token mask or the logit bias allows none",
+}
 
 
 class Engine:
@@ -31,11 +38,11 @@ class Engine:
 
     Args:
         runner: the device.
-        overlap: launch a step before the last one's ids are read. For a runner whose `execute`
-            does not return before the step is done, this would only delay each token by a step.
-        out_of_memory: exceptions of `Runner.execute` that cost one sequence, not the engine.
-        prefix_caching: share blocks of equal beginnings.
-        least_partial_tokens: see `Scheduler`.
+        overlap: launch a step before the last one's ids are read. With a runner whose `execute`
+            blocks until the step is done, this only delays every token by a step.
+        out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
+        prefix_caching: share blocks of equal prefixes.
+        min_partial_tokens: see `Scheduler`.
     """
 
     def __init__(
@@ -45,9 +52,10 @@ class Engine:
         overlap: bool,
         out_of_memory: tuple[type[BaseException], ...] = (),
         prefix_caching: bool = True,
-        least_partial_tokens: int = LEAST_PARTIAL_TOKENS,
+        min_partial_tokens: int = MIN_PARTIAL_TOKENS,
     ) -> None:
         info = runner.info
+        self._info = info
         self._runner = runner
         self._overlap = overlap
         self._out_of_memory = out_of_memory
@@ -58,14 +66,15 @@ class Engine:
             max_batched_tokens=info.max_batched_tokens,
             # One sequence alone must fit: its last token is sampled, never computed.
             max_model_len=min(info.max_model_len, info.num_blocks * info.block_size + 1),
-            least_partial_tokens=least_partial_tokens,
+            max_tokens_per_step=info.max_tokens_per_step,
+            min_partial_tokens=min_partial_tokens,
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
         self._num_steps = 0
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
-        # Ends that wait for a step in flight, because it may read the sequence's images.
+        # End events that wait for a step in flight which may read the sequence's images.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
 
@@ -76,24 +85,28 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do without a message from outside."""
+        """Whether `step` has something to do before another message arrives."""
         return bool(self._pending or self._events or self._delayed) or self._scheduler.has_work
 
-    def handle(self, message: AddSequence | ImageReady | AbortSequence) -> None:
+    def handle(self, message: AddSequence | ImageReady | TokenMask | AbortSequence) -> None:
         """Takes one message of the front."""
         match message:
             case AddSequence():
                 self.add(message)
             case ImageReady():
                 self.image_ready(message.sequence_id, message.key, message.arena_offset)
+            case TokenMask():
+                self.mask_ready(message)
             case AbortSequence():
                 self.abort(message.sequence_id)
 
     def add(self, message: AddSequence) -> None:
-        """Queues a sequence; one that can never run ends at once as failed."""
+        """Queues a sequence; one that can never run fails at once."""
         sequence = Sequence.from_message(message)
         sequence.received_at = time.monotonic()
         try:
+            if sequence.images and not self._info.num_features:
+                raise CannotSchedule("the model takes no images")
             self._scheduler.add(sequence)
         except CannotSchedule as error:
             self._end(sequence, "failed", str(error))
@@ -106,16 +119,31 @@ class Engine:
         if (sequence := self._sequences.get(sequence_id)) is not None:
             self._scheduler.image_ready(sequence, key, arena_offset)
 
+    def mask_ready(self, message: TokenMask) -> None:
+        """The mask of a sequence's next token; one that does not fit it fails the sequence."""
+        if (sequence := self._sequences.get(message.sequence_id)) is None:
+            return
+        wanted = sequence.num_generated
+        num_bytes = 4 * -(-self._info.vocab_size // 32)
+        if not sequence.awaits_mask or sequence.num_in_flight or message.num_generated != wanted:
+            problem = f"a token mask for token {message.num_generated} came, at token {wanted}"
+            self._finish(sequence, "failed", problem)
+        elif len(message.mask) not in (0, num_bytes):
+            problem = f"a token mask has {len(message.mask)} bytes, not {num_bytes}"
+            self._finish(sequence, "failed", problem)
+        else:
+            self._scheduler.mask_ready(sequence, message)
+
     def abort(self, sequence_id: int) -> None:
         """Ends a sequence; its blocks are free when this returns."""
         if (sequence := self._sequences.get(sequence_id)) is not None:
             self._finish(sequence, "aborted")
 
     def step(self) -> StepDone | None:
-        """Launches the next step and reads the one before; what came of it, if anything."""
-        batch, admitted = self._scheduler.schedule()
+        """Launches the next step and reads the one before; returns the events, if any."""
+        batch = self._scheduler.schedule()
         if batch.chunks:
-            self._launch(batch, admitted)
+            self._launch(batch)
         if self._pending and (not self._overlap or not batch.chunks or len(self._pending) > 1):
             _, done, pending = self._pending.popleft()
             self._postprocess(done, pending.result())
@@ -143,23 +171,22 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the engine's books agree."""
+        """Raises AssertionError unless the states of engine, scheduler and blocks agree."""
         self._scheduler.check_integrity()
         sequences = self._scheduler.sequences()
         assert {s.sequence_id for s in sequences} == set(self._sequences)
         launched = [c.sequence for _, b, _ in self._pending for c in b.chunks if c.samples]
         assert all(s.num_in_flight == launched.count(s) for s in sequences)
 
-    def _launch(self, batch: Batch, admitted: list[Sequence]) -> None:
+    def _launch(self, batch: Batch) -> None:
         now = time.monotonic()
-        for sequence in admitted:
+        for sequence in batch.admitted:
             if sequence.first_scheduled_at == 0.0:
                 sequence.first_scheduled_at = now
-            self._runner.start_sequence(sequence)
         try:
-            pending = self._runner.execute(batch)
+            pending = self._runner.execute(batch.to_step())
         except self._out_of_memory as error:
-            self._give_up_largest(batch, error)
+            self._fail_largest(batch, error)
             return
         self._num_steps += 1
         self._pending.append((self._scheduler.step, batch, pending))
@@ -168,34 +195,39 @@ class Engine:
                 break
             self._blocks.register(chunk.sequence)
 
-    def _give_up_largest(self, batch: Batch, error: BaseException) -> None:
-        """The batch did not fit into the device's memory: one sequence fails, the others run on."""
+    def _fail_largest(self, batch: Batch, error: BaseException) -> None:
+        """The step did not fit into the device's memory: one sequence fails, the others go on."""
         largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
         self._scheduler.roll_back(batch)
         detail = f"the device is out of memory: {error}".splitlines()[0]
         self._finish(largest.sequence, "failed", detail)
 
     def _postprocess(self, batch: Batch, output: StepOutput) -> None:
-        """Appends the sampled ids to their sequences and finds who has ended."""
+        """Appends the sampled ids to their sequences and finds those that have ended."""
         now = time.monotonic()
         block_size = self._blocks.block_size
         finished = SequenceState.FINISHED
         events = self._events
         logprobs = output.logprobs
-        sampled = [chunk.sequence for chunk in batch.chunks if chunk.samples]
-        for index, (sequence, token_id) in enumerate(zip(sampled, output.token_ids, strict=True)):
+        sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        rows, counts = output.token_ids.tolist(), output.num_tokens.tolist()
+        for index, (sequence, ids, count) in enumerate(zip(sampling, rows, counts, strict=True)):
             sequence.num_in_flight -= 1
             if sequence.state is finished:
                 continue
-            if token_id < 0:
-                self._finish(sequence, "failed", "the model's output is not finite", poisoned=True)
+            if count == 0:
+                self._scheduler.tokens_arrived(sequence, 0)
+                continue
+            if ids[0] < 0:
+                poisoned = ids[0] == NOT_FINITE
+                self._finish(sequence, "failed", _FAILURES[ids[0]], poisoned=poisoned)
                 continue
             if sequence.image_offsets:
-                self._let_images_go(sequence)
-            token_ids = sequence.token_ids
-            token_ids.append(token_id)
-            length = len(token_ids)
-            event = SequenceEvent(sequence.sequence_id, [token_id])
+                self._release_images(sequence)
+            if count < len(ids):
+                ids = ids[:count]
+            reason = self._append(sequence, ids)
+            event = SequenceEvent(sequence.sequence_id, ids)
             if sequence.first_token_at == 0.0:
                 sequence.first_token_at = now
                 event.start = StartOfSequence(
@@ -204,22 +236,39 @@ class Engine:
                     now - sequence.received_at,
                 )
             if logprobs and index in logprobs:
-                event.logprobs = [logprobs[index]]
-            if (
-                token_id in sequence.stop_ids
-                and length - sequence.num_prompt_tokens > sequence.sampling.min_tokens
-            ):
-                self._finish(sequence, "stop", event=event)
-            elif length >= sequence.max_length:
-                self._finish(sequence, "length", event=event)
-            else:
-                events.append(event)
-                if length % block_size <= 1:
-                    self._blocks.register(sequence)
+                event.logprobs = logprobs[index][: len(ids)]
+            if reason is not None:
+                self._finish(sequence, reason, event=event)
+                continue
+            events.append(event)
+            if not sequence.plans_ahead:
+                self._scheduler.tokens_arrived(sequence, count)
+            if len(sequence.token_ids) % block_size <= count:
+                self._blocks.register(sequence)
 
-    def _let_images_go(self, sequence: Sequence) -> None:
-        """Its prompt is computed, and no step in flight computes it again: who was preempted is not
-        admitted before the ids it has sampled are back.
+    def _append(self, sequence: Sequence, ids: list[int]) -> str | None:
+        """Appends ids up to the one that ends the sequence, and removes the rest from `ids`.
+
+        Returns:
+            The reason to finish, or None.
+        """
+        token_ids, stop_ids = sequence.token_ids, sequence.stop_ids
+        for number, token_id in enumerate(ids, 1):
+            token_ids.append(token_id)
+            reason = None
+            if token_id in stop_ids and sequence.num_generated > sequence.sampling.min_tokens:
+                reason = "stop"
+            elif len(token_ids) >= sequence.max_length:
+                reason = "length"
+            if reason is not None:
+                del ids[number:]
+                return reason
+        return None
+
+    def _release_images(self, sequence: Sequence) -> None:
+        """The front may reuse the memory of the sequence's images: its prompt is computed, and no
+        step in flight computes it again, because a preempted sequence is admitted again only after
+        its in-flight tokens have arrived.
         """
         read = list(sequence.image_offsets)
         sequence.image_offsets.clear()
@@ -255,8 +304,5 @@ class Engine:
         self._delayed = [(step, event) for step, event in self._delayed if step >= first]
 
     def _first_in_flight(self) -> int:
-        """The oldest step that was launched and not read yet; without one, the next step."""
+        """The oldest step that was launched and not read yet; if there is none, the next step."""
         return self._pending[0][0] if self._pending else self._scheduler.step + 1
-
-
-__all__ = ["Engine"]

@@ -16,7 +16,7 @@ from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.staging import Staging
-from services.decoder.engine.step_inputs import HostStep, StagedStep
+from services.decoder.engine.step_inputs import StepInputs
 from services.decoder.models.base import CausalLM
 
 # Above, the device takes longer than the launches: alone, or while an encoder shares it.
@@ -68,11 +68,11 @@ class StepGraphs(Protocol):
 
     masks_images: bool  # images lie in the rows of their tokens, behind a mask
 
-    def pad(self, step: HostStep) -> HostStep | None:
+    def pad(self, step: StepInputs) -> StepInputs | None:
         """The step padded to a captured size, or None: it must run eagerly."""
         ...
 
-    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
+    def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Runs an uploaded step: logits `[n, vocab_size]` and greedy tokens `[n]`.
 
         Both are valid until the next replay, and have a row per sampling chunk, then padding.
@@ -108,24 +108,24 @@ class _GraphSet:
         return min((size for size in sizes if size >= wanted), default=None)
 
     def _capture(
-        self, kind: _Kind, staged: StagedStep, rows: Tensor, sampled: Tensor | None = None
+        self, kind: _Kind, step: StepInputs, rows: Tensor, sampled: Tensor | None = None
     ) -> None:
         """Captures an uploaded step; the kind that samples most must be the first.
 
         Args:
             kind: what it is captured for.
-            staged: a step of that kind.
+            step: a staged step of that kind.
             rows: where each sampled token goes.
             sampled: tokens that are sampled from; None: all.
         """
         parts, model = self.parts, self.parts.model
-        metadata = step_inputs.captured_metadata(staged, parts.staging)
+        metadata = step_inputs.captured_metadata(step, parts.staging)
         metadata.fused = kind.fused
         if not kind.fused:
             metadata.plan = parts.backend.plan(metadata, captured=True)
 
-        def step() -> tuple[Tensor, Tensor]:
-            hidden = self._forward(staged, metadata, sampled)
+        def run() -> tuple[Tensor, Tensor]:
+            hidden = self._forward(step, metadata, sampled)
             if self._logits is None:
                 self._logits = torch.empty_like(model.logits(hidden))
             logits = model.logits(hidden, out=self._logits[: len(hidden)])
@@ -136,11 +136,11 @@ class _GraphSet:
         stream = parts.capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), launches.captured():
-            step()  # libraries allocate and choose kernels at the first call
+            run()  # libraries allocate and choose kernels at the first call
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # so that the graph has it
             with launches.captured_graph(parts.graph_pool) as graph:
-                logits, token_ids = step()
+                logits, token_ids = run()
         torch.cuda.current_stream().wait_stream(stream)
         graph.replay()  # the first one takes longer
         self._captured[kind] = _Captured(graph, metadata, logits, token_ids)
@@ -151,15 +151,15 @@ class _GraphSet:
         return captured.logits, captured.token_ids
 
     def _forward(
-        self, staged: StagedStep, metadata: AttentionMetadata, sampled: Tensor | None
+        self, step: StepInputs, metadata: AttentionMetadata, sampled: Tensor | None
     ) -> Tensor:
         """Inputs to the states of `sampled`, see CausalLM."""
         parts, visual = self.parts, None
-        if staged.visual_mask is not None and parts.images is not None:
-            visual = parts.images.masked(parts.staging.device(staged.visual_mask))
+        if step.places.visual_mask is not None and parts.images is not None:
+            visual = parts.images.masked(parts.staging.device(step.places.visual_mask))
         return parts.model.forward(
-            step_inputs.input_ids(staged, parts.staging, parts.last_tokens, parts.model.ops),
-            parts.staging.device(staged.positions),
+            step_inputs.input_ids(step, parts.staging, parts.last_tokens, parts.model.ops),
+            parts.staging.device(step.places.positions),
             parts.kv_cache,
             metadata,
             visual,
@@ -176,28 +176,27 @@ class DecodeGraphs(_GraphSet):
         super().__init__(parts)
         self._scratch_row = scratch_row
 
-    def pad(self, step: HostStep) -> HostStep | None:
+    def pad(self, step: StepInputs) -> StepInputs | None:
         """See StepGraphs."""
         count = len(step.seq_lens)
-        if step.num_decodes != count or len(step.samples) != count or step.segments:
+        if step.num_decodes != count or len(step.samples) != count or step.images:
             return None
         size = self._size(count)
         return step_inputs.pad(step, size, self._scratch_row) if size else None
 
-    def capture(self, staged: StagedStep) -> None:
+    def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
-        parts, size = self.parts, staged.host.num_decodes
+        parts, size = self.parts, step.num_decodes
         parts.staging.upload()
-        rows = parts.staging.device(staged.output_rows)
+        rows = parts.staging.device(step.places.output_rows)
         kinds = [_Kind(size)]
-        if self._is_fused(staged.host):
+        if self._is_fused(step):
             kinds.append(_Kind(size, fused=True))
         for kind in kinds:
-            self._capture(kind, staged, rows)
+            self._capture(kind, step, rows)
 
-    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
+    def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """See StepGraphs."""
-        step = staged.host
         kind = _Kind(step.num_decodes, self._is_fused(step))
         if not kind.fused:
             metadata = self._captured[kind].metadata
@@ -205,7 +204,7 @@ class DecodeGraphs(_GraphSet):
             self.parts.backend.plan(metadata, captured=True)
         return self._replay(kind)
 
-    def _is_fused(self, step: HostStep) -> bool:
+    def _is_fused(self, step: StepInputs) -> bool:
         """Whether attention is part of a fused operation."""
         longest = self.parts.model.ops.max_fused_context(step.num_decodes)
         return int(step.seq_lens.max()) <= longest
@@ -216,23 +215,23 @@ class _ChunkGraphs(_GraphSet):
 
     masks_images = True
 
-    def capture(self, staged: StagedStep) -> None:
+    def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
         parts = self.parts
         parts.staging.upload()
-        rows = parts.staging.device(staged.sampled_rows)
-        sampled = parts.staging.device(staged.sampled_tokens)
-        self._capture(_Kind(staged.host.num_tokens), staged, rows, sampled)
+        rows = parts.staging.device(step.places.sampled_rows)
+        sampled = parts.staging.device(step.places.sampled_tokens)
+        self._capture(_Kind(step.num_tokens), step, rows, sampled)
 
-    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
+    def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """See StepGraphs. Attention has its work in the staging buffer, and no plan is due."""
-        if staged.host.segments and self.parts.images is not None:
-            self.parts.images.read_in_place(staged.host.segments)
-        return self._replay(_Kind(staged.host.num_tokens))
+        if step.images and self.parts.images is not None:
+            self.parts.images.read_in_place(step.images)
+        return self._replay(_Kind(step.num_tokens))
 
-    def _gains(self, step: HostStep) -> bool:
+    def _gains(self, step: StepInputs) -> bool:
         """Whether its images can be read, and its chunks are better off in a graph."""
-        if step.segments and self.parts.images is None:
+        if step.images and self.parts.images is None:
             return False
         return self.parts.backend.captures_chunks(step)
 
@@ -240,7 +239,7 @@ class _ChunkGraphs(_GraphSet):
 class PromptGraphs(_ChunkGraphs):
     """Steps of one chunk alone."""
 
-    def pad(self, step: HostStep) -> HostStep | None:
+    def pad(self, step: StepInputs) -> StepInputs | None:
         """See StepGraphs."""
         if len(step.seq_lens) != 1 or step.num_decodes or not self._gains(step):
             return None
@@ -256,12 +255,12 @@ class MixedGraphs(_ChunkGraphs):
         self._scratch_row = scratch_row  # the one behind those of sequences
         self._decodes = min(_MAX_CAPTURED_DECODES, scratch_row)
 
-    def scratch(self, num_tokens: int) -> HostStep:
+    def scratch(self, num_tokens: int) -> StepInputs:
         """A step to capture, of so many tokens, more than the most decodes."""
         lengths = [1] * (self._decodes - 1) + [num_tokens - self._decodes + 1]
-        return self._padded(HostStep.scratch(lengths, self._scratch_row), num_tokens)
+        return self._padded(StepInputs.scratch(lengths, self._scratch_row), num_tokens)
 
-    def pad(self, step: HostStep) -> HostStep | None:
+    def pad(self, step: StepInputs) -> StepInputs | None:
         """See StepGraphs."""
         if len(step.seq_lens) - step.num_decodes > MAX_CAPTURED_CHUNKS:
             return None
@@ -270,7 +269,7 @@ class MixedGraphs(_ChunkGraphs):
         size = self._size(len(step.input_ids)) if self._gains(step) else None
         return self._padded(step, size) if size else None
 
-    def _padded(self, step: HostStep, num_tokens: int) -> HostStep:
+    def _padded(self, step: StepInputs, num_tokens: int) -> StepInputs:
         return step_inputs.pad_mixed(
             step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._scratch_row
         )

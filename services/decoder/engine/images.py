@@ -1,15 +1,14 @@
-"""Image embeddings from the arena to a step's visual tokens."""
+"""Image embeddings from the arena to a step's image tokens."""
 
 import mmap
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from services.common.pinned import pin, unpin
-from services.decoder.engine.batch import Chunk
 from services.decoder.models.base import (
     Transfer,
     VisualInput,
@@ -19,16 +18,15 @@ from services.decoder.models.base import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class VisualSegment:
-    """Part of one image in a step.
+class ImageRun(NamedTuple):
+    """Consecutive tokens of one image in a step; see `Step.images`.
 
     Attributes:
-        row: the step's first token of the segment.
-        num_rows: its tokens.
-        arena_offset: bytes, of the image's embedding `[levels, num_tokens, hidden]`.
-        num_tokens: of the whole image.
-        first_token: of the segment, within the image.
+        row: index in the step of the run's first token.
+        num_rows: tokens of the run.
+        arena_offset: bytes, of the image's embedding `[features, num_tokens, hidden]`.
+        num_tokens: tokens of the whole image.
+        first_token: index in the image of the run's first token.
     """
 
     row: int
@@ -38,33 +36,13 @@ class VisualSegment:
     first_token: int
 
 
-def find_segments(chunk: Chunk, first_row: int) -> list[VisualSegment]:
-    """The image tokens of a chunk whose tokens are the step's rows from `first_row` on."""
-    segments: list[VisualSegment] = []
-    end = chunk.start + chunk.length
-    for image in chunk.sequence.images:
-        start = max(chunk.start, image.offset)
-        stop = min(end, image.offset + image.num_tokens)
-        if start < stop:
-            segments.append(
-                VisualSegment(
-                    row=first_row + start - chunk.start,
-                    num_rows=stop - start,
-                    arena_offset=chunk.sequence.image_offsets[image.key],
-                    num_tokens=image.num_tokens,
-                    first_token=start - image.offset,
-                )
-            )
-    return segments
-
-
 class ImageReader:
     """Reads embeddings out of the arena.
 
-    On a CPU a step uses them where they lie. On a GPU the arena is registered as pinned memory and
-    the rows a step needs are copied to a device buffer of `max_batched_tokens` rows per level, by a
-    stream of their own: while the steps before run, as far as they do not read the buffer, and
-    beside the step's own first layers, which wait for one level after the other.
+    On a CPU a step reads them in place. On a GPU the arena is registered as pinned memory. The rows
+    that a step needs are copied on a separate stream to a device buffer of `max_batched_tokens`
+    rows per feature. The copy overlaps earlier steps that do not read the buffer, and the step's
+    own first layers, each of which waits for its own feature only.
     """
 
     def __init__(
@@ -88,51 +66,51 @@ class ImageReader:
             self._transfer = Transfer.of(num_features)
 
     def close(self) -> None:
-        """Gives the arena's pinning back; due before the memory is unmapped, if it ever is."""
+        """Unregisters the arena; due before its memory is unmapped."""
         if self._buffer is not None:
             unpin(self._values, self._buffer.device)
 
-    def read(self, segments: Seq[VisualSegment], rows: Tensor | None) -> VisualInput:
-        """The embeddings of a step's segments.
+    def read(self, runs: Seq[ImageRun], rows: Tensor | None) -> VisualInput:
+        """The embeddings of a step's image tokens.
 
         Args:
-            segments: at least one, by row.
-            rows: on a GPU, the segments' rows one after the other, `[V]` int64 on the device.
+            runs: at least one, by row.
+            rows: on a GPU, the runs' rows one after the other, `[V]` int64 on the device.
         """
         if self._buffer is None:
-            return VisualSegments([(part.row, self._view(part)) for part in segments])
+            return VisualSegments([(part.row, self._view(part)) for part in runs])
         assert rows is not None
-        counts = [part.num_rows for part in segments]
+        counts = [part.num_rows for part in runs]
         *first_rows, total = accumulate(counts, initial=0)
-        self._copy(segments, first_rows)
+        self._copy(runs, first_rows)
         return VisualRows(rows, self._buffer[:, :total], self._transfer)
 
-    def read_in_place(self, segments: Seq[VisualSegment]) -> None:
-        """On a GPU: copies a step's segments to the rows of their tokens, for `masked`."""
-        self._copy(segments, [part.row for part in segments])
+    def read_in_place(self, runs: Seq[ImageRun]) -> None:
+        """On a GPU: copies a step's image tokens to the rows of their indices, for `masked`."""
+        self._copy(runs, [part.row for part in runs])
 
     def masked(self, mask: Tensor) -> VisualMask:
-        """What `read_in_place` has copied; `mask` `[T]`, not 0 where a row is visual."""
+        """What `read_in_place` copied; `mask` `[T]` is not 0 where a token is an image's."""
         assert self._buffer is not None
         rows = (mask != 0).unsqueeze(1)
         return VisualMask(rows, self._buffer[:, : len(mask)], self._transfer)
 
-    def _copy(self, segments: Seq[VisualSegment], first_rows: Seq[int]) -> None:
-        """Level by level: each segment to the buffer's rows from its first one on."""
+    def _copy(self, runs: Seq[ImageRun], first_rows: Seq[int]) -> None:
+        """Feature by feature, each run to the buffer's rows from `first_rows` on."""
         assert self._buffer is not None
         moves = [
             (self._buffer[:, row : row + part.num_rows], self._view(part))
-            for part, row in zip(segments, first_rows, strict=True)
+            for part, row in zip(runs, first_rows, strict=True)
         ]
         with torch.cuda.stream(self._stream):
             self._transfer.wait_until_read()
-            for level in range(self._num_features):
+            for feature in range(self._num_features):
                 for target, source in moves:  # contiguous on both sides: one asynchronous copy
-                    target[level].copy_(source[level], non_blocking=True)
-                self._transfer.arrive(level)
+                    target[feature].copy_(source[feature], non_blocking=True)
+                self._transfer.arrive(feature)
 
-    def _view(self, part: VisualSegment) -> Tensor:
-        """`[levels, num_rows, hidden]`, in the arena."""
+    def _view(self, part: ImageRun) -> Tensor:
+        """`[features, num_rows, hidden]`, in the arena."""
         start = part.arena_offset // self._values.itemsize
         size = self._num_features * part.num_tokens * self._hidden
         image = self._values[start : start + size].view(

@@ -20,6 +20,15 @@ class SamplingParams(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     top_logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens that the sequence has seen change its logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
 
 class ImageSpan(msgspec.Struct, frozen=True):
     """A run of image placeholders: prompt tokens [offset, offset + num_tokens)."""
@@ -42,6 +51,12 @@ class AddSequence(msgspec.Struct, tag="add"):
     images: list[ImageSpan]
     sampling: SamplingParams
     cache_salt: bytes = b""
+    # False: a step is planned for it only when its last token has arrived. It then takes part in
+    # every second step, and others in every one.
+    plan_ahead: bool = True
+    # Each token is sampled under a mask that the front sends (`TokenMask`) when it has seen the
+    # token before; implies that steps are not planned ahead.
+    token_masks: bool = False
 
 
 class ImageReady(msgspec.Struct, tag="image"):
@@ -54,6 +69,21 @@ class ImageReady(msgspec.Struct, tag="image"):
     arena_offset: int  # bytes
 
 
+class TokenMask(msgspec.Struct, tag="mask"):
+    """The tokens that a sequence with `token_masks` may have next.
+
+    Attributes:
+        sequence_id: of an `AddSequence`; a mask for a sequence that has ended is ignored.
+        num_generated: completion tokens before the one that the mask is for.
+        mask: int32 `[ceil(vocab_size / 32)]`, bit i of word w allows token 32 * w + i; empty:
+            every token is allowed.
+    """
+
+    sequence_id: int
+    num_generated: int
+    mask: bytes
+
+
 class AbortSequence(msgspec.Struct, tag="abort"):
     """Ends a sequence; the engine answers with its last event."""
 
@@ -64,14 +94,28 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine ends after this."""
 
 
-FrontMessage = AddSequence | ImageReady | AbortSequence | Shutdown
+FrontMessage = AddSequence | ImageReady | TokenMask | AbortSequence | Shutdown
 
 
 # Engine to front.
 
 
-class EngineReady(msgspec.Struct, tag="ready"):
-    """Weights are loaded and each kernel has run once."""
+class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
+    """What an engine serves and how much; constant. Sent to the front when the weights are loaded
+    and every kernel has run once.
+
+    Attributes:
+        model_name, dtype: as configured and resolved.
+        num_features: of an image's embedding; 0: the model takes no images.
+        hidden: width of an image's embedding.
+        vocab_size: rows of the head.
+        max_model_len: prompt and completion tokens of one sequence.
+        block_size: tokens per KV block.
+        num_blocks: block ids 0 .. num_blocks - 1 are the scheduler's.
+        max_num_sequences: rows 0 .. max_num_sequences - 1.
+        max_batched_tokens: tokens of one step.
+        max_tokens_per_step: k, the most tokens that a step yields for one sequence.
+    """
 
     model_name: str
     dtype: str
@@ -82,6 +126,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     block_size: int
     num_blocks: int
     max_num_sequences: int
+    max_batched_tokens: int
+    max_tokens_per_step: int = 1
 
 
 class Logprobs(msgspec.Struct, array_like=True):
@@ -158,4 +204,4 @@ class StepDone(msgspec.Struct, tag="step"):
     images_wanted: list[ImagesOf] = []
 
 
-EngineMessage = EngineReady | StepDone
+EngineMessage = EngineInfo | StepDone

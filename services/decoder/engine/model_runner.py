@@ -1,4 +1,4 @@
-"""The model runner: batches in, sampled tokens out. The only owner of its device."""
+"""The model runner: steps in, sampled tokens out. The only owner of its device."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
-from services.decoder.engine.batch import Batch, RunnerInfo, StepOutput
 from services.decoder.engine.graphs import (
     MAX_CAPTURED_CHUNKS,
     DecodeGraphs,
@@ -18,12 +17,12 @@ from services.decoder.engine.graphs import (
     StepParts,
 )
 from services.decoder.engine.images import ImageReader
-from services.decoder.engine.messages import Logprobs, SamplingParams
+from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParams
 from services.decoder.engine.sampler import Sampled, Sampler
 from services.decoder.engine.sampling import SamplingPlan, SamplingTable
-from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.staging import Staging
-from services.decoder.engine.step_inputs import HostStep, RowTable, StagedStep
+from services.decoder.engine.step import RowStart, Step, StepOutput
+from services.decoder.engine.step_inputs import RowTable, StepInputs
 from services.decoder.models.base import CausalLM, VisualInput
 
 # Of a step's arrays, whatever its size: alignment, and the least list of the attention's work.
@@ -49,19 +48,21 @@ class DevicePendingStep:
     _output: StepOutput | None = field(default=None, init=False)
 
     def result(self) -> StepOutput:
-        """See batch.PendingStep."""
+        """The step's tokens, once they are there."""
         if self._output is None:
             if self.event is not None:
                 self.event.synchronize()
-            self._output = StepOutput(self.token_ids.tolist(), self._logprobs())
+            token_ids = self.token_ids.numpy()
+            ones = np.ones(len(token_ids), np.int32)
+            self._output = StepOutput(token_ids[:, None], ones, self._logprobs())
         return self._output
 
-    def _logprobs(self) -> dict[int, Logprobs]:
+    def _logprobs(self) -> dict[int, list[Logprobs]]:
         if self.logprobs is None or self.plan is None:
             return {}
         chosen, top_ids, top = (part.tolist() for part in self.logprobs)
         return {
-            index: Logprobs(chosen[place], top_ids[place][:count], top[place][:count])
+            index: [Logprobs(chosen[place], top_ids[place][:count], top[place][:count])]
             for place, (index, count) in enumerate(
                 zip(self.plan.logprob_indices, self.plan.logprob_counts, strict=True)
             )
@@ -78,16 +79,16 @@ class DeviceState:
 
 
 class ModelRunner:
-    """See `batch.Runner`. Not thread-safe.
+    """The `step.Runner` of a model. Not thread-safe.
 
     Nothing in `execute` waits for the device: a step is arrays on the host, one upload, launches,
-    and one copy back. Steps follow each other on one stream, so that step n + 1 finds what step n
-    sampled in `last_tokens`.
+    and one copy back. All steps run on one stream, so that step n + 1 finds the tokens of step n in
+    `last_tokens`.
     """
 
     def __init__(
         self,
-        info: RunnerInfo,
+        info: EngineInfo,
         model: CausalLM,
         backend: AttentionBackend,
         state: DeviceState,
@@ -99,7 +100,7 @@ class ModelRunner:
         self._state = state
         self._images = images
         max_blocks = -(-info.max_model_len // info.block_size)
-        # One row more than the scheduler's: padding's, whose one block is the scratch block.
+        # One more row than the scheduler has, for padding; its one block is the scratch block.
         self._table = RowTable(info.max_num_sequences + 1, max_blocks)
         self._scratch_row = info.max_num_sequences
         self._table.blocks[self._scratch_row] = info.num_blocks
@@ -109,37 +110,34 @@ class ModelRunner:
         self._dtype = state.kv_cache.dtype
         self.graphs: list[StepGraphs] = []  # captured kinds of steps, see graphs.py
 
-    def start_sequence(self, sequence: Sequence) -> None:
-        """See batch.Runner."""
-        self._table.start(sequence)
-        self._sampling.set(sequence.row, sequence.sampling)
-        if self._sampling.is_penalized(sequence.row):
-            ids, prompt = sequence.token_ids.tolist(), sequence.num_prompt_tokens
-            self._sampler.start_row(sequence.row, ids[:prompt], ids[prompt:])
-
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> DevicePendingStep:
-        """See batch.Runner."""
-        step = step_inputs.build(batch, self._table, self.info.block_size)
-        graphs, padded = self._graphs_for(step)
-        staged = self._stage(padded, graphs)
-        plan = self._sampling.plan(step.table_rows[step.samples], step.generated, self._staging)
+    def execute(self, step: Step) -> DevicePendingStep:
+        """Launches a step; see `step.Runner`."""
+        if len(step.masked):
+            raise NotImplementedError("token masks")
+        if step.row_starts:
+            self._start_rows(step.row_starts)
+        self._table.update(step)
+        inputs = step_inputs.lay_out(step, self._table, self.info.block_size)
+        graphs, inputs = self._graphs_for(inputs)
+        self._stage(inputs, graphs)
+        plan = self._sampling.plan(step.rows[step.samples], step.generated, self._staging)
         self._staging.upload()
         if graphs is not None:
             count = len(step.samples)
-            logits, token_ids = (out[:count] for out in graphs.replay(staged))
+            logits, token_ids = (out[:count] for out in graphs.replay(inputs))
             if plan is not None:
-                return self._sample(staged, logits, plan)
+                return self._sample(inputs, logits, plan)
             return self._copy_back(Sampled(token_ids, None), None)
         if len(step.samples) == 0:
-            self._forward(staged)
-            # The step still reads the arena: who waits for its result may then free it.
+            self._forward(inputs)
+            # The step still reads the arena, which may be reused once its result is there.
             return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, self._mark())
-        hidden = self._forward(staged, self._staging.device(staged.sampled_tokens))
-        return self._sample(staged, self._model.logits(hidden), plan)
+        hidden = self._forward(inputs, self._staging.device(inputs.places.sampled_tokens))
+        return self._sample(inputs, self._model.logits(hidden), plan)
 
     def close(self) -> None:
-        """Lets go of the arena; the process may go on without the runner."""
+        """Releases the arena; the process may go on without the runner."""
         if self._images is not None:
             self._images.close()
 
@@ -165,10 +163,10 @@ class ModelRunner:
         for num_tokens in sorted(mixed, reverse=True):
             of_mixed.capture(self._stage(of_mixed.scratch(num_tokens), of_mixed))
         for length in sorted(prompts, reverse=True):
-            step = HostStep.scratch([length], self._scratch_row)
+            step = StepInputs.scratch([length], self._scratch_row)
             of_prompts.capture(self._stage(step, of_prompts))
         for count in sorted(decodes, reverse=True):
-            step = HostStep.scratch([1] * count, self._scratch_row)
+            step = StepInputs.scratch([1] * count, self._scratch_row)
             of_decodes.capture(self._stage(step, of_decodes))
         self.graphs = [of_decodes, of_prompts, of_mixed]
 
@@ -178,10 +176,9 @@ class ModelRunner:
 
         Warms kernels up, and shows how much memory a step of that size takes.
         """
-        step = HostStep.scratch(lengths, self._scratch_row)
-        staged = self._stage(step)
+        step = self._stage(StepInputs.scratch(lengths, self._scratch_row))
         self._staging.upload()
-        hidden = self._forward(staged, self._staging.device(staged.sampled_tokens))
+        hidden = self._forward(step, self._staging.device(step.places.sampled_tokens))
         self._model.ops.greedy(self._model.logits(hidden))
 
     @torch.inference_mode()
@@ -193,8 +190,8 @@ class ModelRunner:
         rows = np.zeros(num_rows, np.int64)
         for params in _WARM_UP_PARAMS:
             self._sampling.set(0, params)
-            if self._sampling.is_penalized(0):
-                self._sampler.start_row(0, [0], [0])
+            if params.has_penalties:
+                self._sampler.start_row(0, np.zeros(1, np.int32), np.zeros(1, np.int32))
             self._staging.begin()
             plan = self._sampling.plan(rows, rows, self._staging)
             self._staging.upload()
@@ -202,16 +199,16 @@ class ModelRunner:
             self._copy_back(self._sampler.sample(logits, plan, self._staging), plan).result()
         self._sampling.set(0, SamplingParams())
 
-    def _graphs_for(self, step: HostStep) -> tuple[StepGraphs | None, HostStep]:
-        """The graphs that have the step, and the step as they want it."""
+    def _graphs_for(self, step: StepInputs) -> tuple[StepGraphs | None, StepInputs]:
+        """The graphs that run the step, and the step padded for them."""
         for graphs in self.graphs:
             padded = graphs.pad(step)
             if padded is not None:
                 return graphs, padded
         return None, step
 
-    def _stage(self, step: HostStep, graphs: StepGraphs | None = None) -> StagedStep:
-        """Puts a step, as `graphs` want it, into the staging buffer."""
+    def _stage(self, step: StepInputs, graphs: StepGraphs | None = None) -> StepInputs:
+        """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""
         self._staging.begin()
         return step_inputs.stage(
             step,
@@ -223,35 +220,44 @@ class ModelRunner:
             masked=graphs is not None and graphs.masks_images,
         )
 
-    def _forward(self, staged: StagedStep, rows: Tensor | None = None) -> Tensor:
+    def _start_rows(self, starts: list[RowStart]) -> None:
+        for start in starts:
+            self._sampling.set(start.row, start.sampling)
+            if start.sampling.has_penalties:
+                prompt = np.frombuffer(start.prompt_token_ids, np.int32)
+                completion = np.frombuffer(start.completion_token_ids, np.int32)
+                self._sampler.start_row(start.row, prompt, completion)
+
+    def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Runs an uploaded step eagerly; see `CausalLM.forward` for `rows`."""
-        metadata = step_inputs.attention_metadata(staged, self._staging)
+        metadata = step_inputs.attention_metadata(step, self._staging)
         metadata.plan = self._backend.plan(metadata)
         return self._model.forward(
-            step_inputs.input_ids(staged, self._staging, self._state.last_tokens, self._model.ops),
-            self._staging.device(staged.positions),
+            step_inputs.input_ids(step, self._staging, self._state.last_tokens, self._model.ops),
+            self._staging.device(step.places.positions),
             self._state.kv_cache,
             metadata,
-            self._visual(staged),
+            self._visual(step),
             rows,
         )
 
-    def _visual(self, staged: StagedStep) -> VisualInput | None:
-        if staged.visual_rows is None:
+    def _visual(self, step: StepInputs) -> VisualInput | None:
+        if step.places.visual_rows is None:
             return None
         if self._images is None:
-            raise RuntimeError("a sequence with images, but no arena was given")
-        return self._images.read(staged.host.segments, self._staging.device(staged.visual_rows))
+            raise RuntimeError("a sequence has images, but the runner has no arena")
+        return self._images.read(step.images, self._staging.device(step.places.visual_rows))
 
     def _sample(
-        self, staged: StagedStep, logits: Tensor, plan: SamplingPlan | None
+        self, step: StepInputs, logits: Tensor, plan: SamplingPlan | None
     ) -> DevicePendingStep:
-        """Draws tokens, keeps them for the next step, sends them home."""
+        """Samples tokens, keeps them for the next step, copies them to the host."""
         if plan is None:
             sampled = Sampled(self._model.ops.greedy(logits), None)
         else:
             sampled = self._sampler.sample(logits, plan, self._staging)
-        rows = self._staging.device(staged.sampled_rows)[: len(sampled.token_ids)]  # no padding
+        rows = self._staging.device(step.places.sampled_rows)
+        rows = rows[: len(sampled.token_ids)]  # without padding
         # A row that failed may be in the next step already: any valid id will do for it.
         self._state.last_tokens.index_copy_(0, rows, sampled.token_ids.clamp(min=0))
         return self._copy_back(sampled, plan)
@@ -284,7 +290,7 @@ class ModelRunner:
         return target.copy_(values, non_blocking=True)
 
 
-def _staging_bytes(info: RunnerInfo, max_blocks: int) -> int:
+def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
     """The most a step's arrays take: per token, per chunk, and the blocks of all sequences."""
     per_token, per_row = 52, 320
     rows = info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1  # see step_inputs.pad_mixed

@@ -4,10 +4,11 @@ import logging
 import mmap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
@@ -15,10 +16,10 @@ from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
 from services.decoder.engine import kv_cache
-from services.decoder.engine.batch import RunnerInfo
 from services.decoder.engine.graphs import decode_buckets, mixed_buckets, prompt_buckets
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.kv_cache import KVCacheShape
+from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.model_runner import DeviceState, ModelRunner
 from services.decoder.kernels.ops import create_ops
 from services.decoder.models import resolve
@@ -95,7 +96,7 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
         num_features, rows = spec.vision.tower.num_features, options.max_batched_tokens
         images = ImageReader(arena, num_features, text.hidden_size, dtype, device, rows)
 
-    def make(info: RunnerInfo) -> ModelRunner:
+    def make(info: EngineInfo) -> ModelRunner:
         pool = kv_cache.allocate(shape, info.num_blocks, device)
         last_tokens = torch.zeros(info.max_num_sequences + 1, dtype=torch.int32, device=device)
         return ModelRunner(info, model, backend, DeviceState(device, pool, last_tokens), images)
@@ -104,7 +105,7 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     budget = _budget(options, device, lambda: _run_largest_step(make(info)))
     num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
     max_model_len = min(limit, num_blocks * options.block_size)
-    runner = make(replace(info, num_blocks=num_blocks, max_model_len=max_model_len))
+    runner = make(structs.replace(info, num_blocks=num_blocks, max_model_len=max_model_len))
     _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
     _log_ready(runner.info, device, backend, time.monotonic() - started)
     return runner
@@ -188,9 +189,9 @@ def _sizes(spec: ModelSpec, options: RunnerOptions, max_model_len: int) -> Atten
     )
 
 
-def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> RunnerInfo:
+def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> EngineInfo:
     """With no blocks yet, and room for one sequence as long as a step."""
-    return RunnerInfo(
+    return EngineInfo(
         model_name=spec.name,
         dtype=str(dtype).removeprefix("torch."),
         num_features=0 if spec.vision is None else spec.vision.tower.num_features,
@@ -216,7 +217,7 @@ def _budget(
 
 
 def _log_ready(
-    info: RunnerInfo, device: torch.device, backend: AttentionBackend, seconds: float
+    info: EngineInfo, device: torch.device, backend: AttentionBackend, seconds: float
 ) -> None:
     fields = {
         "device": str(device),

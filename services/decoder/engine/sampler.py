@@ -12,11 +12,13 @@ and by a GPU nothing at all: `kernels.draw`.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.decoder.engine.sampling import SamplingPlan, row_groups
 from services.decoder.engine.staging import Staging
+from services.decoder.engine.step import Int32Array
 from services.decoder.kernels.draw_params import DrawParams, Penalties
 from services.decoder.kernels.ops import Ops
 
@@ -49,13 +51,13 @@ class Sampler:
         # See Penalties. Host memory is taken when first written.
         self._seen = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
 
-    def start_row(self, row: int, prompt_ids: list[int], completion_ids: list[int]) -> None:
+    def start_row(self, row: int, prompt_ids: Int32Array, completion_ids: Int32Array) -> None:
         """A sequence with penalties has the row."""
         seen = self._seen[row]
         seen.zero_()
-        seen.index_fill_(0, self._upload(torch.tensor(prompt_ids, dtype=torch.int64)), 1)
-        if completion_ids:
-            ids = self._upload(torch.tensor(completion_ids, dtype=torch.int64))
+        seen.index_fill_(0, self._upload(torch.from_numpy(prompt_ids.astype(np.int64))), 1)
+        if len(completion_ids):
+            ids = self._upload(torch.from_numpy(completion_ids.astype(np.int64)))
             seen.index_add_(0, ids, torch.full_like(ids, 2, dtype=torch.int32))
 
     def sample(self, raw: Tensor, plan: SamplingPlan, staging: Staging) -> Sampled:

@@ -1,47 +1,60 @@
 """The scheduler: which tokens of which sequences a step computes. Pure Python.
 
-A step has the decoding sequences' next token first, then prompts, in chunks, up to a budget of
-tokens. Scheduling runs one step ahead of sampling (see batch.py), so whatever can be decided on
-counts is decided here, and stop ids are found when they arrive.
+A step computes the next token of every decoding sequence, then prompts, in chunks, up to a budget
+of tokens. Scheduling runs one step ahead of sampling (see step.py): it needs the number of tokens,
+not their ids. Stop ids are found when the ids arrive.
 
     waiting ──admit──▶ prefilling ──last token──▶ decoding ──▶ finished
-     ▲   ▲                │   ▲
-     │ image              ▼   │ image
-    parked ◀──preempt── stalled
+     ▲   ▲                │   ▲                    │    ▲
+     │ input              ▼   │ input              ▼    │ token and mask
+    parked ◀──preempt── stalled                   awaiting
 
-A stalled sequence has computed what is worth computing before an image that is not there yet; it
-keeps its row and its blocks until somebody who can run needs them. A parked one has neither, and
-nothing it could compute: the few tokens that a chat has before its image would cost a step of their
-own and spare the later one next to nothing, while the encoder wants the same device. Any running
-sequence can be preempted: it loses its blocks and computes again, its completion so far included.
-Images that it has read and let go are wanted once more if no prefix in the cache has them.
+Inputs that a sequence may have to wait for are its images and, to sample, its token mask.
+
+Stalled: the sequence has computed all tokens before a missing input that are worth a step. It keeps
+its row and its blocks until another sequence needs them.
+Parked: the sequence has neither row nor blocks, and nothing worth computing before its input
+arrives. The few tokens before the image of a chat would cost a step of their own and save almost
+nothing in the later one, while the encoder uses the same device.
+Awaiting: a sequence that does not plan ahead, or any sequence where a step may yield several
+tokens, is not planned again before its last token has arrived, and its mask if it needs one. The
+others are planned every step meanwhile.
+
+Any running sequence can be preempted: it loses its blocks and computes all of its tokens again,
+those of its completion included. Images that were released after they were read are requested again
+unless the prefix cache holds their tokens.
 """
 
 from bisect import insort
 from collections.abc import Iterator
 
+import numpy as np
+
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
-from services.decoder.engine.messages import ImagesOf
+from services.decoder.engine.messages import ImagesOf, TokenMask
 from services.decoder.engine.sequence import Sequence, SequenceState
 
-# Fewer cost a step what its launches and the weights cost, whatever their number.
-LEAST_PARTIAL_TOKENS = 512
+# Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
+# smaller chunk before a missing image saves nothing.
+MIN_PARTIAL_TOKENS = 512
 
 
 class CannotSchedule(ValueError):
-    """The sequence could never run here; the message says why."""
+    """The sequence can never run on this engine; the message says why."""
 
 
 class Scheduler:
     """Owner of the queues and the rows.
 
     Args:
-        blocks: the KV blocks; nobody else allocates or frees.
+        blocks: the KV blocks; no other object allocates or frees them.
         max_num_sequences: rows, each held by one running sequence.
-        max_batched_tokens: most tokens of a step, at least `max_num_sequences`.
+        max_batched_tokens: most tokens of a step; at least `max_num_sequences` times
+            `max_tokens_per_step`.
         max_model_len: most tokens of a sequence, prompt and completion.
-        least_partial_tokens: fewer tokens than that wait for the image behind them.
+        max_tokens_per_step: k, the most tokens that a step yields for one sequence.
+        min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
     """
 
     def __init__(
@@ -51,60 +64,74 @@ class Scheduler:
         max_num_sequences: int,
         max_batched_tokens: int,
         max_model_len: int,
-        least_partial_tokens: int = LEAST_PARTIAL_TOKENS,
+        max_tokens_per_step: int = 1,
+        min_partial_tokens: int = MIN_PARTIAL_TOKENS,
     ) -> None:
-        if max_batched_tokens < max_num_sequences:
+        if max_batched_tokens < max_num_sequences * max_tokens_per_step:
             raise ValueError(
                 f"max_batched_tokens ({max_batched_tokens}) is less than max_num_sequences "
-                f"({max_num_sequences}): a step could not advance each sequence"
+                f"({max_num_sequences}) times max_tokens_per_step ({max_tokens_per_step}): "
+                "a step could not advance every sequence"
             )
         self.blocks = blocks
         self.max_batched_tokens = max_batched_tokens
         self.max_model_len = max_model_len
-        self._least_partial_tokens = least_partial_tokens
+        self._max_tokens_per_step = max_tokens_per_step
+        self._min_partial_tokens = min_partial_tokens
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
         self._rows = list(range(max_num_sequences - 1, -1, -1))
-        # Blocks that admissions leave alone, so that those who run can grow for a while.
+        # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
         self._waiting: list[Sequence] = []  # by arrival
         self._parked: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
-        self._decoding: dict[int, Sequence] = {}
+        self._decoding: dict[int, Sequence] = {}  # planned ahead
+        # Decoding sequences that are not planned ahead: the last token has arrived, or not.
+        self._ready: dict[int, Sequence] = {}
+        self._awaiting: dict[int, Sequence] = {}
+        self._running = (
+            self._decoding, self._ready, self._awaiting, self._prefilling, self._stalled
+        )  # fmt: skip
+        # Since the last step that was launched, see Batch.
         self._admitted: list[Sequence] = []
-        self._wanting: list[Sequence] = []
+        self._extended: list[Sequence] = []
+        self._lacking_images: list[Sequence] = []
         self.step = 0
         self._arrivals = 0
         self._admissions = 0
-        # The head of the queue when it did not fit last, and how many blocks were free then.
+        # The head of the queue when it last did not fit, and the number of free blocks then.
         self._blocked: tuple[int, int] = (-1, 0)
+        # The head of the queue cannot be admitted before a message or a token arrives.
+        self._admission_blocked = False
 
     @property
     def num_running(self) -> int:
         """Sequences that hold a row."""
-        return len(self._decoding) + len(self._prefilling) + len(self._stalled)
+        return sum([len(group) for group in self._running])
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not."""
+        """Sequences that hold no row."""
         return len(self._waiting) + len(self._parked)
 
     @property
     def has_work(self) -> bool:
-        """Whether anything could be computed now or when the steps in flight are done."""
-        return bool(self._decoding or self._prefilling or self._waiting)
+        """Whether a step could be planned now, or may be when those in flight have finished."""
+        waiting = self._waiting and not self._admission_blocked
+        return bool(self._decoding or self._ready or self._prefilling or waiting)
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
-        groups = (self._decoding, self._prefilling, self._stalled, self._parked)
+        groups = (*self._running, self._parked)
         return [s for group in groups for s in group.values()] + self._waiting
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence.
 
         Raises:
-            CannotSchedule: it would not fit even alone.
+            CannotSchedule: it does not fit even alone.
         """
         num_prompt = sequence.num_prompt_tokens
         if num_prompt == 0:
@@ -124,123 +151,176 @@ class Scheduler:
             )
         self._arrivals += 1
         sequence.arrival = self._arrivals
+        if self._max_tokens_per_step > 1:
+            sequence.plans_ahead = False  # how many tokens a step yields is not known in advance
         self._wait(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
-        """Notes where an image of the sequence is, and lets the sequence go on."""
+        """Notes where an image of the sequence is; the sequence may be planned again."""
         sequence.image_offsets[key] = arena_offset
-        number = sequence.sequence_id
-        if number in self._parked:
-            self._wait(self._parked.pop(number))
-        elif number in self._stalled and self._is_computable(sequence):
-            self._prefilling[number] = self._stalled.pop(number)
+        self._input_arrived(sequence)
+
+    def mask_ready(self, sequence: Sequence, mask: TokenMask) -> None:
+        """Takes the mask for the sequence's next token; the sequence may be planned again."""
+        sequence.token_mask = np.frombuffer(mask.mask, "<i4")
+        self._input_arrived(sequence)
+
+    def tokens_arrived(self, sequence: Sequence, count: int) -> None:
+        """The ids of a sequence that does not plan ahead were appended to it.
+
+        Args:
+            sequence: not finished; it may have been preempted meanwhile.
+            count: how many. The mask is still the next token's if there is none.
+        """
+        if count:
+            sequence.token_mask = None
+        if sequence.state is SequenceState.RUNNING:
+            # Keys and values of all but the last token are there; others behind them are of tokens
+            # that were not accepted, and are overwritten.
+            sequence.num_computed_tokens = len(sequence.token_ids) - 1
+            self._input_arrived(sequence)
 
     def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
-        """Ends a sequence in whatever state; its row and its blocks are free at once.
+        """Ends a sequence in any state; its row and its blocks are free when this returns.
 
-        A step in flight may still write to them. That does no harm: whoever gets them writes and
-        reads in later steps, and the device keeps the order.
+        A step in flight may still write to them. That is harmless: their next owner writes and
+        reads them in later steps, and the device runs steps in order.
 
         Args:
             sequence: not finished yet.
-            poisoned: what it computed is not right, and nobody may find it.
+            poisoned: what it computed is wrong and must not be found in the prefix cache.
         """
         if poisoned:
-            self.blocks.forget(sequence)
+            self.blocks.invalidate(sequence)
         else:
             self.blocks.register(sequence)
         self._leave(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def schedule(self) -> tuple[Batch, list[Sequence]]:
-        """Plans one step.
-
-        Returns:
-            The batch, and the sequences that were given a row for it.
-        """
+    def schedule(self) -> Batch:
+        """Plans one step."""
         self.step += 1
-        self._admitted = []
-        chunks = self._decode_chunks()
-        num_tokens = len(chunks)
+        chunks, num_tokens = self._decode_chunks()
         if self._prefilling or self._waiting:
             num_tokens += self._fill(self._prompts(), self.max_batched_tokens - num_tokens, chunks)
-        return Batch(chunks, num_tokens), self._admitted
+        batch = Batch(chunks, num_tokens, self._admitted, self._extended)
+        if chunks:
+            self._admitted, self._extended = [], []
+        return batch
 
     def take_wanted_images(self) -> list[ImagesOf]:
-        """Those that sequences had let go, and have come to once more since the last call."""
+        """Released images that sequences have to read again, since the last call."""
         wanted: list[ImagesOf] = []
-        for sequence in self._wanting:
+        for sequence in self._lacking_images:
             if sequence.images_read:
                 wanted.append(ImagesOf(sequence.sequence_id, sequence.images_read))
                 sequence.images_read = []
-        self._wanting = []
+        self._lacking_images = []
         return wanted
 
     def roll_back(self, batch: Batch) -> None:
-        """Takes back a batch that was not launched: its chunks will be scheduled again."""
+        """Reverts a batch that was not launched: its chunks will be scheduled again."""
         for chunk in batch.chunks:
-            sequence = chunk.sequence
+            sequence, number = chunk.sequence, chunk.sequence.sequence_id
             sequence.num_computed_tokens = chunk.start
             if chunk.samples:
                 sequence.num_in_flight -= 1
-            if not chunk.from_device:
-                self._decoding.pop(sequence.sequence_id, None)
-                self._stalled.pop(sequence.sequence_id, None)
-                self._prefilling[sequence.sequence_id] = sequence
+            if not chunk.from_device:  # its ids are known: as good as the rest of a prompt
+                for group in (self._decoding, self._awaiting, self._stalled):
+                    group.pop(number, None)
+                self._prefilling[number] = sequence
+        for sequence in (*batch.admitted, *batch.extended):
+            sequence.num_sent_blocks = 0
+        self._admitted = batch.admitted + self._admitted
+        self._extended = batch.extended + self._extended
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless rows, blocks and states agree."""
-        groups = (self._decoding, self._prefilling, self._stalled)
-        running = [s for group in groups for s in group.values()]
+        running = [s for group in self._running for s in group.values()]
         rows = [s.row for s in running]
         assert len(set(rows)) == len(rows) and not set(rows) & set(self._rows), "a row held twice"
         assert all(s.state is SequenceState.RUNNING for s in running)
         idle = [*self._waiting, *self._parked.values()]
         assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
+        assert all(s.plans_ahead for s in self._decoding.values())
+        for sequence in (*self._ready.values(), *self._awaiting.values()):
+            waits = sequence.num_in_flight > 0 or sequence.awaits_mask
+            assert not sequence.plans_ahead
+            assert (sequence.sequence_id in self._awaiting) == waits
         assert not any(s.block_table for s in idle), "a waiting sequence holds blocks"
         assert len({s.sequence_id for s in running + idle}) == len(running) + len(idle)
         self.blocks.check_integrity(running)
 
     # Decoding.
 
-    def _decode_chunks(self) -> list[Chunk]:
+    def _decode_chunks(self) -> tuple[list[Chunk], int]:
+        """One chunk for each decoding sequence that can be planned, and the most tokens that they
+        compute together.
+        """
         # A decoding sequence has computed all its tokens but the last, so this leaves out those
         # whose last possible token is in flight.
-        decoding = self._decoding.values()
-        ready = [s for s in decoding if s.num_computed_tokens + 1 < s.max_length]
-        needy = [s for s in ready if s.num_computed_tokens == s.capacity]
-        if needy:
-            ready = self._grow(ready, needy)
+        decoding = [s for s in self._decoding.values() if s.num_computed_tokens + 1 < s.max_length]
+        lacking = [s for s in decoding if s.num_computed_tokens == s.capacity]
+        known = []
+        if self._ready:
+            known = list(self._ready.values())
+            lacking += [s for s in known if self._num_lacking_blocks(s)]
+        if lacking:
+            self._append_blocks(lacking)
+            decoding = [s for s in decoding if s.state is SequenceState.RUNNING]
+            known = [s for s in known if s.state is SequenceState.RUNNING]
         chunks: list[Chunk] = []
-        for sequence in ready:
+        for sequence in decoding:
             start = sequence.num_computed_tokens
             sequence.num_computed_tokens = start + 1
             sequence.num_in_flight += 1
             generated = start + 1 - sequence.num_prompt_tokens
             chunks.append(Chunk(sequence, start, 1, True, True, generated))
-        return chunks
+        num_tokens = len(chunks)
+        for sequence in known:
+            start, limit = sequence.num_computed_tokens, self._limit(sequence)
+            sequence.num_computed_tokens = start + 1
+            sequence.num_in_flight += 1
+            self._awaiting[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
+            generated = start + 1 - sequence.num_prompt_tokens
+            chunks.append(Chunk(sequence, start, 1, False, True, generated, limit))
+            num_tokens += limit
+        return chunks, num_tokens
 
-    def _grow(self, ready: list[Sequence], needy: list[Sequence]) -> list[Sequence]:
-        """Gives each needy sequence a block, preempting where there is none; who is left of all."""
-        while len(needy) > self.blocks.num_free:
+    def _limit(self, sequence: Sequence) -> int:
+        """The most tokens that the next step may yield for a decoding sequence."""
+        if sequence.token_masks:
+            return 1  # a mask is for one token
+        room = sequence.max_length - 1 - sequence.num_computed_tokens
+        return min(self._max_tokens_per_step, room)
+
+    def _num_lacking_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a decoding sequence has to be given for its next step."""
+        needed = sequence.num_computed_tokens + self._limit(sequence)
+        return max(0, self.blocks.num_blocks_for(needed) - len(sequence.block_table))
+
+    def _append_blocks(self, sequences: list[Sequence]) -> None:
+        """Gives sequences the blocks they lack; preempts while too few are free."""
+        while sum([self._num_lacking_blocks(s) for s in sequences]) > self.blocks.num_free:
             self._preempt(self._victim())
-            needy = [s for s in needy if s.state is SequenceState.RUNNING]
-        for sequence in needy:
-            self.blocks.grow(sequence)
-        return [s for s in ready if s.state is SequenceState.RUNNING]
+            sequences = [s for s in sequences if s.state is SequenceState.RUNNING]
+        for sequence in sequences:
+            for _ in range(self._num_lacking_blocks(sequence)):
+                self.blocks.append_block(sequence)
+        self._extended += sequences
 
     # Prompts.
 
     def _prompts(self) -> Iterator[Sequence]:
-        """Those who prefill, in order, then new ones as long as they can be admitted."""
+        """Prefilling sequences in order, then new ones while they can be admitted."""
         yield from list(self._prefilling.values())
         while (sequence := self._try_admit()) is not None:
             yield sequence
 
     def _fill(self, prompts: Iterator[Sequence], budget: int, chunks: list[Chunk]) -> int:
-        """Spends up to `budget` tokens on prompts in order; the tokens spent.
+        """Spends up to `budget` tokens on prompts in order; returns the tokens spent.
 
-        A prompt that takes several steps by itself leaves half of the budget to those behind it.
+        A prompt that needs several steps leaves half of the budget to the prompts behind it.
         """
         spent = 0
         while spent < budget and (sequence := next(prompts, None)) is not None:
@@ -254,7 +334,7 @@ class Scheduler:
         return spent
 
     def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Appends the sequence's next chunk; its length."""
+        """Appends the sequence's next chunk; returns its length."""
         start = sequence.num_computed_tokens
         length = min(self._chunk_limit(sequence, start) - start, budget)
         end = start + length
@@ -265,40 +345,44 @@ class Scheduler:
         number = sequence.sequence_id
         if samples:
             sequence.num_in_flight += 1
-            self._decoding[number] = self._prefilling.pop(number)
+            group = self._decoding if sequence.plans_ahead else self._awaiting
+            group[number] = self._prefilling.pop(number)
         elif self._chunk_limit(sequence, end) == end:
             self._stalled[number] = self._prefilling.pop(number)
-            self._wanting.append(sequence)
+            self._lacking_images.append(sequence)
         if length:
             chunks.append(Chunk(sequence, start, length, False, samples, generated))
         return length
 
     def _try_admit(self) -> Sequence | None:
-        """Gives the head of the queue a row and blocks; None where it has to wait."""
+        """Gives the head of the queue a row and blocks; None if it has to wait."""
         while self._waiting:
             sequence = self._waiting[0]
             if sequence.num_in_flight:
-                return None  # preempted, and the id of its last token is not back yet
-            if not self._rows and not self._stalled:
-                return None
+                return None  # preempted, and its last token has not arrived
             num_free = self.blocks.num_free
-            if self._blocked == (sequence.sequence_id, num_free) and not self._stalled:
+            self._admission_blocked = not self._stalled and (
+                not self._rows or self._blocked == (sequence.sequence_id, num_free)
+            )
+            if self._admission_blocked:
                 return None
             prefix = self.blocks.find_prefix(sequence)
             computed = len(prefix) * self.blocks.block_size
             if self._chunk_limit(sequence, computed) == computed:
                 self._parked[sequence.sequence_id] = self._waiting.pop(0)
-                self._wanting.append(sequence)
+                self._lacking_images.append(sequence)
                 continue
-            keep_free = self._watermark if self._decoding or self._prefilling else 0
+            others = self._decoding or self._ready or self._awaiting or self._prefilling
+            keep_free = self._watermark if others else 0
             fits = self.blocks.can_allocate(len(sequence.token_ids), prefix, keep_free)
             if fits and self._rows:
                 self._admit(self._waiting.pop(0), prefix)
                 return sequence
-            # Who stalled in this very step is part of it.
+            # A sequence that stalled in this step is part of its batch.
             victims = [s for s in self._stalled.values() if s.last_prefill_step != self.step]
             if not victims:
                 self._blocked = (sequence.sequence_id, num_free)
+                self._admission_blocked = not self._stalled
                 return None
             self._preempt(max(victims, key=_admission))
         return None
@@ -316,22 +400,31 @@ class Scheduler:
         self._prefilling[sequence.sequence_id] = sequence
         self._admitted.append(sequence)
 
-    def _is_computable(self, sequence: Sequence) -> bool:
-        start = sequence.num_computed_tokens
-        return self._chunk_limit(sequence, start) > start
+    def _input_arrived(self, sequence: Sequence) -> None:
+        """Plans the sequence again if it waited for what arrived, and for nothing else."""
+        number = sequence.sequence_id
+        self._admission_blocked = False
+        if number in self._parked:
+            self._wait(self._parked.pop(number))
+        elif number in self._stalled:
+            start = sequence.num_computed_tokens
+            if self._chunk_limit(sequence, start) > start:
+                self._prefilling[number] = self._stalled.pop(number)
+        elif number in self._awaiting and not (sequence.num_in_flight or sequence.awaits_mask):
+            self._ready[number] = self._awaiting.pop(number)
 
     def _chunk_limit(self, sequence: Sequence, start: int) -> int:
-        """Where a chunk from `start` on may end at the latest; `start` itself: not worth a step."""
-        limit = sequence.computable_until(start)
-        worthwhile = limit - start >= self._least_partial_tokens
+        """The latest end of a chunk from `start` on; `start` itself if none is worth a step."""
+        limit = sequence.num_ready_tokens(start)
+        worthwhile = limit - start >= self._min_partial_tokens
         return limit if worthwhile or limit == len(sequence.token_ids) else start
 
     # Leaving.
 
     def _victim(self) -> Sequence:
-        """Who is preempted next: a stalled sequence if there is one, else the latest admitted."""
-        pool = self._stalled or (self._decoding | self._prefilling)
-        return max(pool.values(), key=_admission)
+        """The sequence to preempt next: a stalled one if there is any, else the latest admitted."""
+        groups = [self._stalled] if self._stalled else self._running
+        return max((s for group in groups for s in group.values()), key=_admission)
 
     def _preempt(self, sequence: Sequence) -> None:
         stalled = sequence.sequence_id in self._stalled
@@ -347,15 +440,17 @@ class Scheduler:
             self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
+        self._admission_blocked = False
         insort(self._waiting, sequence, key=_arrival)
 
     def _leave(self, sequence: Sequence) -> None:
         number = sequence.sequence_id
+        self._admission_blocked = False
         if sequence.state is SequenceState.WAITING:
             if self._parked.pop(number, None) is None:
                 self._waiting.remove(sequence)
             return
-        for group in (self._decoding, self._prefilling, self._stalled):
+        for group in self._running:
             group.pop(number, None)
         self.blocks.free(sequence)
         self._rows.append(sequence.row)

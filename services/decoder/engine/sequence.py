@@ -20,7 +20,7 @@ class SequenceState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One generation: its tokens, its place in the cache, its progress.
+    """One generation: its tokens, its KV blocks, its progress.
 
     Attributes:
         sequence_id: unique for the life of the engine.
@@ -30,20 +30,24 @@ class Sequence:
         position_delta: token i of the completion, at index j of `token_ids`, has position
             j + position_delta on each axis.
         images: placeholder spans, by offset.
-        image_offsets: image key → byte offset in the arena, as long as the embedding is there.
-        images_read: keys of those that were there and need not be, unless the sequence is
-            preempted.
-        row: place in the runner's tables while RUNNING, else -1.
+        image_offsets: image key → byte offset in the arena, while the embedding is there.
+        images_read: keys of embeddings that were released after they were read; needed again if
+            the sequence is preempted.
+        row: index in the runner's tables while RUNNING, else -1.
         block_table: ids of the KV blocks, in order.
         capacity: tokens that the block table has room for.
         num_computed_tokens: tokens whose keys and values are in the cache or will be when the
             steps in flight are done.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-        num_in_flight: tokens sampled on the device whose ids have not come back.
+        num_in_flight: steps that sample for the sequence and whose tokens have not arrived.
+        num_sent_blocks: entries of the block table that were sent to the runner.
+        plans_ahead: the next step may be planned while the last token is in flight.
+        token_masks: each token is sampled under a mask that the front sends.
+        token_mask: the mask for the next token, int32 words; empty: every token is allowed.
         max_length: tokens, prompt included, at which the sequence ends by length.
         stop_ids: `sampling.stop_token_ids` as a set.
-        block_hashes: names of the leading full blocks, as far as they were asked for.
-        num_registered_blocks: leading blocks that the prefix cache was told of.
+        block_hashes: hashes of the leading full blocks, as far as they were computed.
+        num_registered_blocks: leading blocks that were registered in the prefix cache.
         arrival: order of arrival, which is the order of waiting.
         admission: order of the last admission; the latest is preempted first.
         last_prefill_step: the last step that may read the sequence's images.
@@ -67,6 +71,10 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_in_flight: int = 0
+    num_sent_blocks: int = 0
+    plans_ahead: bool = True
+    token_masks: bool = False
+    token_mask: npt.NDArray[np.int32] | None = None
     num_preemptions: int = 0
     max_length: int = 0
     stop_ids: frozenset[int] = frozenset()
@@ -96,24 +104,29 @@ class Sequence:
             sampling=message.sampling,
             cache_salt=message.cache_salt,
             stop_ids=frozenset(message.sampling.stop_token_ids),
+            plans_ahead=message.plan_ahead and not message.token_masks,
+            token_masks=message.token_masks,
         )
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the sequence, those in flight included."""
-        return len(self.token_ids) + self.num_in_flight
+    def num_generated(self) -> int:
+        """Completion tokens whose ids are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_generated(self) -> int:
-        """Completion tokens, those in flight included."""
-        return self.num_tokens - self.num_prompt_tokens
+    def awaits_mask(self) -> bool:
+        """Whether the next token cannot be sampled before a mask arrives."""
+        return self.token_masks and self.token_mask is None
 
-    def computable_until(self, start: int) -> int:
+    def num_ready_tokens(self, start: int) -> int:
         """The index before which all tokens can be computed, given that those before `start` are.
 
-        It is the first placeholder, at or after `start`, of an image that is not there yet.
+        It is that of the first placeholder, at or after `start`, of an image that has not arrived,
+        or that of the last token if the mask for the next one has not.
         """
         for span in self.images:
             if span.offset + span.num_tokens > start and span.key not in self.image_offsets:
                 return max(span.offset, start)
+        if self.awaits_mask:
+            return max(len(self.token_ids) - 1, start)
         return len(self.token_ids)

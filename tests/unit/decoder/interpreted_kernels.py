@@ -238,7 +238,7 @@ def check_sampler(logits: Tensor, params: list[SamplingParams]) -> None:
         sampler = Sampler(count, vocab_size, torch.device("cpu"), ops)
         for row, one in enumerate(params):
             table.set(row, one)
-            sampler.start_row(row, [1, 2], [])
+            sampler.start_row(row, np.array([1, 2], np.int32), np.empty(0, np.int32))
         found.append([])
         for step in range(2):
             staging.begin()

@@ -106,7 +106,7 @@ def test_forgotten_blocks_are_not_found():
     blocks = BlockManager(8, SIZE)
     first = sequence_of(1, list(range(12)))
     admit(blocks, first)
-    blocks.forget(first)
+    blocks.invalidate(first)
     assert blocks.find_prefix(sequence_of(2, list(range(12)))) == []
     blocks.free(first)
     blocks.check_integrity([])
@@ -177,7 +177,7 @@ class Blocks(RuleBasedStateMachine):
         if sequence.num_computed_tokens == sequence.capacity:
             if self.blocks.num_free == 0:
                 return
-            self.blocks.grow(sequence)
+            self.blocks.append_block(sequence)
         sequence.token_ids.append(token)
         self.write(sequence)
         self.blocks.register(sequence)
@@ -187,7 +187,7 @@ class Blocks(RuleBasedStateMachine):
     def end(self, index, poisoned):
         sequence = self.live.pop(index % len(self.live))
         if poisoned:
-            self.blocks.forget(sequence)
+            self.blocks.invalidate(sequence)
         self.blocks.free(sequence)
         assert sequence.block_table == []
 

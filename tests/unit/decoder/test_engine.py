@@ -236,7 +236,7 @@ def test_out_of_memory_costs_the_largest_chunk_only(overlap):
     harness.add(add_message(2, prompt_of(2, 6), max_tokens=12))
     for _ in range(3):
         harness.step()
-    with failing(harness.runner, lambda batch: batch.num_tokens > 20, MemoryError("too big")):
+    with failing(harness.runner, lambda step: step.num_tokens > 20, MemoryError("too big")):
         harness.add(add_message(3, prompt_of(3, 30), max_tokens=5))
         harness.add(add_message(4, prompt_of(4, 7), max_tokens=5))
         harness.run()
@@ -250,7 +250,7 @@ def test_other_exceptions_are_the_callers():
     harness = Harness()
     harness.add(add_message(1, prompt_of(1, 8), max_tokens=12))
     with (
-        failing(harness.runner, lambda batch: True, RuntimeError("device lost")),
+        failing(harness.runner, lambda step: True, RuntimeError("device lost")),
         pytest.raises(RuntimeError, match="device lost"),
     ):
         harness.step()

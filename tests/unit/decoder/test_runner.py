@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from services.decoder.engine import step_inputs
-from services.decoder.engine.batch import Batch
 from services.decoder.engine.graphs import MixedGraphs, StepParts
-from services.decoder.engine.images import find_segments
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner, resolve_device
 from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.step_inputs import StepInputs
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 
 LEVELS, HIDDEN, NUM_TOKENS = 3, 32, 10
@@ -102,7 +101,7 @@ def test_any_interleaving_gives_the_same_tokens(
                     harness.finish(running.pop(kind))
                 elif rng.random() < 0.1:
                     harness.restart(sequence, sequence.row)
-        ready = [s for s in running.values() if s.num_generated < NUM_TOKENS]
+        ready = [s for s in running.values() if s.num_generated + s.num_in_flight < NUM_TOKENS]
         chosen = [s for s in ready if rng.random() < 0.6]
         if chosen:
             chunks = [harness.chunk(s, int(rng.integers(1, 13))) for s in chosen]
@@ -159,9 +158,10 @@ def test_logprobs_are_under_the_index_of_their_token(harness: Harness) -> None:
     sequences = [start(harness, kind, kind, one) for kind, one in enumerate(params)]
     output = harness.step(*[harness.chunk(sequence) for sequence in sequences]).result()
     assert sorted(output.logprobs) == [1, 3]
-    assert output.logprobs[1].top_token_ids[0] == output.token_ids[1]
-    assert output.logprobs[1].logprob == pytest.approx(output.logprobs[1].top_logprobs[0])
-    assert len(output.logprobs[1].top_token_ids) == 3 and not output.logprobs[3].top_token_ids
+    assert output.logprobs[1][0].top_token_ids[0] == output.token_ids[1, 0]
+    (one,), (three,) = output.logprobs[1], output.logprobs[3]
+    assert one.logprob == pytest.approx(one.top_logprobs[0])
+    assert len(one.top_token_ids) == 3 and not three.top_token_ids
     for sequence in sequences:
         harness.finish(sequence)
 
@@ -169,7 +169,7 @@ def test_logprobs_are_under_the_index_of_their_token(harness: Harness) -> None:
 def test_a_step_without_samples_gives_nothing(harness: Harness) -> None:
     sequence = start(harness, 0, 0)
     output = harness.step(harness.chunk(sequence, 5)).result()
-    assert list(output.token_ids) == [] and output.logprobs == {}
+    assert output.token_ids.tolist() == [] and output.logprobs == {}
     harness.finish(sequence)
 
 
@@ -178,11 +178,11 @@ def test_a_sequence_that_is_not_finite_fails_alone(harness: Harness, alone) -> N
     offset = next(iter(broken.image_offsets.values()))
     harness.arena[offset : offset + 4] = np.float32(np.nan).tobytes()
     output = harness.step(harness.chunk(broken), harness.chunk(sound)).result()
-    assert list(output.token_ids) == [-1, alone[2][0]]
+    assert output.token_ids.tolist() == [[-1], [alone[2][0]]]
     broken.token_ids[-1] = 0
     # It may be in the next step already, fed from the device.
     again = harness.step(harness.chunk(broken), harness.chunk(sound)).result()
-    assert list(again.token_ids) == [-1, alone[2][1]]
+    assert again.token_ids.tolist() == [[-1], [alone[2][1]]]
     harness.finish(broken)
     harness.finish(sound)
 
@@ -247,16 +247,18 @@ def test_an_absent_gpu_is_refused() -> None:
 def test_image_segments_are_cut_by_chunks(harness: Harness) -> None:
     sequence = start(harness, 2, 0)
     first, second = sequence.images
-    chunk = harness.chunk(sequence, 8)
-    (part,) = find_segments(chunk, first_row=5)
+    other = start_text(harness, 1)
+    chunks = harness.chunk(other, 5), harness.chunk(sequence, 8)
+    (part,) = harness.inputs(*chunks).images
     assert (part.row, part.num_rows, part.first_token, part.num_tokens) == (7, 6, 0, 9)
     chunk = harness.chunk(sequence, 9)
-    left, right = find_segments(chunk, first_row=0)
+    left, right = harness.inputs(chunk).images
     assert (left.row, left.num_rows, left.first_token) == (0, 3, 6)
     assert (right.row, right.num_rows, right.first_token) == (15 - 8, 2, 0)
     assert left.arena_offset == sequence.image_offsets[first.key]
     assert right.arena_offset == sequence.image_offsets[second.key]
     harness.finish(sequence)
+    harness.finish(other)
 
 
 def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None:
@@ -265,14 +267,14 @@ def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None
     sequences = [start_text(harness)]
     harness.step(harness.chunk(sequences[0]))
     chunk = harness.chunk(sequences[0])
-    step = step_inputs.build(Batch([chunk], 1), runner._table, 4)
+    step = harness.inputs(chunk)
     padded = step_inputs.pad(step, 4, runner._scratch_row)
-    full = step_inputs.HostStep.scratch([1] * 4, runner._scratch_row)
-    first, second = runner._stage(padded), runner._stage(full)
+    full = StepInputs.scratch([1] * 4, runner._scratch_row)
+    first, second = runner._stage(padded).places, runner._stage(full).places
     for name in ("input_ids", "input_rows", "positions", "slot_mapping", "seq_lens", "output_rows"):
         assert getattr(first, name) == getattr(second, name)
     assert runner._staging.host(second.slot_mapping).tolist() == [-1] * 4
-    first = runner._stage(padded)
+    first = runner._stage(padded).places
     assert runner._staging.host(first.slot_mapping).tolist()[1:] == [-1] * 3
     assert runner._staging.host(first.input_rows).tolist()[1:] == [-1] * 3
     assert padded.table_rows.tolist()[1:] == [runner._scratch_row] * 3
@@ -290,7 +292,7 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
     chunks = [harness.chunk(sequence) for sequence in decodes]
     chunks += [harness.chunk(prompts[0], 5), harness.chunk(prompts[1])]
     used = sum(chunk.length for chunk in chunks)
-    step = step_inputs.build(Batch(chunks, used), runner._table, 4)
+    step = harness.inputs(*chunks)
     padded = step_inputs.pad_mixed(step, 64, 4, 3, runner._scratch_row)
     assert padded.num_decodes == 4
     assert padded.num_tokens == 64
@@ -303,7 +305,7 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
     assert padded.table_rows[others].tolist() == [runner._scratch_row] * 4
     # Three sample: two decodes and the whole prompt. Padding samples for the scratch row.
     assert padded.samples.tolist() == [0, 1, 5, 7]
-    staged = runner._stage(padded)
+    staged = runner._stage(padded).places
     for name in ("input_ids", "input_rows", "positions", "slot_mapping"):
         found = runner._staging.host(getattr(staged, name))
         assert found.shape[-1] == 64
@@ -340,16 +342,17 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
         lambda step, captured: np.zeros((step.num_tokens // 64 + len(step.seq_lens), 8), np.int32),
     )
     graphs = mixed_graphs(runner)
-    captured = runner._stage(graphs.scratch(64), graphs)
-    step = graphs._padded(step_inputs.HostStep.scratch(lengths, runner._scratch_row), 64)
-    staged = runner._stage(step, graphs)
+    first = runner._stage(graphs.scratch(64), graphs)
+    captured = first.places
+    step = graphs._padded(StepInputs.scratch(lengths, runner._scratch_row), 64)
+    staged = runner._stage(step, graphs).places
     for field in dataclasses.fields(staged):
-        if field.name not in ("host", "block_ids", "block_tables"):
+        if field.name not in ("block_ids", "block_tables"):
             place = getattr(staged, field.name)
             assert place == getattr(captured, field.name), field.name
             assert (place is None) == (field.name == "visual_rows"), field.name
     assert staged.block_ids.offset == captured.block_ids.offset
-    everything = step_inputs.captured_metadata(captured, runner._staging).block_ids
+    everything = step_inputs.captured_metadata(first, runner._staging).block_ids
     found = runner._staging.host(staged.block_ids)
     assert everything[: len(found)].tolist() == found.tolist()
 
@@ -370,7 +373,7 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     assert all(len(rows) == 8 for rows in graphs._captured.values())  # as many as may decode
 
     def padded(lengths: list[int]) -> int | None:
-        step = graphs.pad(step_inputs.HostStep.scratch(lengths, runner._scratch_row))
+        step = graphs.pad(StepInputs.scratch(lengths, runner._scratch_row))
         return step.num_tokens if step is not None else None
 
     assert padded([1, 1, 200]) == padded([256]) == 256

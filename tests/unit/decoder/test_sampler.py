@@ -18,6 +18,7 @@ from tests.draws import distribution
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50
+NONE = np.empty(0, np.int32)
 
 
 class Bench:
@@ -193,7 +194,7 @@ def test_penalties_follow_vllm() -> None:
     )
     bench = Bench([params])
     prompt, completion = [1, 2, 2], [2, 3, 3]
-    bench.sampler.start_row(0, prompt, completion)
+    bench.sampler.start_row(0, np.array(prompt, np.int32), np.array(completion, np.int32))
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 1:5] = torch.tensor([3.0, -1.0, 4.0, 2.2])
     # 1: 3 / 1.5 = 2. 2: -1 * 1.5 - 0.3 - 0.4. 3: 4 / 1.5 - 0.6 - 0.4 = 1.67. 4: untouched.
@@ -210,7 +211,7 @@ def test_counts_of_a_row_start_anew() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 7] = 0.5
     for _ in range(2):
-        bench.sampler.start_row(0, [7], [])
+        bench.sampler.start_row(0, np.array([7], np.int32), NONE)
         assert bench.draw(logits, [0], [0]).token_ids.tolist() == [7]
         assert bench.draw(logits, [0], [1]).token_ids.tolist() != [7]
 
@@ -285,7 +286,7 @@ def test_a_draw_by_a_kernel_is_taken_as_it_is() -> None:
     for broken in (False, True):
         bench = Bench([waiting, liked, plain])
         bench.sampler._ops = ops = DrawingOps()
-        bench.sampler.start_row(1, [4], [])
+        bench.sampler.start_row(1, np.array([4], np.int32), NONE)
         logits[2, 0] = torch.nan if broken else 0.0
         tokens = [bench.draw(logits, [0, 1, 2], [n] * 3).token_ids for n in range(2)]
         assert tokens[0].dtype == torch.int32

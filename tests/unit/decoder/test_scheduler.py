@@ -19,7 +19,7 @@ def scheduler_of(
         max_num_sequences=rows,
         max_batched_tokens=budget,
         max_model_len=length,
-        least_partial_tokens=partial,
+        min_partial_tokens=partial,
     )
 
 
@@ -34,7 +34,7 @@ def add(scheduler: Scheduler, number: int, length: int, *images: ImageSpan, max_
 
 def step(scheduler: Scheduler, *, arrive: bool = True) -> list[tuple[int, int, int]]:
     """One step; with `arrive`, its sampled ids come back at once."""
-    batch, _ = scheduler.schedule()
+    batch = scheduler.schedule()
     for chunk in batch.chunks:
         scheduler.blocks.register(chunk.sequence)
         if chunk.samples and arrive:
@@ -62,7 +62,7 @@ def test_chunks_say_what_was_generated_before():
     sequence = add(scheduler, 1, 4)
     seen = []
     for _ in range(3):
-        (chunk,) = scheduler.schedule()[0].chunks
+        (chunk,) = scheduler.schedule().chunks
         seen.append((chunk.samples, chunk.from_device, chunk.generated))
         sequence.num_in_flight -= 1
         sequence.token_ids.append(1)
@@ -162,7 +162,7 @@ def test_rolling_back_leaves_no_trace():
     step(scheduler)
     add(scheduler, 2, 8, ImageSpan(KEY, 4, 4))
     add(scheduler, 3, 4)
-    batch, _ = scheduler.schedule()
+    batch = scheduler.schedule()
     before = [(c.sequence.sequence_id, c.start, c.length) for c in batch.chunks]
     scheduler.roll_back(batch)
     scheduler.check_integrity()

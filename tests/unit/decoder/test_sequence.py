@@ -24,26 +24,31 @@ def test_a_message_becomes_a_waiting_sequence():
     assert sequence.token_ids.tolist() == list(range(12))
     assert sequence.positions is not None and (sequence.positions == positions).all()
     assert sequence.stop_ids == {7, 9}
-    assert (sequence.num_tokens, sequence.num_generated, sequence.row) == (12, 0, -1)
+    assert (sequence.num_generated, sequence.row, sequence.plans_ahead) == (0, -1, True)
+    assert not sequence_of(plan_ahead=False).plans_ahead
+    assert not sequence_of(token_masks=True).plans_ahead
 
 
-def test_tokens_in_flight_count():
-    sequence = sequence_of()
-    sequence.num_in_flight = 2
-    assert (sequence.num_tokens, sequence.num_generated) == (14, 2)
+def test_the_last_token_is_not_ready_without_its_mask():
+    sequence = sequence_of(images=(ImageSpan(KEY, 3, 4),), token_masks=True)
+    assert sequence.num_ready_tokens(0) == 3
+    sequence.image_offsets[KEY] = 0
+    assert sequence.num_ready_tokens(0) == 11 and sequence.awaits_mask
+    sequence.token_mask = np.empty(0, np.int32)
+    assert sequence.num_ready_tokens(0) == 12
 
 
-def test_computable_until_the_first_image_that_is_missing():
+def test_tokens_before_the_first_missing_image_are_ready():
     spans = (ImageSpan(OTHER, 8, 2), ImageSpan(KEY, 3, 4))
     sequence = sequence_of(images=spans)
     assert [s.offset for s in sequence.images] == [3, 8]
-    assert sequence.computable_until(0) == 3
-    assert sequence.computable_until(5) == 5  # in the middle of an image that is not there
-    assert sequence.computable_until(7) == 8  # what is behind is not needed any more
+    assert sequence.num_ready_tokens(0) == 3
+    assert sequence.num_ready_tokens(5) == 5  # in the middle of a missing image
+    assert sequence.num_ready_tokens(7) == 8  # the image before is not needed any more
     sequence.image_offsets[KEY] = 0
-    assert sequence.computable_until(0) == 8
+    assert sequence.num_ready_tokens(0) == 8
     sequence.image_offsets[OTHER] = 0
-    assert sequence.computable_until(0) == 12
+    assert sequence.num_ready_tokens(0) == 12
 
 
 def test_hashes_do_not_depend_on_how_many_are_asked_for_at_once():

@@ -1,0 +1,163 @@
+"""The runner's contract: a step of plain arrays in, sampled tokens out.
+
+A `Step` holds numpy arrays, integers and sampling parameters, and no live object: it can be written
+to a buffer and executed in another process, by a rank that has no scheduler.
+
+Steps are planned one ahead of sampling: when step n + 1 is planned, the tokens of step n are still
+on the device. So a step never needs a sampled token's id. A decode says only "the token that this
+row sampled last", which the runner keeps on the device, one per row.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+# Ids below zero in `StepOutput.token_ids`: the sequence fails, its batch-mates do not.
+NOT_FINITE = -1  # its logits were not finite
+ALL_MASKED = -2  # its token mask, or a logit bias of minus infinity, left no token
+
+
+class RowStart(msgspec.Struct, array_like=True, frozen=True):
+    """A row is given to a sequence, from this step on.
+
+    Attributes:
+        row: 0 .. max_num_sequences - 1.
+        sequence_id: for logs and tests.
+        position_delta: token i of the completion, at index j of the sequence, has position
+            j + position_delta on each axis.
+        sampling: how its tokens are sampled.
+        prompt_token_ids, completion_token_ids: int32, the tokens that penalties count; empty
+            without penalties.
+    """
+
+    row: int
+    sequence_id: int
+    position_delta: int
+    sampling: SamplingParams
+    prompt_token_ids: bytes = b""
+    completion_token_ids: bytes = b""
+
+
+class Step(msgspec.Struct, array_like=True):
+    """One step: S chunks of T tokens, of which B sample.
+
+    A chunk is one sequence's part of the step: its tokens [start, start + length) are computed.
+    Chunks that take their one token from the device come first, then other chunks of one token,
+    then longer ones.
+
+    Attributes:
+        rows: `[S]`, each chunk's row.
+        starts: `[S]`, tokens whose keys and values are in the cache already.
+        lengths: `[S]`, tokens to compute now, at least 1.
+        num_from_device: the first chunks, whose one input token is the row's last sampled one.
+        token_ids: `[K]`, the tokens of all other chunks, one chunk after the other.
+        positions: `[3, K]`, of the same tokens; the others' follow from the row's position delta.
+        samples: `[B]`, the chunks that reach the last token of their sequence: a token is sampled.
+        generated: `[B]`, tokens sampled for the sequence before this step; counts min_tokens and
+            selects the seeded random numbers.
+        limits: `[B]`, the most tokens the step may yield for the sequence: the row's blocks cover
+            start + length - 1 + limit tokens. None: one each.
+        block_rows: `[U]`, rows whose block tables get entries before the step runs;
+            `block_starts` `[U]`, the index of the first one; `block_counts` `[U]`, their number;
+            `block_ids`, the entries of all U, one after the other.
+        row_starts: rows that are given to other sequences before the step runs.
+        images: `[I, 5]`, runs of image tokens: the first one's index in the step, their number,
+            the embedding's byte offset in the arena, the image's number of tokens, and the index
+            of the run's first one among them. By index in the step.
+        masked: `[M]`, the samples (indices into B) that have a token mask.
+        token_masks: `[M, ceil(vocab_size / 32)]` int32: bit i of word w allows token 32 * w + i.
+    """
+
+    rows: Int64Array
+    starts: Int64Array
+    lengths: Int64Array
+    num_from_device: int
+    token_ids: Int32Array
+    positions: Int32Array
+    samples: Int64Array
+    generated: Int64Array
+    limits: Int64Array | None
+    block_rows: Int64Array
+    block_starts: Int64Array
+    block_counts: Int64Array
+    block_ids: Int32Array
+    row_starts: list[RowStart]
+    images: Int64Array
+    masked: Int64Array
+    token_masks: Int32Array
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.num_from_device + len(self.token_ids)
+
+    def to_bytes(self) -> bytes:
+        """The step as one buffer (MessagePack; arrays as type, shape and bytes)."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Step":
+        """Reads `to_bytes`; arrays are read-only.
+
+        Raises:
+            msgspec.DecodeError: it is not a step.
+        """
+        return _DECODER.decode(data)
+
+
+def _array_out(array: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _array_in(_kind: type, value: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - msgspec's
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_out)
+_DECODER = msgspec.msgpack.Decoder(Step, dec_hook=_array_in)
+
+
+class StepOutput(NamedTuple):
+    """What a step yielded for its B samples, in their order.
+
+    A runner whose `info.max_tokens_per_step` is 1 yields exactly one token for each. Any other
+    yields 0 to `Step.limits`, and has computed keys and values of all of them but the last; of the
+    sequence's tokens, exactly the last is then without. A failed sequence has one id, below zero.
+    """
+
+    token_ids: Int32Array  # [B, k]; of each row, the first num_tokens count
+    num_tokens: Int32Array  # [B]
+    logprobs: dict[int, list[Logprobs]]  # by index into B, one per token, only where asked for
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepOutput:
+        """Waits for the step's ids, which are copied to the host without stopping the device."""
+        ...
+
+
+class Runner(Protocol):
+    """The only owner of a device."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Sizes and names; constant."""
+        ...
+
+    def execute(self, step: Step) -> PendingStep:
+        """Launches one step and returns without waiting for the device.
+
+        A step that raised may be sent again, in whole or in part: updates of rows and block tables
+        can be applied twice.
+        """
+        ...
