@@ -94,7 +94,7 @@ class Bench:
             RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
         )
         return Engine(
-            runner, overlap=overlap, prefix_caching=prefix_caching, least_partial_tokens=1
+            runner, overlap=overlap, prefix_caching=prefix_caching, min_partial_tokens=1
         )
 
     def ask(self, engine: Engine, numbers: Seq[int]) -> dict[int, list[int]]:
