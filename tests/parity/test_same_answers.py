@@ -93,9 +93,7 @@ class Bench:
         runner = create_runner(
             RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
         )
-        return Engine(
-            runner, overlap=overlap, prefix_caching=prefix_caching, min_partial_tokens=1
-        )
+        return Engine(runner, overlap=overlap, prefix_caching=prefix_caching, min_partial_tokens=1)
 
     def ask(self, engine: Engine, numbers: Seq[int]) -> dict[int, list[int]]:
         """All at once; the tokens of each."""
