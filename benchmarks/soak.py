@@ -49,7 +49,7 @@ _MISTAKES: Sequence[dict[str, Any]] = (
     {"top_p": 0},
 )  # fmt: skip
 _MUST_BE_ZERO = (
-    "gateway_running_requests", "encoder_queue_images", "decoder_sequences_running",
+    "gateway_requests_running", "encoder_queue_images", "decoder_sequences_running",
     "decoder_sequences_waiting", "decoder_kv_blocks_used",
 )  # fmt: skip
 

@@ -29,9 +29,7 @@ import numpy as np
 from benchmarks.client import Connection, Target
 from benchmarks.worker import model_name
 from benchmarks.workloads import WORDS, chat_body, data_url, random_image
-from services.gateway.choice import Update
-from services.gateway.responses import PromptTokensDetails, Usage
-from services.gateway.sse import DONE, ChunkWriter
+from services.gateway.responses import DONE, ChunkWriter, PromptTokensDetails, Update, Usage
 
 _READY = re.compile(r"Triptych is ready: (\S+)")
 _ASKED = 10

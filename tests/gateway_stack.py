@@ -55,11 +55,11 @@ class GatewayStack:
         num_encoders: int = 1,
         num_decoders: int = 1,
         generation: dict[str, object] | None = None,
-        rehearsals: int = 0,  # tests count what the services are asked
+        warm_up_rounds: int = 0,  # tests count what the services are asked
         **settings: object,
     ) -> None:
         self.thread = thread
-        self._rehearsals = rehearsals
+        self._warm_up_rounds = warm_up_rounds
         self.model_directory = write_model_directory(directory / MODEL, **(generation or {}))
         self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
         self.encoders = [FakeEncoder() for _ in range(num_encoders)]
@@ -93,7 +93,7 @@ class GatewayStack:
                 **self._settings,
             }
         )
-        self.gateway: Gateway = create_gateway(self.settings, rehearsals=self._rehearsals)
+        self.gateway: Gateway = create_gateway(self.settings, warm_up_rounds=self._warm_up_rounds)
         self.server = GatewayServer(self.gateway, self.settings)
         self._serving = asyncio.create_task(self.server.serve())
         async with asyncio.timeout(PATIENCE_S):

@@ -14,7 +14,7 @@ _DEVICE_HELP = "auto, cpu or cuda:N"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    if argv[:1] == ["bench"]:  # its options belong to the load generator
+    if argv[:1] == ["bench"]:  # the load generator parses its own options
         from benchmarks.serve import main as bench_main
 
         return bench_main(argv[1:])
@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_ask(commands)
     commands.add_parser("bench", help="measure a server under load (see: triptych bench --help)")
-    demo = commands.add_parser("demo", help="start the stack and ask about the sample pictures")
+    demo = commands.add_parser("demo", help="start the stack and ask about the sample images")
     demo.set_defaults(run=_demo)
     return parser
 
@@ -37,7 +37,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     defaults = ServeOptions()
     serve = commands.add_parser(
         "serve",
-        help="run gateway, encoder and decoder on this machine",
+        help="run gateways, encoders and decoders on this machine",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = serve.add_argument
@@ -52,14 +52,14 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     formats = ("auto", "dummy")
     add("--load-format", choices=formats, default=defaults.load_format, help="dummy: random")
     add("--gateways", type=_count, default=None, metavar="N", help="processes; default: by cores")
-    add("--encoders", type=_count, default=defaults.encoders, metavar="N", help="processes")
+    add("--encoders", type=_count, default=None, metavar="N", help="default: 1; text model: none")
     add("--decoders", type=_count, default=defaults.decoders, metavar="N", help="processes")
-    add("--redis-url", default=None, metavar="URL", help="instead of a Redis of our own")
+    add("--redis-url", default=None, metavar="URL", help="instead of starting a Redis")
     serve.set_defaults(run=_serve)
 
 
 def _add_ask(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    ask = commands.add_parser("ask", help="ask a running server about pictures")
+    ask = commands.add_parser("ask", help="ask a running server, about images or without")
     ask.add_argument("images", nargs="*", metavar="IMAGE", help="file or http(s) URL")
     ask.add_argument("question")
     ask.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")

@@ -1,11 +1,11 @@
-"""Which process runs on which device, and how much of it each may take. Pure, and without torch."""
+"""Which process runs on which device, and its share of the memory. Pure; without torch."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Shares of one card's memory. What is left over is for the CUDA contexts and the desktop.
+# Shares of one card's memory. The rest is for CUDA contexts and the desktop.
 _CARD_SHARE = 0.90
 _ENCODER_SHARE_BESIDE_DECODER = 0.15
 
@@ -16,8 +16,8 @@ class Placement:
 
     Attributes:
         device: `cpu` or `cuda:N`.
-        memory_fraction: of the card's memory; 1.0 on the CPU, where it means nothing.
-        num_threads: CPU threads for tensor work; 0: not limited, because a GPU does it.
+        memory_fraction: of the card's memory; 1.0 on the CPU, where it is not used.
+        num_threads: CPU threads for tensor work; 0: no limit, because a GPU does it.
     """
 
     device: str
@@ -26,7 +26,7 @@ class Placement:
 
 
 def count_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
-    """How many NVIDIA devices this process may use, by its device files and its environment."""
+    """NVIDIA devices that this process may use, by the environment, else by device files."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return sum(1 for name in visible.split(",") if name.strip() not in ("", "-1"))
@@ -36,11 +36,11 @@ def count_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
 def place(
     encoder_device: str, decoder_device: str, *, encoders: int, decoders: int, gpus: int, cpus: int
 ) -> tuple[list[Placement], list[Placement]]:
-    """Resolves `auto` and divides what is shared.
+    """Resolves `auto` and divides memory and CPU threads.
 
-    `auto` is the CPU when there is no GPU. With GPUs, decoders take the first cards and encoders
-    the following ones, going round when there are more processes than cards; an explicit device
-    puts all processes of that kind there.
+    `auto` is the CPU if there is no GPU. Else decoders take the first cards and encoders the next
+    ones, starting over when there are more processes than cards. With an explicit device all
+    processes of that kind run there. Without encoders, decoders get whole cards.
 
     Returns:
         The placements of the encoders and of the decoders.
@@ -62,7 +62,7 @@ def _spread(device: str, count: int, *, first: int, gpus: int) -> list[str]:
 def _share(
     mine: Sequence[str], others: Sequence[str], share_beside_others: float, cpus: int
 ) -> list[Placement]:
-    """Equal parts for the processes of one kind; the whole card where the other kind is not."""
+    """Equal shares for the processes of one kind; of the whole card if the other kind is absent."""
     counts = Counter(mine)
     cpu_processes = counts["cpu"] + Counter(others)["cpu"]
     placements: list[Placement] = []

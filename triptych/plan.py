@@ -1,6 +1,6 @@
-"""What `triptych serve` runs: the options, resolved into processes and their environments.
+"""What `triptych serve` runs: the options resolved into processes and their environments.
 
-Nothing is started here, so a test can hold every variable against the services' settings.
+Nothing is started here, so tests can check every variable against the services' settings.
 """
 
 import functools
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpecError
 from triptych.devices import count_gpus, place
 from triptych.probes import grpc_ready, http_ready
 from triptych.stack import STOP_TIMEOUT_S, ChildSpec, StackError
@@ -18,10 +20,10 @@ DEMONSTRATION_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 ENCODER_SERVICE = "triptych.v1.Encoder"
 DECODER_SERVICE = "triptych.v1.Decoder"
 _LOOPBACK = "127.0.0.1"
-# A gateway is one core's work at most; encoders need the others for JPEGs. See benchmarks/LOG.md.
+# A gateway uses one core at most; encoders need the others to decode JPEGs. See benchmarks/LOG.md.
 _CORES_PER_GATEWAY = 4
-_MOST_GATEWAYS = 4
-# Running answers may go on this long after a signal; the rest of the time is for tidying up.
+_MAX_GATEWAYS = 4
+# Running requests may continue this long after a signal; the rest of the time is for cleanup.
 _GRACE_S = f"{STOP_TIMEOUT_S - 2:g}"
 
 
@@ -30,7 +32,8 @@ class ServeOptions:
     """The options of `triptych serve`, as its help describes them.
 
     Attributes:
-        gateways: None: as many as the machine's cores can feed.
+        gateways: None: one per four cores, at most four.
+        encoders: None: one, or none for a model that takes text alone.
     """
 
     model: Path = DEMONSTRATION_MODEL
@@ -42,7 +45,7 @@ class ServeOptions:
     dtype: str = "auto"
     load_format: str = "auto"
     gateways: int | None = None
-    encoders: int = 1
+    encoders: int | None = None
     decoders: int = 1
     redis_url: str | None = None
 
@@ -53,15 +56,29 @@ class Plan:
 
     Attributes:
         url: of the HTTP API, for a client on this machine.
-        model_name: what requests call the model.
+        model_name: the `model` of requests.
         children: the processes.
-        metrics_urls: a child's name to its Prometheus endpoint.
+        metrics_urls: Prometheus endpoint of each child, by its name.
     """
 
     url: str
     model_name: str
     children: list[ChildSpec]
     metrics_urls: dict[str, str]
+
+
+def takes_images(model: Path) -> bool:
+    """Whether a checkpoint directory holds a model with vision.
+
+    Raises:
+        StackError: there is no model, or it cannot be served.
+    """
+    if not (model / "config.json").is_file():
+        raise StackError(f"no model at {model}: it has no config.json", 2)
+    try:
+        return read_spec(model).vision is not None
+    except ModelSpecError as error:
+        raise StackError(str(error), 2) from error
 
 
 def plan_stack(
@@ -74,20 +91,23 @@ def plan_stack(
     """The processes that serve `options`.
 
     Args:
-        options: what the user asked for.
+        options: of the command line.
         redis_url: None: the encoders cache in memory only.
-        environment: read for the GPUs that may be used.
-        cpus: to be divided among the processes.
-        log_directory: one file per child; None: standard error.
+        environment: says which GPUs may be used.
+        cpus: divided among the processes.
+        log_directory: for one file per child; None: standard error.
 
     Raises:
-        StackError: there is no model, or the port is taken.
+        StackError: the model cannot be served, or not with these options, or the port is taken.
     """
-    if not (options.model / "config.json").is_file():
-        raise StackError(f"no model at {options.model}: it has no config.json", 2)
+    encoders = 1 if options.encoders is None else options.encoders
+    if not takes_images(options.model):
+        if options.encoders or options.encoder_device:
+            raise StackError(f"no encoder can be started: the model at {options.model} takes no images", 2)
+        encoders = 0
     ports = _Ports()
     port = ports.claim(options.host, options.port)
-    engines = _engines(options, redis_url, environment, cpus, ports)
+    engines = _engines(options, encoders, redis_url, environment, cpus, ports)
     model_name = options.model.resolve().name
     if options.model.resolve() == DEMONSTRATION_MODEL:
         model_name = "triptych-demo"
@@ -133,7 +153,7 @@ class _Service:
     def spec(
         self, environment: Mapping[str, str], client_host: str, log_directory: Path | None
     ) -> ChildSpec:
-        """The process; what the user exported for the service holds where nothing is set here."""
+        """The process; variables that the user exported apply unless the plan sets them."""
         own = {f"{self.kind.upper()}_{field}": value for field, value in self.variables.items()}
         log_level = f"{self.kind.upper()}_LOG_LEVEL"
         own.setdefault(log_level, environment.get(log_level, "WARNING"))
@@ -153,6 +173,7 @@ class _Service:
 
 def _engines(
     options: ServeOptions,
+    encoders: int,
     redis_url: str | None,
     environment: Mapping[str, str],
     cpus: int,
@@ -162,7 +183,7 @@ def _engines(
     encoder_places, decoder_places = place(
         options.encoder_device or options.device,
         options.decoder_device or options.device,
-        encoders=options.encoders,
+        encoders=encoders,
         decoders=options.decoders,
         gpus=count_gpus(environment),
         cpus=cpus,
@@ -196,8 +217,8 @@ def _engines(
 def _gateways(
     options: ServeOptions, common: Mapping[str, str], port: int, cpus: int, ports: "_Ports"
 ) -> list[_Service]:
-    """One gateway on the port, or several that share it and have one each for themselves."""
-    count = options.gateways or max(1, min(_MOST_GATEWAYS, cpus // _CORES_PER_GATEWAY))
+    """One gateway on the port, or several that share it and have a port of their own each."""
+    count = options.gateways or max(1, min(_MAX_GATEWAYS, cpus // _CORES_PER_GATEWAY))
     if count == 1:
         return [_Service("gateway", "gateway", {**common, "PORT": str(port)})]
     return [
@@ -215,7 +236,7 @@ def _addresses(services: list[_Service], kind: str) -> str:
 
 
 class _Ports:
-    """Finds free ports; holds each until all are known, so that none is handed out twice."""
+    """Finds free ports; keeps each bound until all are known, so that all differ."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
@@ -224,7 +245,7 @@ class _Ports:
         """The port, or any free one for 0.
 
         Raises:
-            StackError: somebody else listens there.
+            StackError: another process listens there.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         held = socket.socket(family, socket.SOCK_STREAM)
@@ -238,7 +259,7 @@ class _Ports:
         return held.getsockname()[1]
 
     def release(self) -> None:
-        """Lets the children bind what was found."""
+        """Closes the sockets, so that the children can bind the ports."""
         for held in self._held:
             held.close()
         self._held.clear()

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from triptych.plan import Plan, ServeOptions, plan_stack
+from triptych.plan import Plan, ServeOptions, plan_stack, takes_images
 from triptych.redis_server import redis_spec, redis_url
 from triptych.stack import ChildSpec, Stack, StackError, run_until_signal
 
@@ -16,7 +16,7 @@ READY_TIMEOUT_S = 900.0
 
 
 def serve(options: ServeOptions) -> int:
-    """Runs the stack until it is told to stop or a child ends; returns the exit status."""
+    """Runs the stack until a signal or a child's end; returns the exit status."""
     with tempfile.TemporaryDirectory(prefix="triptych-") as directory:
         try:
             plan, specs = prepare(options, Path(directory), _say)
@@ -32,19 +32,24 @@ def prepare(
     """All processes of a stack, Redis included; nothing is started.
 
     Args:
-        options: what to serve.
-        directory: private, outlives the stack; for sockets and logs.
-        report: is told when there is no Redis.
+        options: of the command line.
+        directory: private, for sockets and logs; must outlive the stack.
+        report: called with a line for people if there is no encoder or no Redis.
         log: send the children's output to files in `directory`.
 
     Raises:
         StackError: the options cannot be served.
     """
     logs = directory if log else None
-    redis = None if options.redis_url else redis_spec(directory, directory / "redis.log")
-    url = options.redis_url or (redis_url(directory) if redis else None)
-    if url is None:
-        report("no redis-server found: embeddings are cached in memory only")
+    redis, url = None, options.redis_url
+    if not takes_images(options.model):
+        report("the model takes text alone: no encoder and no Redis are started")
+        url = None
+    elif url is None:
+        redis = redis_spec(directory, directory / "redis.log")
+        url = redis_url(directory) if redis else None
+        if redis is None:
+            report("no redis-server found: embeddings are cached in memory only")
     plan = plan_stack(options, url, os.environ, os.cpu_count() or 1, logs)
     return plan, [*([redis] if redis else []), *plan.children]
 

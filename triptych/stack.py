@@ -1,9 +1,9 @@
 """A process supervisor for one machine.
 
-It starts real, separate processes, waits until each says that it is ready, and then only watches.
-It restarts nothing: a child that ends is reported and ends the stack with the child's exit status.
-It leaves nothing behind: a signal ends every child within `STOP_TIMEOUT_S`, and if the supervisor
-itself is killed, the kernel kills its children.
+It starts separate processes, waits until each is ready, and then watches them. It restarts nothing:
+when a child ends, the stack ends with the child's exit status. It leaves no process behind: after a
+signal every child ends within `STOP_TIMEOUT_S`, and if the supervisor itself is killed, the kernel
+kills its children.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import TextIO
 
 STOP_TIMEOUT_S = 4.5
-# The part of it that is kept for the children behind the front door.
-_BEHIND_S = 1.5
+# The part of it that is reserved for services, which stop after the gateways.
+_SERVICES_STOP_S = 1.5
 _POLL_S = 0.05
-_TETHER = str(Path(__file__).with_name("tether.py"))
+_PARENT_DEATH = str(Path(__file__).with_name("parent_death.py"))
 
 ReadyCheck = Callable[[], Awaitable[bool]]
 Report = Callable[[str], None]
 
 
 class StackError(Exception):
-    """The stack could not start, or a child ended; `status` is the exit status to end with."""
+    """The stack could not start, or a child ended; `status` is the exit status."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -45,9 +45,9 @@ class ChildSpec:
         name: for people, such as `encoder-0`.
         command: argument vector.
         environment: variables set on top of the supervisor's own.
-        is_ready: asked again and again until true; must itself end soon.
-        log_path: where its output goes; None: the supervisor's standard error.
-        is_front: requests come in here, so it ends first, before what it needs.
+        is_ready: polled until true; must return soon.
+        log_path: for its output; None: the supervisor's standard error.
+        is_front: requests arrive here, so it stops before the services it calls.
     """
 
     name: str
@@ -72,7 +72,7 @@ def exit_status(returncode: int) -> int:
 
 
 def ending(returncode: int) -> str:
-    """How a process ended, in words."""
+    """How a process ended, for people."""
     if returncode < 0:
         return f"killed by {signal.Signals(-returncode).name}"
     return f"exit status {returncode}"
@@ -82,7 +82,7 @@ class Stack:
     """The children of one `serve`.
 
     Use as an async context manager; leaving it stops everything. `start` and `watch` must run in
-    the main thread, because a child lives no longer than the thread that started it.
+    the main thread, because a child dies with the thread that started it.
 
     Args:
         report: receives one line at a time, for people.
@@ -117,7 +117,7 @@ class Stack:
             await asyncio.gather(*waiters, return_exceptions=True)
 
     async def watch(self) -> None:
-        """Returns never, unless cancelled.
+        """Runs until cancelled.
 
         Raises:
             StackError: a child ended.
@@ -129,8 +129,7 @@ class Stack:
     async def stop(self) -> None:
         """Ends all children within `STOP_TIMEOUT_S` and leaves no process group alive.
 
-        Those in front are asked first and may finish what they have begun while those behind them
-        still run.
+        Gateways stop first, so that running requests can finish while the services still run.
         """
         children, self._children = self._children, []
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -139,7 +138,7 @@ class Stack:
             for child in group:
                 if child.process.poll() is None:
                     child.process.terminate()
-            await _wait_ended(group, deadline - _BEHIND_S if front else deadline)
+            await _wait_ended(group, deadline - _SERVICES_STOP_S if front else deadline)
         for child in children:
             if child.process.poll() is None:
                 self._report(f"{child.spec.name} did not stop in {STOP_TIMEOUT_S:g} s: killed")
@@ -180,7 +179,7 @@ def _spawn(spec: ChildSpec) -> _Child:
         raise StackError(f"{spec.name} cannot be started: there is no {spec.command[0]}")
     log = spec.log_path.open("a", encoding="utf-8") if spec.log_path else None
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", _TETHER, str(os.getpid()), *spec.command],
+        [sys.executable, "-I", "-S", _PARENT_DEATH, str(os.getpid()), *spec.command],
         env=os.environ | dict(spec.environment),
         stdin=subprocess.DEVNULL,
         stdout=log or sys.stderr.fileno(),

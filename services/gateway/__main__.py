@@ -1,4 +1,4 @@
-"""`python -m services.gateway`: settings from the environment, then serve until told to end."""
+"""`python -m services.gateway`: reads the settings and serves until a signal."""
 
 import asyncio
 import sys
@@ -24,7 +24,7 @@ def main() -> int:
     """Runs the gateway.
 
     Returns:
-        The exit status: 0 after a signal, 2 where it cannot start.
+        The exit status: 0 after a signal, 2 if the settings or the model are refused.
     """
     try:
         settings = GatewaySettings.from_environment()

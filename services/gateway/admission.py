@@ -1,7 +1,7 @@
-"""Who may start work: a slot per request and a bound on the bytes that all requests hold.
+"""Admission control: a slot per request, and a bound on the bytes that all requests hold.
 
-A slot is taken before a body is read or a picture touched, and given back in `finally`. A full or
-draining gateway says so at once; nobody waits here.
+A request takes its slot before its body is read and returns it in `finally`. A full or draining
+gateway refuses at once; there is no queue here.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ MAX_HELD_BYTES = 2 << 30
 
 @dataclass(slots=True)
 class Slot:
-    """One request's place. Valid inside the `with` that made it."""
+    """One request's slot. Valid inside the `with` that made it."""
 
     admission: "Admission"
     held_bytes: int = 0
@@ -32,7 +32,7 @@ class Slot:
 
 
 class Admission:
-    """The gateway's one counter of requests; owned by the event loop."""
+    """Counts running requests. Only the event loop's thread uses it."""
 
     def __init__(self, max_requests: int, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._max_requests = max_requests
@@ -45,10 +45,10 @@ class Admission:
 
     @contextmanager
     def slot(self) -> Generator[Slot]:
-        """Takes a slot for the length of a `with`.
+        """Takes a slot for the duration of a `with`.
 
         Raises:
-            Overloaded: none is free, or the gateway is draining.
+            Overloaded: no slot is free, or the gateway is draining.
         """
         if self.draining:
             raise Overloaded("the server is shutting down", retry_after_s=1)
@@ -66,7 +66,7 @@ class Admission:
                 self._idle.set()
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes; they are given back with the slot.
+        """Counts bytes; they are returned with the slot.
 
         Raises:
             Overloaded: over the bound.
@@ -76,10 +76,10 @@ class Admission:
         self._held_bytes += num_bytes
 
     async def drain(self, grace_s: float) -> bool:
-        """Admits nobody any more and waits for the running requests.
+        """Refuses new requests and waits for the running ones.
 
         Returns:
-            Whether all have ended within the grace.
+            Whether all ended within the grace period.
         """
         self.draining = True
         try:

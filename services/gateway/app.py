@@ -1,4 +1,4 @@
-"""Wiring: settings to the objects that serve, and these to one ASGI application."""
+"""Wiring: from settings to one ASGI application."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,62 +11,74 @@ from starlette.types import ASGIApp
 
 from services.common.errors import TriptychError
 from services.common.families import read_spec
+from services.common.settings import SettingsError
 from services.gateway.admission import Admission
-from services.gateway.chat import ChatService
-from services.gateway.chat_endpoint import ChatEndpoint
+from services.gateway.chat import ChatEndpoint, ChatService
+from services.gateway.chat_template import ChatTemplate
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
-from services.gateway.edge import Edge, handle_bug, handle_http_error, handle_triptych_error
-from services.gateway.images import ImageReader
-from services.gateway.media import MediaLoader
+from services.gateway.exchange import handle_bug, handle_http_error, handle_triptych_error
+from services.gateway.images import ImageReader, MediaLoader
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.middleware import Middleware
 from services.gateway.prompt import PromptBuilder
-from services.gateway.rehearsal import Rehearsal
 from services.gateway.routes import Routes
 from services.gateway.sampling import SamplingDefaults
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.warm_up import WarmUp
 from services.gateway.web_media import WebMedia
 
-# The interpreter has learnt most of a path's code after so many calls.
-REHEARSALS = 8
+# After this many calls the interpreter has specialized the code of most paths.
+WARM_UP_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The application and what its server must reach."""
+    """The application, and the parts of it that its server uses."""
 
     app: ASGIApp
     admission: Admission
     service: ChatService
     metrics: GatewayMetrics
-    rehearsal: Rehearsal
+    warm_up: WarmUp
 
 
-def create_gateway(settings: GatewaySettings, *, rehearsals: int = REHEARSALS) -> Gateway:
+def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_ROUNDS) -> Gateway:
     """Builds everything; connects nothing before the application starts.
 
     Args:
         settings: of the service.
-        rehearsals: see `Rehearsal`.
+        warm_up_rounds: see `WarmUp`.
 
     Raises:
         ModelSpecError: the model directory cannot be served.
+        SettingsError: the model takes images, and no encoder address is set.
     """
-    config = read_spec(settings.model)
-    tokenizer = ModelTokenizer.from_directory(config.directory)
+    spec = read_spec(settings.model)
+    if spec.vision is not None and not settings.encoders:
+        raise SettingsError(
+            f"GATEWAY_ENCODER_ADDRESSES: needed, because {spec.architecture} takes images"
+        )
+    tokenizer = ModelTokenizer.from_directory(spec.directory)
+    template = ChatTemplate.from_directory(spec.directory, tokenizer.added)
     web = WebMedia(settings.max_image_bytes, allow_private=settings.allow_private_media_hosts)
     loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
+    images = None
+    if spec.vision is not None:
+        images = ImageReader(loader, spec.vision.limits, settings.max_source_pixels)
     metrics = GatewayMetrics()
-    encoders, decoders = EncoderPool(settings.encoders), DecoderPool(settings.decoders)
+    # A text model has no encoders; addresses that are set are not used.
+    encoders = EncoderPool(settings.encoders if spec.vision is not None else ())
+    decoders = DecoderPool(settings.decoders)
     metrics.healthy_pods.labels("encoder").set_function(encoders.num_healthy)
     metrics.healthy_pods.labels("decoder").set_function(decoders.num_healthy)
     service = ChatService(
-        model_name=settings.served_model_name or config.name,
+        model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
-        prompts=PromptBuilder.from_directory(config, tokenizer),
-        images=ImageReader(loader, config.vision_part.limits, settings.max_source_pixels),
-        defaults=SamplingDefaults.of_model(config),
+        prompts=PromptBuilder(spec, tokenizer, template),
+        images=images,
+        defaults=SamplingDefaults.of_model(spec),
         encoders=encoders,
         decoders=decoders,
         metrics=metrics,
@@ -74,25 +86,25 @@ def create_gateway(settings: GatewaySettings, *, rehearsals: int = REHEARSALS) -
         request_timeout_s=settings.request_timeout_s,
     )
     admission = Admission(settings.max_concurrent_requests)
-    rehearsal = _rehearsal(service, rehearsals)
+    warm_up = _warm_up(service, warm_up_rounds)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         await service.start()
-        rehearsing = asyncio.create_task(rehearsal.run())
+        warming_up = asyncio.create_task(warm_up.run())
         try:
             yield
         finally:
-            rehearsing.cancel()
-            await asyncio.wait((rehearsing,))
+            warming_up.cancel()
+            await asyncio.wait((warming_up,))
             await service.close()
             await loader.close()
 
     app = FastAPI(
-        # Requests are checked by msgspec, which FastAPI's generated pages would know nothing of;
-        # docs/api.md is the description.
+        # msgspec checks requests, so FastAPI's generated pages would be empty; docs/api.md
+        # describes the API.
         openapi_url=None,
-        routes=[*Routes(service, rehearsal, admission, metrics).table(), rehearsal.route],
+        routes=[*Routes(service, warm_up, admission, metrics).table(), warm_up.route],
         exception_handlers={
             TriptychError: handle_triptych_error,
             HTTPException: handle_http_error,
@@ -100,17 +112,17 @@ def create_gateway(settings: GatewaySettings, *, rehearsals: int = REHEARSALS) -
         },
         lifespan=lifespan,
     )
-    edge = Edge(app, admission, settings.keys, rehearsal.path)
-    return Gateway(edge, admission, service, metrics, rehearsal)
+    middleware = Middleware(app, admission, settings.keys, warm_up.path)
+    return Gateway(middleware, admission, service, metrics, warm_up)
 
 
-def _rehearsal(service: ChatService, rounds: int) -> Rehearsal:
-    """Through all that requests go through, but for the metrics."""
-    unseen = GatewayMetrics()
-    return Rehearsal(
-        ChatEndpoint(replace(service, metrics=unseen), Admission(1), unseen),
+def _warm_up(service: ChatService, rounds: int) -> WarmUp:
+    """The warm-up of the same service, with metrics that nobody reads."""
+    unused = GatewayMetrics()
+    return WarmUp(
+        ChatEndpoint(replace(service, metrics=unused), Admission(1), unused),
         service.model_name,
         service.ready,
         rounds=rounds,
-        pictures=service.max_images > 0,
+        images=service.images is not None and service.max_images > 0,
     )

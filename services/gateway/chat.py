@@ -1,73 +1,113 @@
-"""The use case: a chat request to text.
+"""Chat completions: from an HTTP request to text, whole or streamed.
 
-`prepare` does all that can refuse a request: limits, pictures, prompt, sampling. `answer` then runs
-it on an encoder and a decoder and yields text as it comes. Both run inside one admission slot.
+`ChatService.prepare` does everything that can refuse a request: limits, images, prompt, sampling.
+`ChatService.answer` then runs it on an encoder and a decoder and yields text as it arrives.
+`ChatEndpoint` is the HTTP side of both; all of it runs inside one admission slot.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from services.common.errors import InternalError, ModelNotFound, Unavailable
-from services.gateway.attempts import Attempts, Work
-from services.gateway.choice import Choice, Update
-from services.gateway.clients.decoders import DecoderDescription, DecoderPool
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    ModelNotFound,
+    Overloaded,
+    TriptychError,
+    Unavailable,
+)
+from services.common.pb import decoder_pb2 as pb
+from services.common.threads import INLINE_BYTES
+from services.gateway.admission import Admission
+from services.gateway.attempts import Attempts, PreparedRequest
+from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
-from services.gateway.conversation import Conversation, read_conversation
-from services.gateway.detokenizer import Detokenizer
-from services.gateway.generation import Started
+from services.gateway.detokenizer import Choice, Detokenizer
+from services.gateway.exchange import Exchange, read_body
 from services.gateway.images import Image, ImageReader
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai import ChatRequest
-from services.gateway.prompt import Prompt, PromptBuilder
-from services.gateway.responses import ImageReport, PromptTokensDetails, Usage
+from services.gateway.metrics import GatewayMetrics, Timings
+from services.gateway.openai import ChatRequest, parse_chat_request
+from services.gateway.prompt import Conversation, PromptBuilder, read_conversation
+from services.gateway.responses import (
+    DONE,
+    AssistantMessage,
+    ChatCompletion,
+    ChunkWriter,
+    ImageReport,
+    LogprobEntry,
+    Logprobs,
+    PromptTokensDetails,
+    ResponseChoice,
+    Update,
+    Usage,
+    error_event,
+)
 from services.gateway.sampling import SamplingDefaults, resolve_sampling
-from services.gateway.stages import Stages
 from services.gateway.tokenizer import ModelTokenizer
 
-# Text up to this many characters is tokenized at once; longer in a thread.
+# Text up to this many characters is tokenized in the event loop; longer text in a thread.
 _INLINE_TOKENIZE_CHARS = 8192
 _TOKENIZE_THREADS = 4
+# How long a client may take to accept the error event of a stream that failed.
+_ERROR_EVENT_TIMEOUT_S = 5.0
 
 Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
-class Job:
-    """A request that will be answered, and what is known of its answer so far."""
+class Completion:
+    """A chat completion in progress.
+
+    Attributes:
+        cached_tokens: prompt tokens found in the prefix cache; None until the decoder has said.
+    """
 
     request: ChatRequest
-    work: Work
+    prepared: PreparedRequest
     choices: list[Choice]
     cached_tokens: int | None = None
 
     @property
-    def stages(self) -> Stages:
-        """Its times."""
-        return self.work.stages
+    def timings(self) -> Timings:
+        """Of the request."""
+        return self.prepared.timings
+
+    def record_start(self, started: pb.Started) -> None:
+        """Records how the first choice reached its first token; the others share its prompt."""
+        if self.cached_tokens is None:
+            self.cached_tokens = started.num_cached_tokens
+            self.timings.record("queue", started.queue_s)
+            self.timings.record("prefill", started.prefill_s)
+            if self.prepared.images:
+                self.timings.record("transfer", started.transfer_s)
 
     def usage(self) -> Usage:
         """Tokens up to now."""
-        prompt_tokens = len(self.work.prompt.token_ids)
+        prompt = self.prepared.prompt
+        prompt_tokens = len(prompt.token_ids)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
         return Usage(
             prompt_tokens,
             completion_tokens,
             prompt_tokens + completion_tokens,
-            PromptTokensDetails(self.work.prompt.num_image_tokens, self.cached_tokens),
+            PromptTokensDetails(prompt.num_image_tokens, self.cached_tokens),
         )
 
     def image_reports(self) -> list[ImageReport]:
         """Where each image's embedding came from."""
-        work = self.work
+        prepared = self.prepared
         return [
             ImageReport(source, length, image.grid)
             for source, length, image in zip(
-                work.encode_sources, work.prompt.image_lengths, work.images, strict=True
+                prepared.encode_sources, prepared.prompt.image_lengths, prepared.images, strict=True
             )
         ]
 
@@ -77,14 +117,15 @@ class ChatService:
     """Everything that a chat request needs, wired once.
 
     Attributes:
-        model_name: what requests must call the model.
-        encode_timeout_s: of one encode call; a slower encoder is given up for another.
+        model_name: the `model` of requests.
+        images: None: the model takes text alone, and there are no encoders.
+        encode_timeout_s: of one encode call; a slower encoder is replaced by another.
     """
 
     model_name: str
     tokenizer: ModelTokenizer
     prompts: PromptBuilder
-    images: ImageReader
+    images: ImageReader | None
     defaults: SamplingDefaults
     encoders: EncoderPool
     decoders: DecoderPool
@@ -97,25 +138,25 @@ class ChatService:
     )
 
     async def prepare(
-        self, request: ChatRequest, request_id: str, stages: Stages, hold: Callable[[int], None]
-    ) -> Job:
-        """Everything up to the point where work is sent out.
+        self, request: ChatRequest, request_id: str, timings: Timings, hold: Callable[[int], None]
+    ) -> Completion:
+        """Everything that happens before the services are called.
 
         Args:
             request: already checked field by field.
             request_id: for logs and the other services.
-            stages: the request's clock.
-            hold: told of bytes that pictures take; may refuse.
+            timings: of the request.
+            hold: counts the bytes of images; may refuse.
 
         Raises:
             TriptychError: the request cannot be served.
         """
-        decoder = self._decoder_for(request)
-        conversation = read_conversation(request, self.max_images)
+        decoder = self._decoder(request.model)
+        conversation = self._conversation(request)
         start = time.monotonic()
         ids = await self._render(conversation, decoder.max_model_len)
-        stages.record("tokenize", time.monotonic() - start)
-        # Each image is at least a token, and the template holds one placeholder for each.
+        timings.record("tokenize", time.monotonic() - start)
+        # Before images are loaded. Each has at least one token, as its placeholder here.
         resolve_sampling(
             request, self.defaults,
             prompt_tokens=len(ids),
@@ -125,7 +166,7 @@ class ChatService:
         start = time.monotonic()
         images = await self._read_images(conversation, hold)
         if images:
-            stages.record("fetch", time.monotonic() - start)
+            timings.record("fetch", time.monotonic() - start)
         prompt = self.prompts.expand(ids, [image.grid for image in images])
         sampling = resolve_sampling(
             request, self.defaults,
@@ -133,129 +174,136 @@ class ChatService:
             max_model_len=decoder.max_model_len,
             vocab_size=decoder.vocab_size,
         )  # fmt: skip
-        work = Work(
+        prepared = PreparedRequest(
             request_id, prompt, images, sampling,
             num_choices=request.n or 1,
             cache_salt=(request.cache_salt or "").encode(),
-            deadline=stages.arrived + self.request_timeout_s,
-            stages=stages,
+            deadline=timings.arrived + self.request_timeout_s,
+            timings=timings,
             wait_for_sources=bool(request.include_stage_times),
             encode_sources=[None] * len(images),
         )  # fmt: skip
-        return Job(request, work, [self._choice(request, i) for i in range(work.num_choices)])
+        return Completion(request, prepared, self._choices(request))
 
     async def answer(
-        self, job: Job, forget: Callable[[], None] | None = None
+        self, completion: Completion, on_restart: Callable[[], None] | None = None
     ) -> AsyncGenerator[list[Update], None]:
-        """Runs a job; yields what is new until all choices have a finish reason.
+        """Runs a prepared request; yields updates until every choice has a finish reason.
 
         Args:
-            job: as prepared.
-            forget: as for `Attempts.events`; given by who shows the client nothing before the end.
+            completion: as prepared.
+            on_restart: as for `Attempts.events`: given if the client sees nothing before the end.
 
         Raises:
-            TriptychError: the answer cannot be begun or, after the first update, not be finished.
+            TriptychError: the request failed.
         """
         attempts = Attempts(
-            job.work, self.encoders, self.decoders, self.metrics, self.encode_timeout_s
+            completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s
         )
-        started = False
+        timings, started = completion.timings, False
 
-        def begin_anew() -> None:
+        def restart() -> None:
             nonlocal started
             started = False
-            job.cached_tokens = None
-            job.choices = [self._choice(job.request, i) for i in range(job.work.num_choices)]
-            assert forget is not None
-            forget()
+            completion.cached_tokens = None
+            completion.choices = self._choices(completion.request)
+            assert on_restart is not None
+            on_restart()
 
-        async with aclosing(attempts.events(begin_anew if forget else None)) as batches:
+        async with aclosing(attempts.events(restart if on_restart else None)) as batches:
             async for events in batches:
                 if not started:
                     started = True
-                    job.stages.record("first_token", job.stages.since_arrival())
+                    timings.record("first_token", timings.since_arrival())
                 updates: list[Update] = []
                 for event in events:
-                    choice = job.choices[event.choice]
+                    choice = completion.choices[event.choice]
                     if choice.finish_reason is not None:
                         continue
-                    if event.start is not None:
-                        _note_start(job, event.start)
+                    if event.started is not None:
+                        completion.record_start(event.started)
                     updates.append(choice.feed(event))
-                    if choice.finish_reason is not None and event.end is None:
+                    if choice.finish_reason is not None and not event.is_last:
                         attempts.stop(event.choice)
                 yield updates
-        if any(choice.finish_reason is None for choice in job.choices):
-            raise InternalError("an answer ended without a reason")
-        job.stages.record("total", job.stages.since_arrival())
+        if any(choice.finish_reason is None for choice in completion.choices):
+            raise InternalError("a choice ended without a finish reason")
+        timings.record("total", timings.since_arrival())
 
     async def tokenize(self, request: ChatRequest, hold: Callable[[int], None]) -> list[int]:
-        """Ids of a request's messages, pictures included, as `prepare` would send them.
+        """Token ids of a request's messages, those of images included, as for `prepare`.
 
         Raises:
-            TriptychError: the messages do not fit template or context, or a picture is none.
+            TriptychError: the messages do not fit the template or the context, or an image is
+                unreadable.
         """
-        decoder = self._decoder_for(request)
-        conversation = read_conversation(request, self.max_images)
+        decoder = self._decoder(request.model)
+        conversation = self._conversation(request)
         ids = await self._render(conversation, decoder.max_model_len)
         images = await self._read_images(conversation, hold)
         return self.prompts.expand(ids, [image.grid for image in images]).token_ids.tolist()
 
     async def tokenize_text(self, text: str) -> list[int]:
-        """Ids of plain text.
+        """Token ids of plain text.
 
         Raises:
-            TriptychError: it is longer than the model's context.
+            TriptychError: the text is longer than the model's context.
         """
-        decoder = self._decoder()
+        decoder = self._decoder(self.model_name)
         self.tokenizer.check_length(text, decoder.max_model_len)
         return await self._off_loop(len(text), lambda: self.tokenizer.encode_text(text))
 
     def ready(self) -> bool:
-        """Whether a decoder and an encoder are there that fit each other."""
-        decoder, encoder = self.decoders.description(), self.encoders.description()
-        return (
-            decoder is not None
-            and encoder is not None
-            and (decoder.dtype, decoder.num_features, decoder.hidden)
-            == (encoder.dtype, encoder.num_features, encoder.hidden)
-        )
+        """Whether a decoder is healthy and, for a model with vision, an encoder that fits it."""
+        decoder = self.decoders.description()
+        if decoder is None or self.images is None:
+            return decoder is not None
+        encoder = self.encoders.description()
+        return encoder is not None and (decoder.dtype, decoder.num_features, decoder.hidden) == (
+            encoder.dtype, encoder.num_features, encoder.hidden,
+        )  # fmt: skip
+
+    @property
+    def needs(self) -> str:
+        """The services that `ready` waits for, in words."""
+        return "a decoder" if self.images is None else "an encoder and a decoder"
 
     async def start(self) -> None:
-        """Starts watching the services."""
+        """Connects to the services."""
         await self.encoders.start()
         await self.decoders.start()
 
     async def close(self) -> None:
-        """Ends everything."""
+        """Closes all connections and threads."""
         await self.decoders.close()
         await self.encoders.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str) -> None:
-        """Raises ModelNotFound where `name` is not served."""
+        """Raises ModelNotFound if `name` is not the served model."""
         if name != self.model_name:
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
 
     def max_model_len(self) -> int | None:
-        """The context of the decoders; None without one."""
+        """The context length of the decoders; None if no decoder is healthy."""
         found = self.decoders.description()
         return found.max_model_len if found else None
 
-    def _decoder_for(self, request: ChatRequest) -> DecoderDescription:
-        self.check_model(request.model)
-        return self._decoder()
-
-    def _decoder(self) -> DecoderDescription:
+    def _decoder(self, model: str) -> pb.DescribeDecoderResponse:
+        self.check_model(model)
         found = self.decoders.description()
         if found is None:
             raise Unavailable("no decoder is available", retry_after_s=1)
         return found
 
+    def _conversation(self, request: ChatRequest) -> Conversation:
+        return read_conversation(
+            request, max_images=self.max_images, takes_images=self.images is not None
+        )
+
     async def _render(self, conversation: Conversation, max_tokens: int) -> list[int]:
-        size = sum(_text_size(message["content"]) for message in conversation.messages)
         return await self._off_loop(
-            size,
+            conversation.num_characters,
             lambda: self.prompts.render(
                 conversation.messages, conversation.template_options, max_tokens
             ),
@@ -264,44 +312,195 @@ class ChatService:
     async def _read_images(
         self, conversation: Conversation, hold: Callable[[int], None]
     ) -> list[Image]:
+        if self.images is None or not conversation.images:
+            return []
         encoder = self.encoders.description()
-        if conversation.images and encoder is None:
+        if encoder is None:
             raise Unavailable("no encoder is available", retry_after_s=1)
-        max_patches = encoder.max_image_patches if encoder else 0
-        return await self.images.read(conversation.images, hold, max_patches)
+        return await self.images.read(conversation.images, hold, encoder.max_image_patches)
 
-    async def _off_loop(self, size: int, call: Callable[[], Result]) -> Result:
-        if size <= _INLINE_TOKENIZE_CHARS:
+    async def _off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
+        if num_characters <= _INLINE_TOKENIZE_CHARS:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    def _choice(self, request: ChatRequest, index: int) -> Choice:
+    def _choices(self, request: ChatRequest) -> list[Choice]:
         include_stop = bool(request.include_stop_str_in_output)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        detokenizer = Detokenizer(
-            self.tokenizer,
-            stops=stops,
-            include_stop=include_stop,
-            skip_special_tokens=request.skip_special_tokens is not False,
-            min_tokens=request.min_tokens or 0,
+
+        def detokenizer() -> Detokenizer:
+            return Detokenizer(
+                self.tokenizer,
+                stops=stops,
+                include_stop=include_stop,
+                skip_special_tokens=request.skip_special_tokens is not False,
+                min_tokens=request.min_tokens or 0,
+            )
+
+        return [
+            Choice(index, self.tokenizer, detokenizer(), include_stop)
+            for index in range(request.n or 1)
+        ]
+
+
+class ChatEndpoint:
+    """POST /v1/chat/completions, as an ASGI application.
+
+    Not a Starlette view: it watches for the client's disconnect while it works.
+    """
+
+    def __init__(self, service: ChatService, admission: Admission, metrics: GatewayMetrics) -> None:
+        self._service = service
+        self._admission = admission
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request.
+
+        Raises:
+            TriptychError: before the response has started; becomes an HTTP error.
+        """
+        outcome = "internal_error"
+        timings = Timings()
+        try:
+            with self._admission.slot() as slot, self._metrics.running.track_inprogress():
+                exchange = Exchange(scope, receive, send)
+                body = await read_body(scope, receive, slot.hold)
+                outcome = await exchange.while_connected(
+                    self._serve(exchange, body, timings, slot.hold)
+                )
+        except TriptychError as error:
+            outcome = error.code
+            if isinstance(error, Overloaded):
+                reason = "draining" if self._admission.draining else "full"
+                self._metrics.rejections.labels(reason).inc()
+            raise
+        except (ClientDisconnect, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
+        finally:
+            self._metrics.requests.labels(outcome).inc()
+            self._metrics.request.observe(timings.since_arrival())
+
+    async def _serve(
+        self, exchange: Exchange, body: bytes, timings: Timings, hold: Callable[[int], None]
+    ) -> str:
+        """Answers; returns the outcome for the metrics."""
+        completion: Completion | None = None
+        try:
+            try:
+                async with asyncio.timeout(
+                    self._service.request_timeout_s - timings.since_arrival()
+                ):
+                    request = await _parse(body)
+                    del body
+                    completion = await self._service.prepare(
+                        request, exchange.request_id, timings, hold
+                    )
+                    if request.stream:
+                        await self._stream(exchange, completion)
+                    else:
+                        await self._whole(exchange, completion)
+                return completion.choices[0].finish_reason or "internal_error"
+            except TimeoutError:
+                raise DeadlineExceeded("the request took too long") from None
+        except TriptychError as error:
+            if not exchange.started:
+                raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
+                    await exchange.write(error_event(error), last=True)
+            return error.code
+        finally:
+            if completion is not None:
+                self._observe(completion)
+
+    async def _stream(self, exchange: Exchange, completion: Completion) -> None:
+        request = completion.request
+        options = request.stream_options
+        continuous = bool(options and options.continuous_usage_stats)
+        include_usage = bool(options and options.include_usage) or continuous
+        writer = ChunkWriter(_response_id(exchange), _now(), request.model, include_usage)
+        pieces = [writer.role(choice) for choice in range(len(completion.choices))]
+        async with aclosing(self._service.answer(completion)) as answer:
+            async for updates in answer:
+                usage = completion.usage() if continuous else None
+                pieces += [writer.update(update, usage) for update in updates]
+                if data := b"".join(pieces):
+                    await exchange.write(data)
+                pieces.clear()
+        with_times = bool(request.include_stage_times)
+        if include_usage or with_times:
+            pieces.append(
+                writer.closing(
+                    completion.usage() if include_usage else None,
+                    completion.timings.milliseconds() if with_times else None,
+                    completion.image_reports() if with_times else None,
+                )
+            )
+        await exchange.write(b"".join((*pieces, DONE)), last=True)
+
+    async def _whole(self, exchange: Exchange, completion: Completion) -> None:
+        request = completion.request
+        updates_of: list[list[Update]] = [[] for _ in completion.choices]
+
+        def restart() -> None:
+            for updates in updates_of:
+                updates.clear()
+
+        async with aclosing(self._service.answer(completion, restart)) as answer:
+            async for updates in answer:
+                for update in updates:
+                    updates_of[update.choice].append(update)
+        response = ChatCompletion(
+            id=_response_id(exchange),
+            created=_now(),
+            model=request.model,
+            choices=[
+                _response_choice(index, updates, with_logprobs=bool(request.logprobs))
+                for index, updates in enumerate(updates_of)
+            ],
+            usage=completion.usage(),
         )
-        return Choice(index, self.tokenizer, detokenizer, include_stop)
+        if request.include_stage_times:
+            response.stage_times_ms = completion.timings.milliseconds()
+            response.images = completion.image_reports()
+        await exchange.write_json(response)
+
+    def _observe(self, completion: Completion) -> None:
+        metrics, usage, seconds = self._metrics, completion.usage(), completion.timings.seconds
+        for stage, value in seconds.items():
+            metrics.stage.labels(stage).observe(value)
+        metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
+        metrics.tokens.labels("image").inc(completion.prepared.prompt.num_image_tokens)
+        metrics.tokens.labels("completion").inc(usage.completion_tokens)
+        metrics.tokens.labels("cached").inc(completion.cached_tokens or 0)
+        if "first_token" in seconds:
+            metrics.ttft.observe(seconds["first_token"])
+            num_later = usage.completion_tokens - len(completion.choices)
+            if "total" in seconds and num_later > 0:
+                metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
 
 
-def _note_start(job: Job, start: Started) -> None:
-    """The first choice to start speaks for the request: the others share its prompt."""
-    if job.cached_tokens is None:
-        job.cached_tokens = start.num_cached_tokens
-        job.stages.record("queue", start.queue_s)
-        job.stages.record("prefill", start.prefill_s)
-        if job.work.images:
-            job.stages.record("transfer", start.transfer_s)
+async def _parse(body: bytes) -> ChatRequest:
+    if len(body) <= INLINE_BYTES:
+        return parse_chat_request(body)
+    return await asyncio.to_thread(parse_chat_request, body)
 
 
-def _text_size(content: str | list[dict[str, str]]) -> int:
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part.get("text", "")) for part in content)
+def _response_choice(index: int, updates: list[Update], *, with_logprobs: bool) -> ResponseChoice:
+    entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
+    return ResponseChoice(
+        index,
+        AssistantMessage("".join(update.text for update in updates)),
+        updates[-1].finish_reason or "stop",
+        Logprobs(entries) if with_logprobs else None,
+    )
 
 
-__all__ = ["ChatService", "Job", "Prompt", "Update"]
+def _response_id(exchange: Exchange) -> str:
+    return f"chatcmpl-{exchange.request_id.removeprefix('req-')}"
+
+
+def _now() -> int:
+    return int(time.time())

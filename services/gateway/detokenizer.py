@@ -1,25 +1,30 @@
-"""Token ids to text, piece by piece: no half characters, no half stop strings.
+"""Token ids to text: whole characters only, and nothing of a stop string before it is decided.
 
-Each token costs the same however long the text already is: bytes go through an incremental UTF-8
-decoder, and only the text that may still become a stop string is kept back.
+The cost per token does not grow with the text: bytes go through an incremental UTF-8 decoder, and
+only text that may still become a stop string is held back.
 """
 
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.common.pb import decoder_pb2 as pb
+from services.gateway.clients.decoders import TokenEvent
+from services.gateway.responses import LogprobEntry, TopLogprob, Update
 from services.gateway.tokenizer import ModelTokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+# JSON has no -inf; OpenAI and vLLM send this value for a probability of zero.
+_MIN_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
 class StopMatcher:
-    """Finds the first stop string to be completed, however the text is cut into pieces.
+    """Finds the first stop string to be completed, however the text is split into pieces.
 
     Attributes:
         stops: non-empty strings.
-        include_stop: hand out the stop string too.
+        include_stop: return the stop string, too.
         matched: the stop string that ended the text.
     """
 
@@ -27,32 +32,32 @@ class StopMatcher:
     include_stop: bool = False
     matched: str | None = None
     _held: str = field(default="", init=False)
-    _heads: frozenset[str] = field(init=False)
-    _max_head: int = field(init=False)
+    _prefixes: frozenset[str] = field(init=False)
+    _max_prefix: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._heads = frozenset(stop[:n] for stop in self.stops for n in range(1, len(stop)))
-        self._max_head = max(map(len, self._heads), default=0)
+        self._prefixes = frozenset(stop[:n] for stop in self.stops for n in range(1, len(stop)))
+        self._max_prefix = max(map(len, self._prefixes), default=0)
 
     def feed(self, text: str) -> str:
-        """Takes more text and returns what can be handed out; sets `matched` at the end."""
+        """Takes more text and returns what is certain; sets `matched` when a stop completes."""
         text = self._held + text
         if found := self._first_completed(text):
             start, end = found
             self.matched = text[start:end]
             self._held = ""
             return text[: end if self.include_stop else start]
-        keep = self._possible_start(text)
+        keep = self._num_held(text)
         self._held = text[len(text) - keep :] if keep else ""
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was kept back, once no more text comes."""
+        """The text held back, once no more text follows."""
         held, self._held = self._held, ""
         return held
 
     def _first_completed(self, text: str) -> tuple[int, int] | None:
-        """(start, end) of the match with the least end, the longest of these."""
+        """(start, end) of the match with the smallest end; of several, the longest."""
         best: tuple[int, int] | None = None
         for stop in self.stops:
             start = text.find(stop)
@@ -61,10 +66,10 @@ class StopMatcher:
                 best = match if best is None else min(best, match)
         return (best[1], best[0]) if best else None
 
-    def _possible_start(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
-        for size in range(min(len(text), self._max_head), 0, -1):
-            if text[-size:] in self._heads:
+    def _num_held(self, text: str) -> int:
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
+        for size in range(min(len(text), self._max_prefix), 0, -1):
+            if text[-size:] in self._prefixes:
                 return size
         return 0
 
@@ -74,10 +79,10 @@ class Detokenizer:
 
     Args:
         tokenizer: of the model.
-        stops: stop strings; they end the text where the first one is complete.
+        stops: stop strings; the text ends where the first one completes.
         include_stop: keep the stop string in the text.
         skip_special_tokens: leave out tokens that tokenizer.json marks as special.
-        min_tokens: stop strings are looked for only in text after this many tokens.
+        min_tokens: stop strings match only in text after this many tokens.
     """
 
     def __init__(
@@ -98,14 +103,14 @@ class Detokenizer:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended the text; tokens after it are not taken."""
+        """The stop string that ended the text; later tokens are ignored."""
         return self._matcher.matched if self._matcher else None
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Takes tokens in order and returns the text that is now certain.
 
-        `num_tokens` grows by the tokens taken: all of them, or up to the one that completed a
-        stop string.
+        `num_tokens` grows by the tokens used: all of them, or up to the one that completed a stop
+        string.
         """
         if self._matcher is None:
             self.num_tokens += len(token_ids)
@@ -127,3 +132,56 @@ class Detokenizer:
     def finish(self) -> str:
         """The rest of the text. A character whose last bytes were never generated is left out."""
         return self._matcher.flush() if self._matcher and not self._matcher.matched else ""
+
+
+class Choice:
+    """One of a response's choices: token events in, text updates out.
+
+    Attributes:
+        num_tokens: completion tokens so far.
+        finish_reason: `stop` or `length` once the choice has ended.
+    """
+
+    def __init__(
+        self, index: int, tokenizer: ModelTokenizer, detokenizer: Detokenizer, include_stop: bool
+    ) -> None:
+        self._index = index
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._include_stop = include_stop
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    def feed(self, event: TokenEvent) -> Update:
+        """Takes an event; no event may follow an update with a finish reason."""
+        ids = event.token_ids
+        # The text excludes the token that stopped the sequence, unless the request includes it.
+        hidden = int(event.finish_reason == "stop" and not self._include_stop)
+        visible = ids[: len(ids) - hidden] if hidden else ids
+        before = self._detokenizer.num_tokens
+        text = self._detokenizer.feed(visible)
+        num_used = self._detokenizer.num_tokens - before
+        if self._detokenizer.matched_stop is not None:
+            self.finish_reason = "stop"
+            self.num_tokens += num_used
+        else:
+            self.num_tokens += len(ids)
+            if event.finish_reason is not None:
+                self.finish_reason = event.finish_reason
+                text += self._detokenizer.finish()
+        logprobs = None
+        if event.logprobs:
+            pairs = zip(visible[:num_used], event.logprobs, strict=False)
+            logprobs = [self._entry(token_id, found) for token_id, found in pairs]
+        return Update(self._index, text, logprobs, self.finish_reason)
+
+    def _entry(self, token_id: int, found: pb.TokenLogprobs) -> LogprobEntry:
+        top = [
+            TopLogprob(*self._token(top_id), max(logprob, _MIN_LOGPROB))
+            for top_id, logprob in zip(found.top_token_ids, found.top_logprobs, strict=True)
+        ]
+        return LogprobEntry(*self._token(token_id), max(found.logprob, _MIN_LOGPROB), top)
+
+    def _token(self, token_id: int) -> tuple[str, list[int]]:
+        data = self._tokenizer.token_bytes(token_id)
+        return data.decode(errors="replace"), list(data)

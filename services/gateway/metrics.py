@@ -1,37 +1,71 @@
-"""What the gateway counts."""
+"""What the gateway measures: the timings of one request, and the metrics of all requests."""
+
+import time
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.telemetry import LATENCY_BUCKETS
 
 
+@dataclass(slots=True)
+class Timings:
+    """Seconds per stage of one request; a stage that did not run is absent.
+
+    `fetch` (image URLs to bytes and headers) and `tokenize` run in the gateway; `encode` is the
+    longest encode call; the decoder measures `queue`, `transfer` and `prefill`; `first_token` and
+    `total` count from the request's arrival.
+    """
+
+    arrived: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    def since_arrival(self) -> float:
+        """Seconds since the request arrived."""
+        return time.monotonic() - self.arrived
+
+    def record(self, stage: str, seconds: float) -> None:
+        """Records a stage; the longest of several records counts."""
+        self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+
+    def milliseconds(self) -> dict[str, float]:
+        """For the response."""
+        return {stage: round(seconds * 1e3, 3) for stage, seconds in self.seconds.items()}
+
+
 class GatewayMetrics:
     """All metrics of one gateway, in a registry of its own.
 
     `outcome` is a finish reason, an error code of services/common/errors.py, or `cancelled`.
-    `stage` is one of fetch, tokenize, encode, queue, transfer, prefill, first_token, total.
+    `stage` is a key of `Timings.seconds`.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
-        self.requests = counter("gateway_requests", "Chat requests ended", "outcome")
-        self.tokens = counter("gateway_tokens", "prompt, image, cached, completion", "kind")
-        self.encodes = counter("gateway_encodes", "Good encode calls by source", "source")
-        self.retries = counter("gateway_retries", "Attempts after a failure", "service")
-        self.rejections = counter("gateway_rejections", "Requests refused as overload", "reason")
-        self.stage = histogram("gateway_stage_seconds", "Time in each stage", "stage")
-        self.ttft = histogram("gateway_ttft_seconds", "Arrival to first token")
-        self.inter_token = histogram("gateway_inter_token_seconds", "Mean time per later token")
-        self.request = histogram("gateway_request_seconds", "Arrival to end")
+        self.requests = counter("gateway_requests", "Chat requests that ended", "outcome")
+        self.tokens = counter("gateway_tokens", "Tokens: prompt, image, cached, completion", "kind")
+        self.encodes = counter(
+            "gateway_encodes", "Encode calls that succeeded, by where the embedding was", "source"
+        )
+        self.retries = counter("gateway_retries", "Retries, by the service that failed", "service")
+        self.rejections = counter(
+            "gateway_rejections", "Requests refused: the gateway is full or draining", "reason"
+        )
+        self.stage = histogram("gateway_stage_seconds", "Time of one request's stage", "stage")
+        self.ttft = histogram("gateway_ttft_seconds", "Time to first token, from arrival")
+        self.tpot = histogram(
+            "gateway_tpot_seconds", "Mean time per output token of a request, after its first"
+        )
+        self.request = histogram("gateway_request_seconds", "Arrival to end of a request")
         self.healthy_pods = Gauge(
             "gateway_healthy_pods",
-            "Pods that can be given work",
+            "Pods that accept work",
             ["service"],
             registry=self.registry,
         )
         self.running = Gauge(
-            "gateway_running_requests", "Requests that hold a slot", registry=self.registry
+            "gateway_requests_running", "Requests that hold a slot", registry=self.registry
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

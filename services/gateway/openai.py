@@ -1,13 +1,13 @@
-"""The chat completions request: OpenAI's and vLLM's names, the part of them that is served.
+"""The chat completions request: the part of OpenAI's and vLLM's fields that is served.
 
-A field that would change the answer and is not served is refused, by name, with 400; so is a field
-nobody knows. Accepted without effect, because they change no answer: `user`, `safety_identifier`,
+A field that would change the answer and is not served is refused by name with a 400; so is an
+unknown field. Accepted without effect, because they change no answer: `user`, `safety_identifier`,
 `metadata`, `store`, `service_tier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`,
 `parallel_tool_calls` (there are no tools), `stream_options.include_obfuscation`.
 
-`image_url.detail`: `low` resizes to at most 512 x 512 pixels' worth; `high` and `auto` mean the
-model's own limits. `min_pixels` and `max_pixels` (in the image, beside it, or for the whole
-request; also as `mm_processor_kwargs`) overrule it and are clamped to the model's limits.
+`image_url.detail`: `low` resizes to at most 512 x 512 pixels; `high` and `auto` mean the model's
+own limits. `min_pixels` and `max_pixels` (in the image, beside it, or for the whole request; also
+as `mm_processor_kwargs`) take precedence and are clamped to the model's limits.
 `include_stage_times: true` adds `stage_times_ms` and `images` to the response or the last chunk.
 """
 
@@ -38,13 +38,13 @@ _StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Text, taken literally."""
+    """Literal text: special tokens in it are not recognised."""
 
     text: str
 
 
 class ImageUrl(Struct, forbid_unknown_fields=True):
-    """Where a picture is."""
+    """A URL and how the image is resized."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
@@ -53,7 +53,7 @@ class ImageUrl(Struct, forbid_unknown_fields=True):
 
 
 class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
-    """A picture."""
+    """An image."""
 
     image_url: ImageUrl | str
     min_pixels: _Pixels | None = None
@@ -64,7 +64,7 @@ _Parts = Annotated[list[TextPart | ImagePart], Meta(min_length=1, max_length=MAX
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """One turn. The fields after `content` are what clients echo from our own answers."""
+    """One turn. Clients echo the fields after `content` from our own answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | _Parts | None = None
@@ -80,14 +80,14 @@ class Message(Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """What a stream carries besides text."""
+    """Further fields of a stream's chunks."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class ProcessorOptions(Struct, forbid_unknown_fields=True):
+class MultimodalOptions(Struct, forbid_unknown_fields=True):
     """vLLM's spelling of the request's pixel limits."""
 
     min_pixels: _Pixels | None = None
@@ -95,9 +95,10 @@ class ProcessorOptions(Struct, forbid_unknown_fields=True):
 
 
 class TemplateOptions(Struct, forbid_unknown_fields=True):
-    """The names that a request may set in the chat template."""
+    """Variables of the chat template that a request may set, if the template uses them."""
 
     add_vision_id: bool | None = None
+    enable_thinking: bool | None = None
 
 
 class ChatRequest(Struct, forbid_unknown_fields=True):
@@ -129,7 +130,7 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
-    mm_processor_kwargs: ProcessorOptions | None = None
+    mm_processor_kwargs: MultimodalOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     include_stage_times: bool | None = None
@@ -143,7 +144,7 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     prediction: _Any | UnsetType = UNSET
     parallel_tool_calls: bool | None = None
-    # Refused unless they say what happens anyway.
+    # Refused unless the value asks for the default behaviour.
     tools: _Any | UnsetType = UNSET
     tool_choice: _Any | UnsetType = UNSET
     functions: _Any | UnsetType = UNSET
@@ -158,7 +159,7 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
 
 _MAX_NEUTRAL_BYTES = 64
 
-# Fields that are not served, and the values of them that ask for nothing.
+# Fields that are not served, and their values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tools": (None,),
     "tool_choice": (None, "none", "auto"),
@@ -190,10 +191,10 @@ _SALT = re.compile(r"[^@/\\\x00]+")
 
 
 def parse_chat_request(body: bytes) -> ChatRequest:
-    """A request body as a value in which every field is of its type and within its bounds.
+    """Parses a request body; every field is of its type and within its bounds.
 
     Raises:
-        InvalidRequest: it is not; `param` names the field.
+        InvalidRequest: a field is not; `param` names it.
     """
     request = decode_json(_decoder, body)
     _refuse_unserved(request)
@@ -215,10 +216,10 @@ def parse_chat_request(body: bytes) -> ChatRequest:
 
 
 def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: bytes) -> Decoded:
-    """Decodes a body.
+    """Decodes a JSON body.
 
     Raises:
-        InvalidRequest: not JSON, or not of the form; `param` names the field.
+        InvalidRequest: not JSON, or a field has the wrong type; `param` names the field.
     """
     try:
         return decoder.decode(body)

@@ -1,40 +1,49 @@
-"""Messages to token ids: the chat template, then ids, then placeholders per image.
+"""A request's messages to the prompt's token ids and positions.
 
-What a user writes is text and nothing else. The template's output is split at added tokens, so
-before rendering a sentinel character (one that occurs in no text of the request) goes into each
-string of the user's that is an added token, or could become one together with its neighbour. Only
-the template's own added tokens survive the split; the sentinel is taken out before tokenizing.
+`read_conversation` separates text and images, `PromptBuilder.render` gives ids with one placeholder
+per image, and `PromptBuilder.expand` repeats each placeholder and computes M-RoPE positions.
 """
 
-import datetime
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any
 
-import jinja2
-import jinja2.ext
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import numpy.typing as npt
 
 from services.common.errors import InvalidRequest
-from services.common.model_spec import ModelSpec, ModelSpecError
-from services.gateway.mrope import Grid, Int32s, image_tokens, mrope_positions
+from services.common.model_spec import ModelSpec
+from services.gateway.chat_template import ChatTemplate, message_texts
+from services.gateway.images import ImageSource
+from services.gateway.openai import ChatRequest, ImagePart, ImageUrl, Message, TextPart
 from services.gateway.tokenizer import ModelTokenizer
 
-# Noncharacters: valid in a string, assigned to nothing.
-_SENTINELS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+Grid = tuple[int, int, int]
+Int32s = npt.NDArray[np.int32]
+_NO_IMAGES = "the model takes no images"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages for the chat template, and their images in order."""
+
+    messages: list[dict[str, Any]]
+    images: list[ImageSource]
+    template_options: dict[str, object]
+
+    @property
+    def num_characters(self) -> int:
+        """Length of all text."""
+        return sum(map(len, message_texts(self.messages)))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the decoder wants it.
+    """A prompt as the decoder takes it.
 
     Attributes:
         token_ids: [num_tokens], placeholders expanded.
-        positions: [3, num_tokens]; None for text only.
+        positions: [3, num_tokens]; None without images: 0 to num_tokens - 1 on each axis.
         position_delta: what decode steps add to a token's index.
         image_offsets: first placeholder of each image.
         image_lengths: placeholders of each image.
@@ -52,177 +61,195 @@ class Prompt:
         return sum(self.image_lengths)
 
 
+def read_conversation(request: ChatRequest, *, max_images: int, takes_images: bool) -> Conversation:
+    """Separates a request's messages into template messages and images.
+
+    Without images in the model, text parts of a message become one string, joined by newlines:
+    templates of text models expect strings.
+
+    Raises:
+        InvalidRequest: more than `max_images` images, or any field about images if the model takes
+            none.
+    """
+    if not takes_images:
+        _refuse_images(request)
+    num_images = sum(
+        isinstance(part, ImagePart)
+        for message in request.messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
+    if num_images > max_images:
+        raise InvalidRequest(
+            f"the request has {num_images} images; at most {max_images} are allowed",
+            param="messages",
+        )
+    images: list[ImageSource] = []
+    messages = [
+        _template_message(message, f"messages[{index}]", request, images, takes_images)
+        for index, message in enumerate(request.messages)
+    ]
+    options: dict[str, object] = {}
+    if (given := request.chat_template_kwargs) is not None:
+        options = {
+            name: value
+            for name in given.__struct_fields__
+            if (value := getattr(given, name)) is not None
+        }
+    return Conversation(messages, images, options)
+
+
+def _refuse_images(request: ChatRequest) -> None:
+    for index, message in enumerate(request.messages):
+        parts = message.content if isinstance(message.content, list) else ()
+        for position, part in enumerate(parts):
+            if isinstance(part, ImagePart):
+                raise InvalidRequest(_NO_IMAGES, param=f"messages[{index}].content[{position}]")
+    for name in ("min_pixels", "max_pixels", "mm_processor_kwargs"):
+        if getattr(request, name) is not None:
+            raise InvalidRequest(_NO_IMAGES, param=name)
+
+
+def _template_message(
+    message: Message,
+    path: str,
+    request: ChatRequest,
+    images: list[ImageSource],
+    takes_images: bool,
+) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    if not isinstance(message.content, list):
+        return {"role": role, "content": message.content or ""}
+    if not takes_images:
+        texts = [part.text for part in message.content if isinstance(part, TextPart)]
+        return {"role": role, "content": "\n".join(texts)}
+    parts: list[dict[str, Any]] = []
+    for position, part in enumerate(message.content):
+        if isinstance(part, ImagePart):
+            images.append(_source(part, f"{path}.content[{position}]", request))
+            parts.append({"type": "image"})
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return {"role": role, "content": parts}
+
+
+def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
+    """The image with its pixel limits; the innermost limit that is given applies."""
+    image = part.image_url if isinstance(part.image_url, ImageUrl) else ImageUrl(part.image_url)
+    scopes = (image, part, request, request.mm_processor_kwargs)
+    found = {
+        name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
+        for name in ("min_pixels", "max_pixels")
+    }
+    return ImageSource(image.url, param, image.detail or "auto", **found)
+
+
 class PromptBuilder:
     """Renders and tokenizes for one model. Thread-safe."""
 
-    def __init__(self, config: ModelSpec, tokenizer: ModelTokenizer, template: str) -> None:
+    def __init__(self, spec: ModelSpec, tokenizer: ModelTokenizer, template: ChatTemplate) -> None:
+        self._vision = spec.vision
         self._tokenizer = tokenizer
-        self._template = _environment().from_string(template)
-        self._image_token_id = config.vision_part.image_token_id
-        self._merge_size = config.vision_part.tower.spatial_merge_size
-        contents = sorted(tokenizer.added, key=len, reverse=True)
-        # An alternation takes the first that matches: the longest, as `tokenizers` does.
-        self._added = re.compile("(" + "|".join(map(re.escape, contents)) + ")")
-        self._heads = frozenset(c[:n] for c in contents for n in range(1, len(c)))
-        self._tails = frozenset(c[n:] for c in contents for n in range(1, len(c)))
-        self._max_part = max(map(len, contents), default=1) - 1
-
-    @classmethod
-    def from_directory(cls, config: ModelSpec, tokenizer: ModelTokenizer) -> "PromptBuilder":
-        """Reads the directory's chat template.
-
-        Raises:
-            ModelSpecError: there is none.
-        """
-        return cls(config, tokenizer, read_template(config.directory))
+        self._template = template
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        template_options: Mapping[str, Any],
+        template_options: Mapping[str, object],
         max_tokens: int,
     ) -> list[int]:
-        """Ids before expansion: one placeholder per image.
+        """Token ids before expansion: one placeholder per image.
+
+        No BOS token is added: a template writes its own.
 
         Args:
-            messages: dicts of `role` and `content`, the content a string or a list of
-                `{"type": "text", "text": ...}` and `{"type": "image"}`.
-            template_options: further names for the template.
-            max_tokens: refuse, before tokenizing, what cannot fit in as many.
+            messages: see `ChatTemplate.render`.
+            template_options: further variables of the template.
+            max_tokens: longer text is refused, before it is tokenized.
 
         Raises:
-            InvalidRequest: the template refuses the messages.
+            InvalidRequest: the template refuses the messages, or has no such variable.
             ContextLengthExceeded: see `max_tokens`.
         """
-        text = "\0".join(_texts(messages))
-        self._tokenizer.check_length(text, max_tokens)
-        sentinel = next((s for s in _SENTINELS if s not in text), None)
-        if sentinel is None:
-            raise InvalidRequest("the text uses every Unicode noncharacter", param="messages")
-        guarded = [self._guard_message(message, sentinel) for message in messages]
-        try:
-            rendered = self._template.render(
-                messages=guarded, add_generation_prompt=True, tools=None, **template_options
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            reason = str(error) if isinstance(error, _Refusal) else "they do not fit it"
-            raise InvalidRequest(
-                f"the chat template refuses the messages: {reason}", param="messages"
-            ) from None
+        for name in template_options:
+            if name not in self._template.variables:
+                raise InvalidRequest(
+                    f"the model's chat template has no {name}",
+                    param=f"chat_template_kwargs.{name}",
+                )
+        self._tokenizer.check_length("\0".join(message_texts(messages)), max_tokens)
         ids: list[int] = []
-        for index, piece in enumerate(self._added.split(rendered)):
-            if index % 2:
+        for piece, is_added in self._template.render(messages, template_options):
+            if is_added:
                 ids.append(self._tokenizer.added[piece].token_id)
-            elif piece:
-                ids += self._tokenizer.encode_text(piece.replace(sentinel, ""))
+            else:
+                ids += self._tokenizer.encode_text(piece)
         return ids
 
     def expand(self, ids: Sequence[int], grids: Sequence[Grid]) -> Prompt:
-        """Replaces each placeholder by as many as its image has tokens, and places all tokens.
+        """Repeats each placeholder once per token of its image, and computes positions.
 
         Raises:
-            InvalidRequest: the template dropped or doubled an image.
+            InvalidRequest: the template dropped or repeated an image.
         """
         compact = np.asarray(ids, np.int32)
-        slots = np.flatnonzero(compact == self._image_token_id)
-        if len(slots) != len(grids):
+        if self._vision is None:
+            return Prompt(compact, None, 0, (), ())
+        placeholders = np.flatnonzero(compact == self._vision.image_token_id)
+        if len(placeholders) != len(grids):
             raise InvalidRequest(
-                f"the chat template placed {len(slots)} images of {len(grids)}", param="messages"
+                f"the chat template placed {len(placeholders)} images of {len(grids)}",
+                param="messages",
             )
         if not grids:
             return Prompt(compact, None, 0, (), ())
-        lengths = [image_tokens(grid, self._merge_size) for grid in grids]
+        merge_size = self._vision.tower.spatial_merge_size
+        lengths = [image_tokens(grid, merge_size) for grid in grids]
         repeats = np.ones(len(compact), np.int64)
-        repeats[slots] = lengths
+        repeats[placeholders] = lengths
         expanded = np.repeat(compact, repeats)
-        offsets = tuple(int(end) for end in np.cumsum(repeats)[slots] - lengths)
+        offsets = tuple(int(end) for end in np.cumsum(repeats)[placeholders] - lengths)
         positions, delta = mrope_positions(
-            len(expanded), list(zip(offsets, grids, strict=True)), self._merge_size
+            len(expanded), list(zip(offsets, grids, strict=True)), merge_size
         )
         return Prompt(expanded, positions, delta, offsets, tuple(lengths))
 
-    def _guard_message(self, message: Mapping[str, Any], sentinel: str) -> dict[str, Any]:
-        content = message["content"]
-        if isinstance(content, str):
-            return {**message, "content": self._guard(content, sentinel)}
-        parts = [
-            {**part, "text": self._guard(part["text"], sentinel)} if "text" in part else part
-            for part in content
-        ]
-        return {**message, "content": parts}
 
-    def _guard(self, text: str, sentinel: str) -> str:
-        """`text` with a sentinel wherever an added token is, or may arise at an end."""
-        guarded = text
-        while self._added.search(guarded):  # again: added tokens may overlap
-            guarded = self._added.sub(lambda m: m[0][0] + sentinel + m[0][1:], guarded)
-        size = min(len(text), self._max_part)
-        if any(text[:n] in self._tails for n in range(1, size + 1)):
-            guarded = sentinel + guarded
-        if any(text[-n:] in self._heads for n in range(1, size + 1)):
-            guarded += sentinel
-        return guarded
+def image_tokens(grid: Grid, merge_size: int) -> int:
+    """Placeholders of an image with that grid (t, h, w) in patches before merging."""
+    t, h, w = grid
+    return t * h * w // merge_size**2
 
 
-def read_template(directory: Path) -> str:
-    """The chat template: chat_template.jinja, else chat_template.json or tokenizer_config.json.
+def mrope_positions(
+    num_tokens: int, images: Sequence[tuple[int, Grid]], merge_size: int
+) -> tuple[Int32s, int]:
+    """M-RoPE positions (time, height, width) of an expanded prompt.
 
-    Raises:
-        ModelSpecError: there is none.
+    A text token at p has position (p, p, p) and the next token p + 1. An image of h x w merged
+    cells at p has positions (p, p + row, p + column), row by row, and the next token p + max(h, w).
+
+    Args:
+        num_tokens: length of the prompt, placeholders included.
+        images: (offset of the first placeholder, grid) in order of offset, not overlapping.
+        merge_size: patches per side of a merged cell.
+
+    Returns:
+        positions [3, num_tokens], and the delta that decode steps add to a token's index.
     """
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        path = directory / name
-        if path.exists():
-            template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-            if isinstance(template, str):
-                return template
-    raise ModelSpecError(f"{directory} has no chat template")
-
-
-class _Refusal(jinja2.TemplateError):
-    """The template's own `raise_exception`."""
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as HF sets it up for chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    filters: dict[str, Any] = cast(Any, environment).filters
-    filters["tojson"] = _to_json
-    names: dict[str, Any] = cast(Any, environment).globals
-    names["raise_exception"] = _raise_exception
-    names["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise _Refusal(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content if "text" in part)
+    positions = np.empty((3, num_tokens), np.int32)
+    index, position = 0, 0
+    for offset, (t, h, w) in images:
+        text = offset - index
+        positions[:, index:offset] = np.arange(position, position + text, dtype=np.int32)
+        position += text
+        rows, columns = h // merge_size, w // merge_size
+        index = offset + t * rows * columns
+        span = positions[:, offset:index].reshape(3, t, rows, columns)
+        span[0] = position
+        span[1] = position + np.arange(rows, dtype=np.int32)[:, None]
+        span[2] = position + np.arange(columns, dtype=np.int32)
+        position += max(rows, columns)
+    tail = num_tokens - index
+    positions[:, index:] = np.arange(position, position + tail, dtype=np.int32)
+    return positions, position + tail - num_tokens

@@ -1,6 +1,11 @@
-"""What the gateway answers: OpenAI's shapes, written as JSON."""
+"""What the gateway answers, in OpenAI's shapes: whole responses, stream chunks, and errors.
+
+A streamed token costs one small JSON string between two byte strings made once per request.
+"""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -13,7 +18,7 @@ encode_json = msgspec.json.encode
 
 
 class TopLogprob(Struct):
-    """One of a token's alternatives."""
+    """An alternative to a token."""
 
     token: str
     bytes: list[int]
@@ -30,21 +35,21 @@ class LogprobEntry(Struct):
 
 
 class Logprobs(Struct):
-    """Of a choice or a chunk of it."""
+    """Of a choice, or of one chunk of it."""
 
     content: list[LogprobEntry]
     refusal: None = None
 
 
 class PromptTokensDetails(Struct, omit_defaults=True):
-    """`cached_tokens` is absent where the decoder had no chance to say it."""
+    """`cached_tokens` is absent while the decoder has not reported it."""
 
     image_tokens: int | None = None
     cached_tokens: int | None = None
 
 
 class Usage(Struct):
-    """Tokens of a request, all choices together."""
+    """Tokens of a request, summed over its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -53,9 +58,10 @@ class Usage(Struct):
 
 
 class ImageReport(Struct):
-    """Of one image, with `include_stage_times`: where its embedding came from.
+    """Where one image's embedding came from, for `include_stage_times`.
 
-    `encode_source` is computed, memory, redis or joined; null where the decoder had it first.
+    `encode_source` is computed, memory, redis or joined; null: the decoder had the embedding
+    before the encoder answered.
     """
 
     encode_source: str | None
@@ -64,7 +70,7 @@ class ImageReport(Struct):
 
 
 class AssistantMessage(Struct):
-    """The answer's text."""
+    """The text of a choice."""
 
     content: str
     role: Literal["assistant"] = "assistant"
@@ -72,7 +78,7 @@ class AssistantMessage(Struct):
 
 
 class ResponseChoice(Struct):
-    """One whole answer."""
+    """A choice of a whole response."""
 
     index: int
     message: AssistantMessage
@@ -81,7 +87,7 @@ class ResponseChoice(Struct):
 
 
 class ChatCompletion(Struct):
-    """The response without a stream."""
+    """The response to a request without `stream`."""
 
     id: str
     created: int
@@ -97,7 +103,7 @@ class ChatCompletion(Struct):
 def error_body(
     message: str, *, kind: str, param: str | None, code: str | None
 ) -> dict[str, dict[str, Any]]:
-    """OpenAI's error shape. Nothing that looks like an address of this process gets out."""
+    """OpenAI's error shape. Anything that looks like a memory address is masked."""
     return {
         "error": {
             "message": _ADDRESS.sub("0x...", message),
@@ -109,5 +115,95 @@ def error_body(
 
 
 def error_of(error: TriptychError) -> dict[str, dict[str, Any]]:
-    """The body for one of our errors."""
+    """`error_body` of one of our errors."""
     return error_body(error.message, kind=error.openai_type, param=error.param, code=error.code)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New text of one choice.
+
+    Attributes:
+        finish_reason: `stop` or `length`, in the last update of the choice.
+    """
+
+    choice: int
+    text: str
+    logprobs: list[LogprobEntry] | None
+    finish_reason: str | None
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def error_event(error: TriptychError) -> bytes:
+    """The last event of a stream that failed; no `[DONE]` follows."""
+    return b"data: " + encode_json(error_of(error)) + b"\n\n"
+
+
+class ChunkWriter:
+    """Serializes the chunks of one streamed response as server-sent events.
+
+    Args:
+        response_id: `chatcmpl-...`.
+        created: Unix time.
+        model: as served.
+        usage_field: whether each chunk has a `usage` field; null unless `update` is given one.
+    """
+
+    def __init__(self, response_id: str, created: int, model: str, usage_field: bool) -> None:
+        head = encode_json(
+            {
+                "id": response_id,
+                "object": "chat.completion.chunk",
+                "created": created,
+                "model": model,
+                "system_fingerprint": None,
+            }
+        )
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
+        self._text_end = b'},"logprobs":null,"finish_reason":null}]' + self._tail
+        self._text_starts: dict[int, bytes] = {}
+
+    def role(self, choice: int) -> bytes:
+        """The first event of a choice."""
+        return (
+            self._head
+            + b'{"index":%d,"delta":{"role":"assistant","content":""},' % choice
+            + b'"logprobs":null,"finish_reason":null}]'
+            + self._tail
+        )
+
+    def update(self, update: Update, usage: Usage | None = None) -> bytes:
+        """An update of a choice; empty bytes if the update is empty."""
+        if update.finish_reason is None and not update.logprobs:
+            if not update.text:
+                return b""
+            if usage is None:
+                start = self._text_starts.get(update.choice)
+                if start is None:
+                    start = self._head + b'{"index":%d,"delta":{"content":' % update.choice
+                    self._text_starts[update.choice] = start
+                return start + encode_json(update.text) + self._text_end
+        logprobs = Logprobs(update.logprobs) if update.logprobs else None
+        choice = {
+            "index": update.choice,
+            "delta": {"content": update.text} if update.text else {},
+            "logprobs": logprobs,
+            "finish_reason": update.finish_reason,
+        }
+        tail = self._tail if usage is None else b',"usage":' + encode_json(usage) + b"}\n\n"
+        return self._head + encode_json(choice) + b"]" + tail
+
+    def closing(
+        self,
+        usage: Usage | None,
+        stage_times_ms: dict[str, float] | None,
+        images: Sequence[ImageReport] | None,
+    ) -> bytes:
+        """The event after the last choice: no choices, but the usage and timings of the request."""
+        fields: dict[str, object] = {"usage": usage}
+        if stage_times_ms is not None:
+            fields |= {"stage_times_ms": stage_times_ms, "images": list(images or ())}
+        return self._head + b"]," + encode_json(fields)[1:] + b"\n\n"

@@ -1,4 +1,4 @@
-"""The routes beside chat."""
+"""All routes: chat, models, tokenization, health, metrics, and the chat page."""
 
 import time
 from collections.abc import Callable, Coroutine
@@ -12,18 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.common.errors import InvalidRequest, TriptychError
+from services.common.errors import InvalidRequest
 from services.gateway.admission import Admission
-from services.gateway.chat import ChatService
-from services.gateway.chat_endpoint import ChatEndpoint
-from services.gateway.edge import JsonResponse, read_body
+from services.gateway.chat import ChatEndpoint, ChatService
+from services.gateway.exchange import JsonResponse, read_body
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import MAX_MESSAGES, ChatRequest, Message, decode_json
-from services.gateway.rehearsal import Rehearsal
+from services.gateway.warm_up import WarmUp
 
 View = Callable[[Request], Coroutine[Any, Any, Response]]
 
-# The page holds its own script and style and loads nothing from elsewhere.
+# The page contains its own script and style and loads nothing else.
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -43,24 +42,24 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 
 
 class Routes:
-    """The views, over what they serve."""
+    """The views."""
 
     def __init__(
         self,
         service: ChatService,
-        rehearsal: Rehearsal,
+        warm_up: WarmUp,
         admission: Admission,
         metrics: GatewayMetrics,
     ) -> None:
         self._service = service
-        self._rehearsal = rehearsal
+        self._warm_up = warm_up
         self._admission = admission
         self._metrics = metrics
         self._created = int(time.time())
         self._page = (Path(__file__).parent / "static" / "index.html").read_bytes()
 
     def table(self) -> list[Route]:
-        """All there is to call."""
+        """Every route but the warm-up's."""
         chat = ChatEndpoint(self._service, self._admission, self._metrics)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -74,16 +73,14 @@ class Routes:
         ]
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
         return JsonResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """One model by name."""
         self._service.check_model(request.path_params["name"])
         return JsonResponse(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids, with all those of the pictures in messages."""
+        """Token ids; messages count with all tokens of their images."""
         with self._admission.slot() as slot:
             body = await read_body(request.scope, request.receive, slot.hold)
             asked = decode_json(_tokenize_decoder, body)
@@ -105,19 +102,17 @@ class Routes:
         )
 
     async def health(self, request: Request) -> Response:
-        """Liveness: this process answers."""
+        """Liveness: the process answers."""
         return JsonResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: an encoder and a decoder that fit each other are there, we have rehearsed
-        with them, and we stay.
-        """
+        """Readiness: the services are healthy, the warm-up is done, and no shutdown has begun."""
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)
         if not self._service.ready():
-            return JsonResponse({"status": "waiting for an encoder and a decoder"}, 503)
-        if not self._rehearsal.over:
-            return JsonResponse({"status": "rehearsing"}, 503)
+            return JsonResponse({"status": f"waiting for {self._service.needs}"}, 503)
+        if not self._warm_up.done:
+            return JsonResponse({"status": "warming up"}, 503)
         return JsonResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
@@ -142,6 +137,3 @@ class Routes:
             "owned_by": "triptych",
             "max_model_len": self._service.max_model_len(),
         }
-
-
-__all__ = ["Routes", "TriptychError"]

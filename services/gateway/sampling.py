@@ -1,14 +1,14 @@
-"""A request's sampling fields and the model's defaults to what the decoder is told."""
+"""A request's sampling fields, completed by the model's defaults, as the decoder takes them."""
 
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.model_spec import ModelSpec
-from services.gateway.generation import Sampling
+from services.common.pb.decoder_pb2 import SamplingParams
 from services.gateway.openai import ChatRequest
 
 # Completion tokens of a request that names no number.
@@ -18,7 +18,7 @@ _SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What holds where a request says nothing, from generation_config.json."""
+    """Values for fields that a request leaves out, from generation_config.json."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -28,9 +28,9 @@ class SamplingDefaults:
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of_model(cls, config: ModelSpec) -> "SamplingDefaults":
+    def of_model(cls, spec: ModelSpec) -> "SamplingDefaults":
         """The model's; `do_sample: false` means greedy."""
-        given: Mapping[str, Any] = config.generation
+        given: Mapping[str, Any] = spec.generation
         greedy = given.get("do_sample") is False
         return cls(
             temperature=0.0 if greedy else float(given.get("temperature") or 1.0),
@@ -38,7 +38,7 @@ class SamplingDefaults:
             top_k=int(given.get("top_k") or 0),
             min_p=float(given.get("min_p") or 0.0),
             repetition_penalty=float(given.get("repetition_penalty") or 1.0),
-            eos_token_ids=config.eos_token_ids,
+            eos_token_ids=spec.eos_token_ids,
         )
 
 
@@ -49,8 +49,8 @@ def resolve_sampling(
     prompt_tokens: int,
     max_model_len: int,
     vocab_size: int,
-) -> Sampling:
-    """The sampling of a request's first choice; the others differ by `seed` alone.
+) -> SamplingParams:
+    """The sampling parameters of a request's first choice; choice i uses seed + i.
 
     Raises:
         ContextLengthExceeded: prompt and completion do not fit in the context.
@@ -66,8 +66,7 @@ def resolve_sampling(
     if any(token_id >= vocab_size for token_id in stop_ids):
         raise InvalidRequest(f"ids must be below {vocab_size}", param="stop_token_ids")
     eos = () if request.ignore_eos else defaults.eos_token_ids
-    seed = secrets.randbits(64) if request.seed is None else request.seed & _SEED_MASK
-    return Sampling(
+    return SamplingParams(
         temperature=_given(request.temperature, defaults.temperature),
         top_k=max(_given(request.top_k, defaults.top_k), 0),
         top_p=_given(request.top_p, defaults.top_p),
@@ -76,19 +75,17 @@ def resolve_sampling(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-        seed=seed,
-        stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
+        seed=choice_seed(secrets.randbits(64) if request.seed is None else request.seed, 0),
+        stop_token_ids=dict.fromkeys((*eos, *stop_ids)),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
 
 
-def for_choice(sampling: Sampling, choice: int) -> Sampling:
-    """The sampling of one of a request's choices: its own seed."""
-    if choice == 0:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + choice) & _SEED_MASK)
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of a request's choices, as an unsigned 64-bit integer."""
+    return (seed + choice) & _SEED_MASK
 
 
 def _max_tokens(request: ChatRequest, prompt_tokens: int, max_model_len: int) -> int:
@@ -108,10 +105,10 @@ def _max_tokens(request: ChatRequest, prompt_tokens: int, max_model_len: int) ->
 def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     bias: dict[int, float] = {}
     for name, value in given.items():
-        # No int(): it takes signs, spaces, underscores and other scripts' digits.
+        # int() would accept signs, spaces, underscores and digits of other scripts.
         if not (name.isascii() and name.isdigit() and len(name) <= 9 and int(name) < vocab_size):
             raise InvalidRequest(
-                f"{name[:20]!r} is no token id below {vocab_size}", param="logit_bias"
+                f"{name[:20]!r} is not a token id below {vocab_size}", param="logit_bias"
             )
         if not math.isfinite(value):
             raise InvalidRequest("biases must be finite", param="logit_bias")

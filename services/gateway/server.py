@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with limits on headers, and a shutdown that lets streams end."""
+"""The HTTP server: uvicorn with a limit on headers and a shutdown that drains requests."""
 
 import asyncio
 import logging
@@ -22,8 +22,9 @@ _BACKLOG = 2048
 class GatewayServer(uvicorn.Server):
     """Serves one gateway.
 
-    On the first SIGTERM or SIGINT it goes on listening, but `/ready` and new requests answer 503,
-    until the running ones have ended or the grace is over. On the second it stops at once.
+    After the first SIGTERM or SIGINT it drains: it still listens, but `/ready` and new requests
+    get a 503, until the running requests have ended or the grace period is over. The second signal
+    stops it at once.
     """
 
     def __init__(self, gateway: Gateway, settings: GatewaySettings) -> None:
@@ -46,20 +47,18 @@ class GatewayServer(uvicorn.Server):
         )
         self._settings = settings
         self._admission = gateway.admission
-        self._rehearsal = gateway.rehearsal
+        self._warm_up = gateway.warm_up
         self._grace_s = settings.shutdown_grace_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
-        """The port it listens on, once started."""
+        """The bound port, once started."""
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn, on the shared port too; remembers the loop for signals, and lets the
-        rehearsal begin.
-        """
+        """Listens, on the shared port too, and tells the warm-up the address."""
         self._loop = asyncio.get_running_loop()
         settings = self._settings
         if settings.shared_port is not None:
@@ -68,10 +67,10 @@ class GatewayServer(uvicorn.Server):
                 _listen(settings.host, settings.shared_port, shared=True),
             ]
         await super().startup(sockets)
-        self._rehearsal.address = self.servers[0].sockets[0].getsockname()[:2]
+        self._warm_up.address = self.servers[0].sockets[0].getsockname()[:2]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal that ends the server."""
+        """Handles SIGTERM and SIGINT."""
         if self._loop is None or self._draining is not None:
             self.force_exit = self.should_exit
             self.should_exit = True
@@ -80,17 +79,17 @@ class GatewayServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Begins to end. Call from the event loop."""
+        """Starts draining. Call from the event loop."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
         ended = await self._admission.drain(self._grace_s)
-        log.info("drained" if ended else "the grace is over; ending running requests")
+        log.info("drained" if ended else "the grace period is over; cancelling running requests")
         self.should_exit = True
 
 
 def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket; of several processes on one port where all say `shared`."""
+    """A listening socket; with `shared`, several processes can listen on the same port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=shared)

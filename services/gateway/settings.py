@@ -10,27 +10,27 @@ from services.common.settings import ServiceSettings
 
 
 class GatewaySettings(ServiceSettings):
-    """One frozen value, read at the door.
+    """Read once, at start.
 
     Attributes:
         host: address to listen on.
         port: HTTP port.
-        shared_port: a second port, which several gateways of one machine listen on: the kernel
-            deals its connections out among them. Each has its own `port` too, for its probes.
-        model: checkpoint directory; only its JSON files are read.
+        shared_port: a second port on which several gateways of one machine listen; the kernel
+            spreads connections over them. Each gateway also has its own `port`, for its probes.
+        model: checkpoint directory; its JSON files and its chat template are read.
         served_model_name: what requests call the model; default: the directory's name.
         encoder_addresses: comma-separated `host:port`, or `dns:///name:port`, which is resolved
-            again and again into one address per pod.
-        decoder_addresses: likewise.
-        max_concurrent_requests: more are refused at once with 503.
-        max_images_per_request: more are a 400.
+            periodically into one address per pod. Not used if the model takes text alone.
+        decoder_addresses: likewise; always needed.
+        max_concurrent_requests: further requests get a 503.
+        max_images_per_request: more images are a 400.
         max_image_bytes: size of one encoded image.
         max_source_pixels: width times height of one image as sent; not above the encoder's.
         request_timeout_s: from arrival to the last token.
         allowed_media_dir: where `file:` URLs may point; default: nowhere.
-        allow_private_media_hosts: lets image URLs reach private and loopback addresses.
-        api_keys: comma-separated; empty: no key is asked for.
-        shutdown_grace_s: how long running requests may go on after SIGTERM.
+        allow_private_media_hosts: whether image URLs may reach private and loopback addresses.
+        api_keys: comma-separated; empty: requests need no key.
+        shutdown_grace_s: how long running requests may continue after SIGTERM.
         log_level: of the standard logging module.
     """
 
@@ -41,7 +41,7 @@ class GatewaySettings(ServiceSettings):
     shared_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     model: Path
     served_model_name: Annotated[str, Field(max_length=256)] = ""
-    encoder_addresses: Annotated[str, Field(min_length=1)]
+    encoder_addresses: str = ""
     decoder_addresses: Annotated[str, Field(min_length=1)]
     max_concurrent_requests: Annotated[int, Field(ge=1)] = 512
     max_images_per_request: Annotated[int, Field(ge=0, le=1024)] = 32
@@ -56,17 +56,17 @@ class GatewaySettings(ServiceSettings):
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """The encoder addresses, split."""
+        """`encoder_addresses`, split."""
         return _split(self.encoder_addresses)
 
     @property
     def decoders(self) -> tuple[str, ...]:
-        """The decoder addresses, split."""
+        """`decoder_addresses`, split."""
         return _split(self.decoder_addresses)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The API keys, split."""
+        """`api_keys`, split."""
         return _split(self.api_keys.get_secret_value())
 
 

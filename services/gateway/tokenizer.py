@@ -1,7 +1,7 @@
-"""The model's tokenizer in three parts: plain text to ids, added tokens by name, ids to bytes.
+"""The model's tokenizer: plain text to ids, added tokens by name, ids to bytes.
 
-Added tokens (`<|im_end|>`, `<|image_pad|>`, `<tool_call>` ...) are never found in plain text here:
-`encode_text` knows none of them. Who wants one says so through `added`.
+`encode_text` never returns an added token (`<|im_end|>`, `<|image_pad|>`, `<tool_call>` ...), even
+if the text contains its name; `added` has them.
 """
 
 import json
@@ -20,30 +20,33 @@ from services.gateway.byte_pairs import BYTE_OF_CHARACTER, BytePairs
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is not made of merges."""
+    """An entry of tokenizer.json's `added_tokens`.
+
+    Attributes:
+        special: `skip_special_tokens` leaves it out of the text.
+    """
 
     token_id: int
     content: str
-    special: bool  # left out of the text where special tokens are skipped
+    special: bool
 
 
 class ModelTokenizer:
-    """tokenizer.json of one model. Thread-safe: encoding changes nothing and drops the lock.
+    """tokenizer.json of one model. Thread-safe: encoding is stateless and releases the GIL.
 
     Args:
         definition: the parsed tokenizer.json, of a byte-level BPE.
 
     Raises:
-        ModelSpecError: a kind of tokenizer whose ids we could not reproduce.
+        ModelSpecError: the tokenizer is not a byte-level BPE, or has added tokens that change the
+            text around them; the message names the part.
     """
 
     def __init__(self, definition: Mapping[str, Any]) -> None:
         self.added = _added_tokens(definition)
         self.special_ids = frozenset(t.token_id for t in self.added.values() if t.special)
         self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
-        decoder = _kind(definition, "decoder")
-        if decoder != "ByteLevel":
-            raise ModelSpecError(f"tokenizer.json: decoder {decoder} is not supported")
+        _check_kind(definition)
         bare: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None}
         self._plain = Tokenizer.from_str(json.dumps({**definition, **bare}))
         self._fast = BytePairs.of(definition)
@@ -65,15 +68,15 @@ class ModelTokenizer:
             raise ModelSpecError(f"{directory / 'tokenizer.json'} is missing") from None
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text; what looks like an added token is plain text too."""
+        """Ids of plain text, without BOS; the name of an added token is plain text, too."""
         ids = self._fast.encode(text) if self._fast is not None else None
         return self._plain.encode(text, add_special_tokens=False).ids if ids is None else ids
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Refuses text that cannot fit whatever its tokens are, without tokenizing it.
+        """Refuses text that cannot fit, without tokenizing it.
 
         Raises:
-            ContextLengthExceeded: it has more bytes than `max_tokens` of the longest token.
+            ContextLengthExceeded: the text has more bytes than `max_tokens` of the longest token.
         """
         bound = max_tokens * self.max_token_bytes
         if len(text) * 4 <= bound:
@@ -87,7 +90,7 @@ class ModelTokenizer:
             )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; none for an id that no token has."""
+        """The bytes of a token; empty for an unused id."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._look_up(token_id)
@@ -108,6 +111,21 @@ class ModelTokenizer:
 def _kind(definition: Mapping[str, Any], part: str) -> str | None:
     found: dict[str, Any] = definition.get(part) or {}
     return found.get("type")
+
+
+def _check_kind(definition: Mapping[str, Any]) -> None:
+    """Refuses all but byte-level BPE: only its tokens are bytes that can simply be joined."""
+    model: dict[str, Any] = definition.get("model") or {}
+    text = json.dumps([definition.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
+    if model.get("byte_fallback") or "Metaspace" in text or "\\u2581" in text:
+        raise ModelSpecError(
+            "tokenizer.json: SentencePiece tokenizers (Metaspace, byte fallback) are not supported"
+        )
+    if model.get("type", "BPE") != "BPE":
+        raise ModelSpecError(f"tokenizer.json: model {model['type']} is not supported, only BPE")
+    decoder = _kind(definition, "decoder")
+    if decoder != "ByteLevel":
+        raise ModelSpecError(f"tokenizer.json: decoder {decoder} is not supported, only ByteLevel")
 
 
 def _added_tokens(definition: Mapping[str, Any]) -> dict[str, AddedToken]:

@@ -1,8 +1,8 @@
-"""Fetching a picture from the web without becoming a way into our own network.
+"""Fetches images from the web, and protects the private network (server-side request forgery).
 
-A host is resolved once, by us; every address must be a public one; the connection goes to a vetted
-address, while TLS and the Host header keep the name. Each redirect is a new URL with the same
-rules. Bytes are counted as they come, and one deadline covers everything.
+The gateway itself resolves a host, once; every address must be public; the connection goes to a
+checked address, while TLS and the Host header keep the name. Each redirect is a new URL under the
+same rules. Bytes are counted as they arrive, and one deadline covers everything.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ _MAX_CONNECTIONS = 64
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRYABLE = (408, 429)
 _BAD_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\]")
-# What WHATWG calls "ends in a number": 127.1, 0x7f000001, 2130706433, 0177.0.0.1.
+# Hosts that "end in a number" (WHATWG): 127.1, 0x7f000001, 2130706433, 0177.0.0.1.
 _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)", re.IGNORECASE)
 
-# Not global in the registries' sense, or ways to write an IPv4 address that may not be.
+# Not global by IANA's registries, or IPv6 forms that embed an IPv4 address.
 _REFUSED = [
     ipaddress.ip_network(block)
     for block in (
@@ -55,7 +55,7 @@ _REFUSED = [
 
 
 def is_public(address: str) -> bool:
-    """Whether a literal address is one of the public internet's; a scoped one never is."""
+    """Whether a literal address is on the public internet; one with a scope never is."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -66,7 +66,7 @@ def is_public(address: str) -> bool:
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """All addresses of a host, as the system's resolver has them."""
+    """All addresses of a host, from the system's resolver."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
@@ -75,8 +75,8 @@ class _Refused(Exception):
     """The host has an address that must not be dialled."""
 
 
-class _VettedBackend(httpcore2.AsyncNetworkBackend):
-    """Dials addresses that were checked after the only name look-up there is."""
+class _CheckedBackend(httpcore2.AsyncNetworkBackend):
+    """Dials only addresses that were checked; there is no second lookup."""
 
     def __init__(self, resolver: Resolver, allow_private: bool) -> None:
         self._dialler = cast(httpcore2.AsyncNetworkBackend, httpcore2.AnyIOBackend())
@@ -91,14 +91,14 @@ class _VettedBackend(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[SocketOption] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Resolves, vets, dials."""
+        """Resolves the host, checks its addresses, and dials the first."""
         try:
             addresses = await self._resolve(host, port)
         except (OSError, UnicodeError) as error:
             raise httpcore2.ConnectError("the host has no address") from error
         if not addresses:
             raise httpcore2.ConnectError("the host has no address")
-        # One bad address refuses the host: a name that mixes both kinds is no picture server.
+        # One private address refuses the host: an image server has public addresses only.
         if not self._allow_private and not all(map(is_public, addresses)):
             raise _Refused
         return await self._dialler.connect_tcp(
@@ -110,9 +110,9 @@ class WebMedia:
     """Fetches http: and https: URLs.
 
     Args:
-        max_bytes: of one picture.
-        timeout_s: for name look-up, connections, redirects and bytes together.
-        allow_private: dial private and loopback addresses too.
+        max_bytes: of one image.
+        timeout_s: for lookup, connections, redirects and bytes together.
+        allow_private: dial private and loopback addresses, too.
         resolver: of host names; for tests.
     """
 
@@ -130,16 +130,16 @@ class WebMedia:
             ssl_context=ssl.create_default_context(),
             max_connections=_MAX_CONNECTIONS,
             max_keepalive_connections=0,
-            network_backend=_VettedBackend(resolver, allow_private),
+            network_backend=_CheckedBackend(resolver, allow_private),
         )
 
     async def fetch(self, url: str) -> bytes:
         """The body behind a URL.
 
         Raises:
-            InvalidRequest: a URL or host that is refused.
+            InvalidRequest: the URL or its host is refused.
             InvalidImage: the body is larger than allowed.
-            MediaFetchFailed: the origin answers that there is no such thing.
+            MediaFetchFailed: the origin answers without an image.
             Unavailable: the origin cannot be reached now, or not in time.
         """
         try:
@@ -163,7 +163,7 @@ class WebMedia:
         await self._pool.aclose()
 
     async def _get(self, url: httpx2.URL) -> bytes | httpx2.URL:
-        """One hop: the body, or where it is said to be."""
+        """One request: the body, or the URL of a redirect."""
         headers = [
             (b"Host", url.netloc), (b"Accept", b"image/*"), (b"Accept-Encoding", b"identity"),
             (b"User-Agent", b"triptych"), (b"Connection", b"close"),
@@ -191,11 +191,10 @@ class WebMedia:
 
 
 def parse_url(url: str) -> httpx2.URL:
-    """The one reading of a URL, by the parser that also dials it.
+    """Parses a URL with the parser that also dials it, so that both read the same host.
 
     Raises:
-        InvalidRequest: it is not plainly http(s)://host[:port]/..., or its host is a number in
-            disguise.
+        InvalidRequest: not plainly http(s)://host[:port]/..., or the host is a disguised number.
     """
     if len(url) > _MAX_URL_LENGTH or _BAD_CHARACTERS.search(url):
         raise InvalidRequest("the image URL is malformed")
@@ -209,7 +208,7 @@ def parse_url(url: str) -> httpx2.URL:
     if parsed.userinfo or "@" in url.split("//", 1)[1].split("/", 1)[0]:
         raise InvalidRequest("the image URL must not carry a user name")
     if parsed.port is not None and not 0 < parsed.port < 1 << 16:
-        raise InvalidRequest("the image URL's port is not one")
+        raise InvalidRequest("the image URL's port is out of range")
     if ":" not in host and not _plain_host(host):
         raise InvalidRequest("the image URL's host is malformed")
     return parsed
@@ -228,7 +227,7 @@ def _plain_host(host: str) -> bool:
 
 def _redirect(url: httpx2.URL, location: bytes) -> httpx2.URL:
     if not location:
-        raise MediaFetchFailed("the image URL redirects to nowhere")
+        raise MediaFetchFailed("the image URL redirects without a location")
     text = location.decode("latin-1")
     if _BAD_CHARACTERS.search(text):
         raise InvalidRequest("the image URL redirects to a malformed URL")

@@ -287,7 +287,7 @@ def test_metrics(stack):
         "gateway_requests_total", "gateway_ttft_seconds_bucket", "gateway_stage_seconds_bucket",
         'gateway_healthy_pods{service="encoder"} 1.0',
         'gateway_healthy_pods{service="decoder"} 1.0',
-        "gateway_running_requests", "gateway_tokens_total", "gateway_encodes_total",
+        "gateway_requests_running", "gateway_tokens_total", "gateway_encodes_total",
     ):  # fmt: skip
         assert name in text
 

@@ -1,4 +1,4 @@
-"""The decoders: one stream of commands and events to each, shared by all its sequences."""
+"""The decoders: one stream of commands and events to each pod, shared by all its sequences."""
 
 import asyncio
 import itertools
@@ -6,39 +6,45 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import grpc.aio
 
 from services.common.errors import EmbeddingUnavailable, TriptychError, Unavailable, from_code
 from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import error_from_rpc
-from services.gateway.clients.affinity import pick
-from services.gateway.clients.pods import Pod, Pool
-from services.gateway.generation import (
-    Finished,
-    Generation,
-    Sampling,
-    Started,
-    TokenEvent,
-    TokenLogprobs,
-)
+from services.gateway.clients.pods import Pod, Pool, pick
 
 log = logging.getLogger(__name__)
 
 _DESCRIBE_TIMEOUT_S = 2.0
-Sink = Callable[[TokenEvent], None]
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderDescription:
-    """What a decoder serves."""
+class TokenEvent:
+    """New tokens of one choice, or its end.
 
-    dtype: int
-    num_features: int
-    hidden: int
-    vocab_size: int
-    max_model_len: int
+    Attributes:
+        choice: index of the request's choice.
+        logprobs: one per token id, if the request asks for them.
+        started: with the first tokens.
+        finish_reason: `stop` or `length`, with the last tokens.
+        error: why the sequence failed; no event follows.
+    """
+
+    choice: int
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[pb.TokenLogprobs] = ()
+    started: pb.Started | None = None
+    finish_reason: str | None = None
+    error: TriptychError | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.finish_reason is not None or self.error is not None
+
+
+Sink = Callable[[TokenEvent], None]
 
 
 class EmbeddingLost(EmbeddingUnavailable):
@@ -52,7 +58,7 @@ class EmbeddingLost(EmbeddingUnavailable):
 class DecoderPod(Pod):
     """One decoder and its stream."""
 
-    description: DecoderDescription | None = None
+    description: pb.DescribeDecoderResponse | None = None
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -73,22 +79,15 @@ class DecoderPod(Pod):
 
     @property
     def connected(self) -> bool:
-        """As `Pod`."""
         return bool(self._tasks)
 
     async def connect(self) -> None:
-        """As `Pod`."""
         try:
-            answer = await self._describe(pb.DescribeDecoderRequest(), timeout=_DESCRIBE_TIMEOUT_S)
+            self.description = await self._describe(
+                pb.DescribeDecoderRequest(), timeout=_DESCRIBE_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError as failure:
-            raise error_from_rpc(failure, self._name) from None
-        self.description = DecoderDescription(
-            answer.dtype,
-            answer.num_features,
-            answer.hidden,
-            answer.vocab_size,
-            answer.max_model_len,
-        )
+            raise error_from_rpc(failure, "the decoder") from None
         self._commands = asyncio.Queue()
         call = self._generate()
         self._tasks = [
@@ -96,31 +95,33 @@ class DecoderPod(Pod):
             asyncio.create_task(self._read(call)),
         ]
 
-    async def lose(self, reason: str) -> None:
-        """As `Pod`."""
+    async def disconnect(self, reason: str) -> None:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_all(Unavailable(f"{self._name} was lost: {reason}"))
+        self._fail_all(Unavailable(f"the decoder was lost: {reason}"))
 
-    def submit(self, generation: Generation, choice: int, sink: Sink) -> int:
-        """Starts a sequence; its events go to `sink` until the one with an end.
+    def submit(self, submit: pb.Submit, choice: int, sink: Sink) -> int:
+        """Starts a sequence; its events go to `sink`, up to and including the last one.
+
+        Args:
+            submit: without a sequence id, which is set here.
+            choice: which choice of the request it is, for the events.
+            sink: called in the event loop.
 
         Returns:
             The sequence's id, for `cancel`.
         """
-        sequence_id = next(self._ids)
+        submit.sequence_id = sequence_id = next(self._ids)
         self._sinks[sequence_id] = (choice, sink)
         self.num_in_flight = len(self._sinks)
-        self._commands.put_nowait(
-            pb.GenerateCommand(submit=submit_message(generation, sequence_id))
-        )
+        self._commands.put_nowait(pb.GenerateCommand(submit=submit))
         return sequence_id
 
     def cancel(self, sequence_id: int) -> None:
-        """Ends a sequence that may still run; no more events come. Never fails."""
+        """Cancels a sequence if it still runs; no more events follow. Never fails."""
         if self._sinks.pop(sequence_id, None) is not None:
             self.num_in_flight = len(self._sinks)
             self._commands.put_nowait(pb.GenerateCommand(cancel=pb.Cancel(sequence_id=sequence_id)))
@@ -130,24 +131,25 @@ class DecoderPod(Pod):
         call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]",
         commands: asyncio.Queue[pb.GenerateCommand],
     ) -> None:
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader says why
+        # `_read` sees the same failure and reports it.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await call.write(await commands.get())
 
     async def _read(
         self, call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]"
     ) -> None:
-        error: TriptychError = Unavailable(f"{self._name} ended its stream")
+        error: TriptychError = Unavailable("the decoder ended its stream")
         try:
             async for message in call:
                 for event in message.events:
                     self._dispatch(event)
         except grpc.aio.AioRpcError as failure:
-            found = error_from_rpc(failure, self._name)
-            error = found if found.retryable else Unavailable(f"{self._name} broke its stream")
+            found = error_from_rpc(failure, "the decoder")
+            error = found if found.retryable else Unavailable("the decoder broke its stream")
         finally:
             call.cancel()
-            # Not `lose`, which waits for this task.
+            # Not `disconnect`, which waits for this task.
             if self._tasks and self._tasks[1] is asyncio.current_task():
                 self._tasks[0].cancel()
                 self._tasks = []
@@ -159,77 +161,35 @@ class DecoderPod(Pod):
         entry = self._sinks.get(event.sequence_id)
         if entry is None:
             return  # cancelled
-        end = _end_of(event)
-        if end is not None:
+        choice, sink = entry
+        finish_reason = error = None
+        match event.WhichOneof("end"):
+            case "finished":
+                stopped = event.finished.reason == pb.Finished.REASON_STOP
+                finish_reason = "stop" if stopped else "length"
+            case "failed":
+                error = _error_of(event.failed)
+            case _:
+                pass
+        if finish_reason or error:
             del self._sinks[event.sequence_id]
             self.num_in_flight = len(self._sinks)
-        choice, sink = entry
-        logprobs = [
-            TokenLogprobs(found.logprob, tuple(found.top_token_ids), tuple(found.top_logprobs))
-            for found in event.logprobs
-        ]
-        start = _start_of(event.started) if event.HasField("started") else None
-        sink(TokenEvent(choice, list(event.token_ids), logprobs, end, start))
+        started = event.started if event.HasField("started") else None
+        sink(
+            TokenEvent(choice, list(event.token_ids), event.logprobs, started, finish_reason, error)
+        )
 
     def _fail_all(self, error: TriptychError) -> None:
         sinks, self._sinks = self._sinks, {}
         self.num_in_flight = 0
         for choice, sink in sinks.values():
-            sink(TokenEvent(choice, [], [], error))
-
-    @property
-    def _name(self) -> str:
-        return "the decoder"
+            sink(TokenEvent(choice, error=error))
 
 
-def _start_of(started: pb.Started) -> Started:
-    return Started(
-        started.num_cached_tokens, started.queue_s, started.transfer_s, started.prefill_s
-    )
-
-
-def _end_of(event: pb.SequenceEvent) -> Finished | TriptychError | None:
-    match event.WhichOneof("end"):
-        case "finished":
-            stopped = event.finished.reason == pb.Finished.REASON_STOP
-            return Finished("stop" if stopped else "length")
-        case "failed":
-            failed = event.failed
-            if failed.code == EmbeddingUnavailable.code:
-                return EmbeddingLost(failed.message, failed.encoder_address)
-            return from_code(failed.code, failed.message)
-        case _:
-            return None
-
-
-def submit_message(generation: Generation, sequence_id: int) -> pb.Submit:
-    """A sequence as it goes over the wire."""
-    return pb.Submit(
-        sequence_id=sequence_id,
-        request_id=generation.request_id,
-        prompt_token_ids=generation.token_ids.astype("<i4", copy=False).tobytes(),
-        positions=b""
-        if generation.positions is None
-        else generation.positions.astype("<i4", copy=False).tobytes(),
-        position_delta=generation.position_delta,
-        images=[
-            pb.ImageRef(
-                image_key=image.key,
-                offset=image.offset,
-                num_tokens=image.num_tokens,
-                encoder_address=image.encoder_address,
-            )
-            for image in generation.images
-        ],
-        sampling=_sampling_message(generation.sampling),
-        cache_salt=generation.cache_salt,
-        timeout_s=generation.timeout_s,
-    )
-
-
-def _sampling_message(sampling: Sampling) -> pb.SamplingParams:
-    fields: dict[str, Any] = {name: getattr(sampling, name) for name in Sampling.__slots__}
-    return pb.SamplingParams(**fields)
+def _error_of(failed: pb.Failed) -> TriptychError:
+    if failed.code == EmbeddingUnavailable.code:
+        return EmbeddingLost(failed.message, failed.encoder_address)
+    return from_code(failed.code, failed.message)
 
 
 class DecoderPool(Pool[DecoderPod]):
@@ -238,16 +198,16 @@ class DecoderPool(Pool[DecoderPod]):
     def __init__(self, addresses: Sequence[str]) -> None:
         super().__init__(addresses, DecoderPod)
 
-    def description(self) -> DecoderDescription | None:
-        """What the healthy decoders serve, with the least context of them; None without one."""
+    def description(self) -> pb.DescribeDecoderResponse | None:
+        """The healthy decoder with the shortest context; None if no decoder is healthy."""
         found = [d for pod in self._pods.healthy() if (d := pod.description)]
         return min(found, key=lambda d: d.max_model_len) if found else None
 
     def choose(self, key: bytes, exclude: Collection[str]) -> DecoderPod:
-        """The decoder for a prompt that begins as `key` says.
+        """The decoder for a prompt; equal keys get the same decoder, see `pick`.
 
         Raises:
-            Unavailable: none is left.
+            Unavailable: no decoder is left.
         """
         pods = [pod for pod in self._pods.healthy() if pod.address not in exclude]
         if not pods:

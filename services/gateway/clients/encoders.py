@@ -1,4 +1,4 @@
-"""The encoders: which one an image goes to, and the call that makes its embedding available."""
+"""The encoders: which pod encodes an image, and the call that makes its embedding available."""
 
 import asyncio
 from collections import Counter
@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from services.common.errors import TriptychError, Unavailable
+from services.common.errors import Unavailable
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import REQUEST_ID, error_from_rpc
-from services.gateway.clients.affinity import pick
-from services.gateway.clients.pods import Pod, Pool
-from services.gateway.mrope import Grid
+from services.gateway.clients.pods import Pod, Pool, pick
 
 _DESCRIBE_TIMEOUT_S = 2.0
 _SOURCES = {
@@ -25,7 +23,7 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderDescription:
-    """What an encoder serves."""
+    """What an encoder serves. Pods with equal descriptions are interchangeable."""
 
     key_prefix: bytes
     dtype: int
@@ -36,7 +34,11 @@ class EncoderDescription:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A good answer to an encode call."""
+    """A successful encode call.
+
+    Attributes:
+        source: `computed`, `memory`, `redis` or `joined`.
+    """
 
     source: str
     num_tokens: int
@@ -63,15 +65,13 @@ class EncoderPod(Pod):
 
     @property
     def connected(self) -> bool:
-        """As `Pod`."""
         return self.description is not None
 
     async def connect(self) -> None:
-        """As `Pod`."""
         try:
             answer = await self._describe(pb.DescribeEncoderRequest(), timeout=_DESCRIBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
-            raise error_from_rpc(failure, self._name) from None
+            raise error_from_rpc(failure, "the encoder") from None
         self.description = EncoderDescription(
             answer.key_prefix,
             answer.dtype,
@@ -81,18 +81,30 @@ class EncoderPod(Pod):
         )
         self._lost = asyncio.Event()
 
-    async def lose(self, reason: str) -> None:
-        """As `Pod`."""
+    async def disconnect(self, reason: str) -> None:
         self.description = None
         self._lost.set()
 
     async def encode(
-        self, key: bytes, image: bytes, grid: Grid, *, request_id: str, timeout_s: float
+        self,
+        key: bytes,
+        image: bytes,
+        grid: tuple[int, int, int],
+        *,
+        request_id: str,
+        timeout_s: float,
     ) -> Encoded:
         """Makes an image's embedding available at this encoder.
 
+        Args:
+            key: the image key.
+            image: the encoded file.
+            grid: (t, h, w) in patches before merging.
+            request_id: for the encoder's logs.
+            timeout_s: deadline of the call.
+
         Raises:
-            TriptychError: as the encoder says; Unavailable or DeadlineExceeded without an answer.
+            TriptychError: the encoder's own; Unavailable or DeadlineExceeded without an answer.
         """
         request = pb.EncodeRequest(
             image_key=key, image=image, grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2])
@@ -104,12 +116,12 @@ class EncoderPod(Pod):
         try:
             await asyncio.wait((answered, lost), return_when=asyncio.FIRST_COMPLETED)
             if not answered.done():
-                raise Unavailable(f"{self._name} does not answer")
+                raise Unavailable("the encoder does not answer")
             answer = answered.result()
         except grpc.aio.AioRpcError as failure:
-            error = error_from_rpc(failure, self._name)
+            error = error_from_rpc(failure, "the encoder")
             if failure.code() is grpc.StatusCode.UNAVAILABLE and type(error) is Unavailable:
-                self.healthy = False  # until the next check
+                self.healthy = False  # until the next health check
             raise error from None
         finally:
             self.num_in_flight -= 1
@@ -118,12 +130,9 @@ class EncoderPod(Pod):
                 answered.cancel()
                 call.cancel()
             elif not answered.cancelled():
-                answered.exception()  # seen, though whoever asked may be gone
+                # Marks it as retrieved: asyncio would report it if the caller was cancelled.
+                answered.exception()
         return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
-
-    @property
-    def _name(self) -> str:
-        return "the encoder"
 
 
 async def _answer(
@@ -133,15 +142,16 @@ async def _answer(
 
 
 class EncoderPool(Pool[EncoderPod]):
-    """All encoders that can stand in for each other."""
+    """All encoders. Empty for a model that takes text alone."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         super().__init__(addresses, EncoderPod)
 
     def description(self) -> EncoderDescription | None:
-        """What most healthy encoders serve; None without one.
+        """What most healthy encoders serve; None if no encoder is healthy.
 
-        While a new model is rolled out there are two kinds; images go to one of them.
+        During a rolling update to a new model there are two descriptions; all images of a request
+        go to pods of one of them.
         """
         kinds = Counter(d for pod in self._pods.healthy() if (d := pod.description))
         if not kinds:
@@ -151,10 +161,10 @@ class EncoderPool(Pool[EncoderPod]):
     def choose(
         self, description: EncoderDescription, key: bytes, exclude: Collection[str]
     ) -> EncoderPod:
-        """The encoder for an image, of those that serve `description`.
+        """The encoder for an image, among the pods that serve `description`; see `pick`.
 
         Raises:
-            Unavailable: none is left.
+            Unavailable: no encoder is left.
         """
         pods = [
             pod
@@ -164,6 +174,3 @@ class EncoderPool(Pool[EncoderPod]):
         if not pods:
             raise Unavailable("no encoder is available")
         return pick(pods, key)
-
-
-__all__ = ["Encoded", "EncoderDescription", "EncoderPod", "EncoderPool", "TriptychError"]

@@ -1,7 +1,7 @@
-"""Which pods there are and which of them are well: name resolution and health checks.
+"""Pods: name resolution, health checks, and which pod gets a piece of work.
 
-An address is `host:port`, taken as it is, or `dns:///name:port`, resolved again every few seconds
-into one pod per address. A pod's address is also what the other services dial.
+An address is `host:port`, used as it is, or `dns:///name:port`, resolved every few seconds into one
+pod per IP address. The other services dial a pod under the same address.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import grpc
 import grpc.aio
+from blake3 import blake3
 from grpc_health.v1 import health_pb2
 
 from services.common.errors import TriptychError
@@ -23,19 +24,22 @@ log = logging.getLogger(__name__)
 _DNS = "dns:///"
 RESOLVE_PERIOD_S = 5.0
 CHECK_PERIOD_S = 1.0
-_HOPEFUL_PERIOD_S = 0.05  # of one that is not healthy, so that it is found soon
+_UNHEALTHY_PERIOD_S = 0.05  # of an unhealthy pod, so that it gets work soon after it recovers
 CHECK_TIMEOUT_S = 2.0
-# Checks in a row without an answer after which a pod's calls are given up.
+# Consecutive checks without an answer after which a pod's calls fail.
 _MAX_SILENT_CHECKS = 2
+# A pod may have this many more pieces of work than the mean before equal keys go to another one.
+_SLACK = 1.25
+_HEADROOM = 8
 
 
 class PodState(enum.Enum):
-    """What a health check found."""
+    """The result of a health check."""
 
     SERVING = "serving"
-    DRAINING = "draining"  # it answers, and wants no new work
+    DRAINING = "draining"  # answers, and takes no new work
     SILENT = "silent"  # no answer in time
-    GONE = "gone"  # no connection
+    UNREACHABLE = "unreachable"  # no connection
 
 
 class Pod:
@@ -43,8 +47,8 @@ class Pod:
 
     Attributes:
         address: host:port.
-        healthy: it can be given work.
-        num_in_flight: calls or sequences it works on for this gateway.
+        healthy: it accepts work.
+        num_in_flight: its calls or sequences from this gateway.
     """
 
     def __init__(self, address: str) -> None:
@@ -60,28 +64,28 @@ class Pod:
 
     @property
     def connected(self) -> bool:
-        """Whether `connect` has succeeded since the last `lose`."""
+        """Whether `connect` has succeeded since the last `disconnect`."""
         raise NotImplementedError
 
     async def connect(self) -> None:
-        """Learns what the pod serves and opens what it needs.
+        """Asks the pod what it serves and opens its stream, if it has one.
 
         Raises:
-            TriptychError: it cannot.
+            TriptychError: the pod fails or does not answer.
         """
         raise NotImplementedError
 
-    async def lose(self, reason: str) -> None:
-        """Fails all calls on this pod, so that they can go elsewhere."""
+    async def disconnect(self, reason: str) -> None:
+        """Fails all calls to this pod, so that they can be retried on another one."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Frees everything."""
-        await self.lose("the gateway let go of it")
+        """Fails all calls and closes the connection."""
+        await self.disconnect("the gateway closed the connection")
         await self.channel.close()
 
     async def check(self) -> PodState:
-        """Asks the pod's health service."""
+        """Calls the pod's health service."""
         try:
             answer = await self._check(
                 health_pb2.HealthCheckRequest(), timeout=CHECK_TIMEOUT_S, wait_for_ready=False
@@ -89,11 +93,11 @@ class Pod:
         except grpc.aio.AioRpcError as failure:
             match failure.code():
                 case grpc.StatusCode.UNIMPLEMENTED:
-                    return PodState.SERVING  # no health service, but somebody is there
+                    return PodState.SERVING  # reachable, without a health service
                 case grpc.StatusCode.DEADLINE_EXCEEDED:
                     return PodState.SILENT
                 case grpc.StatusCode.UNAVAILABLE:
-                    return PodState.GONE
+                    return PodState.UNREACHABLE
                 case _:
                     return PodState.DRAINING
         serving = answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -103,12 +107,26 @@ class Pod:
 PodT = TypeVar("PodT", bound=Pod)
 
 
+def pick(pods: Sequence[PodT], key: bytes) -> PodT:
+    """Rendezvous hashing with bounded loads.
+
+    Returns:
+        The same pod for equal keys, unless its load is over the bound: then the next in the key's
+        order.
+    """
+    if len(pods) == 1:
+        return pods[0]
+    bound = sum(pod.num_in_flight for pod in pods) / len(pods) * _SLACK + _HEADROOM
+    ranked = sorted(pods, key=lambda pod: blake3(pod.address.encode() + key).digest(8))
+    return next((p for p in ranked if p.num_in_flight <= bound), ranked[0])
+
+
 class PodSet(Generic[PodT]):
-    """The pods behind some addresses, kept current by a task for names and one per pod.
+    """The pods behind some addresses. One task resolves names, one task per pod checks its health.
 
     Args:
         addresses: as in the settings.
-        create: makes the pod of one address; connects nothing yet.
+        create: makes the pod of one address, without connecting it.
     """
 
     def __init__(self, addresses: Sequence[str], create: Callable[[str], PodT]) -> None:
@@ -118,20 +136,20 @@ class PodSet(Generic[PodT]):
         self._resolver: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Resolves the addresses and keeps watching; waits for no pod."""
+        """Resolves the addresses and starts the tasks; waits for no pod."""
         await self._update()
         if any(address.startswith(_DNS) for address in self._addresses):
             self._resolver = asyncio.create_task(self._watch_names())
 
     async def close(self) -> None:
-        """Ends all tasks and connections."""
+        """Ends all tasks and closes all connections."""
         if self._resolver:
             await _end(self._resolver)
         for address in list(self._pods):
             await self._remove(address)
 
     def healthy(self) -> list[PodT]:
-        """The pods that can be given work now."""
+        """The pods that accept work now."""
         return [pod for pod, _ in self._pods.values() if pod.healthy]
 
     async def _watch_names(self) -> None:
@@ -145,7 +163,7 @@ class PodSet(Generic[PodT]):
             try:
                 wanted |= await _resolve(address)
             except (OSError, ValueError) as error:
-                # Keep what is known: a DNS hiccup must not empty the pool.
+                # Keep the known pods: a failed lookup must not empty the pool.
                 log.warning("cannot resolve %s: %s", address, error)
                 wanted |= set(self._pods)
         for address in wanted - set(self._pods):
@@ -159,7 +177,7 @@ class PodSet(Generic[PodT]):
         pod.healthy = False
         await _end(task)
         await pod.close()
-        del self._pods[address]  # last: who is cancelled on the way leaves it to `close`
+        del self._pods[address]  # last: if this is cancelled, `close` still finds the pod
 
 
 class Pool(Generic[PodT]):
@@ -169,20 +187,17 @@ class Pool(Generic[PodT]):
         self._pods = PodSet(addresses, create)
 
     async def start(self) -> None:
-        """Starts watching the pods."""
         await self._pods.start()
 
     async def close(self) -> None:
-        """Ends all that they work on for this gateway."""
         await self._pods.close()
 
     def num_healthy(self) -> int:
-        """How many can be given work now."""
         return len(self._pods.healthy())
 
 
 async def _watch(pod: Pod) -> None:
-    """Connects to a pod and checks it, for ever."""
+    """Checks a pod's health and connects it, until cancelled."""
     silent = 0
     while True:
         state = await pod.check()
@@ -190,14 +205,14 @@ async def _watch(pod: Pod) -> None:
         was_healthy = pod.healthy
         if state is PodState.SERVING:
             pod.healthy = pod.connected or await _connect(pod)
-        elif state is PodState.GONE or silent >= _MAX_SILENT_CHECKS:
+        elif state is PodState.UNREACHABLE or silent >= _MAX_SILENT_CHECKS:
             pod.healthy = False
-            await pod.lose("it does not answer")
+            await pod.disconnect("it does not answer")
         elif state is PodState.DRAINING:
-            pod.healthy = False  # what it works on may end
+            pod.healthy = False  # its running calls may finish
         if pod.healthy is not was_healthy:
             log.info("%s is %s", pod.address, state.value)
-        await asyncio.sleep(CHECK_PERIOD_S if pod.healthy else _HOPEFUL_PERIOD_S)
+        await asyncio.sleep(CHECK_PERIOD_S if pod.healthy else _UNHEALTHY_PERIOD_S)
 
 
 async def _connect(pod: Pod) -> bool:

@@ -6,6 +6,7 @@ import pytest
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
+from services.gateway.chat_template import ChatTemplate
 from services.gateway.prompt import PromptBuilder
 from services.gateway.tokenizer import ModelTokenizer
 from tests.gateway_fixtures import _pair, _stack, loop_thread, pair, stack
@@ -20,7 +21,7 @@ def model_directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def config(model_directory) -> ModelSpec:
+def spec(model_directory) -> ModelSpec:
     return read_spec(model_directory)
 
 
@@ -30,5 +31,6 @@ def tokenizer(model_directory) -> ModelTokenizer:
 
 
 @pytest.fixture(scope="session")
-def prompts(config, tokenizer) -> PromptBuilder:
-    return PromptBuilder.from_directory(config, tokenizer)
+def prompts(spec, tokenizer, model_directory) -> PromptBuilder:
+    template = ChatTemplate.from_directory(model_directory, tokenizer.added)
+    return PromptBuilder(spec, tokenizer, template)

@@ -8,19 +8,22 @@ import numpy as np
 import pytest
 
 from services.common.errors import Cancelled, TriptychError, Unavailable
+from services.common.pb import decoder_pb2 as pb
+from services.gateway.attempts import Mailbox
 from services.gateway.clients import pods
-from services.gateway.clients.affinity import pick
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
-from services.gateway.clients.pods import Pod, PodSet
-from services.gateway.generation import Finished, Generation, Mailbox, Sampling
+from services.gateway.clients.pods import Pod, PodSet, pick
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
 
 
-def generation(**sampling) -> Generation:
-    return Generation(
-        "req-1", np.arange(5, dtype=np.int32), None, 0, (), Sampling(**sampling), b"", 10.0
+def submit(max_tokens: int = 16) -> pb.Submit:
+    return pb.Submit(
+        request_id="req-1",
+        prompt_token_ids=np.arange(5, dtype="<i4").tobytes(),
+        sampling=pb.SamplingParams(top_p=1.0, repetition_penalty=1.0, max_tokens=max_tokens),
+        timeout_s=10.0,
     )
 
 
@@ -34,7 +37,7 @@ async def take_all(mailbox, choices=1):
     """Events until as many ends."""
     events = []
     async with asyncio.timeout(PATIENCE_S):
-        while sum(event.end is not None for event in events) < choices:
+        while sum(event.is_last for event in events) < choices:
             events += await mailbox.take()
     return events
 
@@ -144,15 +147,14 @@ async def test_stream_carries_many_sequences():
     fake.reply = [1, 2, 3]
     mailboxes = [Mailbox() for _ in range(50)]
     for index, mailbox in enumerate(mailboxes):
-        pod.submit(generation(max_tokens=2 + index % 3), index, mailbox.put)
+        pod.submit(submit(max_tokens=2 + index % 3), index, mailbox.put)
     assert pod.num_in_flight == 50
     for index, mailbox in enumerate(mailboxes):
         events = await take_all(mailbox)
         assert {event.choice for event in events} == {index}
         ids = [i for event in events for i in event.token_ids]
         assert ids == [[1, 2], [1, 2, 3], [1, 2, 3, 0]][index % 3]
-        assert isinstance(events[-1].end, Finished)
-        assert events[-1].end.reason == ("stop" if index % 3 == 2 else "length")
+        assert events[-1].finish_reason == ("stop" if index % 3 == 2 else "length")
     assert pod.num_in_flight == 0
     await pool.close()
     await fake.stop()
@@ -166,13 +168,13 @@ async def test_cancel_ends_the_sequence_and_its_events():
     await pool.start()
     await until(pool.description)
     pod, mailbox = pool.choose(b"", ()), Mailbox()
-    sequence_id = pod.submit(generation(max_tokens=900), 0, mailbox.put)
+    sequence_id = pod.submit(submit(max_tokens=900), 0, mailbox.put)
     await mailbox.take()
     pod.cancel(sequence_id)
     pod.cancel(sequence_id)
     await until(lambda: fake.cancelled == [sequence_id] and not fake.running)
     await asyncio.sleep(0.03)
-    assert not any(event.end for event in list(mailbox._items))
+    assert not any(event.is_last for event in list(mailbox._items))
     await pool.close()
     await fake.stop()
 
@@ -188,21 +190,21 @@ async def test_broken_stream_fails_its_sequences_and_comes_back():
     fake.delay_s, fake.reply = 10, [1] * 10
     mailboxes = [Mailbox() for _ in range(3)]
     for mailbox in mailboxes:
-        pod.submit(generation(), 0, mailbox.put)
+        pod.submit(submit(), 0, mailbox.put)
     await until(lambda: len(fake.running) == 3)
     await fake.stop()
     for mailbox in mailboxes:
         events = await take_all(mailbox)
-        assert isinstance(events[-1].end, Unavailable)
-        assert not isinstance(events[-1].end, Cancelled)
+        assert isinstance(events[-1].error, Unavailable)
+        assert not isinstance(events[-1].error, Cancelled)
     with pytest.raises(Unavailable):
         pool.choose(b"", ())
     fake.reset()
     await fake.start(address)
     await until(pool.description)
     mailbox = Mailbox()
-    pool.choose(b"", ()).submit(generation(), 0, mailbox.put)
-    assert isinstance((await take_all(mailbox))[-1].end, Finished)
+    pool.choose(b"", ()).submit(submit(), 0, mailbox.put)
+    assert (await take_all(mailbox))[-1].finish_reason == "stop"
     await pool.close()
     await fake.stop()
 
@@ -216,8 +218,8 @@ async def test_failures_keep_their_code_and_the_encoder_to_avoid():
     for code in ("overloaded", "deadline_exceeded", "embedding_unavailable", "never heard of"):
         fake.fail_after, fake.fail_encoder_address = (0, code), "enc:1"
         mailbox = Mailbox()
-        pool.choose(b"", ()).submit(generation(), 0, mailbox.put)
-        end = (await take_all(mailbox))[-1].end
+        pool.choose(b"", ()).submit(submit(), 0, mailbox.put)
+        end = (await take_all(mailbox))[-1].error
         assert isinstance(end, TriptychError)
         assert end.code == (code if " " not in code else "internal_error")
         if isinstance(end, EmbeddingLost):
@@ -323,5 +325,5 @@ async def test_mailbox_hands_out_all_at_once_and_in_order():
 
 
 def test_pod_is_abstract_where_it_must_be():
-    for name in ("connected", "connect", "lose"):
+    for name in ("connected", "connect", "disconnect"):
         assert name in DecoderPod.__dict__

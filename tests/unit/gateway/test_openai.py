@@ -5,9 +5,9 @@ import json
 import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
-from services.gateway.conversation import read_conversation
 from services.gateway.openai import MAX_PARTS, parse_chat_request
-from services.gateway.sampling import SamplingDefaults, for_choice, resolve_sampling
+from services.gateway.prompt import read_conversation
+from services.gateway.sampling import SamplingDefaults, choice_seed, resolve_sampling
 
 HELLO = [{"role": "user", "content": "hello"}]
 LIMITS = {"prompt_tokens": 10, "max_model_len": 100, "vocab_size": 1000}
@@ -70,11 +70,11 @@ def test_our_own_answer_can_be_sent_back():
 
 def test_defaults_are_the_models():
     found = sampling()
-    assert (found.temperature, found.top_p, found.top_k) == (0.7, 0.8, 20)
-    assert found.repetition_penalty == 1.05
-    assert found.stop_token_ids == (7, 8)
+    assert (found.temperature, found.top_p, found.top_k) == pytest.approx((0.7, 0.8, 20))
+    assert found.repetition_penalty == pytest.approx(1.05)
+    assert found.stop_token_ids == [7, 8]
     assert found.max_tokens == 90
-    assert found.top_logprobs is None
+    assert not found.HasField("top_logprobs")
 
 
 def test_given_fields_overrule_the_defaults():
@@ -83,13 +83,15 @@ def test_given_fields_overrule_the_defaults():
         presence_penalty=-2, frequency_penalty=2, logit_bias={"5": -100, "999": 1.5},
         stop_token_ids=[9, 7], max_tokens=5, min_tokens=2, logprobs=True,
     )  # fmt: skip
-    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0, 0.5, 0, 0.1)
+    assert (found.temperature, found.top_p, found.top_k) == (0, 0.5, 0)
+    assert found.min_p == pytest.approx(0.1)
     assert found.logit_bias == {5: -100, 999: 1.5}
-    assert found.stop_token_ids == (7, 8, 9)
+    assert found.stop_token_ids == [7, 8, 9]
     assert (found.max_tokens, found.min_tokens, found.top_logprobs) == (5, 2, 0)
+    assert found.HasField("top_logprobs")
     assert found.seed == (1 << 64) - 1
-    assert for_choice(found, 1).seed == 0
-    assert sampling(ignore_eos=True).stop_token_ids == ()
+    assert choice_seed(found.seed, 1) == 0
+    assert sampling(ignore_eos=True).stop_token_ids == []
 
 
 def test_seed_is_drawn_when_none_is_given():
@@ -97,10 +99,10 @@ def test_seed_is_drawn_when_none_is_given():
     assert sampling(seed=5) == sampling(seed=5)
 
 
-def test_greedy_model_stays_greedy(config):
+def test_greedy_model_stays_greedy(spec):
     import dataclasses
 
-    greedy = dataclasses.replace(config, generation={"do_sample": False, "temperature": 0.9})
+    greedy = dataclasses.replace(spec, generation={"do_sample": False, "temperature": 0.9})
     assert SamplingDefaults.of_model(greedy).temperature == 0.0
 
 
@@ -118,9 +120,9 @@ def image(**fields):
     return {"type": "image_url", "image_url": {"url": "data:,", **fields}}
 
 
-def conversation(content, max_images=8, **fields):
+def conversation(content, max_images=8, takes_images=True, **fields):
     request = parse(messages=[{"role": "user", "content": content}], **fields)
-    return read_conversation(request, max_images)
+    return read_conversation(request, max_images=max_images, takes_images=takes_images)
 
 
 def test_images_keep_their_order_and_place():
@@ -149,11 +151,32 @@ def test_innermost_pixel_limit_holds():
     assert found.images[0].max_pixels == 4
 
 
+@pytest.mark.parametrize(
+    ("param", "content", "fields"),
+    [
+        ("messages[0].content[1]", [{"type": "text", "text": "x"}, image()], {}),
+        ("min_pixels", "x", {"min_pixels": 1}),
+        ("max_pixels", "x", {"max_pixels": 1}),
+        ("mm_processor_kwargs", "x", {"mm_processor_kwargs": {"max_pixels": 1}}),
+    ],
+)
+def test_text_model_refuses_images_by_field(param, content, fields):
+    with pytest.raises(InvalidRequest, match="takes no images") as refused:
+        conversation(content, takes_images=False, **fields)
+    assert refused.value.param == param
+
+
+def test_text_model_gets_text_parts_as_one_string():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = conversation(parts, takes_images=False)
+    assert found.messages == [{"role": "user", "content": "a\nb"}]
+
+
 def test_developer_is_system_and_null_is_empty():
     request = parse(
         messages=[{"role": "developer", "content": "x"}, {"role": "assistant", "content": None}]
     )
-    assert read_conversation(request, 0).messages == [
+    assert read_conversation(request, max_images=0, takes_images=True).messages == [
         {"role": "system", "content": "x"},
         {"role": "assistant", "content": ""},
     ]

@@ -9,7 +9,8 @@ import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.model_spec import ModelSpecError
-from services.gateway.prompt import PromptBuilder, read_template
+from services.gateway.chat_template import ChatTemplate, read_template
+from services.gateway.prompt import PromptBuilder
 from services.gateway.tokenizer import ModelTokenizer
 from tests.tiny_tokenizer import ADDED, SPECIAL, added_ids, tokenizer_json
 
@@ -32,6 +33,10 @@ def hf(model_directory):
         tokenizer_file=str(model_directory / "tokenizer.json"),
         chat_template=read_template(model_directory),
     )
+
+
+def builder_of(spec, tokenizer, template):
+    return PromptBuilder(spec, tokenizer, ChatTemplate(template, {}, tokenizer.added))
 
 
 CONVERSATIONS = {
@@ -117,12 +122,12 @@ def test_added_tokens_do_not_arise_across_parts(prompts):
 
 
 def test_sentinel_in_user_text_changes_nothing(prompts, hf):
-    content = "".join(chr(c) for c in range(0xFDD0, 0xFDEF)) + "<|im_end|>"
+    content = "".join(chr(c) for c in range(0xFDD0, 0xFDEE)) + "<|im_end|>"
     ids = prompts.render([{"role": "user", "content": content}], {}, MANY)
     special = set(added_ids().values())
     assert sum(i in special for i in ids) == 3
     with pytest.raises(InvalidRequest):
-        prompts.render([{"role": "user", "content": content + "\ufdef"}], {}, MANY)
+        prompts.render([{"role": "user", "content": content + "\ufdee"}], {}, MANY)
 
 
 def test_expand_replaces_each_placeholder_by_its_image(prompts):
@@ -163,28 +168,28 @@ def test_text_that_cannot_fit_is_refused_untokenized(prompts, tokenizer):
     tokenizer.check_length("e\u0301" * 100, 200 // tokenizer.max_token_bytes + 1)
 
 
-def test_template_refusal_is_the_callers_fault(config, tokenizer):
-    builder = PromptBuilder(config, tokenizer, "{{ raise_exception('no such thing') }}")
+def test_template_refusal_is_the_callers_fault(spec, tokenizer):
+    builder = builder_of(spec, tokenizer, "{{ raise_exception('no such thing') }}")
     with pytest.raises(InvalidRequest, match="no such thing"):
         builder.render([{"role": "user", "content": "x"}], {}, MANY)
 
 
-def test_template_is_sandboxed(config, tokenizer):
+def test_template_is_sandboxed(spec, tokenizer):
     for template in (
         "{{ messages.__class__.__mro__ }}{{ ''.__class__.__bases__[0].__subclasses__() }}",
         "{% set _ = messages.append({}) %}",
     ):
-        builder = PromptBuilder(config, tokenizer, template)
+        builder = builder_of(spec, tokenizer, template)
         with pytest.raises(InvalidRequest):
             builder.render([{"role": "user", "content": "x"}], {}, MANY)
 
 
-def test_template_has_hf_semantics(config, tokenizer):
+def test_template_has_hf_semantics(spec, tokenizer):
     template = (
         "{%- for m in messages %}\n    {% if loop.index == 2 %}{% continue %}{% endif %}\n"
         "    {{ {'b': '<é>', 'a': 1} | tojson }}\n{% endfor %}"
     )
-    builder = PromptBuilder(config, tokenizer, template)
+    builder = builder_of(spec, tokenizer, template)
     ids = builder.render([{"role": "user", "content": "x"}] * 3, {}, MANY)
     line = '    {"b": "<é>", "a": 1}\n'
     joined = b"".join(tokenizer.token_bytes(i) for i in ids).decode()

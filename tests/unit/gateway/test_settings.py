@@ -28,7 +28,7 @@ def test_addresses_and_keys_are_split():
     [
         ("GATEWAY_PORT", "http"), ("GATEWAY_PORT", "65536"), ("GATEWAY_PROT", "80"),
         ("GATEWAY_MAX_CONCURRENT_REQUESTS", "0"), ("GATEWAY_LOG_LEVEL", "LOUD"),
-        ("GATEWAY_REQUEST_TIMEOUT_S", "0"), ("GATEWAY_ENCODER_ADDRESSES", ""),
+        ("GATEWAY_REQUEST_TIMEOUT_S", "0"), ("GATEWAY_DECODER_ADDRESSES", ""),
     ],
 )  # fmt: skip
 def test_bad_variable_is_named(name, value):
@@ -36,8 +36,15 @@ def test_bad_variable_is_named(name, value):
         GatewaySettings.from_environment({**GOOD, name: value})
 
 
+def test_encoders_are_optional():
+    settings = GatewaySettings.from_environment(
+        {k: v for k, v in GOOD.items() if k != "GATEWAY_ENCODER_ADDRESSES"}
+    )
+    assert settings.encoders == ()
+
+
 def test_missing_variable_is_named():
-    for name in GOOD:
+    for name in GOOD.keys() - {"GATEWAY_ENCODER_ADDRESSES"}:
         with pytest.raises(SettingsError, match=name):
             GatewaySettings.from_environment({k: v for k, v in GOOD.items() if k != name})
 

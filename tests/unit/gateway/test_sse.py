@@ -3,9 +3,14 @@
 import json
 
 from services.common.errors import Unavailable
-from services.gateway.choice import Update
-from services.gateway.responses import LogprobEntry, PromptTokensDetails, Usage
-from services.gateway.sse import ChunkWriter, error_event
+from services.gateway.responses import (
+    ChunkWriter,
+    LogprobEntry,
+    PromptTokensDetails,
+    Update,
+    Usage,
+    error_event,
+)
 
 USAGE = Usage(3, 2, 5, PromptTokensDetails(1, None))
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 from triptych import cli, serve
 from triptych.plan import DEMONSTRATION_MODEL, ServeOptions
 
@@ -75,14 +76,23 @@ def test_bench_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_redis_the_stack_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    model = write_model_directory(tmp_path / "model")
     monkeypatch.setenv("PATH", str(tmp_path))
     lines: list[str] = []
-    options = ServeOptions(model=tmp_path, port=0)
+    options = ServeOptions(model=model, port=0)
     _, specs = serve.prepare(options, tmp_path, lines.append)
     assert lines == ["no redis-server found: embeddings are cached in memory only"]
     assert [spec.name for spec in specs] == ["encoder-0", "decoder-0", "gateway"]
-    options = ServeOptions(model=tmp_path, port=0, redis_url="redis://r")
+    options = ServeOptions(model=model, port=0, redis_url="redis://r")
     _, specs = serve.prepare(options, tmp_path, lines.append)
     assert len(lines) == 1
     assert specs[0].environment["ENCODER_REDIS_URL"] == "redis://r"
+
+
+def test_a_text_model_needs_neither_encoder_nor_redis_and_serve_says_so(tmp_path: Path) -> None:
+    lines: list[str] = []
+    options = ServeOptions(model=write_text_model_directory(tmp_path / "text"), port=0)
+    _, specs = serve.prepare(options, tmp_path, lines.append)
+    assert lines == ["the model takes text alone: no encoder and no Redis are started"]
+    assert [spec.name for spec in specs] == ["decoder-0", "gateway"]
+    assert specs[0].environment["DECODER_REDIS_URL"] == ""

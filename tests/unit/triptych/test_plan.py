@@ -9,6 +9,7 @@ import pytest
 from services.decoder.settings import DecoderSettings
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
+from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 from triptych.devices import count_gpus, place
 from triptych.plan import Plan, ServeOptions, plan_stack
 from triptych.stack import StackError
@@ -16,8 +17,12 @@ from triptych.stack import StackError
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    return tmp_path
+    return write_model_directory(tmp_path / "model")
+
+
+@pytest.fixture
+def text_model(tmp_path: Path) -> Path:
+    return write_text_model_directory(tmp_path / "text")
 
 
 def plan(model: Path, environment: dict[str, str] | None = None, **options: object) -> Plan:
@@ -68,6 +73,29 @@ def test_gateways_share_the_port_and_have_one_each(model: Path) -> None:
 def test_gateways_are_as_many_as_the_cores_can_feed(model: Path, cpus: int, count: int) -> None:
     made = plan_stack(ServeOptions(model=model, port=0), None, {}, cpus, None)
     assert sum(child.is_front for child in made.children) == count
+
+
+def test_a_text_model_has_no_encoder_and_the_decoder_the_whole_card(text_model: Path) -> None:
+    made = plan(text_model, {"CUDA_VISIBLE_DEVICES": "0"}, decoders=1)
+    assert [child.name for child in made.children] == ["decoder-0", "gateway"]
+    decoder = DecoderSettings.from_environment(made.children[0].environment)
+    assert (decoder.device, decoder.memory_fraction) == ("cuda:0", 0.9)
+    gateway = GatewaySettings.from_environment(made.children[1].environment)
+    assert gateway.encoders == ()
+    assert gateway.decoders == (f"127.0.0.1:{decoder.port}",)
+
+
+@pytest.mark.parametrize("options", [{"encoders": 1}, {"encoder_device": "cpu"}])
+def test_encoders_for_a_text_model_are_refused(text_model: Path, options: dict) -> None:
+    with pytest.raises(StackError, match="takes no images"):
+        plan(text_model, **options)
+
+
+def test_a_model_that_is_not_served_is_named(model: Path) -> None:
+    (model / "config.json").write_text('{"architectures": ["UnknownForCausalLM"]}')
+    with pytest.raises(StackError, match="UnknownForCausalLM") as refused:
+        plan(model)
+    assert refused.value.status == 2
 
 
 def test_no_redis_means_none_for_all(model: Path) -> None:

@@ -1,11 +1,9 @@
-"""What a gateway does before it says that it is ready: a few requests of its own.
+"""Warm-up: a gateway sends itself a few requests before it says that it is ready.
 
-The first requests through a process pay for what later ones find done: connections, the first calls
-of libraries, what the interpreter and the processor learn. These come through the gateway's own
-port, texts and pictures in turn, and nobody waits for them. They have a path of their own, which
-nobody knows and which is closed when they are over: encoders and decoders count them, the gateway's
-metrics do not. Failures are logged and change nothing: who is ready is for the health checks to
-say.
+The first requests through a process are slow: connections are opened, libraries initialize, the
+interpreter specializes its bytecode. The warm-up requests go through the gateway's own port, text
+and images in turn, to a secret path that closes after them. Encoders and decoders count them; the
+gateway's metrics do not. A failure is logged and changes nothing: health checks decide readiness.
 """
 
 import asyncio
@@ -26,82 +24,80 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
-_SIDE = 512
-_TEXT = "How many of these words does it take until the last of them finds all doors open? "
+_IMAGE_SIDE = 512
+_TEXT = "Write a short story about a lighthouse, a storm and the keeper's grey cat. "
 _POLL_S = 0.02
 _TIMEOUT_S = 10.0
-_ENOUGH_S = 0.25  # where all is slow, its beginning matters less
+_MAX_DURATION_S = 0.25  # no further rounds after this: they gain little on a slow machine
 
 
-class Rehearsal:
-    """The requests of one gateway.
+class WarmUp:
+    """The warm-up requests of one gateway.
 
     Attributes:
-        over: nothing is left to wait for.
-        path: where they go.
-        address: host and port where the gateway listens; None: not yet.
+        done: they have been sent, or none are wanted.
+        path: where they are sent.
+        address: host and port on which the gateway listens; None: not yet.
 
     Args:
         chat: the chat endpoint, with metrics of its own.
-        model_name: what requests call the model.
-        may_begin: whether there is an encoder and a decoder.
-        rounds: of a text, and of a picture, at most; 0: none.
-        pictures: whether pictures are served.
+        model_name: the `model` of requests.
+        can_start: whether the services are there.
+        rounds: at most; each sends a text and, with `images`, an image. 0: no warm-up.
+        images: whether images are served.
     """
 
     def __init__(
         self,
         chat: ASGIApp,
         model_name: str,
-        may_begin: Callable[[], bool],
+        can_start: Callable[[], bool],
         *,
         rounds: int,
-        pictures: bool,
+        images: bool,
     ) -> None:
         self._chat = chat
         self._model_name = model_name
-        self._may_begin = may_begin
+        self._can_start = can_start
         self._rounds = rounds
-        self._pictures = pictures
-        self.over = rounds == 0
-        self.path = f"/rehearsal/{secrets.token_urlsafe(16)}"
+        self._images = images
+        self.done = rounds == 0
+        self.path = f"/warm-up/{secrets.token_urlsafe(16)}"
         self.address: tuple[str, int] | None = None
 
     @property
     def route(self) -> Route:
-        """Where they arrive."""
+        """Of `path`."""
         return Route(self.path, self, methods=["POST"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves `path`."""
-        if self.over:
+        if self.done:
             raise HTTPException(404)
         await self._chat(scope, receive, send)
 
     async def run(self) -> None:
-        """Waits until it may begin; asks; is over."""
-        if self.over:
+        """Waits for the services, sends the requests, and sets `done`."""
+        if self.done:
             return
-        while self.address is None or not self._may_begin():  # noqa: ASYNC110 - of several pools
+        while self.address is None or not self._can_start():  # noqa: ASYNC110 - of several pools
             await asyncio.sleep(_POLL_S)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 start = time.monotonic()
                 for number in range(self._rounds):
-                    if time.monotonic() - start > _ENOUGH_S:
+                    if time.monotonic() - start > _MAX_DURATION_S:
                         break
-                    await self._ask(*self.address, [_text(number)])
-                    if self._pictures:
-                        await self._ask(*self.address, [_picture(), _text(number)])
+                    await self._send(*self.address, [_text_part(number)])
+                    if self._images:
+                        await self._send(*self.address, [_image_part(), _text_part(number)])
         except (OSError, _Refused) as error:  # TimeoutError is an OSError
-            log.warning("the rehearsal failed: %s", error)
+            log.warning("the warm-up failed: %s", error)
         except Exception:
-            log.exception("the rehearsal failed")
+            log.exception("the warm-up failed")
         finally:
-            self.over = True
+            self.done = True
 
-    async def _ask(self, host: str, port: int, content: list[dict[str, object]]) -> None:
-        """One request, as a client would send it."""
+    async def _send(self, host: str, port: int, content: list[dict[str, object]]) -> None:
         body = json.dumps(
             {
                 "model": self._model_name, "messages": [{"role": "user", "content": content}],
@@ -125,17 +121,17 @@ class Rehearsal:
 
 
 class _Refused(Exception):
-    """The answer was not the one that clients hope for."""
+    """The response's status is not 200."""
 
 
-def _text(number: int) -> dict[str, object]:
-    # Of its own from the first word on, so that no cache has it.
+def _text_part(number: int) -> dict[str, object]:
+    # Random from the first word on, so that no cache has it.
     return {"type": "text", "text": f"{os.urandom(8).hex()} {_TEXT * (number + 1)}"}
 
 
-def _picture() -> dict[str, object]:
+def _image_part() -> dict[str, object]:
     file = io.BytesIO()
-    size = (_SIDE, _SIDE)
-    Image.frombytes("RGB", size, os.urandom(3 * _SIDE * _SIDE)).save(file, "JPEG")
+    size = (_IMAGE_SIDE, _IMAGE_SIDE)
+    Image.frombytes("RGB", size, os.urandom(3 * _IMAGE_SIDE**2)).save(file, "JPEG")
     url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}

@@ -1,8 +1,8 @@
-"""Runs a command that dies with its parent: `python tether.py PARENT_PID COMMAND…`.
+"""Runs a command that dies with its parent: `python parent_death.py PARENT_PID COMMAND…`.
 
 A program of its own, because code between fork and exec is not safe once a library has started
-threads. It becomes the command (exec), so the process tree shows no trace of it. Standard library
-only: it starts in a few milliseconds without site-packages.
+threads. It becomes the command (exec), so it does not appear in the process tree. Standard library
+only, so that it starts in a few milliseconds without site-packages.
 """
 
 import ctypes
@@ -14,11 +14,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Asks the kernel for SIGKILL when the parent's thread ends, then becomes the command."""
+    """Sets the parent-death signal to SIGKILL, then executes the command."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew of our wish
+    if os.getppid() != parent:  # the parent ended before the call
         sys.exit(1)
     os.execvp(command[0], command)
 
