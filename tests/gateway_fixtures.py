@@ -55,7 +55,7 @@ def pair(_pair) -> Iterator[GatewayStack]:
     _pair.wait(lambda: _pair.gateway.admission.num_running == 0)
 
 
-def picture(width: int = 40, height: int = 30, color: tuple[int, int, int] = (255, 0, 0)) -> str:
+def image_url(width: int = 40, height: int = 30, color: tuple[int, int, int] = (255, 0, 0)) -> str:
     """A PNG as a data URL."""
     buffer = io.BytesIO()
     Image.new("RGB", (width, height), color).save(buffer, "PNG")
@@ -63,6 +63,6 @@ def picture(width: int = 40, height: int = 30, color: tuple[int, int, int] = (25
 
 
 def asking(*urls: str, text: str = "what?") -> list[dict]:
-    """Messages: pictures, then a question."""
+    """Messages: images, then a question."""
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]

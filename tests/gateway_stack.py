@@ -16,7 +16,12 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer import ModelTokenizer
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
-from tests.tiny_tokenizer import added_ids, vocab_size, write_model_directory
+from tests.tiny_tokenizer import (
+    added_ids,
+    vocab_size,
+    write_model_directory,
+    write_text_model_directory,
+)
 
 MODEL = "tiny"
 
@@ -55,12 +60,14 @@ class GatewayStack:
         num_encoders: int = 1,
         num_decoders: int = 1,
         generation: dict[str, object] | None = None,
+        text_only: bool = False,
         warm_up_rounds: int = 0,  # tests count what the services are asked
         **settings: object,
     ) -> None:
         self.thread = thread
         self._warm_up_rounds = warm_up_rounds
-        self.model_directory = write_model_directory(directory / MODEL, **(generation or {}))
+        write = write_text_model_directory if text_only else write_model_directory
+        self.model_directory = write(directory / MODEL, **(generation or {}))
         self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
         self.encoders = [FakeEncoder() for _ in range(num_encoders)]
         self.decoders = [FakeDecoder(vocab_size=vocab_size()) for _ in range(num_decoders)]

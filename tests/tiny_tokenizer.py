@@ -1,4 +1,4 @@
-"""A model directory without weights: a small byte-level BPE, Qwen's added tokens and template."""
+"""Model directories without weights: a small byte-level BPE, Qwen's added tokens and templates."""
 
 import json
 from functools import cache
@@ -6,7 +6,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-CHAT_TEMPLATE = Path(__file__).parent / "fixtures" / "qwen3_vl_chat_template.jinja"
+FIXTURES = Path(__file__).parent / "fixtures"
+CHAT_TEMPLATE = FIXTURES / "qwen3_vl_chat_template.jinja"
+TEXT_CHAT_TEMPLATE = FIXTURES / "qwen3_chat_template.jinja"
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,6 +29,10 @@ CORPUS = (
     "system user assistant image picture hello world 0123456789 über naïve 中文 "
 ) * 4
 UNUSED_ROWS = 10
+TEXT_CONFIG = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096,
+}  # fmt: skip
 IMAGE_PATCHES = dict(patch_size=16, temporal_patch_size=2, merge_size=2)
 
 
@@ -66,7 +72,7 @@ def added_ids() -> dict[str, int]:
 
 @cache
 def vocab_size() -> int:
-    """Rows of the model's head: all tokens and a few that nobody has."""
+    """Rows of the model's head: all tokens and a few unused ones."""
     return max(added_ids().values()) + 1 + UNUSED_ROWS
 
 
@@ -83,9 +89,7 @@ def write_model_directory(
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
         "text_config": {
-            "vocab_size": vocab_size(), "hidden_size": 32, "intermediate_size": 64,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-            "head_dim": 16, "max_position_embeddings": 4096,
+            **TEXT_CONFIG, "vocab_size": vocab_size(),
             "rope_scaling": {"mrope_section": [4, 2, 2]}, "rope_theta": 10000.0,
         },
         "vision_config": {
@@ -112,3 +116,25 @@ def write_model_directory(
     (directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE.read_text())
     return directory
+
+
+def write_text_model_directory(directory: Path, **generation: object) -> Path:
+    """Likewise for a text model: Qwen3."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        **TEXT_CONFIG, "architectures": ["Qwen3ForCausalLM"], "vocab_size": vocab_size(),
+        "rope_theta": 10000.0, "hidden_act": "silu",
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    write_conversation_files(directory, **generation)
+    return directory
+
+
+def write_conversation_files(directory: Path, **generation: object) -> None:
+    """Adds tokenizer, chat template and generation config to a text checkpoint."""
+    ids = added_ids()
+    eos = {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]}
+    (directory / "generation_config.json").write_text(json.dumps(eos | generation))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(TEXT_CHAT_TEMPLATE.read_text())

@@ -1,4 +1,4 @@
-"""`make demo`: the whole stack with the demonstration model, asked about the sample pictures."""
+"""`make demo`: the whole stack with the demonstration model, asked about the sample images."""
 
 import asyncio
 import tempfile
@@ -26,13 +26,13 @@ class Totals:
     """What the demonstration counted.
 
     Attributes:
-        pictures: distinct ones.
+        images: distinct ones.
         encodes: images that ran through the vision tower, by the encoders' own counters.
-        repeats: questions on pictures that had been shown before.
+        repeats: questions on images that had been shown before.
         repeat_encodes: encodes during those; must be zero.
     """
 
-    pictures: int = 0
+    images: int = 0
     questions: int = 0
     encodes: int = 0
     repeats: int = 0
@@ -80,20 +80,20 @@ def _ask_all(console: Console, samples: Iterable[Sample], plan: Plan) -> Totals:
     totals = Totals()
     seen: set[Path] = set()
     for sample in samples:
-        names = " + ".join(path.name for path in sample.pictures) or "no picture"
+        names = " + ".join(path.name for path in sample.images) or "no image"
         console.print(f"\n[bold]{escape(names)}[/]")
         for question in sample.questions:
-            new = [path for path in sample.pictures if path not in seen]
+            new = [path for path in sample.images if path not in seen]
             before = _count_encodes(plan)
             answer = _ask_one(console, sample, question, plan)
             encodes = _count_encodes(plan) - before
-            work = _encoder_work(encodes) if sample.pictures else "the encoder was not asked"
+            work = _encoder_work(encodes) if sample.images else "the encoder was not asked"
             console.print(f"    [dim]{_times(answer)}; {work}[/]")
-            seen.update(sample.pictures)
-            totals.pictures += len(new)
+            seen.update(sample.images)
+            totals.images += len(new)
             totals.questions += 1
             totals.encodes += encodes
-            if sample.pictures and not new:
+            if sample.images and not new:
                 totals.repeats += 1
                 totals.repeat_encodes += encodes
     return totals
@@ -103,7 +103,7 @@ def _ask_one(console: Console, sample: Sample, question: str, plan: Plan) -> Ans
     console.print(f"  [cyan]{escape(question)}[/]\n    ", end="")
     body = {
         "model": plan.model_name,
-        "messages": [question_message([str(path) for path in sample.pictures], question)],
+        "messages": [question_message([str(path) for path in sample.images], question)],
         "temperature": 0,
         "include_stage_times": True,
     }
@@ -127,7 +127,7 @@ def _times(answer: Answer) -> str:
 
 def _encoder_work(encodes: int) -> str:
     if encodes:
-        return f"the encoder ran on {encodes} new picture{'s' if encodes > 1 else ''}"
+        return f"the encoder ran on {encodes} new image{'s' if encodes > 1 else ''}"
     return "[green]the encoder was skipped[/]: nothing new to see"
 
 
@@ -143,12 +143,12 @@ def _introduce(console: Console) -> None:
 def _conclude(console: Console, totals: Totals, elapsed_s: float) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_row("questions answered", str(totals.questions))
-    table.add_row("distinct pictures", str(totals.pictures))
-    table.add_row("pictures encoded", f"{totals.encodes} (counted by the encoder)")
-    table.add_row("questions on known pictures", str(totals.repeats))
+    table.add_row("distinct images", str(totals.images))
+    table.add_row("images encoded", f"{totals.encodes} (counted by the encoder)")
+    table.add_row("questions on known images", str(totals.repeats))
     table.add_row("encodes for them", str(totals.repeat_encodes))
     console.print("\n", table, f"\nStopped. {elapsed_s:.1f} s in all.", sep="")
     if totals.repeat_encodes:
-        console.print("[red]a picture that was known was encoded again[/]")
+        console.print("[red]an image that was known was encoded again[/]")
     else:
         console.print("Serve it yourself: [cyan]make serve[/], then open the chat page.")

@@ -103,7 +103,9 @@ def plan_stack(
     encoders = 1 if options.encoders is None else options.encoders
     if not takes_images(options.model):
         if options.encoders or options.encoder_device:
-            raise StackError(f"no encoder can be started: the model at {options.model} takes no images", 2)
+            raise StackError(
+                f"no encoder can be started: the model at {options.model} takes no images", 2
+            )
         encoders = 0
     ports = _Ports()
     port = ports.claim(options.host, options.port)

@@ -1,4 +1,4 @@
-"""The sample pictures that the demonstration shows."""
+"""The sample images that the demonstration shows."""
 
 import json
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ SAMPLES = Path(__file__).resolve().parents[1] / "demo" / "samples"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some pictures, shown together (or none), and what to ask about them."""
+    """Some images, shown together (or none), and what to ask about them."""
 
-    pictures: tuple[Path, ...]
+    images: tuple[Path, ...]
     questions: tuple[str, ...]
 
 
@@ -19,15 +19,15 @@ def load_samples(directory: Path = SAMPLES) -> list[Sample]:
     """The samples that `samples.json` lists.
 
     Raises:
-        ValueError: the file does not say what it should, or a picture is missing.
+        ValueError: the file does not say what it should, or an image is missing.
     """
     samples: list[Sample] = []
     try:
         for entry in json.loads((directory / "samples.json").read_text()):
-            pictures = tuple(directory / name for name in entry["files"])
-            if missing := [path.name for path in pictures if not path.is_file()]:
-                raise ValueError(f"missing picture {', '.join(missing)}")
-            samples.append(Sample(pictures, tuple(entry["questions"])))
+            images = tuple(directory / name for name in entry["files"])
+            if missing := [path.name for path in images if not path.is_file()]:
+                raise ValueError(f"missing image {', '.join(missing)}")
+            samples.append(Sample(images, tuple(entry["questions"])))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{directory / 'samples.json'}: {error}") from error
     return samples

@@ -311,9 +311,8 @@ class Attempts:
         self._cause = failure.error
         self._excluded[failure.service].add(failure.address)
         self._metrics.retries.labels(failure.service).inc()
-        fields = {"request_id": self._request.request_id, "error": str(failure.error)}
         log.warning(
-            "retrying without %s %s", failure.service, failure.address, extra={"fields": fields}
+            "retrying without %s %s: %s", failure.service, failure.address, failure.error.message
         )
 
     def _no_pod_left(self) -> TriptychError:

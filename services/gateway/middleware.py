@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.common.telemetry import bind_request_id
 from services.gateway.admission import Admission
 from services.gateway.exchange import JsonResponse
 from services.gateway.responses import error_body
@@ -48,6 +49,7 @@ class Middleware:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})["request_id"] = request_id
+        bind_request_id(request_id)
         start = time.monotonic()
         status = 0
 
@@ -69,13 +71,13 @@ class Middleware:
             status = 499
         except Exception:
             # Starlette raises the error again after its handler has answered with a 500.
-            log.exception("a request failed", extra={"fields": {"request_id": request_id}})
+            log.exception("a request failed")
         finally:
             level = logging.DEBUG if scope["path"] in self._quiet_paths else logging.INFO
             elapsed_ms = round((time.monotonic() - start) * 1e3, 1)
             log.log(
                 level, "%s %s %d", scope["method"], scope["path"], status,
-                extra={"fields": {"request_id": request_id, "ms": elapsed_ms}},
+                extra={"fields": {"ms": elapsed_ms}},
             )  # fmt: skip
 
     def _is_authorized(self, path: str, headers: dict[bytes, bytes]) -> bool:

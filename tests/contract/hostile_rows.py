@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from tests.gateway_fixtures import picture
+from tests.gateway_fixtures import image_url
 from tests.gateway_stack import MODEL
 from tests.tiny_tokenizer import vocab_size
 
@@ -101,7 +101,12 @@ def bad_values() -> Iterator[Row]:
     )
     yield "both max_tokens", body(max_tokens=1, max_completion_tokens=1), 400, "max_tokens"
     yield "min over max", body(min_tokens=5, max_tokens=4), 400, "min_tokens"
-    yield "min over max pixels", {**image(picture()), "min_pixels": 9, "max_pixels": 8}, 400, IMAGE
+    yield (
+        "min over max pixels",
+        {**image(image_url()), "min_pixels": 9, "max_pixels": 8},
+        400,
+        IMAGE,
+    )
     for number in ("NaN", "Infinity", "-Infinity"):
         raw = json.dumps(body()).replace('"model"', f'"temperature": {number}, "model"')
         yield f"temperature {number}", raw.encode(), 400, None
@@ -141,9 +146,9 @@ def unserved() -> Iterator[Row]:
         yield f"message {field}", body(messages=[message]), 400, f"messages[0].{field}"
     late = [*HELLO, {"role": "system", "content": "x"}]
     yield "late system", body(messages=late), 400, "messages[1].role"
-    picture_part = {"type": "image_url", "image_url": {"url": picture()}}
+    image_part = {"type": "image_url", "image_url": {"url": image_url()}}
     for role in ("system", "assistant", "developer"):
-        message = {"role": role, "content": [picture_part]}
+        message = {"role": role, "content": [image_part]}
         yield f"image in {role}", body(messages=[message]), 400, IMAGE
     for value in (None, 5, {}, True):
         yield f"content {value}", body(messages=[{"role": "user", "content": value}]), 400, None
@@ -159,16 +164,16 @@ def unserved() -> Iterator[Row]:
         {"type": "image_url"}, {"type": "image_url", "image_url": None},
         {"type": "image_url", "image_url": {}}, {"type": "image_url", "image_url": {"url": None}},
         {"type": "image_url", "image_url": {"url": "x", "uuid": "y"}},
-        {"type": "image_url", "image_url": {"url": picture(), "detail": "ultra"}},
-        {"type": "image_url", "image_url": {"url": picture(), "min_pixels": -1}},
+        {"type": "image_url", "image_url": {"url": image_url(), "detail": "ultra"}},
+        {"type": "image_url", "image_url": {"url": image_url(), "min_pixels": -1}},
     ):  # fmt: skip
         yield f"part {json.dumps(part)[:40]} {json.dumps(part)[-40:]}", content(part), 400, None
     yield "ten thousand parts", content(*[{"type": "text", "text": "x"}] * 10000), 400, None
-    yield "five images", content(*[picture_part] * 5), 400, "messages"
+    yield "five images", content(*[image_part] * 5), 400, "messages"
 
 
 def bad_urls() -> Iterator[Row]:
-    """URLs that must not be followed, and data that is no picture."""
+    """URLs that must not be followed, and data that is no image."""
     urls = [
         "", " ", "x", "/etc/passwd", "../../etc/passwd", "file:///etc/passwd", "FILE:///etc/passwd",
         "file:/etc/passwd", "file://localhost/etc/passwd", "ftp://h/x", "gopher://h/", "jar:x",
@@ -201,8 +206,8 @@ def bad_urls() -> Iterator[Row]:
     yield "url number", image(5), 400, None
 
 
-def bad_pictures() -> Iterator[Row]:
-    """Bytes that are no picture, or none that is served."""
+def bad_images() -> Iterator[Row]:
+    """Bytes that are no image, or none that is served."""
     good = encoded(50, 50)
     rows = {
         "garbage": b"\x00\x01garbage" * 10, "text": b"hello", "html": b"<html></html>",
@@ -224,11 +229,11 @@ def bad_pictures() -> Iterator[Row]:
         "polyglot": b"GIF8" + good,
     }  # fmt: skip
     for name, raw in rows.items():
-        yield f"picture {name}", data(raw), 400, IMAGE
+        yield f"image {name}", data(raw), 400, IMAGE
     second = {"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}
-    first = {"type": "image_url", "image_url": {"url": picture()}}
+    first = {"type": "image_url", "image_url": {"url": image_url()}}
     yield (
-        "second picture",
+        "second image",
         content(first, {"type": "text", "text": "x"}, second),
         400,
         ("messages[0].content[2]"),
@@ -276,9 +281,9 @@ def bad_bodies() -> Iterator[Row]:
         "messages",
     )
     yield "max_tokens over context", body(max_tokens=4096), 400, "max_tokens"
-    yield "pictures over context", {
-        **content(*[{"type": "image_url", "image_url": {"url": picture(1024, 1024)}}] * 4)
+    yield "images over context", {
+        **content(*[{"type": "image_url", "image_url": {"url": image_url(1024, 1024)}}] * 4)
     }, 400, "messages"  # fmt: skip
 
 
-ROWS = [*bad_values(), *unserved(), *bad_urls(), *bad_pictures(), *bad_bodies()]
+ROWS = [*bad_values(), *unserved(), *bad_urls(), *bad_images(), *bad_bodies()]

@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.gateway_fixtures import asking, picture
+from tests.gateway_fixtures import asking, image_url
 from tests.gateway_stack import MODEL
 from tests.noise import PATIENCE_S, least
 
@@ -46,9 +46,9 @@ def test_answer(client):
     assert answer.usage.prompt_tokens_details.cached_tokens == 7
 
 
-def test_answer_about_pictures(client):
+def test_answer_about_images(client):
     answer = client.chat.completions.create(
-        model=MODEL, messages=asking(picture(300, 200), picture()), max_completion_tokens=2
+        model=MODEL, messages=asking(image_url(300, 200), image_url()), max_completion_tokens=2
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.content == "A red"
@@ -154,7 +154,7 @@ def test_multi_byte_characters_stream_whole(client, stack):
 
 
 def test_stage_times(client):
-    url = picture(90, 80, (1, 2, 3))
+    url = image_url(90, 80, (1, 2, 3))
     for expected in ("computed", "memory"):
         answer = client.chat.completions.create(
             model=MODEL, messages=asking(url), extra_body={"include_stage_times": True}
@@ -245,7 +245,7 @@ def test_a_head_that_is_too_long_is_refused(stack, head):
 def test_request_id_is_echoed_and_passed_on(stack):
     headers = {"x-request-id": "my.id-1:2_3"}
     with stack.client(headers=headers) as client:
-        body = {"model": MODEL, "messages": asking(picture(33, 44))}
+        body = {"model": MODEL, "messages": asking(image_url(33, 44))}
         response = client.post("/v1/chat/completions", json=body)
     assert response.headers["x-request-id"] == "my.id-1:2_3"
     assert stack.decoder.submits[0].request_id == "my.id-1:2_3"
@@ -268,7 +268,7 @@ def test_tokenize(stack):
         assert plain["tokens"] == stack.tokenizer.encode_text("hello <|im_end|>")
         assert plain["count"] == len(plain["tokens"])
         assert plain["max_model_len"] == 4096
-        messages = asking(picture(300, 200), picture(64, 64))
+        messages = asking(image_url(300, 200), image_url(64, 64))
         counted = client.post("/tokenize", json={"messages": messages}).json()
         assert counted["count"] == stack.chat(messages=messages).json()["usage"]["prompt_tokens"]
         sent = np.frombuffer(stack.decoder.submits[0].prompt_token_ids, "<i4")
@@ -280,7 +280,7 @@ def test_tokenize(stack):
 
 
 def test_metrics(stack):
-    stack.chat(messages=asking(picture()))
+    stack.chat(messages=asking(image_url()))
     with stack.client() as client:
         text = client.get("/metrics").text
     for name in (
@@ -343,7 +343,7 @@ def test_disconnect_cancels_the_encode(stack):
 
     def seconds() -> float:
         sent = len(stack.encoder.requests) + 1
-        connection = send_raw(stack, {"model": MODEL, "messages": asking(picture(77, 66))})
+        connection = send_raw(stack, {"model": MODEL, "messages": asking(image_url(77, 66))})
         stack.wait(lambda: len(stack.encoder.requests) == sent)
         connection.close()
         return stack.wait(lambda: stack.encoder.num_cancelled == sent and not stack.decoder.running)

@@ -184,7 +184,7 @@ class Cluster:
         self.restore()
 
     def is_whole(self) -> bool:
-        """Each service answers, the gateway gives work to each and has rehearsed."""
+        """Each service answers, the gateway knows each, and its warm-up is done."""
         return (
             all(service.answers() for service in self.services)
             and all(
@@ -227,7 +227,7 @@ def data_url(image: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(image).decode()
 
 
-def picture(seed: int, height: int = 192, width: int = 192) -> bytes:
+def png(seed: int, height: int = 192, width: int = 192) -> bytes:
     """A PNG that no other seed gives: big coloured cells."""
     cells = np.random.default_rng(seed).integers(0, 255, (height // 32, width // 32, 3), np.uint8)
     image = Image.fromarray(cells).resize((width, height), Image.Resampling.NEAREST)

@@ -1,4 +1,4 @@
-"""Redis and the caches: a picture is encoded once, and a bad Redis changes no answer."""
+"""Redis and the caches: an image is encoded once, and a bad Redis changes no answer."""
 
 import itertools
 import statistics
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, message, picture, wait_until
+from tests.e2e.cluster import Cluster, message, png, wait_until
 from tests.noise import PATIENCE_S, least
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -30,34 +30,34 @@ def hasty(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_second_request_with_the_same_picture_encodes_nothing(cluster: Cluster) -> None:
-    first = cluster.ask(QUESTION, picture(1))
+def test_second_request_with_the_same_image_encodes_nothing(cluster: Cluster) -> None:
+    first = cluster.ask(QUESTION, png(1))
     encodes = cluster.num_encodes()
-    assert cluster.ask(QUESTION, picture(1)) == first
-    assert cluster.ask("What is it?", picture(1))
+    assert cluster.ask(QUESTION, png(1)) == first
+    assert cluster.ask("What is it?", png(1))
     assert cluster.num_encodes() == encodes
 
 
 def test_restarted_services_encode_nothing_again(cluster: Cluster) -> None:
     stored = num_stored(cluster)
-    first = cluster.ask(QUESTION, picture(2))
+    first = cluster.ask(QUESTION, png(2))
     wait_until(lambda: num_stored(cluster) > stored, PATIENCE_S, "the entry is in Redis")
     cluster.restart(*cluster.encoders, *cluster.decoders)
-    assert cluster.ask(QUESTION, picture(2)) == first
+    assert cluster.ask(QUESTION, png(2)) == first
     assert cluster.num_encodes() == 0  # counters start anew with the process
 
 
-def test_100_simultaneous_requests_for_a_new_picture_encode_it_once(cluster: Cluster) -> None:
+def test_100_simultaneous_requests_for_a_new_image_encode_it_once(cluster: Cluster) -> None:
     encodes = cluster.num_encodes()
     with ThreadPoolExecutor(100) as pool:
-        answers = list(pool.map(lambda _: cluster.ask(QUESTION, picture(3)), range(100)))
+        answers = list(pool.map(lambda _: cluster.ask(QUESTION, png(3)), range(100)))
     assert len(set(answers)) == 1
     assert cluster.num_encodes() == encodes + 1
 
 
 def test_neither_neighbours_nor_streaming_change_an_answer(cluster: Cluster) -> None:
     def ask(number: int, *, stream: bool) -> str:
-        images = [picture(1000 + number + i, 160 + 32 * (number % 3)) for i in range(number % 3)]
+        images = [png(1000 + number + i, 160 + 32 * (number % 3)) for i in range(number % 3)]
         asked = message(QUESTION if images else "What can you do?", *images)
         fields = {"model": "demo", "messages": [asked], "max_tokens": 40}
         if number % 4 == 0:
@@ -77,9 +77,9 @@ def test_neither_neighbours_nor_streaming_change_an_answer(cluster: Cluster) -> 
 
 
 def test_garbage_in_redis_changes_no_answer(cluster: Cluster) -> None:
-    pictures = [picture(seed) for seed in (10, 11, 12)]
+    images = [png(seed) for seed in (10, 11, 12)]
     stored = num_stored(cluster)
-    expected = [cluster.ask(QUESTION, image) for image in pictures]
+    expected = [cluster.ask(QUESTION, image) for image in images]
     wait_until(lambda: num_stored(cluster) == stored + 3, PATIENCE_S, "the entries are in Redis")
     with cluster.redis.client() as client:
         keys = list(client.scan_iter())
@@ -93,18 +93,18 @@ def test_garbage_in_redis_changes_no_answer(cluster: Cluster) -> None:
                 value[-7] ^= 0xFF
             client.set(key, bytes(value))
     cluster.restart(*cluster.encoders, *cluster.decoders)  # only Redis could answer now
-    assert [cluster.ask(QUESTION, image) for image in pictures] == expected
+    assert [cluster.ask(QUESTION, image) for image in images] == expected
 
 
 def test_flushed_and_stopped_redis_change_no_answer(cluster: Cluster) -> None:
-    expected = cluster.ask(QUESTION, picture(20))
+    expected = cluster.ask(QUESTION, png(20))
     cluster.redis.flush()
-    assert cluster.ask(QUESTION, picture(20)) == expected
+    assert cluster.ask(QUESTION, png(20)) == expected
     cluster.redis.stop()
     try:
         cluster.restart(*cluster.encoders, *cluster.decoders)
-        assert cluster.ask(QUESTION, picture(20)) == expected
-        assert cluster.ask(QUESTION, picture(21))
+        assert cluster.ask(QUESTION, png(20)) == expected
+        assert cluster.ask(QUESTION, png(21))
     finally:
         cluster.redis.start()
 
@@ -113,7 +113,7 @@ def test_frozen_redis_adds_at_most_50_ms(hasty: Cluster) -> None:
     seeds = itertools.count(100)
 
     def seconds() -> float:
-        image = picture(next(seeds))
+        image = png(next(seeds))
         start = time.perf_counter()
         assert hasty.ask(QUESTION, image, max_tokens=1)
         return time.perf_counter() - start

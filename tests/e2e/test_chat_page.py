@@ -54,7 +54,7 @@ def test_the_page_needs_nothing_from_outside(page: Page, url: str) -> None:
     assert all(request.startswith((url, "data:", "blob:")) for request in page.requests)
 
 
-def test_a_dropped_picture_is_answered_in_a_stream_with_times(page: Page) -> None:
+def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page) -> None:
     page.evaluate(
         f"""(() => {{
           window.seen = [];
@@ -72,18 +72,18 @@ def test_a_dropped_picture_is_answered_in_a_stream_with_times(page: Page) -> Non
     assert all(answer.startswith(text) for text in grown)
     for stage in ("encode", "transfer", "prefill", "first token", "total", "tokens"):
         assert stage in times
-    assert "picture 1 encoded" in times
+    assert "image 1 encoded" in times
     num_attached(page, 0)
     send(page, "What colour is the circle?")
     answer, times = finish(page)
     assert "red" in answer
-    assert "picture 1 cached" in times
+    assert "image 1 cached" in times
     SCREENSHOT.parent.mkdir(exist_ok=True)
     page.screenshot(SCREENSHOT)
     assert SCREENSHOT.read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_pictures_can_be_attached_and_taken_away(page: Page) -> None:
+def test_several_images_can_be_attached_and_taken_away(page: Page) -> None:
     names = ("first.png", "second.png", "word.png")
     page.choose_files("#file", [SAMPLES / name for name in names])
     num_attached(page, 3)
@@ -92,11 +92,11 @@ def test_several_pictures_can_be_attached_and_taken_away(page: Page) -> None:
     send(page, "Which picture has a red cross?")
     answer, times = finish(page)
     assert "picture" in answer
-    assert "picture 2" in times
-    assert "picture 3" not in times
+    assert "image 2" in times
+    assert "image 3" not in times
 
 
-def test_a_question_without_a_picture_shows_no_encode(page: Page) -> None:
+def test_a_question_without_an_image_shows_no_encode(page: Page) -> None:
     send(page, "Who are you?")
     answer, times = finish(page)
     assert answer

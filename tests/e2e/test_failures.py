@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.cluster import Cluster, Service, message, picture, wait_until
+from tests.e2e.cluster import Cluster, Service, message, png, wait_until
 from tests.noise import PATIENCE_S, least
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -28,7 +28,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    """Whole again, whatever the test before did to it. Each test has pictures of its own."""
+    """Whole again, whatever the test before did to it. Each test has images of its own."""
     shared.restore()
     return shared
 
@@ -46,13 +46,13 @@ class Usage:
 
 def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
     encodes = Usage(cluster.encoders, "encoder_images_encoded_total")
-    expected = {seed: cluster.ask(QUESTION, picture(seed)) for seed in (1, 2, 3, 4)}
+    expected = {seed: cluster.ask(QUESTION, png(seed)) for seed in (1, 2, 3, 4)}
     cluster.redis.flush()
     cluster.restart(*cluster.decoders)  # the embeddings are in the encoders alone
     encoder = encodes.busiest()
     encoder.freeze()  # requests that choose it hang inside it
     with ThreadPoolExecutor(4) as pool:
-        asked = {seed: pool.submit(cluster.ask, QUESTION, picture(seed)) for seed in expected}
+        asked = {seed: pool.submit(cluster.ask, QUESTION, png(seed)) for seed in expected}
         time.sleep(0.5)
         assert not all(answer.done() for answer in asked.values()), "nobody chose it"
         encoder.kill()
@@ -63,7 +63,7 @@ def test_without_encoders_images_are_refused_and_text_is_answered(cluster: Clust
     for encoder in cluster.encoders:
         encoder.kill()
     with pytest.raises(openai.APIStatusError) as refused:
-        cluster.ask(QUESTION, picture(11))
+        cluster.ask(QUESTION, png(11))
     assert refused.value.status_code == 503
     assert cluster.ask("Who are you?")
 
@@ -86,11 +86,11 @@ def test_a_decoder_that_dies_mid_stream_is_an_error_not_an_end(cluster: Cluster)
 
 def test_a_decoder_that_dies_before_the_first_token_costs_a_retry(cluster: Cluster) -> None:
     sequences = Usage(cluster.decoders, "decoder_sequences_total")
-    expected = {seed: cluster.ask(QUESTION, picture(seed)) for seed in range(20, 26)}
+    expected = {seed: cluster.ask(QUESTION, png(seed)) for seed in range(20, 26)}
     decoder = sequences.busiest()
     decoder.freeze()  # requests that choose it hang inside it
     with ThreadPoolExecutor(6) as pool:
-        asked = {seed: pool.submit(cluster.ask, QUESTION, picture(seed)) for seed in expected}
+        asked = {seed: pool.submit(cluster.ask, QUESTION, png(seed)) for seed in expected}
         time.sleep(0.5)
         assert not all(answer.done() for answer in asked.values()), "nobody chose it"
         decoder.kill()
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_second(
     cluster: Cluster, stream: bool
 ) -> None:
     body = json.dumps(
-        {"model": "demo", "messages": [message("Who are you?", picture(30))], "stream": stream,
+        {"model": "demo", "messages": [message("Who are you?", png(30))], "stream": stream,
          "max_tokens": 1000, "ignore_eos": True}
     ).encode()  # fmt: skip
     host, port = cluster.gateway.address.split(":")

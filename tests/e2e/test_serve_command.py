@@ -15,14 +15,14 @@ from triptych.samples import SAMPLES
 pytestmark = pytest.mark.e2e
 
 
-def test_one_command_answers_about_a_picture_and_ctrl_c_ends_it(
+def test_one_command_answers_about_an_image_and_ctrl_c_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    picture = str(SAMPLES / "shapes.png")
+    image = str(SAMPLES / "shapes.png")
 
     def seconds_to_end() -> float:
         with serve_command(tmp_path, ["--encoders", "2", "--gateways", "2"]) as command:
-            words = ["ask", picture, "What colour is the circle?", "--url", command.url]
+            words = ["ask", image, "What colour is the circle?", "--url", command.url]
             assert cli.main(words) == 0
             assert "red" in capsys.readouterr().out
             services = command.services()

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import Overloaded
 from services.gateway.admission import Admission
-from tests.gateway_fixtures import asking, picture
+from tests.gateway_fixtures import asking, image_url
 
 
 async def test_full_refuses_at_once_and_recovers():
@@ -71,13 +71,13 @@ def test_full_gateway_refuses_before_image_work(stack):
         for thread in threads:
             thread.start()
         stack.wait(lambda: len(stack.decoder.submits) == 2)
-        response = stack.chat(messages=asking(picture()))
+        response = stack.chat(messages=asking(image_url()))
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "overloaded"
         assert response.headers["retry-after"] == "1"
         assert not stack.encoder.requests
         for thread in threads:
             thread.join()
-        assert stack.chat(messages=asking(picture())).status_code == 200
+        assert stack.chat(messages=asking(image_url())).status_code == 200
     finally:
         admission._max_requests = 512

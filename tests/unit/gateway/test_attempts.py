@@ -15,7 +15,7 @@ from services.common.errors import (
     Overloaded,
     Unavailable,
 )
-from tests.gateway_fixtures import asking, picture
+from tests.gateway_fixtures import asking, image_url
 from tests.noise import PATIENCE_S
 
 
@@ -30,9 +30,9 @@ async def forever(_):
     await asyncio.sleep(60)
 
 
-def new_picture() -> str:
+def new_image() -> str:
     color = tuple(random.randrange(256) for _ in range(3))
-    return picture(random.randrange(20, 90), 40, color)
+    return image_url(random.randrange(20, 90), 40, color)
 
 
 def serving(pair):
@@ -54,13 +54,13 @@ def error(response, status: int) -> dict:
 # Encoders
 
 
-def test_equal_pictures_meet_at_one_encoder(pair):
-    url = new_picture()
+def test_equal_images_meet_at_one_encoder(pair):
+    url = new_image()
     for _ in range(6):
         answer(pair.chat(messages=asking(url)))
     assert sorted(len(e.requests) for e in pair.encoders) == [0, 6]
     for _ in range(30):
-        answer(pair.chat(messages=asking(new_picture())))
+        answer(pair.chat(messages=asking(new_image())))
     assert all(len(e.requests) > 4 for e in pair.encoders)
 
 
@@ -70,7 +70,7 @@ def test_equal_pictures_meet_at_one_encoder(pair):
     ids=["unavailable", "internal", "overloaded", "embedding", "hangs"],
 )
 def test_broken_encoder_costs_a_retry(pair, failure):
-    url = new_picture()
+    url = new_image()
     answer(pair.chat(messages=asking(url)))
     first, second = serving(pair)
     pair.decoders[0].delay_s = pair.decoders[1].delay_s = 0.0
@@ -86,7 +86,7 @@ def test_broken_encoder_costs_a_retry(pair, failure):
 
 
 def test_killed_encoder_costs_a_retry(pair):
-    url = new_picture()
+    url = new_image()
     answer(pair.chat(messages=asking(url)))
     first, second = serving(pair)
     first.before = forever
@@ -100,7 +100,7 @@ def test_killed_encoder_costs_a_retry(pair):
 
 
 def test_encoder_that_returns_another_size_costs_a_retry(pair):
-    url = new_picture()
+    url = new_image()
     answer(pair.chat(messages=asking(url)))
     first, second = serving(pair)
     first.num_tokens_error = 1
@@ -115,7 +115,7 @@ def test_no_encoder_left_is_503_and_never_an_answer_without_the_image(pair):
         encoder.before = raising(InternalError("x"))
     for decoder in pair.decoders:
         decoder.before = forever
-    response = pair.chat(messages=asking(new_picture()))
+    response = pair.chat(messages=asking(new_image()))
     assert error(response, 503)["code"] == "unavailable"
     assert response.headers["retry-after"] == "1"
     assert all(len(e.requests) == 1 for e in pair.encoders)
@@ -127,7 +127,7 @@ def test_image_that_the_encoder_refuses_is_the_callers_fault_at_once(pair):
         encoder.before = raising(InvalidImage("truncated"))
     for decoder in pair.decoders:
         decoder.before = forever
-    response = pair.chat(messages=asking(new_picture(), new_picture()))
+    response = pair.chat(messages=asking(new_image(), new_image()))
     found = error(response, 400)
     assert found["code"] == "invalid_image"
     assert found["param"] in ("messages[0].content[0]", "messages[0].content[1]")
@@ -135,7 +135,7 @@ def test_image_that_the_encoder_refuses_is_the_callers_fault_at_once(pair):
 
 
 def test_decoder_that_cannot_get_an_embedding_names_the_encoder_to_avoid(pair):
-    url = new_picture()
+    url = new_image()
     answer(pair.chat(messages=asking(url)))
     first, second = serving(pair)
 
@@ -163,7 +163,7 @@ def test_only_encoder_is_asked_once_more_for_a_lost_embedding(stack):
 
     stack.decoder.before = before
     stack.decoder.fail_encoder_address = stack.encoder.address
-    assert answer(stack.chat(messages=asking(new_picture()))) == "A red circle."
+    assert answer(stack.chat(messages=asking(new_image()))) == "A red circle."
     assert len(stack.encoder.requests) == 2
 
 
@@ -176,7 +176,7 @@ def test_late_encode_failure_after_the_first_token_is_no_failure(stack):
 
     stack.encoder.before = fail_late
     stack.decoder.delay_s = 0.04
-    assert answer(stack.chat(messages=asking(new_picture()))) == "A red circle."
+    assert answer(stack.chat(messages=asking(new_image()))) == "A red circle."
     assert len(stack.decoder.submits) == 1
 
 
@@ -188,7 +188,7 @@ def test_full_encoders_say_when_to_come_back(pair):
         encoder.before = raising(Overloaded("full", retry_after_s=7))
     for decoder in pair.decoders:
         decoder.before = forever
-    response = pair.chat(messages=asking(new_picture()))
+    response = pair.chat(messages=asking(new_image()))
     assert error(response, 503)["code"] == "overloaded"
     assert response.headers["retry-after"] == "7"
 
@@ -312,7 +312,7 @@ def test_dead_pods_come_back(pair):
         assert client.get("/health").status_code == 200
     assert error(pair.chat(), 503)["code"] == "unavailable"
     pair.reset()
-    assert answer(pair.chat(messages=asking(new_picture()))) == "A red circle."
+    assert answer(pair.chat(messages=asking(new_image()))) == "A red circle."
     with pair.client() as client:
         assert client.get("/ready").status_code == 200
 

@@ -1,12 +1,12 @@
 """What the services are told of a request, and how its choices end."""
 
-from tests.gateway_fixtures import asking, picture
+from tests.gateway_fixtures import asking, image_url
 
 # What the services are told
 
 
 def test_the_decoder_is_told_everything(stack):
-    first, second = picture(300, 200), picture(64, 64)
+    first, second = image_url(300, 200), image_url(64, 64)
     response = stack.chat(
         messages=asking(first, second, first), temperature=0.5, seed=3, max_tokens=9,
         logit_bias={"5": 2.5}, stop_token_ids=[6], cache_salt="tenant", n=2,
@@ -25,7 +25,7 @@ def test_the_decoder_is_told_everything(stack):
     assert len(one.positions) == 3 * len(one.prompt_token_ids)
     assert one.images[0].image_key == one.images[2].image_key != one.images[1].image_key
     assert {image.encoder_address for image in one.images} == {stack.encoder.address}
-    # n choices and a repeated picture: each picture is encoded once.
+    # n choices and a repeated image: each image is encoded once.
     assert len(stack.encoder.requests) == 2
     assert stack.encoder.request_ids == [one.request_id] * 2
 
@@ -39,13 +39,13 @@ def test_text_touches_no_encoder(stack):
 
 def test_salt_changes_the_image_key(stack):
     for salt in ("a", "b", "a"):
-        stack.chat(messages=asking(picture()), cache_salt=salt)
+        stack.chat(messages=asking(image_url()), cache_salt=salt)
     keys = [submit.images[0].image_key for submit in stack.decoder.submits]
     assert keys[0] == keys[2] != keys[1]
 
 
 def test_pixel_limits_change_the_key(stack):
-    url = picture(600, 600)
+    url = image_url(600, 600)
     stack.chat(messages=asking(url))
     stack.chat(messages=asking(url), max_pixels=70_000)
     images = [submit.images[0] for submit in stack.decoder.submits]

@@ -73,7 +73,7 @@ def test_data_url_size_is_checked_before_decoding():
 def files(tmp_path):
     allowed = tmp_path / "allowed"
     allowed.mkdir()
-    (allowed / "a b.png").write_bytes(b"picture")
+    (allowed / "a b.png").write_bytes(b"image")
     (tmp_path / "secret").write_bytes(b"secret")
     (allowed / "link").symlink_to(tmp_path / "secret")
     (allowed / "big").write_bytes(b"x" * 101)
@@ -86,7 +86,7 @@ def loader(directory=None) -> MediaLoader:
 
 async def test_file_under_the_allowed_directory(files):
     for url in (f"file://{files}/a%20b.png", f"file:{files}/a b.png", f"FILE://{files}/a b.png"):
-        assert await loader(files).load(url) == b"picture"
+        assert await loader(files).load(url) == b"image"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ async def test_detail_and_pixel_limits_narrow_the_grid():
         await area(min_pixels=200_000, max_pixels=100_000)
 
 
-async def test_failure_names_the_picture():
+async def test_failure_names_the_image():
     sources = [ImageSource(data_url(png(9, 9)), "first"), ImageSource(data_url(b"no"), "second")]
     with pytest.raises(InvalidImage) as failed:
         await reader().read(sources, nothing, 1 << 20)

@@ -43,10 +43,10 @@ class StubServer:
             writer.close()
 
     def page(self, path: str) -> str:
-        """What a GET answers: the models, or metrics in which each picture was encoded once."""
+        """What a GET answers: the models, or metrics in which each image was encoded once."""
         if path == "/v1/models":
             return json.dumps({"data": [{"id": "stub"}]})
-        num_encoded = len(self.pictures()) if self.caches else sum(map(len, self.per_request()))
+        num_encoded = len(self.images()) if self.caches else sum(map(len, self.per_request()))
         return f"# HELP x\nencoder_images_encoded_total {num_encoded}.0\n"
 
     def per_request(self) -> list[list[str]]:
@@ -57,7 +57,7 @@ class StubServer:
             for message in body["messages"]
         ]
 
-    def pictures(self) -> set[str]:
+    def images(self) -> set[str]:
         """The distinct image URLs."""
         return {url for urls in self.per_request() for url in urls}
 

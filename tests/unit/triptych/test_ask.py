@@ -15,8 +15,8 @@ def test_ask_streams_the_answer(
 ) -> None:
     (tmp_path / "cat.png").write_bytes(b"cat")
     (tmp_path / "dog.jpg").write_bytes(b"dog")
-    pictures = [str(tmp_path / "cat.png"), str(tmp_path / "dog.jpg")]
-    assert cli.main(["ask", *pictures, "Which one?", "--url", stub.url, "--max-tokens", "4"]) == 0
+    images = [str(tmp_path / "cat.png"), str(tmp_path / "dog.jpg")]
+    assert cli.main(["ask", *images, "Which one?", "--url", stub.url, "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out == "xxxx\n"
     (body,) = stub.bodies
     assert body["model"] == "stub"
@@ -26,7 +26,7 @@ def test_ask_streams_the_answer(
     assert text == {"type": "text", "text": "Which one?"}
 
 
-def test_ask_without_a_picture(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ask_without_an_image(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ask", "Who are you?", "--url", stub.url]) == 0
     assert capsys.readouterr().out == "xxx\n"
 
@@ -36,7 +36,7 @@ def test_a_url_is_passed_on_as_it_is() -> None:
     assert image_part(url) == {"type": "image_url", "image_url": {"url": url}}
 
 
-def test_a_missing_picture_is_named(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_image_is_named(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AskError, match=r"cannot read none\.png: No such file"):
         question_message(["none.png"], "?")
     assert cli.main(["ask", "none.png", "?", "--url", stub.url]) == 1

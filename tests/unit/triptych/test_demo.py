@@ -32,9 +32,9 @@ def ask_all(stub: StubServer, samples: list[Sample]) -> tuple[demo.Totals, str]:
     return totals, console.export_text()
 
 
-def test_known_pictures_are_not_encoded_again(stub: StubServer, samples: list[Sample]) -> None:
+def test_known_images_are_not_encoded_again(stub: StubServer, samples: list[Sample]) -> None:
     totals, _ = ask_all(stub, samples)
-    assert totals == demo.Totals(pictures=2, questions=5, encodes=2, repeats=2, repeat_encodes=0)
+    assert totals == demo.Totals(images=2, questions=5, encodes=2, repeats=2, repeat_encodes=0)
     assert all(body["include_stage_times"] for body in stub.bodies)
 
 
@@ -48,7 +48,7 @@ def test_the_shipped_samples_can_be_asked_about() -> None:
     found = load_samples()
     assert found
     assert any(len(sample.questions) > 1 for sample in found)
-    assert any(len(sample.pictures) > 1 for sample in found)
+    assert any(len(sample.images) > 1 for sample in found)
     for sample in found:
         assert all(question.strip() for question in sample.questions)
 

@@ -1,0 +1,109 @@
+"""`triptych serve` with a text model: gateway and decoder alone, answers equal to HF's."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+from services.gateway.tokenizer import ModelTokenizer
+from tests.e2e.serve_command import ServeCommand, serve_command
+from tests.gateway_fixtures import asking, image_url
+from tests.noise import PATIENCE_S
+from tests.parity.oracle import Oracle, Prompt
+from tests.parity.text_oracle import make_text_oracle
+from tests.tiny_tokenizer import TEXT_CONFIG, vocab_size, write_conversation_files
+
+pytestmark = pytest.mark.e2e
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How many stars are there?"},
+]
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    directory = tmp_path_factory.mktemp("model") / "tiny-qwen3"
+    config = Qwen3Config(
+        **TEXT_CONFIG, vocab_size=vocab_size(), tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    oracle = make_text_oracle(config, directory)
+    write_conversation_files(directory)
+    return oracle
+
+
+@pytest.fixture(scope="module")
+def command(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
+    options = ["--model", str(oracle.directory), "--device", "cpu", "--dtype", "float32"]
+    with serve_command(tmp_path_factory.mktemp("serve"), options) as command:
+        yield command
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle) -> list[int]:
+    """HF's greedy token ids, from HF's rendering of the messages."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(oracle.directory / "tokenizer.json"), eos_token="<|im_end|>"
+    )
+    prompt = tokenizer.apply_chat_template(
+        MESSAGES,
+        chat_template=(oracle.directory / "chat_template.jinja").read_text(),
+        add_generation_prompt=True,
+    )["input_ids"]
+    return oracle.generate(Prompt(prompt, [], [], None), NUM_TOKENS)[0]
+
+
+def chat(command: ServeCommand, **fields: object) -> httpx2.Response:
+    body = {
+        "model": "tiny-qwen3", "messages": MESSAGES, "temperature": 0, "max_tokens": NUM_TOKENS,
+        "ignore_eos": True, "logprobs": True, "skip_special_tokens": False, **fields,
+    }  # fmt: skip
+    return httpx2.post(f"{command.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+
+
+def test_no_encoder_and_no_redis_run(command: ServeCommand) -> None:
+    services = command.services()
+    assert {"services.gateway", "services.decoder"} <= services.keys()
+    assert not any("encoder" in name.replace("decoder", "") or "redis" in name for name in services)
+    assert "takes text alone" in command.log_path.read_text()
+
+
+def test_whole_answer_equals_hf_greedy(
+    command: ServeCommand, oracle: Oracle, expected: list[int]
+) -> None:
+    tokenizer = ModelTokenizer.from_directory(oracle.directory)
+    choice = chat(command).json()["choices"][0]
+    found = [bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]]
+    assert found == [tokenizer.token_bytes(token_id) for token_id in expected]
+    assert choice["finish_reason"] == "length"
+
+
+def test_streamed_answer_is_the_whole_one(command: ServeCommand) -> None:
+    whole = chat(command).json()["choices"][0]["message"]["content"]
+    lines = chat(command, stream=True).text.split("\n\n")
+    assert lines[-2] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    pieces = [c["delta"].get("content", "") for chunk in chunks for c in chunk["choices"]]
+    assert "".join(pieces) == whole
+    assert sum(map(bool, pieces)) > 1
+
+
+def test_an_image_is_refused(command: ServeCommand) -> None:
+    response = chat(command, messages=asking(image_url()))
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["message"]) == (
+        "messages[0].content[0]",
+        "the model takes no images",
+    )
+
+
+def test_encoder_options_are_refused(oracle: Oracle, tmp_path: Path) -> None:
+    from triptych import cli
+
+    assert cli.main(["serve", "--model", str(oracle.directory), "--encoders", "1"]) == 2
