@@ -1,10 +1,12 @@
 """The encoder's engine alone: no gRPC, no cache. Prints each figure with its floor.
 
-    python -m benchmarks.encode --model DIR --load-format dummy
+    python -m benchmarks.encode --shape 8b
+    python -m benchmarks.encode --model DIR --engine
 
-Tower: from uint8 pixels on the device to all levels, eagerly and as a captured graph; `host` is
-what the launches take. Engine: from JPEG bytes through the preprocessing pool, the batches and the
-copies into the arena, with so many images under way at a time.
+Attention: one layer, each implementation that runs here, from a captured graph. Tower: from uint8
+pixels on the device to all features, eagerly and as a captured graph; `host` is the host's time for
+the eager launches. Engine: from JPEG bytes through the preprocessing pool, the batches and the
+copies into the arena, with a fixed number of images in flight.
 """
 
 import argparse
@@ -26,8 +28,10 @@ from PIL import Image
 
 from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
-from services.common.image_geometry import image_grid
-from services.common.model_spec import ModelSpec, TowerSpec
+from services.common.image_geometry import ImageLimits, image_grid
+from services.common.model_spec import TowerSpec
+from services.common.nn.dispatch import UnknownOverride
+from services.common.nn.weights import load_dummy
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
 from services.encoder.engine.messages import (
@@ -38,22 +42,42 @@ from services.encoder.engine.messages import (
     PlaceImage,
     Shutdown,
 )
-from services.encoder.engine.patches import pack_patches
 from services.encoder.engine.runner import Runner
-from services.encoder.engine_main import load_model, prepare_device, resolve_device, warm_up
-from services.encoder.models.base import Grid, VisionModel, dtype_named
+from services.encoder.engine_main import (
+    create_ops,
+    load_model,
+    prepare_device,
+    resolve_device,
+    warm_up,
+)
+from services.encoder.kernels.ops import Grid
+from services.encoder.kernels.segments import BatchSegments
+from services.encoder.models import model_class
+from services.encoder.models.base import VisionModel, dtype_named
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings
 
-# Measured on an H200 with large matrix products; see benchmarks/LOG.md.
+# Measured on an H200 with large GEMMs; see benchmarks/LOG.md.
 FLOPS = 790e12  # bf16
+_ATTENTION_CALLS = 24  # of a graph
+
+SHAPES = {
+    "2b": TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17)),
+    "4b": TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2560, (5, 11, 17)),
+    "8b": TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24)),
+    "32b": TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 5120, (8, 16, 24)),
+}
+_ARCHITECTURE = "Qwen3VLForConditionalGeneration"
+_LIMITS = ImageLimits(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=1 << 24)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     """What is measured."""
 
-    config: ModelSpec
+    name: str
+    tower: TowerSpec
+    limits: ImageLimits
     settings: EncoderSettings
     model: VisionModel
     device: torch.device
@@ -61,29 +85,56 @@ class Bench:
 
     def grid(self, side: int) -> Grid:
         """Of a square image, as it is resized."""
-        return image_grid(side, side, self.config.vision_part.limits)
+        return image_grid(side, side, self.limits)
 
     def embedding_bytes(self, grid: Grid) -> int:
-        """Of an image, all levels."""
-        vision, (_, height, width) = self.config.vision_part.tower, grid
-        tokens = height * width // vision.spatial_merge_size**2
-        return vision.num_features * tokens * vision.out_hidden_size * self.dtype.itemsize
+        """Of an image, all features."""
+        tokens = grid[1] * grid[2] // self.tower.spatial_merge_size**2
+        return self.tower.num_features * tokens * self.tower.out_hidden_size * self.dtype.itemsize
 
 
-def floor_s(config: TowerSpec, patches: int) -> float:
-    """Operations of one image's forward, over the rate."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    grouped = hidden * config.spatial_merge_size**2
-    embed = 2 * patches * config.in_channels * config.patch_size**2 * hidden
+def create_bench(arguments: argparse.Namespace) -> Bench:
+    """The model of a checkpoint, or random weights of a shape."""
+    directory = arguments.model or Path()
+    settings = EncoderSettings(
+        model=directory, device=arguments.device, load_format=arguments.load_format,
+        kernels=arguments.kernels,
+    )  # fmt: skip
+    device, dtype_name = resolve_device(settings.device, settings.dtype)
+    dtype = dtype_named(dtype_name)
+    prepare_device(device, settings)
+    if arguments.model is not None:
+        spec = read_spec(directory)
+        model, _ = load_model(spec, settings, device, dtype_name)
+        vision = spec.vision_part
+        return Bench(spec.name, vision.tower, vision.limits, settings, model, device, dtype)
+    tower = SHAPES[arguments.shape]
+    with torch.device("meta"):
+        model = model_class(_ARCHITECTURE)(tower, create_ops(tower, settings, device, dtype))
+    assert isinstance(model, torch.nn.Module)
+    load_dummy(model, device=device, dtype=dtype)
+    return Bench(arguments.shape, tower, _LIMITS, settings, model.eval(), device, dtype)
+
+
+def count_flops(tower: TowerSpec, patches: int) -> float:
+    """Floating-point operations of one image's forward."""
+    hidden, inner = tower.hidden_size, tower.intermediate_size
+    grouped = hidden * tower.spatial_merge_size**2
+    embed = 2 * patches * tower.in_channels * tower.patch_size**2 * hidden
     linear = 2 * patches * (4 * hidden**2 + 2 * hidden * inner)
-    attention = 4 * patches**2 * hidden
-    tokens = patches // config.spatial_merge_size**2
-    merger = 2 * tokens * (grouped**2 + grouped * config.out_hidden_size)
-    return (embed + config.depth * (linear + attention) + config.num_features * merger) / FLOPS
+    tokens = patches // tower.spatial_merge_size**2
+    merger = 2 * tokens * (grouped**2 + grouped * tower.out_hidden_size)
+    layer = linear + attention_flops(tower, patches)
+    return embed + tower.depth * layer + tower.num_features * merger
+
+
+def attention_flops(tower: TowerSpec, patches: int) -> float:
+    """Of one layer and image: the two GEMMs of its scores and its values."""
+    return 4.0 * patches**2 * tower.hidden_size
 
 
 def timed(bench: Bench, run: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median seconds of a run with nothing between two, and of those the host's."""
+    """Median seconds of a run, runs back to back, and the host's share of that."""
     cuda = bench.device.type == "cuda"
     for _ in range(3):
         run()
@@ -102,32 +153,57 @@ def timed(bench: Bench, run: Callable[[], object], repeats: int) -> tuple[float,
     return statistics.median(taken), min(host)
 
 
+def measure_attention(bench: Bench, side: int, batch: int, repeats: int) -> None:
+    """Prints a row per implementation."""
+    tower, (_, height, width) = bench.tower, bench.grid(side)
+    patches = height * width
+    shape = batch * patches, 3, tower.num_heads, tower.hidden_size // tower.num_heads
+    query, key, value = torch.randn(shape, device=bench.device, dtype=bench.dtype).unbind(1)
+    segments = BatchSegments([patches] * batch, bench.device)
+    for name in ("hopper", "torch_varlen"):
+        kernels = f"ragged_attention={name}"
+        settings = bench.settings.model_copy(update={"kernels": kernels})
+        try:
+            ops = create_ops(tower, settings, bench.device, bench.dtype)
+        except UnknownOverride:
+            continue
+        attend = functools.partial(ops.ragged_attention, query, key, value, segments)
+        attend()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_ATTENTION_CALLS):
+                attend()
+        taken, _ = timed(bench, graph.replay, repeats)
+        taken /= _ATTENTION_CALLS
+        rate = batch * attention_flops(tower, patches) / taken
+        print(f"{side:6} {batch:6} {name:>12} {taken * 1e6:8.1f} {rate / 1e12:8.0f}", flush=True)
+
+
 def measure_tower(bench: Bench, side: int, batch: int, repeats: int) -> None:
     """Prints one row."""
-    vision, grids = bench.config.vision_part.tower, [bench.grid(side)] * batch
+    tower, ops, grids = bench.tower, bench.model.ops, [bench.grid(side)] * batch
     patches = grids[0][1] * grids[0][2]
-    size = batch * patches * vision.patch_size**2 * vision.in_channels
+    size = batch * patches * tower.patch_size**2 * tower.in_channels
     pixels = torch.randint(0, 256, (size,), dtype=torch.uint8, device=bench.device)
 
     def eager() -> None:
-        packed = pack_patches(
-            pixels, grids, vision.patch_size, vision.spatial_merge_size, bench.dtype
+        packed = ops.pack_patches(
+            pixels, grids, tower.patch_size, tower.spatial_merge_size, bench.dtype
         )
         list(bench.model.features(packed, bench.model.layout(grids)))
 
     taken, host = timed(bench, eager, repeats)
     replayed = None
-    graphs = None
-    if batch * patches <= MAX_CAPTURED_PATCHES:
-        graphs = TowerGraphs.create(bench.model, bench.dtype, bench.device)
-    if graphs is not None:
+    if bench.device.type == "cuda" and batch * patches <= MAX_CAPTURED_PATCHES:
+        graphs = TowerGraphs(bench.model, bench.dtype, bench.device)
         graphs.capture([size for size in buckets() if size >= batch * patches][:1])
-        replayed, _ = timed(bench, lambda: list(graphs.replay(pixels, grids)), repeats)
-    best, floor = min(taken, replayed or taken), floor_s(vision, patches) * batch
+        if graphs.fits(grids):
+            replayed, _ = timed(bench, lambda: list(graphs.replay(pixels, grids)), repeats)
+    best, flops = min(taken, replayed or taken), count_flops(tower, patches) * batch
     shown = f"{replayed * 1e3:8.2f}" if replayed else f"{'-':>8}"
     print(
         f"{side:6} {batch:6} {taken * 1e3:8.2f} {host * 1e3:8.2f} {shown} {batch / best:9.1f} "
-        f"{floor * 1e3:8.3f} {best / floor:8.2f}",
+        f"{flops / best / 1e12:8.0f} {flops / FLOPS * 1e3:8.3f} {best / flops * FLOPS:8.2f}",
         flush=True,
     )
 
@@ -147,7 +223,7 @@ def jpegs(side: int, count: int) -> list[bytes]:
 
 
 class EngineBench:
-    """A real engine in a thread, spoken to as its front would."""
+    """A real engine in a thread, driven as its front drives it."""
 
     def __init__(self, bench: Bench, slots: int, slot_bytes: int) -> None:
         self._bench = bench
@@ -155,7 +231,7 @@ class EngineBench:
         self._slot_bytes = -(-slot_bytes // 4096) * 4096
         arena = mmap.mmap(-1, self._slots * self._slot_bytes)
         self.runner = Runner(bench.model, bench.device, bench.dtype, arena)
-        settings, limits = bench.settings, bench.config.vision_part.limits
+        settings, limits = bench.settings, bench.limits
         prepare = functools.partial(
             preprocess, limits=limits, max_source_pixels=settings.max_source_pixels,
             pinned=bench.device.type == "cuda",
@@ -171,13 +247,13 @@ class EngineBench:
         self._thread.start()
         self._next_id = 0
 
-    def encode(self, files: list[bytes], grid: Grid, under_way: int, count: int) -> list[float]:
+    def encode(self, files: list[bytes], grid: Grid, in_flight: int, count: int) -> list[float]:
         """Seconds from each image's submission to its end, in the order of the ends."""
         started: dict[int, float] = {}
         taken: list[float] = []
         first = self._next_id
         while len(taken) < count:
-            while len(started) < under_way and self._next_id - first < count:
+            while len(started) < in_flight and self._next_id - first < count:
                 number, self._next_id = self._next_id, self._next_id + 1
                 started[number] = time.perf_counter()
                 offset = number % self._slots * self._slot_bytes
@@ -202,21 +278,21 @@ class EngineBench:
             end.close()
 
 
-def measure_engine(bench: Bench, side: int, under_way: int, count: int) -> None:
+def measure_engine(bench: Bench, side: int, in_flight: int, count: int) -> None:
     """Prints one row."""
     grid = bench.grid(side)
-    engine = EngineBench(bench, 2 * under_way, bench.embedding_bytes(grid))
+    engine = EngineBench(bench, 2 * in_flight, bench.embedding_bytes(grid))
     try:
         files = jpegs(side, min(count, 32))
-        engine.encode(files, grid, under_way, max(8, under_way))
+        engine.encode(files, grid, in_flight, max(8, in_flight))
         begin = time.perf_counter()
-        taken = engine.encode(files, grid, under_way, count)
+        taken = engine.encode(files, grid, in_flight, count)
         wall = time.perf_counter() - begin
     finally:
         engine.close()
-    floor = floor_s(bench.config.vision_part.tower, grid[1] * grid[2])
+    floor = count_flops(bench.tower, grid[1] * grid[2]) / FLOPS
     print(
-        f"{side:6} {under_way:6} {statistics.median(taken) * 1e3:8.2f} {count / wall:9.1f} "
+        f"{side:6} {in_flight:6} {statistics.median(taken) * 1e3:8.2f} {count / wall:9.1f} "
         f"{floor * 1e3:8.3f} {wall / count / floor:8.2f}",
         flush=True,
     )
@@ -225,43 +301,49 @@ def measure_engine(bench: Bench, side: int, under_way: int, count: int) -> None:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description="The encoder's engine alone.")
-    parser.add_argument("--model", type=Path, required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--shape", choices=SHAPES, help="random weights, no files")
+    which.add_argument("--model", type=Path, help="a checkpoint directory")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--attention", default="auto")
-    parser.add_argument("--sides", default="512,768,1024")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--under-way", default="1,64")
-    parser.add_argument("--images", type=int, default=384, help="per row of the engine's table")
+    parser.add_argument("--kernels", default="", help="see ENCODER_KERNELS")
+    parser.add_argument("--sides", default="512,1024")
+    parser.add_argument("--batches", default="1,3,8")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--engine", action="store_true", help="measure the engine, too")
+    parser.add_argument("--in-flight", default="1,64", help="images, in the engine's table")
+    parser.add_argument("--images", type=int, default=384, help="per row of the engine's table")
     arguments = parser.parse_args()
-    settings = EncoderSettings(
-        model=arguments.model, device=arguments.device, load_format=arguments.load_format,
-        attention_backend=arguments.attention,
-    )  # fmt: skip
-    config = read_spec(arguments.model)
-    device, dtype = resolve_device(settings.device, settings.dtype)
-    prepare_device(device, settings)
-    model, _ = load_model(config, settings, device, dtype)
-    bench = Bench(config, settings, model, device, dtype_named(dtype))
+    bench = create_bench(arguments)
     sides = [int(part) for part in arguments.sides.split(",")]
-    print(f"{config.name} on {device}, {dtype}; torch {torch.__version__}")
-    print("tower, uint8 on the device: ms per batch")
-    print(
-        f"{'side':>6} {'batch':>6} {'eager':>8} {'host':>8} {'graph':>8} {'images/s':>9} "
-        f"{'floor':>8} {'x floor':>8}"
-    )
-    stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else None
+    batches = [int(part) for part in arguments.batches.split(",")]
+    cuda = bench.device.type == "cuda"
+    print(f"{bench.name} on {bench.device}, {bench.dtype}; torch {torch.__version__}")
+    print(bench.model.ops.table)
+    stream = torch.cuda.stream(torch.cuda.Stream(bench.device)) if cuda else None
     with torch.inference_mode(), stream or torch.inference_mode():
+        if cuda:
+            print("attention, one layer: µs, TFLOP/s")
+            print(f"{'side':>6} {'batch':>6} {'kernel':>12} {'us':>8} {'TFLOP/s':>8}")
+            for side in sides:
+                for batch in batches:
+                    measure_attention(bench, side, batch, arguments.repeats)
+        print("tower, uint8 on the device: ms per batch")
+        print(
+            f"{'side':>6} {'batch':>6} {'eager':>8} {'host':>8} {'graph':>8} {'images/s':>9} "
+            f"{'TFLOP/s':>8} {'floor':>8} {'x floor':>8}"
+        )
         for side in sides:
-            for batch in (int(part) for part in arguments.batches.split(",")):
+            for batch in batches:
                 measure_tower(bench, side, batch, arguments.repeats)
+    if not arguments.engine:
+        return
     print("engine, from JPEG bytes: ms per image (median), images/s, floor in ms per image")
-    print(f"{'side':>6} {'under':>6} {'ms':>8} {'images/s':>9} {'floor':>8} {'x floor':>8}")
+    print(f"{'side':>6} {'flight':>6} {'ms':>8} {'images/s':>9} {'floor':>8} {'x floor':>8}")
     for side in sides:
-        for under_way in (int(part) for part in arguments.under_way.split(",")):
-            count = arguments.images if under_way > 1 else max(8, arguments.images // 8)
-            measure_engine(bench, side, under_way, count)
+        for in_flight in (int(part) for part in arguments.in_flight.split(",")):
+            count = arguments.images if in_flight > 1 else max(8, arguments.images // 8)
+            measure_engine(bench, side, in_flight, count)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     EncodeImage,
     EngineMessage,
+    FeatureDone,
     FrontMessage,
     ImageDone,
-    LevelDone,
     PlaceImage,
 )
 from services.encoder.engine_client import EngineClient
@@ -84,7 +84,7 @@ class InstantEngine:
         for part in range(1, _LEVELS + 1):
             await asyncio.sleep(start + _TOWER_S * part / _LEVELS - time.monotonic())
             done = part == _LEVELS
-            self._done.put_nowait(ImageDone(job_id) if done else LevelDone([job_id], part))
+            self._done.put_nowait(ImageDone(job_id) if done else FeatureDone([job_id], part))
 
 
 async def serve(num_tokens: int) -> None:

@@ -44,7 +44,7 @@ def main() -> int:
     try:
         settings = EncoderSettings.from_environment()
         setup_logging("encoder", settings.log_level)
-        read_spec(settings.model)
+        _ = read_spec(settings.model).vision_part  # a text model is refused here
     except (SettingsError, ModelSpecError) as error:
         print(f"encoder: {error}", file=sys.stderr)
         return 2

@@ -13,9 +13,9 @@ from services.encoder.engine.messages import (
     EncodeImage,
     EngineMessage,
     EngineStats,
+    FeatureDone,
     FrontMessage,
     ImageDone,
-    LevelDone,
     PlaceImage,
     Shutdown,
 )
@@ -127,11 +127,11 @@ class EngineClient:
                     job.done.set_result(
                         StageTimes(message.queue_s, message.preprocess_s, message.forward_s)
                     )
-            case LevelDone():
+            case FeatureDone():
                 for job_id in message.job_ids:
                     job = self._jobs.get(job_id)  # it may have overtaken its level
                     if job is not None and job.on_level is not None:
-                        job.on_level(message.level)
+                        job.on_level(message.feature)
             case EngineStats():
                 self._on_stats(message)
             case _:

@@ -15,7 +15,9 @@ from services.common.engine_process import EngineEnd, accept
 from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_key import key_prefix
-from services.common.model_spec import ModelSpec, ModelSpecError
+from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
+from services.common.nn.device import DeviceFacts
+from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import (
     DUMMY_FINGERPRINT,
     Checkpoint,
@@ -24,57 +26,73 @@ from services.common.nn.weights import (
     load_weights,
 )
 from services.common.telemetry import setup_logging
-from services.encoder.attention import create, resolve
 from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.messages import EngineReady, FrontMessage
 from services.encoder.engine.runner import Runner
-from services.encoder.kernels.ops import create_ops
+from services.encoder.kernels.ops import Ops
+from services.encoder.kernels.table import TowerFacts, resolve
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel, dtype_named
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings
 
-# With a smaller share of the memory, a process is not alone on its card.
-_MOST_OF_THE_CARD = 0.5
+# With a smaller share of its memory, other processes are taken to use the GPU, too.
+_MEMORY_FRACTION_OF_SOLE_USER = 0.5
+
+log = logging.getLogger(__name__)
 
 
-def main() -> None:
-    """Loads the model, warms up, says so, and runs until the front goes away."""
+def main() -> int:
+    """Runs the engine until the front closes the channel; the exit status."""
     end = accept()
     settings = EncoderSettings.model_validate_json(end.settings_json)
     setup_logging("encoder-engine", settings.log_level)
+    try:
+        _run(end, settings)
+    except (ModelSpecError, UnknownOverride) as error:
+        log.critical("%s", error)
+        return 1
+    except Exception:
+        log.critical("the engine failed", exc_info=True)
+        return 1
+    return 0
+
+
+def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     start = time.monotonic()
     channel = end.channel(FrontMessage)
-    config = read_spec(settings.model)
+    spec = read_spec(settings.model)
+    vision = spec.vision_part
     device, dtype_name = resolve_device(settings.device, settings.dtype)
     prepare_device(device, settings)
-    model, weights = load_model(config, settings, device, dtype_name)
-    alone = settings.memory_fraction >= _MOST_OF_THE_CARD
-    runner = Runner(model, device, dtype_named(dtype_name), end.arena, alone=alone)
+    model, weights = load_model(spec, settings, device, dtype_name)
+    shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
+    runner = Runner(model, device, dtype_named(dtype_name), end.arena, shares_device=shares_device)
     prepare = functools.partial(
         preprocess,
-        limits=config.vision_part.limits,
+        limits=vision.limits,
         max_source_pixels=settings.max_source_pixels,
         pinned=device.type == "cuda",
     )
-    warm_up(runner, prepare, config.vision_part.limits, settings.max_batch_patches)
+    warm_up(runner, prepare, vision.limits, settings.max_batch_patches)
+    log.info("kernels:\n%s", model.ops.table)  # after the warm-up, which may have rejected some
     channel.send(
         EngineReady(
-            model_name=config.name,
+            model_name=spec.name,
             dtype=dtype_name,
-            num_features=config.vision_part.tower.num_features,
-            hidden=config.vision_part.tower.out_hidden_size,
-            merge_size=config.vision_part.tower.spatial_merge_size,
+            num_features=vision.tower.num_features,
+            hidden=vision.tower.out_hidden_size,
+            merge_size=vision.tower.spatial_merge_size,
             key_prefix=key_prefix(
-                model=config.name,
+                model=spec.name,
                 weights=weights,
-                vision_config=canonical_config(config),
+                vision_config=canonical_config(spec),
                 dtype=dtype_name,
             ),
         )
     )
     settle_collector()
-    logging.info("ready on %s in %.1f s", device, time.monotonic() - start)
+    log.info("ready on %s in %.1f s", device, time.monotonic() - start)
     Engine(
         channel,
         runner,
@@ -82,9 +100,6 @@ def main() -> None:
         max_batch_patches=settings.max_batch_patches,
         workers=settings.preprocess_workers or os.cpu_count() or 1,
     ).run()
-    # Not through the interpreter's finalizers: pool threads may still decode, the arena is mapped.
-    logging.shutdown()
-    os._exit(0)
 
 
 def resolve_device(device: str, dtype: str) -> tuple[torch.device, str]:
@@ -110,48 +125,61 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_per_process_memory_fraction(settings.memory_fraction)
-        # The pool's threads resize side by side; each with a team of its own would be too many.
+        # The pool's threads resize in parallel; intra-op threads for each would oversubscribe.
         torch.set_num_threads(1)
     elif settings.num_threads:
         torch.set_num_threads(settings.num_threads)
 
 
+def create_ops(
+    tower: TowerSpec, settings: EncoderSettings, device: torch.device, dtype: torch.dtype
+) -> Ops:
+    """The tower's operations by the kernels that run on the device.
+
+    Raises:
+        UnknownOverride: `settings.kernels` names a kernel that cannot run here.
+    """
+    facts = TowerFacts.of(tower, DeviceFacts.of(device), dtype)
+    return Ops(resolve(facts, parse_overrides(settings.kernels)))
+
+
 def load_model(
-    config: ModelSpec, settings: EncoderSettings, device: torch.device, dtype_name: str
+    spec: ModelSpec, settings: EncoderSettings, device: torch.device, dtype_name: str
 ) -> tuple[VisionModel, bytes]:
-    """The vision tower with its weights, and the weights' fingerprint."""
+    """The vision tower with its weights, and the weights' fingerprint.
+
+    Raises:
+        UnknownOverride: `settings.kernels` names a kernel that cannot run here.
+    """
     dtype = dtype_named(dtype_name)
-    vision = config.vision_part.tower
-    head_dim = vision.hidden_size // vision.num_heads
-    backend = resolve(settings.attention_backend, device, head_dim, dtype)
-    attention = create(backend, num_heads=vision.num_heads, head_dim=head_dim, dtype=dtype)
+    tower = spec.vision_part.tower
     with torch.device("meta"):
-        model = model_class(config.architecture)(vision, attention, create_ops(device))
+        model = model_class(spec.architecture)(tower, create_ops(tower, settings, device, dtype))
     assert isinstance(model, torch.nn.Module)
     if settings.load_format == "dummy":
         load_dummy(
             model, device=device, dtype=dtype,
-            weight_map=model.weight_map, quantization=config.checkpoint.quantization,
+            weight_map=model.weight_map, quantization=spec.checkpoint.quantization,
         )  # fmt: skip
         weights = DUMMY_FINGERPRINT.encode()
     else:
-        checkpoint = Checkpoint.open(config.directory)
+        checkpoint = Checkpoint.open(spec.directory)
         load_weights(
-            model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=config.checkpoint
+            model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
         weights = fingerprint(checkpoint, "model.visual.").encode()
-    logging.info("vision tower loaded; attention: %s, dtype: %s", backend, dtype_name)
+    log.info("vision tower loaded in %s", dtype_name)
     return model.eval(), weights
 
 
-def canonical_config(config: ModelSpec) -> bytes:
+def canonical_config(spec: ModelSpec) -> bytes:
     """Canonical JSON of what decides an embedding besides weights and pixels.
 
     Raises:
-        ModelSpecError: the processor normalizes otherwise than the engine does.
+        ModelSpecError: the processor's normalization is not the one that is implemented.
     """
-    vision = json.loads((config.directory / "config.json").read_text())["vision_config"]
-    processor = json.loads((config.directory / "preprocessor_config.json").read_text())
+    vision = json.loads((spec.directory / "config.json").read_text())["vision_config"]
+    processor = json.loads((spec.directory / "preprocessor_config.json").read_text())
     for name in ("image_mean", "image_std"):
         if processor.get(name, [0.5] * 3) != [0.5] * 3:
             raise ModelSpecError(f"preprocessor_config.json: {name} other than 0.5 is not served")
@@ -170,7 +198,8 @@ def warm_up(runner: Runner, prepare: Prepare, limits: ImageLimits, max_batch_pat
     runner.warm_up(max_batch_patches)
 
 
-__all__ = ["EngineEnd", "main"]
-
 if __name__ == "__main__":
-    main()
+    status = main()
+    # Not through the interpreter's finalizers: pool threads may still decode, the arena is mapped.
+    logging.shutdown()
+    os._exit(status)

@@ -57,6 +57,10 @@ class EncoderMetrics:
             "encoder_stage_seconds", "Time per image in each stage", ["stage"],
             buckets=LATENCY_BUCKETS, registry=registry,
         )  # fmt: skip
+        self.kernel_calls = Counter(
+            "encoder_kernel_calls", "Kernel calls of the tower, replayed ones included",
+            ["operation", "implementation"], registry=registry,
+        )  # fmt: skip
         self._last_stats = EngineStats(0, 0)
 
     def observe_stage(self, stage: str, seconds: float) -> None:
@@ -68,6 +72,10 @@ class EncoderMetrics:
         last, self._last_stats = self._last_stats, stats
         self.batch_images.observe(stats.num_images - last.num_images)
         self.batch_patches.observe(stats.num_patches - last.num_patches)
+        for kernel, count in stats.kernel_calls.items():
+            operation, _, implementation = kernel.partition("=")
+            calls = self.kernel_calls.labels(operation, implementation)
+            calls.inc(count - last.kernel_calls.get(kernel, 0))
 
     def export_redis(self, counters: CacheCounters) -> None:
         """Exports what the Redis tier counts; read when scraped."""

@@ -51,7 +51,7 @@ def preprocess(
         grid: (1, h, w) in patches, as read from the header elsewhere.
         limits: of the model.
         max_source_pixels: larger images are refused before a pixel is decoded.
-        pinned: the result shall lie in pinned memory, unless it is large.
+        pinned: the result is in pinned memory, unless it is large.
 
     Returns:
         `[h * patch_size, w * patch_size, 3]` uint8, contiguous.
@@ -95,21 +95,21 @@ def decode(data: bytes, image: Image.Image, *, pinned: bool = False) -> Tensor:
             pixels = torch.from_numpy(np.ascontiguousarray(_UPRIGHT[orientation](pixels.numpy())))
         return pixels
     except Exception:
-        # Pillow raises many kinds on hostile bytes; its text stays in this process.
+        # Pillow raises exceptions of many types on hostile bytes; their text is not passed on.
         raise InvalidImage("the image is truncated or corrupt") from None
 
 
 def _decode_jpeg(data: bytes, image: Image.Image, pinned: bool) -> Tensor | None:
-    """A whole colour or grey JPEG, bit for bit as Pillow decodes it; None: Pillow shall say.
+    """A whole colour or grey JPEG, bit for bit as Pillow decodes it; None: Pillow must decode it.
 
-    Pillow's library without Pillow's copies: straight into RGB memory, without the interpreter
+    The same library without Pillow's copies: straight into RGB memory, without the interpreter
     lock.
     """
     if image.format != "JPEG" or image.mode not in ("RGB", "L"):
         return None
     pixels = torch.empty((image.height, image.width, 3), dtype=torch.uint8, pin_memory=pinned)
     try:
-        # Strict: of damaged files Pillow decides which are shown.
+        # Strict: Pillow decides which damaged files are accepted.
         found = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels.numpy(), strict=True)
     except ValueError:
         return None
@@ -124,7 +124,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         white.paste(image, mask=image.getchannel("A"))
         return white
     if image.mode.startswith("I"):
-        # Pillow's own conversion would clip at 255, which leaves such an image white.
+        # Pillow's own conversion would clip at 255, which makes such an image white.
         image = Image.fromarray((np.asarray(image, dtype=np.int64) >> 8).astype(np.uint8))
     return image.convert("RGB")
 

@@ -20,7 +20,8 @@ class EncoderSettings(ServiceSettings):
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         dtype: of weights and embeddings; `auto` is bfloat16 on CUDA and float32 elsewhere.
         load_format: `dummy` makes random weights and reads no file of them.
-        attention_backend: `auto` or a name of `services.encoder.attention.BACKENDS`.
+        kernels: `operation=implementation,...` of `services.encoder.kernels.table`, or `plain`;
+            empty: the fastest that run here.
         max_batch_patches: budget of one batch, in patches before merging (4 per image token). More
             keep a device no busier, and images wait longer for each other.
         max_queued_patches: images beyond this are refused at once; also the largest image.
@@ -31,9 +32,9 @@ class EncoderSettings(ServiceSettings):
         cache_ttl_s: how long an embedding lives in Redis.
         preprocess_workers: threads that decode and resize; 0: one per core.
         num_threads: of torch on the CPU; 0: torch's own choice.
-        memory_fraction: share of the device's memory that this process may take. With less than
-            half of it, others are taken to use the device, too: very large images leave it to them
-            half of the time.
+        memory_fraction: share of the device's memory that this process may take. Below a half,
+            another process is taken to use the device, too: very large images leave it idle half of
+            the time.
         log_level: least level logged.
         shutdown_grace_s: how long running calls may go on after SIGTERM.
     """
@@ -47,7 +48,7 @@ class EncoderSettings(ServiceSettings):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
-    attention_backend: str = "auto"
+    kernels: str = ""
     max_batch_patches: int = Field(default=12_288, ge=4)
     max_queued_patches: int = Field(default=1 << 20, ge=4)
     max_source_pixels: int = Field(default=89_478_485, ge=1)

@@ -22,9 +22,9 @@ from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
     EngineMessage,
+    FeatureDone,
     FrontMessage,
     ImageDone,
-    LevelDone,
     PlaceImage,
 )
 from services.encoder.engine_client import EngineClient
@@ -109,7 +109,7 @@ class FakeEngine:
             start = arena_offset + level * size
             self.arena.memory[start : start + size] = data[level * size : (level + 1) * size]
             if level:
-                self._out.put_nowait(LevelDone([job.job_id], level))
+                self._out.put_nowait(FeatureDone([job.job_id], level))
                 await self.level_gate.wait()
                 await asyncio.sleep(self.level_delay_s)
                 if job.job_id in self.cancelled:

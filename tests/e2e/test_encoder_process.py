@@ -30,12 +30,11 @@ from services.common.nn.weights import Checkpoint, load_weights
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import create_channel, error_from_rpc
-from services.encoder.attention import create
-from services.encoder.engine.patches import pack_patches
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
 from services.encoder.preprocess import preprocess
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, free_port, redis_server  # noqa: F401
+from tests.tower import cpu_ops, pack_patches
 
 pytestmark = pytest.mark.e2e
 
@@ -45,7 +44,7 @@ CONFIG = {
     "image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4,
     "text_config": {
         "vocab_size": 10, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "max_position_embeddings": 512,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
     },
     "vision_config": {
         "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "in_channels": 3,
@@ -73,9 +72,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(config: ModelSpec) -> Qwen3VLVisionModel:
-    attention = create("sdpa", num_heads=4, head_dim=16, dtype=torch.float32)
+    tower = config.vision_part.tower
     with torch.device("meta"):
-        return Qwen3VLVisionModel(config.vision_part.tower, attention)
+        return Qwen3VLVisionModel(tower, cpu_ops(tower))
 
 
 @dataclass
@@ -245,8 +244,8 @@ async def test_the_fronts_death_ends_the_engine(model_dir: Path) -> None:
     [
         ({"prot": 1}, 2, "ENCODER_PROT"),
         ({"model": "/nowhere"}, 2, "/nowhere/config.json is missing"),
-        ({"attention_backend": "hopper"}, 1, "it runs on CUDA"),
-        ({"attention_backend": "magic"}, 1, "no attention backend 'magic'"),
+        ({"kernels": "ragged_attention=hopper"}, 1, "it runs on CUDA"),
+        ({"kernels": "rotary=magic"}, 1, "rotary=magic: there is no such implementation"),
     ],
 )
 async def test_a_start_that_fails_says_why(
@@ -271,3 +270,19 @@ async def test_a_checkpoint_that_lacks_a_tensor_names_it(model_dir: Path, tmp_pa
     _, log = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 1
     assert "missing tensors: model.visual.blocks.0.attn.proj.bias" in log.decode()
+
+
+async def test_a_text_model_is_refused_at_start(model_dir: Path, tmp_path: Path) -> None:
+    found = json.loads((model_dir / "config.json").read_text())
+    text = found["text_config"] | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+        "eos_token_id": 1, "rope_scaling": None,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.encoder", cwd=ROOT, stderr=asyncio.subprocess.PIPE,
+        env=environment(tmp_path),
+    )  # fmt: skip
+    _, log = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 2
+    assert "Qwen3ForCausalLM has no vision tower" in log.decode()

@@ -6,107 +6,163 @@ import torch
 from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
-from services.encoder.attention.hopper import HopperAttention
-from services.encoder.attention.sdpa import SdpaAttention
-from services.encoder.engine.patches import pack_patches
-from services.encoder.kernels.ops import PlainOps, create_ops
+from services.common.model_spec import TowerSpec
+from services.common.nn.device import DeviceFacts
+from services.common.nn.dispatch import PLAIN as PLAIN_NAME
+from services.encoder.kernels import plain
+from services.encoder.kernels.ops import Ops
+from services.encoder.kernels.segments import BatchSegments, StaticSegments
+from services.encoder.kernels.table import TowerFacts, resolve
+from tests.tower import cpu_ops
 
 pytestmark = pytest.mark.gpu
-FUSED, PLAIN = create_ops(CUDA), PlainOps()
+
+TWO_B = TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
+HEADS = 16
 
 
-@pytest.mark.parametrize("width", [1024, 1152])
+def ops_for(head_dim: int, dtype: torch.dtype = torch.bfloat16, **kernels: str) -> Ops:
+    facts = TowerFacts(DeviceFacts.of(CUDA), dtype, HEADS, head_dim)
+    return Ops(resolve(facts, kernels))
+
+
+@pytest.fixture(scope="module")
+def fused() -> Ops:
+    return ops_for(64)
+
+
+# 4,608: the norm of the 8B's DeepStack mergers.
+@pytest.mark.parametrize("width", [1024, 1152, 4096, 4608])
 @pytest.mark.parametrize("rows", [4, 4096, 20000])
-def test_add_layer_norm(rows: int, width: int) -> None:
+def test_add_layer_norm(fused: Ops, rows: int, width: int) -> None:
     x, residual = random(rows, width), random(rows, width) * 9
     weight, bias, kept = random(width), random(width), residual.clone()
-    expected = PLAIN.add_layer_norm(x, residual, weight, bias, 1e-6)
-    found = FUSED.add_layer_norm(x.clone(), residual, weight, bias, 1e-6)
+    expected = plain.add_layer_norm(x, residual, weight, bias, 1e-6)
+    found = fused.add_layer_norm(x.clone(), residual, weight, bias, 1e-6)
     assert error(found[0], expected[0]) <= TOLERANCE
     assert torch.equal(found[1], expected[1])  # one addition, one rounding
     assert torch.equal(residual, kept)
-    assert torch.equal(FUSED.layer_norm(found[1], weight, bias, 1e-6), found[0])
+    assert torch.equal(fused.layer_norm(found[1], weight, bias, 1e-6), found[0])
 
 
-@pytest.mark.parametrize(("heads", "dim"), [(16, 64), (16, 72)])
+@pytest.mark.parametrize(("heads", "dim"), [(16, 64), (16, 72), (16, 80)])
 @pytest.mark.parametrize("rows", [4, 4096, 20000])
-def test_rotate(rows: int, heads: int, dim: int) -> None:
+def test_rotary(fused: Ops, rows: int, heads: int, dim: int) -> None:
     qkv, angles = random(rows, 3, heads, dim), torch.rand(rows, dim // 2, device=CUDA) * 6.28
     cos, sin, value = angles.cos(), angles.sin(), qkv[:, 2].clone()
-    expected = PLAIN.rotate(qkv[:, :2], cos, sin)
-    assert error(FUSED.rotate(qkv[:, :2], cos, sin), expected) <= TOLERANCE
+    expected = plain.rotary(qkv[:, :2], cos, sin)
+    assert error(fused.rotary(qkv[:, :2], cos, sin), expected) <= TOLERANCE
     assert torch.equal(qkv[:, 2], value)
 
 
+def attention_names(head_dim: int) -> list[str]:
+    """The implementations of attention that run here, other than the plain one."""
+    found = ops_for(head_dim).table._operations["ragged_attention"]
+    return [entry.name for entry in found if entry.name != PLAIN_NAME]
+
+
+@pytest.mark.parametrize("name", ["hopper", "torch_varlen"])
 @pytest.mark.parametrize(
     "lengths",
     [[1], [63, 64, 65, 127, 128, 129], [4096], [1000, 4, 2304, 640], [16] * 40],
     ids=["one", "edges", "large", "mixed", "many"],
 )
-@pytest.mark.parametrize("rising", [False, True])
+@pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 72, 80])
 def test_attention_agrees_with_its_twin(
-    lengths: list[int], rising: bool, dtype: torch.dtype
+    dim: int, lengths: list[int], overflow: bool, dtype: torch.dtype, name: str
 ) -> None:
-    """Eager, and in a graph that was captured for more."""
-    count, heads, dim = sum(lengths), 16, 64
-    query, key = random(count, 2, heads, dim).to(dtype).unbind(1)
-    value = random(count, 3, heads, dim).to(dtype)[:, 2]
-    if rising:  # scores that a float's exponent would not have room for, see `softmax`
+    """Eager, and in a graph that was captured for more rows."""
+    if name not in attention_names(dim):
+        pytest.skip(f"{name} does not run here")
+    attend = ops_for(dim, dtype, ragged_attention=name).ragged_attention
+    count = sum(lengths)
+    # As the fused projection leaves them: strided rows, heads side by side.
+    query, key, value = random(count, 3, HEADS, dim).to(dtype).unbind(1)
+    if overflow:  # row sums relative to the first tile's row max overflow, see `softmax`
         key[::7] *= 60
-    exact, fast = SdpaAttention(heads, dim, torch.float32), HopperAttention(heads, dim, dtype)
-    plan = exact.plan(lengths, CUDA)
-    expected = exact.forward(query.float(), key.float(), value.float(), plan)
-    found = fast.forward(query, key, value, fast.plan(lengths, CUDA))
-    assert error(found, expected) <= TOLERANCE
-    lasting = fast.lasting_plan(count + 300, 64, CUDA)
-    lasting.set([count + 300])
-    wide = [torch.full((count + 300, heads, dim), torch.nan, dtype=dtype, device=CUDA)] * 3
-    inputs = [rows.clone() for rows in wide]
-    fast.forward(*inputs, lasting)
+    segments = BatchSegments(lengths, CUDA)
+    expected = plain.ragged_attention(query.float(), key.float(), value.float(), segments)
+    found = attend(query, key, value, segments)
+    assert found.is_contiguous() and error(found, expected) <= TOLERANCE
+    static = StaticSegments(count + 300, 64, CUDA)
+    static.set([count + 300])
+    inputs = [
+        torch.full((count + 300, HEADS, dim), torch.nan, dtype=dtype, device=CUDA) for _ in range(3)
+    ]
+    attend(*inputs, static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fast.forward(*inputs, lasting)
+        out = attend(*inputs, static)
     for rows, given in zip(inputs, (query, key, value), strict=True):
         rows[:count] = given
     for _ in range(2):
-        lasting.set(lengths)
+        static.set(lengths)
         graph.replay()
-        assert torch.equal(out[:count], found)
+        assert error(out[:count], expected) <= TOLERANCE
+        if name == "hopper":  # the same blocks of queries in the same order
+            assert torch.equal(out[:count], found)
 
 
-@pytest.mark.parametrize("lengths", [[300, 200], [64, 1000], [1, 1, 1]])
-def test_a_neighbour_that_is_not_finite_changes_nothing(lengths: list[int]) -> None:
+@pytest.mark.parametrize("dim", [64, 72, 80])
+@pytest.mark.parametrize("lengths", [[300, 200], [64, 1000], [1, 1, 1], [1000, 1100]])
+def test_a_segment_that_is_not_finite_changes_no_other(lengths: list[int], dim: int) -> None:
     count = sum(lengths)
-    rows = [random(count, 16, 64) for _ in range(3)]
-    attend = HopperAttention(16, 64, torch.bfloat16)
+    qkv = random(count, 3, HEADS, dim)
+    attend, segments = ops_for(dim).ragged_attention, BatchSegments(lengths, CUDA)
     first = slice(lengths[0])
-    expected = attend.forward(*rows, attend.plan(lengths, CUDA))[first].clone()
-    for given in rows:
-        given[lengths[0] :] = torch.nan
-    assert torch.equal(attend.forward(*rows, attend.plan(lengths, CUDA))[first], expected)
+    expected = attend(*qkv.unbind(1), segments)[first].clone()
+    qkv[lengths[0] :] = torch.nan
+    assert torch.equal(attend(*qkv.unbind(1), segments)[first], expected)
+
+
+def test_a_heads_tail_holds_nothing_of_the_next_head() -> None:
+    """A TMA tile of a head of 72 has 8 columns of its neighbour."""
+    lengths, dim = [500, 77], 72
+    query, key, value = random(sum(lengths), 3, HEADS, dim).unbind(1)
+    attend, segments = ops_for(dim).ragged_attention, BatchSegments(lengths, CUDA)
+    expected = attend(query, key, value, segments)[:, ::2].clone()
+    for x in (query, key, value):
+        x[:, 1::2] *= 1e4
+    assert torch.equal(attend(query, key, value, segments)[:, ::2], expected)
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(1024, 4096), (1152, 4304)])
 @pytest.mark.parametrize("rows", [4, 4096])
-def test_linear_gelu_is_the_tanh_form(rows: int, hidden: int, inner: int) -> None:
+def test_linear_gelu_is_the_tanh_form(fused: Ops, rows: int, hidden: int, inner: int) -> None:
     """Nearer to the truth than the twin, which rounds once more, and than the exact form."""
     x, weight, bias = random(rows, hidden), random(inner, hidden) * 0.05, random(inner)
-    product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    truth = torch.nn.functional.gelu(product, approximate="tanh")
-    other = torch.nn.functional.gelu(product)
-    found = FUSED.linear_gelu(x, weight, bias)
+    gemm = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    truth = torch.nn.functional.gelu(gemm, approximate="tanh")
+    other = torch.nn.functional.gelu(gemm)
+    found = fused.linear_gelu(x, weight, bias)
     assert error(found, truth) <= min(
-        TOLERANCE, 1.05 * error(PLAIN.linear_gelu(x, weight, bias), truth)
+        TOLERANCE, 1.05 * error(plain.linear_gelu(x, weight, bias), truth)
     )
-    small = (product < -2) & (product > -4)  # where the two forms differ most, relatively
+    small = (gemm < -2) & (gemm > -4)  # where the two forms differ most, relatively
     assert error(found[small], truth[small]) < 0.5 * error(other[small], truth[small])
 
 
-def test_patches_are_the_hosts() -> None:
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 4096), (1152, 4304)])
+@pytest.mark.parametrize("rows", [4, 4096])
+def test_linear_add_and_its_twin_have_one_sum(
+    fused: Ops, rows: int, hidden: int, inner: int
+) -> None:
+    x, weight, bias = random(rows, inner), random(hidden, inner) / 64, random(hidden)
+    residual = random(rows, hidden)
+    truth = torch.nn.functional.linear(x.float(), weight.float(), bias.float()) + residual.float()
+    total = residual.clone()
+    rest = fused.linear_add(x, weight, bias, total)
+    assert error(total if rest is None else total + rest, truth) <= TOLERANCE
+    if rest is not None:
+        assert torch.equal(total, residual)
+
+
+def test_patches_are_the_hosts(fused: Ops) -> None:
     grids = [(1, 4, 6), (1, 4, 6), (1, 8, 2)]
     size = sum(h * w for _, h, w in grids) * 768
     pixels = torch.arange(size).remainder(251).add(torch.arange(size) // 768 % 5).to(torch.uint8)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        expected = pack_patches(pixels, grids, 16, 2, dtype)
-        assert torch.equal(pack_patches(pixels.to(CUDA), grids, 16, 2, dtype).cpu(), expected)
+        expected = cpu_ops(TWO_B).pack_patches(pixels, grids, 16, 2, dtype)
+        assert torch.equal(fused.pack_patches(pixels.to(CUDA), grids, 16, 2, dtype).cpu(), expected)

@@ -13,8 +13,8 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from services.common.image_geometry import ImageLimits, image_grid
-from services.encoder.engine.patches import pack_patches
 from services.encoder.preprocess import preprocess, resize
+from tests.tower import pack_patches
 
 LIMITS = {
     "the checkpoint's": ImageLimits(16, 2, 65536, 16777216),

@@ -21,9 +21,11 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as
 
 from services.common.model_spec import TowerSpec
 from services.common.nn.weights import Checkpoint, load_weights
-from services.encoder.attention.sdpa import SdpaAttention
+from services.encoder.kernels.ops import Grid
+from services.encoder.kernels.segments import BatchSegments
 from services.encoder.models import grid_tables, qwen3_vl
-from services.encoder.models.base import Grid, VisionModel
+from services.encoder.models.base import VisionModel
+from tests.tower import cpu_ops
 
 TOLERANCE = 2e-5
 
@@ -83,11 +85,8 @@ def make_pair(config: TowerSpec, directory: Path) -> Pair:
         parameter.data.normal_(0.0, wide, generator=generator)
     tensors = {f"model.visual.{k}": v.contiguous() for k, v in theirs.state_dict().items()}
     save_file(tensors, directory / "model.safetensors")
-    head_dim = config.hidden_size // config.num_heads
     with torch.device("meta"):
-        ours = qwen3_vl.Qwen3VLVisionModel(
-            config, SdpaAttention(config.num_heads, head_dim, torch.float32)
-        )
+        ours = qwen3_vl.Qwen3VLVisionModel(config, cpu_ops(config))
     load_weights(
         ours, Checkpoint.open(directory), ours.weight_map, device="cpu", dtype=torch.float32
     )
@@ -106,7 +105,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest value of its level."""
+    """Largest difference, relative to the largest value of its feature."""
     assert actual.shape == expected.shape
     scale = expected.abs().amax(dim=(1, 2), keepdim=True)
     return float(((actual - expected).abs() / scale).max())
@@ -159,32 +158,35 @@ def test_the_table_itself_at_its_own_size(small: Pair) -> None:
 
 
 @pytest.mark.parametrize("skipped", [0, 3])
-def test_products_that_add_agree(pair: Pair, skipped: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of many patches, where the residual stream takes the products: all of them, or all
-    but every third, which the next norm adds.
+def test_gemms_that_add_the_residual_agree(
+    pair: Pair, skipped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of many patches, where a GEMM's epilogue adds the residual: in all of them, or in
+    all but every third, which the next norm adds.
     """
     asked: list[int] = []
 
-    def add_product(
+    def linear_add(
         self: object, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
-    ) -> bool:
+    ) -> Tensor | None:
         asked.append(len(x))
+        out = torch.nn.functional.linear(x, weight, bias)
         if skipped and len(asked) % skipped == 0:
-            return False
-        residual += torch.nn.functional.linear(x, weight, bias)
-        return True
+            return out
+        residual += out
+        return None
 
-    monkeypatch.setattr(type(pair.ours.ops), "add_product", add_product)
+    monkeypatch.setattr(type(pair.ours.ops), "linear_add", linear_add)
     patches = pair.patches(IMAGES)
     assert error(pair.actual(patches, IMAGES), pair.expected(patches, IMAGES)) < TOLERANCE
     assert len(asked) == 2 * pair.config.depth
 
 
-def test_levels_come_as_their_blocks_are_done(small: Pair) -> None:
+def test_features_come_as_their_blocks_are_done(small: Pair) -> None:
     grids: list[Grid] = [(1, 4, 4)]
     with torch.inference_mode():
-        levels = small.ours.features(small.patches(grids), small.ours.layout(grids))
-        assert [level for level, _ in levels] == [1, 2, 0]
+        features = small.ours.features(small.patches(grids), small.ours.layout(grids))
+        assert [feature for feature, _ in features] == [1, 2, 0]
 
 
 def test_tables_are_dropped_when_they_take_too_much(small: Pair) -> None:
@@ -215,17 +217,19 @@ def _raster_order(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
 
 
 def _other_taps(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
-    patch.setattr(pair.ours, "config", replace(pair.config, deepstack_indexes=(1, 3)))
+    patch.setattr(pair.ours, "spec", replace(pair.config, deepstack_indexes=(1, 3)))
     return pair
 
 
 def _unrotated(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
-    patch.setattr(pair.ours.ops, "rotate", lambda x, cos, sin: x)
+    patch.setattr(pair.ours.ops, "rotary", lambda x, cos, sin: x)
     return pair
 
 
 def _one_segment(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
-    patch.setattr(pair.ours.attention, "plan", lambda lengths, device: [(1, sum(lengths))])
+    patch.setattr(
+        grid_tables, "BatchSegments", lambda lengths, device: BatchSegments([sum(lengths)], device)
+    )
     return pair
 
 

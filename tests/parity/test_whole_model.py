@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from services.common.nn.weights import Checkpoint, load_weights
-from services.encoder.attention.sdpa import SdpaAttention
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
 from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Oracle, Prompt, make_oracle
 from tests.parity.test_language_model import LARGE, PROMPTS, TOLERANCE
+from tests.tower import cpu_ops
 
 
 class Whole:
@@ -25,11 +25,8 @@ class Whole:
         self.oracle: Oracle = make_oracle(CONFIGS[name], directory)
         self.language = Harness(directory)
         vision = self.oracle.spec.vision_part.tower
-        head_dim = vision.hidden_size // vision.num_heads
         with torch.device("meta"):
-            self.tower = Qwen3VLVisionModel(
-                vision, SdpaAttention(vision.num_heads, head_dim, torch.float32)
-            )
+            self.tower = Qwen3VLVisionModel(vision, cpu_ops(vision))
         load_weights(
             self.tower, Checkpoint.open(directory), self.tower.weight_map,
             device="cpu", dtype=torch.float32,

@@ -1,4 +1,4 @@
-"""Embeddings from the device to their places in the arena, beside the tower's work."""
+"""Copies embeddings from the device into the arena while the tower runs."""
 
 import mmap
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from services.common.pinned import pin, unpin
 class ArenaWriter:
     """Copies rows to host memory in the order of the calls.
 
-    On CUDA the copies have a stream of their own, so that the next block does not wait for them.
+    On CUDA the copies run on their own stream, so that the next block does not wait for them.
 
     Args:
         arena: where embeddings go; pinned here on CUDA.
@@ -28,31 +28,30 @@ class ArenaWriter:
 
     @property
     def size_bytes(self) -> int:
-        """Of the arena."""
         return self._arena.numel()
 
     def write(
-        self, rows: Tensor, counts: Sequence[int], offsets: Sequence[int], level: int
+        self, rows: Tensor, counts: Sequence[int], offsets: Sequence[int], feature: int
     ) -> torch.cuda.Event | None:
-        """Copies one level.
+        """Copies one feature.
 
         Args:
             rows: `[sum(counts), hidden]`, ready where the current stream is now.
             counts: tokens of each image.
-            offsets: first byte of each image's `[levels, num_tokens, hidden]`.
-            level: of the rows.
+            offsets: first byte of each image's `[features, num_tokens, hidden]`.
+            feature: of the rows.
 
         Returns:
             The event after which they are in the arena; None: now.
         """
         if self._stream is None:
-            self._copy(rows, counts, offsets, level)
+            self._copy(rows, counts, offsets, feature)
             return None
         written = torch.cuda.Event(blocking=True)
         self._stream.wait_stream(torch.cuda.current_stream())
         rows.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            self._copy(rows, counts, offsets, level)
+            self._copy(rows, counts, offsets, feature)
             written.record()
         return written
 
@@ -74,16 +73,16 @@ class ArenaWriter:
         return host, done
 
     def close(self) -> None:
-        """Gives the pinning back; due before the memory is unmapped, if it ever is."""
+        """Unpins the arena; must be called before the memory is unmapped, if it ever is."""
         if self._stream is not None:
             unpin(self._arena, self._stream.device)
 
     def _copy(
-        self, rows: Tensor, counts: Sequence[int], offsets: Sequence[int], level: int
+        self, rows: Tensor, counts: Sequence[int], offsets: Sequence[int], feature: int
     ) -> None:
         row_bytes = rows.shape[1] * rows.element_size()
         for offset, part in zip(offsets, rows.split(counts), strict=True):
             size = len(part) * row_bytes
-            start = offset + level * size
+            start = offset + feature * size
             target = self._arena[start : start + size].view(rows.dtype).view(part.shape)
             target.copy_(part, non_blocking=True)

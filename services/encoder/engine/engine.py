@@ -1,8 +1,8 @@
 """The engine's loop: messages → preprocessing pool → batches → device → messages.
 
-Four kinds of thread meet in one mailbox. The receiver reads the channel and hands images to the
+Four kinds of thread share one mailbox. The receiver reads the channel and submits images to the
 pool at once, so the next batch is prepared while the device works; the pool's threads decode and
-resize; the waiter says when the device is done with a batch; the loop alone touches the batcher,
+resize; the waiter reports when the device is done with a batch; the loop alone uses the batcher and
 the device. The loop and the waiter both send, one at a time.
 """
 
@@ -27,15 +27,15 @@ from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
     EngineStats,
+    FeatureDone,
     FrontMessage,
     ImageDone,
-    LevelDone,
     PlaceImage,
     Shutdown,
 )
 from services.encoder.engine.runner import LaunchedBatch, PreparedImage, Runner
 
-# Batches on the device: one runs, one waits behind it, so that the device never waits for us.
+# Batches on the device: one runs, one is queued behind it, so that the device is never idle.
 _MAX_LAUNCHED = 2
 
 Prepare = Callable[[bytes, tuple[int, int, int]], Tensor]
@@ -46,8 +46,8 @@ class _Job:
     """One image from its arrival to its `ImageDone`.
 
     Attributes:
-        waits: the loop has the pixels, and not yet their place.
-        arena_offset: its place; None: not yet known.
+        waits: the loop has the pixels, but no `PlaceImage` has come yet.
+        arena_offset: first byte of the embedding; None: not yet known.
     """
 
     message: EncodeImage
@@ -68,7 +68,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """The front is done with us, or gone."""
+    """The front has sent `Shutdown` or closed the channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Wake:
 
 
 class Engine:
-    """Runs until the front says `Shutdown` or goes away.
+    """Runs until the front sends `Shutdown` or closes the channel.
 
     Args:
         channel: to the front.
@@ -111,7 +111,7 @@ class Engine:
         self._num_images = self._num_patches = 0
 
     def run(self) -> None:
-        """The loop. Returns when the front has no more use for the engine."""
+        """The loop. Returns after `Shutdown`, or when the channel is closed."""
         for target, name in ((self._receive, "receiver"), (self._wait, "waiter")):
             threading.Thread(target=target, name=name, daemon=True).start()
         try:
@@ -121,7 +121,7 @@ class Engine:
                 self._launch_next()
                 self._finish_done()
         except ChannelClosed:
-            logging.warning("the front is gone")
+            logging.warning("the front has closed the channel")
         finally:
             self._awaited.put(None)
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -157,11 +157,11 @@ class Engine:
         while (batch := self._awaited.get()) is not None:
             jobs = [image.job_id for image in batch.images]
             try:
-                for level in self._runner.wait(batch):
-                    self._send(LevelDone(jobs, level))
+                for feature in self._runner.wait(batch):
+                    self._send(FeatureDone(jobs, feature))
             except ChannelClosed:
-                pass  # the loop meets it too
-            except Exception:  # the loop asks after the batch, and meets it too
+                pass  # the loop handles it
+            except Exception:  # the loop handles it when it finishes the batch
                 logging.exception("waiting for the device failed")
             self._mailbox.put(_Wake())
 
@@ -183,7 +183,7 @@ class Engine:
     # The loop's thread.
 
     def _read_mailbox(self) -> None:
-        """Takes what has come; with nothing to launch, waits for something."""
+        """Takes all items; waits for one if nothing can be launched."""
         try:
             item = self._mailbox.get(block=False)
         except queue.Empty:
@@ -204,7 +204,7 @@ class Engine:
             case CancelImage():
                 job = self._jobs.get(item.job_id)
                 if job is not None and (job.waits or self._batcher.remove(item.job_id)):
-                    self._end(item.job_id, Cancelled("nobody waits for this image"))
+                    self._end(item.job_id, Cancelled("the image was cancelled"))
             case PlaceImage():
                 if job := self._jobs.get(item.job_id):
                     job.arena_offset = item.arena_offset
@@ -213,7 +213,7 @@ class Engine:
                         self._batcher.add(item.job_id, job.num_patches)
             case _Job():
                 if item.cancelled or item.error or item.pixels is None:
-                    error = item.error or Cancelled("nobody waits for this image")
+                    error = item.error or Cancelled("the image was cancelled")
                     self._end(item.message.job_id, error)
                 elif item.arena_offset is None:
                     item.waits = True
@@ -247,7 +247,7 @@ class Engine:
                 self._awaited.put(batch)
 
     def _run_apart(self, images: Sequence[PreparedImage]) -> None:
-        """After a failure: in ever smaller batches, so that in the end one image fails alone."""
+        """After a failure: halves the batch until an image that fails is alone."""
         try:
             launched = self._runner.launch(images)
         except Exception as error:
@@ -272,7 +272,13 @@ class Engine:
         for image, is_finite in zip(batch.images, finite, strict=True):
             error = None if is_finite else InternalError("the embedding is not finite")
             self._end(image.job_id, error)
-        self._send(EngineStats(num_images=self._num_images, num_patches=self._num_patches))
+        self._send(
+            EngineStats(
+                num_images=self._num_images,
+                num_patches=self._num_patches,
+                kernel_calls=self._runner.kernel_calls,
+            )
+        )
 
     def _end(self, job_id: int, error: TriptychError | None) -> None:
         job = self._jobs.pop(job_id)
@@ -289,7 +295,7 @@ class Engine:
             )
         )
 
-    def _send(self, message: LevelDone | ImageDone | EngineStats) -> None:
+    def _send(self, message: FeatureDone | ImageDone | EngineStats) -> None:
         with self._sending:
             self._channel.send(message)
 

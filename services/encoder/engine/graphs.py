@@ -1,29 +1,38 @@
-"""The tower as CUDA graphs, by number of patches: whatever the sizes of a batch's images.
+"""The tower as CUDA graphs, by number of patches, for any mixture of image sizes.
 
-A small batch's forward is bound by its launches, not by the device, and that of a larger one is,
-too, while other threads prepare images; a replay is one launch for each level, so that a level
-leaves the device while later blocks run. A batch is padded to the next captured number of patches;
-the padding is no segment of the attention, so no image sees it. What is larger than a batch should
-be runs eagerly.
+A small batch's forward is bound by kernel launches, and so is that of a larger one while other
+threads prepare images; a replay is one launch per feature, so that a feature leaves the device
+while later blocks run. A batch is padded to the next captured number of patches; padding is no
+segment of the attention, so no image is affected. Batches beyond the largest graph run eagerly.
 
-All graphs read one input and one layout, write one output and share one memory pool: one runs at a
-time, in the order of one stream.
+All graphs read one input and one static layout, write one output and share one memory pool: one
+runs at a time, in the order of one stream.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.common.nn import launches
-from services.encoder.engine.patches import pack_patches
-from services.encoder.models.base import Grid, LastingLayout, VisionModel
+from services.common.nn.dispatch import CapturedCalls
+from services.encoder.kernels.ops import Grid
+from services.encoder.models.base import VisionModel
 
 MAX_CAPTURED_PATCHES = 12288  # as many as a batch has by default
 _MAX_SEGMENTS = 16
 
-Parts = list[tuple[torch.cuda.CUDAGraph, int]]  # each ends with a level, in the order of the tower
+Parts = list[tuple[torch.cuda.CUDAGraph, int]]  # each ends with a feature, in the tower's order
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The graphs of one number of patches, and the kernel calls they hold."""
+
+    parts: Parts
+    calls: CapturedCalls
 
 
 def buckets() -> list[int]:
@@ -37,92 +46,93 @@ class TowerGraphs:
 
     Args:
         model: loaded.
-        layout: of the model, for `MAX_CAPTURED_PATCHES` and `_MAX_SEGMENTS`.
         dtype: of the embeddings.
         device: a CUDA device.
     """
 
-    def __init__(
-        self, model: VisionModel, layout: LastingLayout, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, model: VisionModel, dtype: torch.dtype, device: torch.device) -> None:
         self._model = model
-        self._layout = layout
+        self._layout = model.static_layout(MAX_CAPTURED_PATCHES, _MAX_SEGMENTS)
         self._dtype = dtype
-        config = model.config
+        spec = model.spec
         self._patches = torch.zeros(
-            MAX_CAPTURED_PATCHES, config.in_channels * config.patch_size**2,
-            dtype=dtype, device=device,
-        )  # fmt: skip
-        most_tokens = MAX_CAPTURED_PATCHES // config.spatial_merge_size**2
+            MAX_CAPTURED_PATCHES, spec.in_channels * spec.patch_size**2, dtype=dtype, device=device
+        )
+        max_tokens = MAX_CAPTURED_PATCHES // spec.spatial_merge_size**2
         self._output = torch.empty(
-            config.num_features, most_tokens, config.out_hidden_size, dtype=dtype, device=device
+            spec.num_features, max_tokens, spec.out_hidden_size, dtype=dtype, device=device
         )
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[int, Parts] = {}
-
-    @classmethod
-    def create(
-        cls, model: VisionModel, dtype: torch.dtype, device: torch.device
-    ) -> "TowerGraphs | None":
-        """Without any graph yet; None: the model's attention cannot be captured here."""
-        layout = model.lasting_layout(MAX_CAPTURED_PATCHES, _MAX_SEGMENTS)
-        return None if layout is None else cls(model, layout, dtype, device)
+        self._captured: dict[int, Captured] = {}
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """Captures these numbers of patches, the largest first; takes about two forwards each."""
-        try:
-            for size in sorted(sizes, reverse=True):
+        """Captures these numbers of patches, the largest first; takes about two forwards each.
+
+        A failure is logged and ends the capturing: batches beyond the graphs made run eagerly.
+        """
+        for size in sorted(sizes, reverse=True):
+            try:
                 with launches.captured():
-                    self._captured[size] = self._capture(size)
-                for graph, _ in self._captured[size]:
-                    graph.replay()  # the first one takes longer
-        except Exception:
-            logging.exception("capturing failed; batches run eagerly")
-            self._captured.clear()
+                    captured = self._capture(size)
+                for graph, _ in captured.parts:
+                    graph.replay()  # the first replay takes longer
+            except Exception as error:
+                logging.warning(
+                    "no CUDA graph of %d patches, %d sizes captured: %s: %s",
+                    size, len(self._captured), type(error).__name__, error,
+                )  # fmt: skip
+                if not isinstance(error, torch.OutOfMemoryError):
+                    return
+            else:
+                self._captured[size] = captured
 
     def fits(self, grids: Sequence[Grid]) -> bool:
         """Whether there is a graph for a batch."""
         return self._size(grids) is not None and sum(time for time, _, _ in grids) <= _MAX_SEGMENTS
 
     def replay(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:
-        """Enqueues a batch that fits, part after part; yields each one's level, in memory of its
-        own.
+        """Enqueues a batch that fits, part after part; yields each part's feature, in new memory.
 
         Args:
-            pixels: flat, see `pack_patches`.
+            pixels: flat, see `Ops.pack_patches`.
             grids: of the images.
         """
         size = self._size(grids)
         assert size is not None
-        config = self._model.config
-        merge, num_patches = config.spatial_merge_size, _num_patches(grids)
+        spec, ops = self._model.spec, self._model.ops
+        merge, num_patches = spec.spatial_merge_size, _num_patches(grids)
         patches = self._patches[:num_patches]
-        pack_patches(pixels, grids, config.patch_size, merge, self._dtype, out=patches)
+        ops.pack_patches(pixels, grids, spec.patch_size, merge, self._dtype, out=patches)
         self._layout.set(grids)
-        for graph, level in self._captured[size]:
+        captured = self._captured[size]
+        captured.calls.num_replays += 1
+        for graph, feature in captured.parts:
             graph.replay()
-            yield level, self._output[level, : num_patches // merge**2].clone()
+            yield feature, self._output[feature, : num_patches // merge**2].clone()
 
     def _size(self, grids: Sequence[Grid]) -> int | None:
         wanted = _num_patches(grids)
         return min((size for size in self._captured if size >= wanted), default=None)
 
-    def _capture(self, size: int) -> Parts:
-        merge = self._model.config.spatial_merge_size
+    def _capture(self, size: int) -> Captured:
+        merge, table = self._model.spec.spatial_merge_size, self._model.ops.table
         self._layout.set([(1, merge, size // merge)])
         layout, patches = self._layout.rows(size), self._patches[:size]
-        for _ in self._model.features(patches, layout):  # libraries choose their kernels
-            pass
+        with table.for_graph():
+            for _ in self._model.features(patches, layout):  # libraries choose their kernels
+                pass
         parts: Parts = []
-        levels: Iterator[tuple[int, Tensor]] | None = None
-        for _ in range(self._model.config.num_features):
-            with launches.captured_graph(self._pool) as graph:
-                # What a part leaves to the next lives in the tower's frame until all are captured.
-                levels = levels or self._model.features(patches, layout)
-                level, rows = next(levels)
-                self._output[level, : len(rows)] = rows
-            parts.append((graph, level))
-        return parts
+        features: Iterator[tuple[int, Tensor]] | None = None
+        with table.capturing() as calls:
+            for _ in range(self._model.spec.num_features):
+                with launches.captured_graph(self._pool) as graph:
+                    # Tensors that a part hands to the next live in the generator's frame until the
+                    # last part is captured.
+                    features = features or self._model.features(patches, layout)
+                    feature, rows = next(features)
+                    self._output[feature, : len(rows)] = rows
+                parts.append((graph, feature))
+        return Captured(parts, calls)
 
 
 def _num_patches(grids: Sequence[Grid]) -> int:

@@ -1,10 +1,10 @@
-"""What the encoder's front and its engine say to each other."""
+"""The messages between the encoder's front process and its engine process."""
 
 import msgspec
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):
-    """An image to encode. It is decoded at once, and runs when it has its place."""
+    """An image to encode. It is decoded at once, and runs once `PlaceImage` has come."""
 
     job_id: int  # minted by the front, never reused
     image: bytes  # the encoded file
@@ -15,11 +15,11 @@ class PlaceImage(msgspec.Struct, tag="place"):
     """Where the embedding goes; once per job. A job that has ended by then is ignored."""
 
     job_id: int
-    arena_offset: int  # bytes; room for [levels, num_tokens, hidden] is reserved there
+    arena_offset: int  # bytes; room for [features, num_tokens, hidden] is reserved there
 
 
 class CancelImage(msgspec.Struct, tag="cancel"):
-    """Nobody waits for the job any more. It still ends in one `ImageDone`."""
+    """The image is no longer wanted. The job still ends in one `ImageDone`."""
 
     job_id: int
 
@@ -42,11 +42,11 @@ class EngineReady(msgspec.Struct, tag="ready"):
     key_prefix: bytes
 
 
-class LevelDone(msgspec.Struct, tag="level"):
-    """One level of these images lies in the arena. The rest follows, or an error."""
+class FeatureDone(msgspec.Struct, tag="feature"):
+    """One feature of these images is in the arena. The others follow, or an error."""
 
     job_ids: list[int]
-    level: int
+    feature: int
 
 
 class ImageDone(msgspec.Struct, tag="done"):
@@ -65,6 +65,7 @@ class EngineStats(msgspec.Struct, tag="stats"):
 
     num_images: int  # total
     num_patches: int  # total
+    kernel_calls: dict[str, int] = {}  # "operation=implementation" → total
 
 
-EngineMessage = EngineReady | LevelDone | ImageDone | EngineStats
+EngineMessage = EngineReady | FeatureDone | ImageDone | EngineStats

@@ -1,4 +1,4 @@
-"""The only user of the device: pixels in host memory → embeddings in the arena."""
+"""The only owner of the device: pixels in host memory → embeddings in the arena."""
 
 import math
 import mmap
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from services.encoder.engine.arena_writer import ArenaWriter
 from services.encoder.engine.graphs import TowerGraphs, buckets
-from services.encoder.engine.patches import pack_patches
-from services.encoder.engine.pauses import Pauses, count_operations
-from services.encoder.models.base import Grid, VisionModel
+from services.encoder.engine.throttle import Throttle, count_flops
+from services.encoder.kernels.ops import Grid
+from services.encoder.models.base import VisionModel
 
 _WARM_HOST_BLOCKS = 16
 _WARM_HOST_BYTES = 4 << 20
@@ -28,10 +28,10 @@ class PreparedImage:
     """An image ready to run.
 
     Attributes:
-        job_id: the front's name for it.
+        job_id: given by the front.
         grid: (1, h, w) in patches.
         pixels: `[h * patch, w * patch, channels]` uint8, host; best pinned.
-        arena_offset: first byte of its `[levels, num_tokens, hidden]` in the arena.
+        arena_offset: first byte of its `[features, num_tokens, hidden]` in the arena.
     """
 
     job_id: int
@@ -51,11 +51,11 @@ class LaunchedBatch:
 
     Attributes:
         images: in packing order.
-        row_peaks: `[levels, num_tokens]` float32, host, the largest magnitude of each row, NaN if
+        row_peaks: `[features, num_tokens]` float32, host, the largest magnitude of each row, NaN if
             one is; valid once `done`.
         done: recorded after the last copy to the host; None: the device is the host.
-        written: levels in the order they get to the arena, but for the last one, and the event
-            after which they are there.
+        written: features in the order they are copied to the arena, without the last one, each
+            with the event that ends its copy.
     """
 
     images: list[PreparedImage]
@@ -74,8 +74,8 @@ class Runner:
         device: where it runs.
         dtype: of the embeddings.
         arena: where embeddings go; pinned on CUDA.
-        alone: nobody else uses the device; otherwise long batches leave it to others half of the
-            time (CUDA).
+        shares_device: another process uses the device, so very large batches leave it idle half
+            of the time (CUDA).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Runner:
         dtype: torch.dtype,
         arena: mmap.mmap,
         *,
-        alone: bool = True,
+        shares_device: bool = False,
     ) -> None:
         self._model = model
         self._device = device
@@ -93,8 +93,8 @@ class Runner:
         self._writer = ArenaWriter(arena, device)
         self._stream: torch.cuda.Stream | None = None
         self._graphs: TowerGraphs | None = None
-        self._alone = alone or device.type != "cuda"
-        self._pauses = Pauses()
+        self._shares_device = shares_device and device.type == "cuda"
+        self._throttle = Throttle()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the weights were written on another stream
             self._stream = torch.cuda.Stream(device)  # the default one cannot be captured
@@ -110,18 +110,24 @@ class Runner:
         with self._on_stream():
             return self._launch(images)
 
+    @property
+    def kernel_calls(self) -> dict[str, int]:
+        """Calls so far by "operation=implementation", those of replayed graphs included."""
+        calls = self._model.ops.table.calls()
+        return {f"{operation}={name}": count for (operation, name), count in calls.items()}
+
     def is_done(self, batch: LaunchedBatch) -> bool:
         """Whether `finish` would not wait."""
         return batch.done is None or batch.done.query()
 
     def wait(self, batch: LaunchedBatch) -> Iterator[int]:
-        """Waits until `is_done`; yields each level but the last once it is in the arena. Any thread
-        may.
+        """Waits until `is_done`; yields each feature but the last once it is in the arena. Any
+        thread may call it.
         """
         if batch.done is not None:
-            for level, written in batch.written:
+            for feature, written in batch.written:
                 written.synchronize()
-                yield level
+                yield feature
             batch.done.synchronize()
 
     def finish(self, batch: LaunchedBatch) -> list[bool]:
@@ -132,24 +138,24 @@ class Runner:
         """
         if batch.done is not None:
             batch.done.synchronize()
-        # numpy: on the way to a first token, and torch takes ten times as long for so little.
+        # numpy, as torch takes ten times as long for so few values, before a first token.
         finite = np.isfinite(batch.row_peaks.numpy()).all(axis=0)
         ends = np.cumsum(self._num_tokens(batch.images))
         return [bool(rows.all()) for rows in np.split(finite, ends[:-1])]
 
     def recover(self) -> None:
-        """After a failed launch: gives cached memory back.
+        """After a failed launch: frees cached memory.
 
         Raises:
-            RuntimeError: the device itself is broken, and the process with it.
+            RuntimeError: the device is broken; only a new process can use it.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Gives graphs and the arena's pinning back; due before the memory is unmapped, if it ever
-        is, and before the interpreter ends.
+        """Frees the graphs and unpins the arena; must be called before the memory is unmapped, if
+        it ever is, and before the interpreter ends.
         """
         self._writer.close()
         self._graphs = None
@@ -157,79 +163,79 @@ class Runner:
     @torch.inference_mode()
     def warm_up(self, max_batch_patches: int) -> None:
         """Runs each kernel once: a small mixed batch; on CUDA also images up to the largest batch
-        and beyond, and captures the graphs of batches.
+        and beyond, and captures the graphs of batches. A kernel that fails is replaced by the next
+        one of the table.
 
         Writes to the start of the arena, which holds nothing yet.
         """
-        config = self._model.config
-        merge = config.spatial_merge_size
+        spec = self._model.spec
+        merge = spec.spatial_merge_size
         shapes = [[(1, 2 * merge, 4 * merge), (1, 4 * merge, 2 * merge), (1, 2 * merge, 4 * merge)]]
         if self._device.type == "cuda":
-            # Libraries load another kernel for another size, at its first use.
+            # Libraries load a kernel for each size class, at its first use.
             largest = sorted({max_batch_patches, _LARGE_IMAGE_PATCHES})
             sides = [*range(8 * merge, 33 * merge, 4 * merge), *map(math.isqrt, largest)]
             shapes += [[(1, side // merge * merge, side // merge * merge)] for side in sides]
-            # Pixels' pinned memory is slow to make and kept once made.
+            # Pinned memory for pixels is slow to allocate, and the allocator keeps it.
             blocks = [
                 torch.empty(_WARM_HOST_BYTES, dtype=torch.uint8, pin_memory=True)
                 for _ in range(_WARM_HOST_BLOCKS)
             ]
             del blocks
         batches = [
-            [PreparedImage(-1, grid, _random_pixels(grid, config.patch_size), 0) for grid in grids]
+            [PreparedImage(-1, grid, _random_pixels(grid, spec.patch_size), 0) for grid in grids]
             for grids in shapes
             if max(map(self._embedding_bytes, grids)) <= self._writer.size_bytes
         ]
-        with self._on_stream():
+        with self._on_stream(), self._model.ops.table.warming_up():
             self._run_each(batches)
             if self._device.type == "cuda":
-                self._graphs = TowerGraphs.create(self._model, self._dtype, self._device)
-            if self._graphs is not None:
+                self._graphs = TowerGraphs(self._model, self._dtype, self._device)
                 self._graphs.capture(buckets())
                 fits = self._graphs.fits
                 self._run_each([batch for batch in batches if fits([i.grid for i in batch])])
-            if not self._alone and batches:  # the largest, whose kernels are loaded now
+        if self._shares_device and batches:  # the largest, whose kernels are loaded now
+            with self._on_stream():
                 start = time.monotonic()
                 self._run_each(batches[-1:])
-                operations = count_operations(config, [image.grid for image in batches[-1]])
-                self._pauses.calibrate(operations, time.monotonic() - start)
+                flops = count_flops(spec, [image.grid for image in batches[-1]])
+                self._throttle.calibrate(flops, time.monotonic() - start)
 
     def _run_each(self, batches: Sequence[Sequence[PreparedImage]]) -> None:
         for images in batches:
             self.finish(self._launch(images))
 
     def _launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
-        # Neighbours of one size share an attention call.
+        # Neighbours of one size share a call of `pack_patches` and of plain attention.
         images = sorted(images, key=lambda image: image.grid)
         grids = [image.grid for image in images]
         pixels = self._upload(images)
         if self._graphs is not None and self._graphs.fits(grids):
-            levels = self._graphs.replay(pixels, grids)
+            features = self._graphs.replay(pixels, grids)
         else:
-            levels = self._forward(pixels, grids)
+            features = self._forward(pixels, grids)
         tokens = self._num_tokens(images)
         offsets = [image.arena_offset for image in images]
         peaks = torch.empty(
-            self._model.config.num_features, sum(tokens), dtype=torch.float32, device=self._device
+            self._model.spec.num_features, sum(tokens), dtype=torch.float32, device=self._device
         )
         written: list[tuple[int, torch.cuda.Event]] = []
-        config = self._model.config
-        operations = count_operations(config, grids)
-        pause_s = self._pauses.seconds_after_part(operations, config.num_features)
-        for level, rows in levels:
-            event = self._writer.write(rows, tokens, offsets, level)
-            torch.linalg.vector_norm(rows, math.inf, 1, dtype=torch.float32, out=peaks[level])
+        spec = self._model.spec
+        idle_s = self._throttle.idle_s(count_flops(spec, grids), spec.num_features)
+        for feature, rows in features:
+            event = self._writer.write(rows, tokens, offsets, feature)
+            torch.linalg.vector_norm(rows, math.inf, 1, dtype=torch.float32, out=peaks[feature])
             if event is not None:
-                written.append((level, event))
-            if pause_s > 0:
-                self._pauses.put(torch.cuda.current_stream(), pause_s)
+                written.append((feature, event))
+            if idle_s > 0:
+                self._throttle.insert_idle(torch.cuda.current_stream(), idle_s)
         return LaunchedBatch(images, *self._writer.seal(peaks), written[:-1])
 
     def _forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:
-        """From flat pixels on the device to the levels."""
-        config = self._model.config
-        patches = pack_patches(
-            pixels, grids, config.patch_size, config.spatial_merge_size, self._dtype
+        """From flat pixels on the device to the features."""
+        spec = self._model.spec
+        patches = self._model.ops.pack_patches(
+            pixels, grids, spec.patch_size, spec.spatial_merge_size, self._dtype
         )
         return self._model.features(patches, self._model.layout(grids))
 
@@ -237,13 +243,13 @@ class Runner:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _num_tokens(self, images: Sequence[PreparedImage]) -> list[int]:
-        merge = self._model.config.spatial_merge_size**2
+        merge = self._model.spec.spatial_merge_size**2
         return [image.num_patches // merge for image in images]
 
     def _embedding_bytes(self, grid: Grid) -> int:
-        config = self._model.config
-        tokens = grid[0] * grid[1] * grid[2] // config.spatial_merge_size**2
-        return config.num_features * tokens * config.out_hidden_size * self._dtype.itemsize
+        spec = self._model.spec
+        tokens = grid[0] * grid[1] * grid[2] // spec.spatial_merge_size**2
+        return spec.num_features * tokens * spec.out_hidden_size * self._dtype.itemsize
 
     def _upload(self, images: Sequence[PreparedImage]) -> Tensor:
         """All pixels, flat, on the device."""
@@ -253,7 +259,7 @@ class Runner:
         sizes = [pixels.numel() for pixels in flat]
         target = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         for part, pixels in zip(target.split(sizes), flat, strict=True):
-            # Not pinned, the copy would wait for the device.
+            # A copy from memory that is not pinned would wait for the device.
             part.copy_(pixels if pixels.is_pinned() else pixels.pin_memory(), non_blocking=True)
         return target
 

@@ -1,25 +1,65 @@
-"""The operations of a tower that a GPU runs as one kernel each, and their plain twins."""
+"""The operations of a vision tower: what each computes, and the call through the kernel table."""
 
-import importlib.util
-from typing import Protocol
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from services.encoder.kernels import packing, rope
+from services.common.nn.dispatch import KernelTable
+from services.encoder.kernels.segments import Segments
+from services.encoder.kernels.table import TowerFacts
+
+Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
 
 
-class Ops(Protocol):
-    """What a block asks for besides its plain matrix products and its attention, and what comes
-    before the first one.
+class Ops:
+    """What a tower calls besides its plain GEMMs.
+
+    Args:
+        table: resolved for the tower and the device.
     """
 
+    def __init__(self, table: KernelTable[TowerFacts]) -> None:
+        self.table = table
+
     def pack_patches(
-        self, images: Tensor, height: int, width: int, merge_size: int, out: Tensor
-    ) -> None:
-        """See `packing.pack_patches`."""
-        ...
+        self,
+        pixels: Tensor,
+        grids: Sequence[Grid],
+        patch_size: int,
+        merge_size: int,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Patches of still images, normalized to [-1, 1], without the time axis.
+
+        Args:
+            pixels: the images' `[h * patch, w * patch, channels]` uint8, flat, one after the other.
+            grids: of the images, t = 1.
+            patch_size: pixels per patch side.
+            merge_size: patches per image-token side.
+            dtype: of the result; the arithmetic is float32's, as the reference processor's.
+            out: where the result goes; None: new memory.
+
+        Returns:
+            `[N, channels * patch²]`, rows in merge-block order, channel-major.
+        """
+        num_patches = sum(height * width for _, height, width in grids)
+        if out is None:
+            size = num_patches, pixels.numel() // num_patches
+            out = torch.empty(size, dtype=dtype, device=pixels.device)
+        first_pixel, first_row = 0, 0
+        for (_, height, width), equal in groupby(grids):
+            count = len(list(equal))
+            rows = out[first_row : first_row + count * height * width]
+            images = pixels[first_pixel : first_pixel + rows.numel()].view(
+                count, height * patch_size, width * patch_size, -1
+            )
+            self.table.call("pack_patches", images, height, width, merge_size, rows)
+            first_pixel += rows.numel()
+            first_row += len(rows)
+        return out
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
@@ -39,17 +79,27 @@ class Ops(Protocol):
         Returns:
             `(layer_norm(x + residual), x + residual)`.
         """
-        ...
+        return self.table.call("add_layer_norm", x, residual, weight, bias, eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """As `add_layer_norm`, of x alone."""
-        ...
+        return self.table.call("layer_norm", x, weight, bias, eps)
 
-    def add_product(self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> bool:
-        """`residual += x @ weight.T + bias`; False: not done, a product and `add_layer_norm` take
-        less time.
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
+    ) -> Tensor | None:
+        """`x @ weight.T + bias`, to be added to the residual stream.
+
+        Args:
+            x: `[N, in_features]`.
+            weight: `[hidden, in_features]`.
+            bias: `[hidden]`.
+            residual: `[N, hidden]`, contiguous; may be overwritten.
+
+        Returns:
+            What the next `add_layer_norm` has to add; None: the GEMM's epilogue has added it.
         """
-        ...
+        return self.table.call("linear_add", x, weight, bias, residual)
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """`gelu(x @ weight.T + bias)` by GELU's tanh form.
@@ -59,43 +109,30 @@ class Ops(Protocol):
             weight: `[out_features, in_features]`.
             bias: `[out_features]`.
         """
-        ...
+        return self.table.call("linear_gelu", x, weight, bias)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See `rope.rotate`. `x` may be overwritten."""
-        ...
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding over the two halves of the head, in float32 and cast once.
 
+        Args:
+            x: `[N, 2, num_heads, head_dim]`, queries and keys; may be overwritten.
+            cos: `[N, head_dim / 2]` float32; element j is rotated with element j + head_dim / 2.
+            sin: as `cos`.
+        """
+        return self.table.call("rotary", x, cos, sin)
 
-class PlainOps:
-    """Plain torch: the specification, and the path of CPUs."""
+    def ragged_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
+    ) -> Tensor:
+        """Full (non-causal) multi-head attention within each segment, scaled by head_dim ** -0.5.
 
-    pack_patches = staticmethod(packing.pack_patches)
-    rotate = staticmethod(rope.rotate)
+        Args:
+            query: `[N, num_heads, head_dim]`, rotated; may be strided over N, as key and value may.
+            key: as the query.
+            value: as the query, not rotated.
+            segments: of the rows.
 
-    def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Ops`."""
-        residual = x + residual
-        return self.layer_norm(residual, weight, bias, eps), residual
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """See `Ops`."""
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-    def add_product(self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> bool:
-        """See `Ops`: in plain torch there is nothing to gain."""
-        return False
-
-    def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """See `Ops`. The product is rounded before the GELU."""
-        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-
-
-def create_ops(device: torch.device) -> Ops:
-    """The fused operations on CUDA where Triton is installed, else the plain ones."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return PlainOps()
-    from services.encoder.kernels.triton_ops import TritonOps
-
-    return TritonOps()
+        Returns:
+            `[N, num_heads, head_dim]`, contiguous; rows behind the last segment are undefined.
+        """
+        return self.table.call("ragged_attention", query, key, value, segments)

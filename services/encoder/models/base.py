@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from services.common.model_spec import TowerSpec
 from services.common.nn.weights import WeightMap
-from services.encoder.attention.base import AttentionBackend
-from services.encoder.kernels.ops import Ops
-
-Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
+from services.encoder.kernels.ops import Grid, Ops
+from services.encoder.kernels.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +22,26 @@ class VisionLayout:
         positions: `[N, hidden]`, the position embeddings.
         cos: `[N, head_dim / 2]` float32.
         sin: as `cos`.
-        attention_plan: of the attention backend.
+        segments: of the attention.
     """
 
     num_patches: int
     positions: Tensor
     cos: Tensor
     sin: Tensor
-    attention_plan: Any
+    segments: Segments
 
 
-class LastingLayout(Protocol):
-    """A layout whose memory stays where it is: captured once, then set anew before each replay."""
+class StaticVisionLayout(Protocol):
+    """A layout in static buffers of a CUDA graph: captured once, set before each replay."""
 
     def rows(self, num_patches: int) -> VisionLayout:
-        """The layout of a graph of so many rows: views of the memory."""
+        """The layout of a graph of `num_patches` rows: views of the buffers."""
         ...
 
     def set(self, grids: Sequence[Grid]) -> None:
-        """Enqueues the tables of a batch, the first with `max_patches`; rows behind it get values
-        of no meaning, and no row of the batch reads them.
+        """Enqueues the tables of a batch, the first with `max_patches`. Rows behind the batch hold
+        undefined values, and no row of the batch reads them.
         """
         ...
 
@@ -51,19 +49,18 @@ class LastingLayout(Protocol):
 class VisionModel(Protocol):
     """Packed patches in, embeddings out. Built on `meta`, filled by `common.nn.weights`."""
 
-    config: TowerSpec
+    spec: TowerSpec
+    ops: Ops
     weight_map: WeightMap
 
-    def __init__(
-        self, config: TowerSpec, attention: AttentionBackend, ops: Ops | None = None
-    ) -> None: ...
+    def __init__(self, spec: TowerSpec, ops: Ops) -> None: ...
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
         """Tables of a batch of images or videos, packed in this order."""
         ...
 
-    def lasting_layout(self, max_patches: int, max_segments: int) -> "LastingLayout | None":
-        """A layout for CUDA graphs; None: the attention backend has no plan for them here.
+    def static_layout(self, max_patches: int, max_segments: int) -> StaticVisionLayout:
+        """A layout for CUDA graphs.
 
         Args:
             max_patches: of a batch.
@@ -72,7 +69,7 @@ class VisionModel(Protocol):
         ...
 
     def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
-        """Runs the tower, yielding each level as soon as its block is done (enqueued, on CUDA).
+        """Runs the tower, yielding each feature as soon as its block is done (enqueued, on CUDA).
 
         Args:
             patches: `[N, channels * temporal * patch * patch]`, normalized, rows in merge-block
@@ -81,12 +78,13 @@ class VisionModel(Protocol):
             layout: what `layout` returned for the same batch.
 
         Yields:
-            `(level, [num_tokens, out_hidden])`; level 0, the merged output, comes last.
+            `(feature, [num_tokens, out_hidden])`: DeepStack features from 1 on, in order; feature
+            0, the merged output, comes last.
         """
         ...
 
     def __call__(self, patches: Tensor, layout: VisionLayout) -> Tensor:
-        """All levels: `[levels, num_tokens, out_hidden]`."""
+        """All features: `[features, num_tokens, out_hidden]`."""
         ...
 
 

@@ -1,7 +1,7 @@
 """What an image's grid alone decides: interpolated position embeddings and 2-D rope angles.
 
 Rows are in merge-block order: the patches of one image token are neighbours. Tables are made once
-per grid and kept; a batch's tables are those of its images one after the other.
+per grid and cached; a batch's tables are those of its images, concatenated.
 """
 
 from collections import OrderedDict
@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from services.encoder.kernels.ops import Grid
+from services.encoder.kernels.segments import BatchSegments, StaticSegments
+from services.encoder.models.base import VisionLayout
 
 ROPE_THETA = 10_000.0
 _CACHE_BYTES = 256 << 20
@@ -22,7 +26,8 @@ class GridTable:
 
     Attributes:
         positions: `[h * w, hidden]`.
-        cos: `[h * w, head_dim / 2]` float32; quarter 0 turns by row, quarter 1 by column.
+        cos: `[h * w, head_dim / 2]` float32; its first half is the row's angles, its second half
+            the column's.
         sin: as `cos`.
     """
 
@@ -32,12 +37,11 @@ class GridTable:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the three."""
         return sum(x.numel() * x.element_size() for x in (self.positions, self.cos, self.sin))
 
 
 class GridTables:
-    """The tables of the grids seen lately, at most `max_bytes` of them (and always one batch's).
+    """An LRU cache of tables by grid, at most `max_bytes` of them (and always one batch's).
 
     Args:
         table: the learned `[side * side, hidden]` position embeddings; its device and dtype are
@@ -90,6 +94,58 @@ class GridTables:
         return made
 
 
+class StaticLayout:
+    """`models.base.StaticVisionLayout` of a model with these tables.
+
+    Args:
+        tables: of the model.
+        max_patches: of a batch.
+        max_segments: of a batch.
+    """
+
+    def __init__(self, tables: GridTables, max_patches: int, max_segments: int) -> None:
+        self._tables = tables
+        self._frames: list[tuple[int, int]] = []  # of the batch that is set
+        one = tables.of([(tables.merge_size, tables.merge_size)])
+        self._positions, self._cos, self._sin = (
+            torch.zeros(max_patches, table.shape[1], dtype=table.dtype, device=table.device)
+            for table in (one.positions, one.cos, one.sin)
+        )
+        self._segments = StaticSegments(max_patches, max_segments, one.cos.device)
+
+    def rows(self, num_patches: int) -> VisionLayout:
+        positions, cos, sin = self._positions, self._cos, self._sin
+        rows = slice(num_patches)
+        return VisionLayout(num_patches, positions[rows], cos[rows], sin[rows], self._segments)
+
+    def set(self, grids: Sequence[Grid]) -> None:
+        frames = frames_of(grids)
+        if frames == self._frames:
+            return
+        self._frames = []  # until all of it is enqueued
+        table = self._tables.of(frames)
+        size = len(table.positions)
+        self._positions[:size] = table.positions
+        self._cos[:size] = table.cos
+        self._sin[:size] = table.sin
+        self._segments.set([height * width for height, width in frames])
+        self._frames = frames
+
+
+def batch_layout(tables: GridTables, grids: Sequence[Grid]) -> VisionLayout:
+    """The layout of one batch."""
+    frames = frames_of(grids)
+    table = tables.of(frames)
+    lengths = [height * width for height, width in frames]
+    segments = BatchSegments(lengths, table.cos.device)
+    return VisionLayout(sum(lengths), table.positions, table.cos, table.sin, segments)
+
+
+def frames_of(grids: Sequence[Grid]) -> list[tuple[int, int]]:
+    """The segments of a batch, (h, w) each: every frame of a video is one of its own."""
+    return [(height, width) for time, height, width in grids for _ in range(time)]
+
+
 def merge_block_order(height: int, width: int, merge_size: int) -> tuple[Tensor, Tensor]:
     """Row and column of each patch, `[h * w]` int64 on the host, block by block."""
     index = torch.arange(height * width).view(
@@ -104,7 +160,7 @@ def interpolate(table: Tensor, height: int, width: int, rows: Tensor, columns: T
 
     Args:
         table: `[side * side, hidden]`.
-        height: of the grid whose corners are the table's.
+        height: of the grid; its corners are the table's corners.
         width: as `height`.
         rows: `[n]` int64, the samples' rows in the grid.
         columns: as `rows`.
@@ -130,8 +186,8 @@ def interpolate(table: Tensor, height: int, width: int, rows: Tensor, columns: T
     return out
 
 
-def _corners(places: Tensor, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The table's lines before and after each place, and how far it lies between them (float32)."""
-    at = places.float() * (side - 1) / max(size - 1, 1)
+def _corners(index: Tensor, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The table's lines before and after each position, and the weight of the latter (float32)."""
+    at = index.float() * (side - 1) / max(size - 1, 1)
     low = at.floor().long().clamp(max=side - 1)
     return low, (low + 1).clamp(max=side - 1), at - low

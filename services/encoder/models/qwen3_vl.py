@@ -10,77 +10,57 @@ from torch.nn import functional as F
 from services.common.model_spec import TowerSpec
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
-from services.encoder.attention.base import AttentionBackend
-from services.encoder.kernels.ops import Ops, PlainOps
-from services.encoder.models.base import Grid, VisionLayout
-from services.encoder.models.grid_tables import GridTables
-from services.encoder.models.lasting_tables import LastingTables, frames_of
+from services.encoder.kernels.ops import Grid, Ops
+from services.encoder.models.base import VisionLayout
+from services.encoder.models.grid_tables import GridTables, StaticLayout, batch_layout
 
 _LAYER_NORM_EPS = 1e-6
 
 
 class Qwen3VLVisionModel(nn.Module):
-    """Patch embedding, pre-norm blocks, and a merger per level."""
+    """Patch embedding, pre-norm blocks, and a merger per feature."""
 
-    def __init__(
-        self,
-        config: TowerSpec,
-        attention: AttentionBackend,
-        ops: Ops | None = None,
-    ) -> None:
+    def __init__(self, spec: TowerSpec, ops: Ops) -> None:
         super().__init__()
-        ops = ops or PlainOps()
-        self.config = config
-        self.attention = attention
+        self.spec = spec
         self.ops = ops
-        self.patch_embed = PatchEmbed(config)
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList([Block(config, attention, ops) for _ in range(config.depth)])
-        self.merger = Merger(config, ops, norm_after_grouping=False)
+        self.patch_embed = PatchEmbed(spec)
+        self.pos_embed = nn.Embedding(spec.num_position_embeddings, spec.hidden_size)
+        self.blocks = nn.ModuleList([Block(spec, ops) for _ in range(spec.depth)])
+        self.merger = Merger(spec, ops, norm_after_grouping=False)
         self.deepstack_merger_list = nn.ModuleList(
-            [Merger(config, ops, norm_after_grouping=True) for _ in config.deepstack_indexes]
+            [Merger(spec, ops, norm_after_grouping=True) for _ in spec.deepstack_indexes]
         )
         self.weight_map = WeightMap(
             prefixes={"": "model.visual."},
             shapes={
                 "patch_embed.proj.weight": (
-                    config.hidden_size,
-                    config.in_channels,
-                    config.temporal_patch_size,
-                    config.patch_size,
-                    config.patch_size,
+                    spec.hidden_size,
+                    spec.in_channels,
+                    spec.temporal_patch_size,
+                    spec.patch_size,
+                    spec.patch_size,
                 )
             },
         )
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Called when the parameters have got memory: tables made of other memory are void."""
+        """Called when the parameters have been materialized: older tables are void."""
         self._tables = GridTables(
             self.pos_embed.weight,
-            self.config.hidden_size // self.config.num_heads,
-            self.config.spatial_merge_size,
+            self.spec.hidden_size // self.spec.num_heads,
+            self.spec.spatial_merge_size,
         )
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
-        """See `VisionModel.layout`."""
-        frames = frames_of(grids)
-        table = self._tables.of(frames)
-        lengths = [height * width for height, width in frames]
-        plan = self.attention.plan(lengths, table.positions.device)
-        return VisionLayout(sum(lengths), table.positions, table.cos, table.sin, plan)
+        return batch_layout(self._tables, grids)
 
-    def lasting_layout(self, max_patches: int, max_segments: int) -> LastingTables | None:
-        """See `VisionModel.lasting_layout`."""
-        device = self.pos_embed.weight.device
-        plan = self.attention.lasting_plan(max_patches, max_segments, device)
-        return LastingTables(self._tables, plan, max_patches) if plan is not None else None
+    def static_layout(self, max_patches: int, max_segments: int) -> StaticLayout:
+        return StaticLayout(self._tables, max_patches, max_segments)
 
     def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
-        """See `VisionModel.features`.
-
-        A block's last addition may be the next norm's business, so a tap waits for that one.
-        """
-        taps = self.config.deepstack_indexes
+        # A block may leave its last addition to the next norm, so a tap waits for that norm.
+        taps = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
         hidden = layout.positions  # likewise
         for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
@@ -94,13 +74,13 @@ class Qwen3VLVisionModel(nn.Module):
         yield 0, self.merger.project(normed)
 
     def _tapped(self, index: int, hidden: Tensor) -> tuple[int, Tensor]:
-        tap = self.config.deepstack_indexes.index(index)
+        tap = self.spec.deepstack_indexes.index(index)
         return tap + 1, self.deepstack_merger_list[tap](hidden)
 
     def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
-        """`[levels, num_tokens, out_hidden]`."""
-        levels = dict(self.features(patches, layout))
-        return torch.stack([levels[level] for level in range(len(levels))])
+        """`[features, num_tokens, out_hidden]`."""
+        features = dict(self.features(patches, layout))
+        return torch.stack([features[feature] for feature in range(len(features))])
 
 
 def add_norm(
@@ -113,25 +93,24 @@ def add_norm(
 
 
 def project_back(x: Tensor, layer: Linear, residual: Tensor, ops: Ops) -> Tensor | None:
-    """`layer(x)`, for whoever adds it to the residual stream; None: it has been added."""
-    bias = layer.bias
-    if layer.is_plain and bias is not None and ops.add_product(x, layer.weight, bias, residual):
-        return None
+    """`layer(x)`, still to be added to the residual stream; None: it has been added."""
+    if layer.is_plain and layer.bias is not None:
+        return ops.linear_add(x, layer.weight, layer.bias, residual)
     return layer(x)
 
 
 class Block(nn.Module):
-    """x += attention(norm1 x); x += mlp(norm2 x). The first norm is outside, and the last sum
-    perhaps.
+    """x += attention(norm1 x); x += mlp(norm2 x). The caller computes the first norm and, if
+    `forward` says so, the last sum.
     """
 
-    def __init__(self, config: TowerSpec, attention: AttentionBackend, ops: Ops) -> None:
+    def __init__(self, spec: TowerSpec, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        self.norm1 = nn.LayerNorm(config.hidden_size, eps=_LAYER_NORM_EPS)
-        self.norm2 = nn.LayerNorm(config.hidden_size, eps=_LAYER_NORM_EPS)
-        self.attn = Attention(config, attention, ops)
-        self.mlp = Mlp(config.hidden_size, config.intermediate_size, ops)
+        self.norm1 = nn.LayerNorm(spec.hidden_size, eps=_LAYER_NORM_EPS)
+        self.norm2 = nn.LayerNorm(spec.hidden_size, eps=_LAYER_NORM_EPS)
+        self.attn = Attention(spec, ops)
+        self.mlp = Mlp(spec.hidden_size, spec.intermediate_size, ops)
 
     def forward(
         self, normed: Tensor, residual: Tensor, layout: VisionLayout
@@ -147,25 +126,24 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Full attention within each frame, with 2-D rope."""
 
-    def __init__(self, config: TowerSpec, backend: AttentionBackend, ops: Ops) -> None:
+    def __init__(self, spec: TowerSpec, ops: Ops) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.backend = backend
+        self.num_heads = spec.num_heads
         self.ops = ops
         # Fused in the checkpoint: rows are q, then k, then v, each head by head.
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=True)
-        self.proj = Linear(config.hidden_size, config.hidden_size, bias=True)
+        self.qkv = Linear(spec.hidden_size, 3 * spec.hidden_size, bias=True)
+        self.proj = Linear(spec.hidden_size, spec.hidden_size, bias=True)
 
     def forward(self, x: Tensor, residual: Tensor, layout: VisionLayout) -> Tensor | None:
         """`[N, hidden]`, as `x`, see `project_back`."""
         query, key, value = self._heads(x, layout)
-        attended = self.backend.forward(query, key, value, layout.attention_plan)
+        attended = self.ops.ragged_attention(query, key, value, layout.segments)
         return project_back(attended.flatten(1), self.proj, residual, self.ops)
 
     def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
-        """Turned queries, turned keys and values, `[N, heads, head_dim]` each."""
+        """Rotated queries, rotated keys and values, `[N, heads, head_dim]` each."""
         parts = self.qkv(x).unflatten(1, (3, self.num_heads, -1))
-        query, key = self.ops.rotate(parts[:, :2], layout.cos, layout.sin).unbind(1)
+        query, key = self.ops.rotary(parts[:, :2], layout.cos, layout.sin).unbind(1)
         return query, key, parts[:, 2]
 
 
@@ -191,18 +169,18 @@ class Mlp(nn.Module):
 class Merger(nn.Module):
     """Groups the patches of an image token into one row of the language model's width.
 
-    The main merger norms each patch before grouping, DeepStack's norm the grouped row. The GELU is
-    the exact one here, the tanh one in the blocks.
+    The main merger normalizes each patch before grouping, DeepStack's mergers the grouped row. The
+    GELU is the exact one here, the tanh one in the blocks.
     """
 
-    def __init__(self, config: TowerSpec, ops: Ops, *, norm_after_grouping: bool) -> None:
+    def __init__(self, spec: TowerSpec, ops: Ops, *, norm_after_grouping: bool) -> None:
         super().__init__()
         self.ops = ops
-        self.grouped_size = config.hidden_size * config.spatial_merge_size**2
-        norm_size = self.grouped_size if norm_after_grouping else config.hidden_size
+        self.grouped_size = spec.hidden_size * spec.spatial_merge_size**2
+        norm_size = self.grouped_size if norm_after_grouping else spec.hidden_size
         self.norm = nn.LayerNorm(norm_size, eps=_LAYER_NORM_EPS)
         self.linear_fc1 = Linear(self.grouped_size, self.grouped_size, bias=True)
-        self.linear_fc2 = Linear(self.grouped_size, config.out_hidden_size, bias=True)
+        self.linear_fc2 = Linear(self.grouped_size, spec.out_hidden_size, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, hidden]` → `[N / merge², out_hidden]`."""
@@ -210,7 +188,7 @@ class Merger(nn.Module):
         return self.project(self.ops.layer_norm(rows, norm.weight, norm.bias, norm.eps))
 
     def project(self, normed: Tensor) -> Tensor:
-        """What follows the norm; takes its rows grouped or not."""
+        """The part after the norm; rows may be grouped or not."""
         grouped = normed.reshape(-1, self.grouped_size)
         return self.linear_fc2(F.gelu(self.linear_fc1(grouped)))
 
@@ -218,12 +196,12 @@ class Merger(nn.Module):
 class PatchEmbed(nn.Module):
     """The checkpoint's Conv3d, whose stride is its kernel: a linear over a patch's pixels."""
 
-    def __init__(self, config: TowerSpec) -> None:
+    def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
-        pixels = config.in_channels * config.patch_size**2
-        method = SummedOverTime(config.in_channels, config.temporal_patch_size)
+        pixels = spec.in_channels * spec.patch_size**2
+        method = SummedOverTime(spec.in_channels, spec.temporal_patch_size)
         self.proj = Linear(
-            pixels * config.temporal_patch_size, config.hidden_size, bias=True, method=method
+            pixels * spec.temporal_patch_size, spec.hidden_size, bias=True, method=method
         )
 
     def forward(self, patches: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from services.encoder.engine.messages import (
     EncodeImage,
     EngineMessage,
     EngineStats,
+    FeatureDone,
     FrontMessage,
     ImageDone,
-    LevelDone,
     PlaceImage,
     Shutdown,
 )
@@ -50,7 +50,7 @@ class FakeRunner:
         self.recovered = 0
         self.device_done = threading.Event()  # cleared: batches are under way
         self.device_done.set()
-        self.levels: list[int] = []  # that come before a batch is done
+        self.features: list[int] = []  # that come before a batch is done
 
     def launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
         self.may_run.wait(10)
@@ -62,7 +62,7 @@ class FakeRunner:
         return LaunchedBatch(list(images), torch.zeros(1, 1), None)
 
     def wait(self, batch: LaunchedBatch) -> Iterator[int]:
-        yield from self.levels
+        yield from self.features
         self.device_done.wait(10)
 
     def is_done(self, batch: LaunchedBatch) -> bool:
@@ -74,6 +74,10 @@ class FakeRunner:
     def recover(self) -> None:
         self.recovered += 1
 
+    @property
+    def kernel_calls(self) -> dict[str, int]:
+        return {"rotary=plain": len(self.batches)}
+
 
 class Front:
     """The test's end of the channel."""
@@ -82,7 +86,7 @@ class Front:
         self._channel: EngineChannel[EngineMessage] = EngineChannel(end, EngineMessage)
         self.stats = EngineStats(0, 0)
         self.done: dict[int, ImageDone] = {}
-        self.levels: list[tuple[list[int], int]] = []
+        self.features: list[tuple[list[int], int]] = []
 
     def send(self, *messages: FrontMessage) -> None:
         for message in messages:
@@ -101,8 +105,8 @@ class Front:
                     case ImageDone():
                         assert message.job_id not in self.done, "a job ended twice"
                         self.done[message.job_id] = message
-                    case LevelDone():
-                        self.levels.append((message.job_ids, message.level))
+                    case FeatureDone():
+                        self.features.append((message.job_ids, message.feature))
                     case EngineStats():
                         self.stats = message
 
@@ -276,13 +280,13 @@ def test_a_cancelled_image_does_not_wait_for_its_place(running: Running) -> None
     assert running.front.codes(2) == [""] and running.runner.batches == [[2]]
 
 
-def test_a_level_is_told_before_its_batch_is_done(running: Running) -> None:
-    running.runner.levels = [1, 2]
+def test_a_feature_is_told_before_its_batch_is_done(running: Running) -> None:
+    running.runner.features = [1, 2]
     running.runner.device_done.clear()
     running.front.encode(1)
     front = running.front
-    front.receive_until(lambda: len(front.levels) == 2)
-    assert front.levels == [([1], 1), ([1], 2)] and not front.done
+    front.receive_until(lambda: len(front.features) == 2)
+    assert front.features == [([1], 1), ([1], 2)] and not front.done
     running.runner.device_done.set()
     assert front.codes(1) == [""]
 

@@ -8,22 +8,21 @@ import torch
 
 from services.common.model_spec import TowerSpec
 from services.common.nn.weights import load_dummy
-from services.encoder.attention import AttentionUnavailable, create, resolve
-from services.encoder.engine.patches import pack_patches
 from services.encoder.engine.runner import PreparedImage, Runner
+from services.encoder.kernels.ops import Grid
 from services.encoder.models import model_class
-from services.encoder.models.base import Grid, VisionModel
+from services.encoder.models.base import VisionModel
+from tests.tower import cpu_ops
 
-CONFIG = TowerSpec(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))
+SPEC = TowerSpec(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))
 GRIDS: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 4, 6)]
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def model() -> VisionModel:
-    attention = create("sdpa", num_heads=3, head_dim=16, dtype=torch.float32)
     with torch.device("meta"):
-        model = model_class("Qwen3VLForConditionalGeneration")(CONFIG, attention)
+        model = model_class("Qwen3VLForConditionalGeneration")(SPEC, cpu_ops(SPEC))
     assert isinstance(model, torch.nn.Module)
     load_dummy(model, device=CPU, dtype=torch.float32)
     return model  # type: ignore[return-value]
@@ -38,7 +37,7 @@ def image(job_id: int, grid: Grid, offset: int = 0, seed: int = 0) -> PreparedIm
 
 def read(arena: mmap.mmap, place: PreparedImage) -> torch.Tensor:
     tokens = place.num_patches // 4
-    shape = (CONFIG.num_features, tokens, CONFIG.out_hidden_size)
+    shape = (SPEC.num_features, tokens, SPEC.out_hidden_size)
     count = shape[0] * shape[1] * shape[2]
     return torch.frombuffer(
         arena, dtype=torch.float32, count=count, offset=place.arena_offset
@@ -46,7 +45,7 @@ def read(arena: mmap.mmap, place: PreparedImage) -> torch.Tensor:
 
 
 def expected(model: VisionModel, place: PreparedImage) -> torch.Tensor:
-    patches = pack_patches(place.pixels.reshape(-1), [place.grid], 16, 2, torch.float32)
+    patches = model.ops.pack_patches(place.pixels.reshape(-1), [place.grid], 16, 2, torch.float32)
     with torch.inference_mode():
         return model(patches, model.layout([place.grid]))
 
@@ -76,13 +75,13 @@ def test_an_image_that_is_not_finite_is_told_apart(
     model: VisionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
-    levels = type(model).features
+    features = type(model).features
 
     def spoiled(self: VisionModel, patches: torch.Tensor, layout: object):
-        for level, rows in levels(self, patches, layout):  # type: ignore[arg-type]
-            if level == 1:
+        for feature, rows in features(self, patches, layout):  # type: ignore[arg-type]
+            if feature == 1:
                 rows[0, 3] = float("nan")  # the first image in packing order
-            yield level, rows
+            yield feature, rows
 
     monkeypatch.setattr(type(model), "features", spoiled)
     images = [image(n, grid, n * 65536) for n, grid in enumerate(GRIDS)]
@@ -91,17 +90,17 @@ def test_an_image_that_is_not_finite_is_told_apart(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_whatever_is_not_finite_is_noticed(
+def test_every_non_finite_value_is_noticed(
     model: VisionModel, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
 
     def spoiled(patches: torch.Tensor, layout: object):
-        for level in (1, 2, 0):
-            rows = torch.rand(4, CONFIG.out_hidden_size)
-            if level == 2:
+        for feature in (1, 2, 0):
+            rows = torch.rand(4, SPEC.out_hidden_size)
+            if feature == 2:
                 rows[3, 7] = value
-            yield level, rows
+            yield feature, rows
 
     monkeypatch.setattr(model, "features", spoiled)
     assert runner.finish(runner.launch([image(0, (1, 4, 4))])) == [False]
@@ -113,42 +112,17 @@ def test_warm_up_leaves_a_small_arena_in_peace(model: VisionModel) -> None:
     assert any(arena[:])  # the small batch fits, and was run; more would not have fitted
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "head_dim", "dtype", "found"),
-    [
-        ("auto", "cpu", 64, torch.float32, "sdpa"),
-        ("auto", "cuda", 72, torch.bfloat16, "sdpa"),
-        ("auto", "cuda", 64, torch.float32, "sdpa"),
-        ("sdpa", "cuda", 64, torch.bfloat16, "sdpa"),
-    ],
-)
-def test_auto_takes_what_runs(
-    name: str, device: str, head_dim: int, dtype: torch.dtype, found: str
-) -> None:
-    assert resolve(name, torch.device(device), head_dim, dtype) == found
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "head_dim", "reason"),
-    [
-        ("hopper", "cpu", 64, "CUDA"),
-        ("hopper", "cuda", 72, "head_dim 72"),
-        ("flash_attn_9", "cpu", 64, "no attention backend"),
-    ],
-)
-def test_a_backend_that_cannot_run_says_why(
-    name: str, device: str, head_dim: int, reason: str
-) -> None:
-    with pytest.raises(AttentionUnavailable, match=reason):
-        resolve(name, torch.device(device), head_dim, torch.bfloat16)
-
-
-def test_a_missing_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(AttentionUnavailable, match="not installed"):
-        resolve("hopper", torch.device("cuda"), 64, torch.bfloat16)
-
-
 def test_an_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Qwen3VLForConditionalGeneration"):
         model_class("LlavaForConditionalGeneration")
+
+
+def test_calls_are_counted_by_kernel(model: VisionModel) -> None:
+    runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
+    before = runner.kernel_calls
+    runner.finish(runner.launch([image(0, (1, 4, 4))]))
+    counted = {name: count - before.get(name, 0) for name, count in runner.kernel_calls.items()}
+    assert counted["ragged_attention=plain"] == SPEC.depth
+    assert counted["rotary=plain"] == SPEC.depth
+    assert counted["linear_add=plain"] == 2 * SPEC.depth
+    assert counted["pack_patches=plain"] == 1

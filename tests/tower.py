@@ -1,0 +1,16 @@
+"""Operations of a vision tower for tests."""
+
+import torch
+
+from services.common.model_spec import TowerSpec
+from services.common.nn.device import DeviceFacts
+from services.encoder.kernels.ops import Ops
+from services.encoder.kernels.table import TowerFacts, resolve
+
+
+def cpu_ops(spec: TowerSpec) -> Ops:
+    return Ops(resolve(TowerFacts.of(spec, DeviceFacts("cpu"), torch.float32)))
+
+
+# On the CPU, see `Ops.pack_patches`; the tower does not matter.
+pack_patches = cpu_ops(TowerSpec(1, 16, 16, 1, 3, 16, 2, 2, 4, 16, ())).pack_patches

@@ -1,0 +1,95 @@
+"""What the tower's kernel table picks, for devices that need not be here."""
+
+import logging
+
+import pytest
+import torch
+
+from services.common.model_spec import TowerSpec
+from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from services.common.nn.dispatch import KernelTable, UnknownOverride, parse_overrides
+from services.encoder.kernels.ops import Ops
+from services.encoder.kernels.table import TowerFacts, resolve
+from tests.tower import cpu_ops
+
+TWO_B = TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
+EIGHT_B = TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24))
+OPERATIONS = {
+    "pack_patches", "add_layer_norm", "layer_norm", "rotary", "ragged_attention", "linear_gelu",
+    "linear_add",
+}  # fmt: skip
+
+
+def table(
+    spec: TowerSpec, device: DeviceFacts, dtype: torch.dtype = torch.bfloat16, kernels: str = ""
+) -> KernelTable[TowerFacts]:
+    return resolve(TowerFacts.of(spec, device, dtype), parse_overrides(kernels))
+
+
+def picked(found: KernelTable[TowerFacts], num_tokens: int = 4096) -> dict[str, str]:
+    return {operation: found.choose(operation, num_tokens).name for operation in OPERATIONS}
+
+
+@pytest.mark.parametrize("spec", [TWO_B, EIGHT_B], ids=["2B", "8B"])
+@pytest.mark.parametrize("device", KNOWN_DEVICES.values(), ids=KNOWN_DEVICES)
+def test_every_tower_is_fast_on_every_gpu(device: DeviceFacts, spec: TowerSpec) -> None:
+    hopper = device.capability == (9, 0)
+    found = picked(table(spec, device))
+    assert found.pop("ragged_attention") == ("hopper" if hopper else "torch_varlen")
+    assert found.pop("linear_add") == ("cublaslt" if hopper else "plain")
+    assert found.pop("linear_gelu") == "cublas"
+    assert set(found.values()) == {"triton"}
+
+
+def test_all_is_plain_on_a_cpu_and_where_it_is_asked_for() -> None:
+    for found in (cpu_ops(TWO_B).table, table(TWO_B, KNOWN_DEVICES["h200"], kernels="plain")):
+        assert set(picked(found).values()) == {"plain"}
+
+
+@pytest.mark.parametrize(
+    ("device", "spec", "dtype", "reason"),
+    [
+        (DeviceFacts("cpu"), TWO_B, torch.bfloat16, "on CUDA, not on cpu"),
+        (KNOWN_DEVICES["a100"], TWO_B, torch.bfloat16, "compute capability 9.0"),
+        (KNOWN_DEVICES["b200"], TWO_B, torch.bfloat16, "compute capability 9.0"),
+        (KNOWN_DEVICES["h200"], TWO_B, torch.float32, "no kernel for torch.float32"),
+        (DeviceFacts("cuda", "H200", (9, 0), 132, 227 << 10), TWO_B, torch.bfloat16, "triton"),
+        (
+            KNOWN_DEVICES["h200"], TowerSpec(2, 96, 96, 1, 3, 16, 2, 2, 36, 40, (0,)),
+            torch.bfloat16, "head_dim 96",
+        ),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_cannot_run_says_why(
+    device: DeviceFacts, spec: TowerSpec, dtype: torch.dtype, reason: str
+) -> None:
+    found = table(spec, device, dtype)
+    assert found.choose("ragged_attention", 4096).name != "hopper"
+    assert reason in found.rejected["ragged_attention", "hopper"]
+    with pytest.raises(UnknownOverride, match=reason):
+        table(spec, device, dtype, "ragged_attention=hopper")
+
+
+def test_one_operation_is_overridden() -> None:
+    found = picked(table(TWO_B, KNOWN_DEVICES["h200"], kernels="ragged_attention=torch_varlen"))
+    assert found["ragged_attention"] == "torch_varlen" and found["rotary"] == "triton"
+    with pytest.raises(UnknownOverride, match="there is no such implementation"):
+        table(TWO_B, KNOWN_DEVICES["h200"], kernels="rotary=magic")
+
+
+def test_a_kernel_that_fails_at_warm_up_gives_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = table(TWO_B, DeviceFacts("cuda", "none", (8, 0), 1, 1 << 16, has_triton=True))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(found.choose("rotary", 4), "_kernel", fail)
+    monkeypatch.setattr(found.choose("rotary", 4), "_is_created", True)
+    x, angles = torch.randn(4, 2, 16, 64), torch.rand(4, 32)
+    with found.warming_up(), caplog.at_level(logging.WARNING):
+        rotated = Ops(found).rotary(x, angles.cos(), angles.sin())
+    assert torch.equal(rotated, cpu_ops(TWO_B).rotary(x, angles.cos(), angles.sin()))
+    assert "rotary: triton failed" in caplog.text and "out of resources" in caplog.text
+    assert picked(found)["rotary"] == "plain"

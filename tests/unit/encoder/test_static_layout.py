@@ -1,0 +1,76 @@
+"""A padded batch gives the same as the batch, whatever its padding holds; so graphs may pad."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.model_spec import TowerSpec
+from services.common.nn.weights import load_dummy
+from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, buckets
+from services.encoder.kernels import plain
+from services.encoder.kernels.ops import Grid, Ops
+from services.encoder.kernels.segments import Segments
+from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from tests.tower import cpu_ops
+
+CPU = torch.device("cpu")
+SPEC = TowerSpec(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))
+BATCHES: list[list[Grid]] = [[(1, 4, 6), (1, 2, 2)], [(1, 8, 8)], [(1, 2, 2)], [(1, 6, 4)] * 2]
+ROWS = 72
+
+
+class PaddedOps(Ops):
+    """On the CPU what attention kernels do with static segments on a GPU: rows of no segment are
+    not written; here they are NaN.
+    """
+
+    def ragged_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
+    ) -> Tensor:
+        out = torch.full_like(query, torch.nan)
+        used = sum(segments.lengths)
+        out[:used] = plain.ragged_attention(query[:used], key[:used], value[:used], segments)
+        return out
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3VLVisionModel:
+    with torch.device("meta"):
+        made = Qwen3VLVisionModel(SPEC, PaddedOps(cpu_ops(SPEC).table))
+    load_dummy(made, device=CPU, dtype=torch.float32)
+    return made.eval()
+
+
+@torch.inference_mode()
+def test_padding_changes_nothing(model: Qwen3VLVisionModel) -> None:
+    layout = model.static_layout(ROWS, 2)
+    padded = torch.full((ROWS, 3 * 16**2), torch.nan)
+    for seed, grids in enumerate(BATCHES):  # the buffers of one batch do not reach the next
+        count = sum(h * w for _, h, w in grids)
+        padded[:count] = torch.randn(
+            count, 3 * 16**2, generator=torch.Generator().manual_seed(seed)
+        )
+        layout.set(grids)
+        expected = model(padded[:count], model.layout(grids))
+        found = model(padded, layout.rows(ROWS))[:, : count // 4]
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_views_stay_where_they_are(model: Qwen3VLVisionModel) -> None:
+    layout = model.static_layout(ROWS, 2)
+    before = layout.rows(64)
+    layout.set([(1, 8, 8)])
+    after = layout.rows(64)
+    assert before.positions.data_ptr() == after.positions.data_ptr()
+    assert torch.equal(before.cos, model.layout([(1, 8, 8)]).cos)
+
+
+def test_every_small_batch_finds_a_size_that_is_not_much_larger() -> None:
+    sizes = buckets()
+    assert sizes == sorted(sizes) and sizes[-1] == MAX_CAPTURED_PATCHES
+    steps = [later - sooner for sooner, later in pairwise(sizes)]
+    assert max(steps) <= 512
+    assert all(size % 4 == 0 for size in sizes)
