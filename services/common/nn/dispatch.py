@@ -123,17 +123,23 @@ class Resolved:
         self.tokens = tokens
         self.num_calls = 0
         self._create = create
+        self._made: Kernel | None = None
         self._kernel: Kernel | None = None
-        self._is_created = False
+        self._is_made = False
+
+    @property
+    def implementation(self) -> Kernel | None:
+        """What `Implementation.create` returned; it may have more attributes than a function."""
+        if not self._is_made:
+            self._made = self._create()
+            self._kernel = None if self._made is None else self._counted(self._made)
+            self._is_made = True
+        return self._made
 
     @property
     def kernel(self) -> Kernel | None:
-        """Counts its calls; None: see `Implementation.create`."""
-        if not self._is_created:
-            made = self._create()
-            self._kernel = None if made is None else self._counted(made)
-            self._is_created = True
-        return self._kernel
+        """The implementation, which counts its calls."""
+        return None if self.implementation is None else self._kernel
 
     def _counted(self, kernel: Kernel) -> Kernel:
         def counted(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - the kernel's

@@ -130,26 +130,3 @@ class AttentionBackend(Protocol):
             `[T, num_heads, head_dim]`.
         """
         ...
-
-
-def kv_rows(slot_mapping: torch.Tensor, block_size: int) -> torch.Tensor:
-    """`[T]` slots → `[2, T]` int64: where keys and values go, see `write_kv`.
-
-    Slot -1 goes to the last slot of the pool's last block, which belongs to no sequence.
-    """
-    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-    keys = blocks * (2 * block_size) + torch.remainder(slot_mapping, block_size)
-    return torch.stack((keys, keys + block_size))
-
-
-def write_kv(
-    kv_cache: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
-    """Writes `[T, num_kv_heads, head_dim]` keys and values to one layer's pool.
-
-    The pool is seen as rows of `[num_kv_heads, head_dim]`: the key of (block, offset) is row
-    block * 2 * block_size + offset, its value lies block_size rows further.
-    """
-    flat = kv_cache.view(-1, *kv_cache.shape[-2:])
-    flat.index_put_((rows[0],), key)
-    flat.index_put_((rows[1],), value)

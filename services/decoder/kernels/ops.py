@@ -1,29 +1,151 @@
-"""The operations of a decoder layer that a GPU runs as one kernel each, and their plain twins."""
+"""The operations of a step, each by the implementation that the dispatch table has for it."""
 
-import importlib.util
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from services.common.model_spec import TextSpec
-from services.common.nn import layers
-from services.common.nn.linear import sum_parts
-from services.decoder.attention.base import kv_rows
+from services.common.nn.dispatch import CapturedCalls, KernelTable, Resolved
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear
+from services.decoder.kernels import table
 from services.decoder.kernels.draw_params import DrawParams, Penalties
-from services.decoder.models.rope import ProjectedHeads, RotaryEmbedding, qk_rope_cache
+from services.decoder.kernels.heads import ProjectedHeads, Rotary
+from services.decoder.kernels.table import KernelFacts
+
+_MAX_KEPT = 4096  # choices of eager steps of different lengths
 
 
-class Ops(Protocol):
-    """What a layer asks for between its matrix products. Arguments may be overwritten.
+@dataclass(frozen=True, slots=True)
+class StepKernels:
+    """What a decoder layer calls in a step of one number of tokens T. Arguments may be overwritten.
+
+    A GEMM's output may be left as split-K partials, `[S, T, N]` float32, which all takers of one
+    reduce (`plain.reduce_split_k`).
 
     Attributes:
-        max_few_tokens: up to so many tokens, a layer's products take their neighbours with them
-            (`norm_linear`, `norm_swiglu`, `linear_add`, `linear`); 0: never.
+        rms_norm: (x, weight, eps) → `[T, hidden]`.
+        add_rms_norm: (x or partials, residual, weight, eps) → the norm of the sum, and the sum.
+        project: (x `[T, K]`, layer) → `[T, N]` or partials of it.
+        linear_swiglu: (x `[T, K]`, layer of gate and up) → `silu(gate) * up`, `[T, N]`.
+        norm_linear: (x or partials or None, residual, norm, layer) → the layer's output for the
+            norm of the hidden state `x + residual`, and the hidden state.
+        norm_swiglu: as `norm_linear`, for `linear_swiglu`.
+        linear_residual: (x, layer, residual) → the layer's output or partials, to be added to the
+            residual stream; None: it has been added to `residual` in place.
+        qk_rope_cache: see `plain.qk_rope_cache`.
+        attend_few: see `plain.attend_few`.
     """
 
-    max_few_tokens: int
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    project: Callable[[Tensor, Linear], Tensor]
+    linear_swiglu: Callable[[Tensor, Linear], Tensor]
+    norm_linear: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
+    norm_swiglu: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
+    linear_residual: Callable[[Tensor, Linear, Tensor], Tensor | None]
+    qk_rope_cache: Callable[[ProjectedHeads, Tensor | None], Tensor]
+    attend_few: Callable[[ProjectedHeads, Tensor, Tensor], Tensor]
+
+    def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """The norm of the hidden state, `x + residual` or `residual` alone, and the state itself."""
+        if x is None:
+            return self.rms_norm(residual, norm.weight, norm.eps), residual
+        return self.add_rms_norm(x, residual, norm.weight, norm.eps)
+
+
+_LAYER_OPERATIONS = tuple(field.name for field in fields(StepKernels))
+
+
+class Ops:
+    """A model's operations.
+
+    Args:
+        kernel_table: resolved for the model and the device.
+    """
+
+    def __init__(self, kernel_table: KernelTable[KernelFacts]) -> None:
+        self.table = kernel_table
+        self._kept: dict[tuple[int, bool], StepKernels] = {}
+
+    def for_tokens(self, num_tokens: int) -> StepKernels:
+        """The kernels of a layer for so many tokens."""
+        key = num_tokens, self.table.is_captured
+        if (found := self._kept.get(key)) is None:
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            found = self._kept[key] = self._made(num_tokens)
+        return found
+
+    def _made(self, num_tokens: int) -> StepKernels:
+        kernels: dict[str, Any] = {}
+        for operation in _LAYER_OPERATIONS:
+            entry = self.table.choose(operation, num_tokens)
+            kernel = entry.kernel
+            if kernel is not None and self.table.is_warming_up:
+                kernel = self._guarded(entry, kernel, num_tokens)
+            kernels[operation] = kernel
+        made: StepKernels
+
+        def norm_linear(
+            x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+        ) -> tuple[Tensor, Tensor]:
+            normed, residual = made.add_norm(x, residual, norm)
+            return made.project(normed, layer), residual
+
+        def norm_swiglu(
+            x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+        ) -> tuple[Tensor, Tensor]:
+            normed, residual = made.add_norm(x, residual, norm)
+            return made.linear_swiglu(normed, layer), residual
+
+        def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
+            return made.project(x, layer)
+
+        for composed in (norm_linear, norm_swiglu, linear_residual):
+            if kernels[composed.__name__] is None:
+                kernels[composed.__name__] = composed
+        made = StepKernels(**kernels)
+        return made
+
+    def _guarded(
+        self, entry: Resolved, kernel: Callable[..., Any], num_tokens: int
+    ) -> Callable[..., Any]:
+        """While kernels warm up: one that fails is dropped, and the next one is called."""
+
+        def guarded(*arguments: Any) -> Any:  # noqa: ANN401 - the kernel's
+            try:
+                return kernel(*arguments)
+            except Exception as error:
+                if not self.table.drop(entry, error):
+                    raise
+                self._kept.clear()
+                return getattr(self.for_tokens(num_tokens), entry.operation)(*arguments)
+
+        return guarded
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Implementations that fail inside are dropped, with a warning; calls are not counted."""
+        self._kept.clear()
+        try:
+            with self.table.warming_up():
+                yield
+        finally:
+            self._kept.clear()
+
+    def for_graph(self) -> AbstractContextManager[None]:
+        """Implementations are chosen as they are for a CUDA graph."""
+        return self.table.for_graph()
+
+    def capturing(self) -> AbstractContextManager[CapturedCalls]:
+        """Calls inside are those of one CUDA graph."""
+        return self.table.capturing()
+
+    # Before the first layer.
 
     def pick_tokens(self, known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
         """A step's token ids.
@@ -36,71 +158,33 @@ class Ops(Protocol):
         Returns:
             `[T]` int32.
         """
-        ...
+        return self.table.call("pick_tokens", known, rows, last_tokens)
 
     def rope_and_rows(
-        self,
-        positions: Tensor,
-        slots: Tensor,
-        mrope: RotaryEmbedding,
-        dtype: torch.dtype,
-        block_size: int,
+        self, positions: Tensor, slots: Tensor, rope: Rotary, dtype: torch.dtype, block_size: int
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Cos and sin of `mrope` for `positions` `[3, T]`, and `kv_rows` of `slots` `[T]`."""
-        ...
+        """Cos and sin for `positions` `[3, T]`, and `kv_rows` of `slots` `[T]`."""
+        return self.table.call(
+            "rope_and_rows", positions, slots, rope, dtype, block_size, num_tokens=len(slots)
+        )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `layers.rms_norm`."""
-        ...
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `layers.add_rms_norm`; `x` may be in parts, see `linear_parts`."""
-        ...
-
-    def add_product(self, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
-        """`residual += x @ weight.T` of many tokens; False: not done, a product and `add_rms_norm`
-        take less time.
-        """
-        ...
-
-    def is_small_batch(self, x: Tensor) -> bool:
-        """Whether `linear_parts` serves products of `x` `[T, K]`, better than `F.linear`."""
-        ...
-
-    def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`[T, K]`, `[N, K]` → `[S, T, N]` float32, which `sum_parts` makes the product."""
-        ...
-
-    def linear_swiglu(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`linear` to gate and up, `[2 * N, K]`, then `silu_and_mul`: `[T, N]`."""
-        ...
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See `layers.silu_and_mul`."""
-        ...
-
-    def qk_rope_cache(self, heads: ProjectedHeads, keys_values: Tensor | None = None) -> Tensor:
-        """See `rope.qk_rope_cache`."""
-        ...
+    # Attention.
 
     def max_fused_context(self, num_tokens: int) -> int:
-        """The longest context for which `attend_few` serves so many decodes; 0: it does not."""
-        ...
-
-    def attend_few(self, heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
-        """`qk_rope_cache`, then attention, of a few decodes.
-
-        Args:
-            heads: as there.
-            block_ids: the sequences' KV blocks one after the other, int32.
-            seq_lens: `[T]` int32, the new token included.
-
-        Returns:
-            `[T, num_heads * head_dim]`.
+        """The longest context for which `attend_few` is the fastest for so many decodes; 0: it
+        never is.
         """
-        ...
+        entry = self.table.choose("attend_few", num_tokens)
+        longest = getattr(entry.implementation, "max_context", None)
+        return 0 if longest is None else longest(num_tokens)
+
+    # The head.
+
+    def logits(self, hidden: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """`[R, K]`, `[N, K]` → `[R, N]`; to `out`, if there is one."""
+        return self.table.call("logits", hidden, weight, out=out)
+
+    # Sampling.
 
     def penalize(self, logits: Tensor, penalties: Penalties) -> Tensor:
         """Repetition penalty over prompt and completion, frequency and presence penalty over the
@@ -110,179 +194,30 @@ class Ops(Protocol):
             logits: `[B, vocab_size]`, contiguous; left as they are.
             penalties: of the same rows.
         """
-        ...
+        return self.table.call("penalize", logits, penalties)
 
     def count_tokens(self, token_ids: Tensor, penalties: Penalties) -> None:
-        """Rows with penalties have seen these, `[B]` int32; below zero: none."""
-        ...
+        """Adds token ids, `[B]` int32, to what rows with penalties have seen; below zero: none."""
+        self.table.call("count_tokens", token_ids, penalties)
 
     def draw(self, logits: Tensor, params: DrawParams) -> Tensor | None:
         """A token for each row of logits `[B, vocab_size]`, contiguous, as `engine.sampler` says;
-        None: not done.
+        None: the sampler draws in torch.
 
         Returns:
             `[B]` int32; -1 where a row is not finite.
         """
-        ...
+        return self.table.call("draw", logits, params)
 
     def greedy(self, logits: Tensor) -> Tensor:
-        """`[B, vocab_size]` → `[B]` int32: the most likely ids; -1 where a row is not finite."""
-        ...
-
-    def linear(self, x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """`[T, K]`, `[N, K]` → `[T, N]`; to `out`, if there is one."""
-        ...
-
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        """RMSNorm with weight `norm`, then `linear`."""
-        ...
-
-    def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        """`norm_linear` to gate and up, `[2 * N, K]`, then `silu_and_mul`."""
-        ...
-
-    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
-        """`residual += linear(x, weight)`."""
-        ...
+        """`[B, vocab_size]` → `[B]` int32: the most likely ids, the lowest of equal ones; -1 where
+        a row is not finite.
+        """
+        return self.table.call("greedy", logits)
 
 
-def pick_tokens(known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-    """See Ops."""
-    return torch.where(rows >= 0, last_tokens[rows.clamp(min=0)], known)
+class PlainOps(Ops):
+    """Every operation by its specification in torch."""
 
-
-def rope_and_rows(
-    positions: Tensor, slots: Tensor, mrope: RotaryEmbedding, dtype: torch.dtype, block_size: int
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """See Ops."""
-    return mrope(positions, dtype), kv_rows(slots, block_size)
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """See Ops."""
-    finite = torch.isfinite(logits.sum(-1, dtype=torch.float32))
-    return logits.argmax(-1).masked_fill(~finite, -1).to(torch.int32)
-
-
-def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
-    """See Ops."""
-    logits, seen = logits.float(), penalties.seen[penalties.rows]
-    repetition, presence, frequency = penalties.floats[3:, :, None]
-    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits, count = torch.where(seen > 0, scaled, logits), seen >> 1
-    return logits - frequency * count - presence * (count > 0)
-
-
-def count_tokens(token_ids: Tensor, penalties: Penalties) -> None:
-    """See Ops."""
-    repetition, presence, frequency = penalties.floats[3:]
-    has_any = (repetition != 1) | (presence != 0) | (frequency != 0)
-    places = penalties.rows, token_ids.clamp(min=0).long()
-    counts = 2 * (has_any & (token_ids >= 0)).int()
-    penalties.seen.index_put_(places, counts, accumulate=True)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See Ops."""
-    return layers.add_rms_norm(sum_parts(x, residual.dtype), residual, weight, eps)
-
-
-def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """See Ops. In one part."""
-    return F.linear(x.float(), weight.float())[None]
-
-
-def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    """See Ops."""
-    return layers.silu_and_mul(F.linear(x, weight))
-
-
-def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """See Ops."""
-    return torch.mm(x, weight.t(), out=out)
-
-
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """See Ops."""
-    return F.linear(layers.rms_norm(x, norm, eps), weight)
-
-
-def norm_swiglu(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """See Ops."""
-    return layers.silu_and_mul(norm_linear(x, norm, eps, weight))
-
-
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> None:
-    """See Ops."""
-    residual += F.linear(x, weight)
-
-
-def attend_few(heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
-    """See Ops."""
-    query = qk_rope_cache(heads)
-    kv_cache, block_size = heads.kv_cache, heads.kv_cache.shape[2]
-    counts = -(-seq_lens // block_size)
-    index = torch.arange(int(seq_lens.max()), device=query.device)
-    inside = index < seq_lens[:, None]  # [T, longest]
-    place = (counts.cumsum(0) - counts)[:, None] + index // block_size
-    blocks = block_ids[place.where(inside, 0)]
-    keys, values = (kv_cache[blocks, part, index % block_size].transpose(1, 2) for part in (0, 1))
-    attended = F.scaled_dot_product_attention(
-        query[:, :, None], keys, values, attn_mask=inside[:, None, None], enable_gqa=True
-    )
-    return attended.flatten(1)
-
-
-class PlainOps:
-    """Plain torch: the specification, and the path of CPUs."""
-
-    max_few_tokens = 0
-    attend_few = staticmethod(attend_few)
-    pick_tokens = staticmethod(pick_tokens)
-    rope_and_rows = staticmethod(rope_and_rows)
-    greedy = staticmethod(greedy)
-    penalize = staticmethod(penalize)
-    count_tokens = staticmethod(count_tokens)
-    linear = staticmethod(linear)
-    norm_linear = staticmethod(norm_linear)
-    norm_swiglu = staticmethod(norm_swiglu)
-    linear_add = staticmethod(linear_add)
-
-    rms_norm = staticmethod(layers.rms_norm)
-    add_rms_norm = staticmethod(add_rms_norm)
-    linear_parts = staticmethod(linear_parts)
-    linear_swiglu = staticmethod(linear_swiglu)
-    silu_and_mul = staticmethod(layers.silu_and_mul)
-    qk_rope_cache = staticmethod(qk_rope_cache)
-
-    def draw(self, logits: Tensor, params: DrawParams) -> Tensor | None:
-        """See Ops: the sampler has its own way."""
-        return None
-
-    def max_fused_context(self, num_tokens: int) -> int:
-        """See Ops: in plain torch there is nothing to gain."""
-        return 0
-
-    def is_small_batch(self, x: Tensor) -> bool:
-        """As `max_fused_context`."""
-        return False
-
-    def add_product(self, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
-        """As `max_fused_context`."""
-        return False
-
-
-def create_ops(device: torch.device, config: TextSpec) -> Ops:
-    """The fused operations where they run, else the plain ones."""
-    half = config.head_dim // 2
-    fits = half & (half - 1) == 0
-    if (
-        device.type != "cuda"
-        or not fits
-        or not config.qk_norm
-        or importlib.util.find_spec("triton") is None
-    ):
-        return PlainOps()
-    from services.decoder.kernels.triton_ops import create_triton_ops
-
-    return create_triton_ops(device, config)
+    def __init__(self) -> None:
+        super().__init__(table.resolve(table.plain_facts(), {"*": "plain"}))

@@ -8,19 +8,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.decoder.kernels.overlap import overlaps
-
 _BLOCK = 1024
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """See the plain twin; `[T, 2 * n]` → `[T, n]`."""
+def silu_and_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+    """`[T, 2 * n]` → `[T, n]`."""
     num_tokens, width = gate_up.shape
     width //= 2
     out = gate_up.new_empty(num_tokens, width)
     _silu_mul_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
-        gate_up, out, width, BLOCK=_BLOCK, OVERLAP=overlaps(), launch_pdl=overlaps()
+        gate_up, out, width, BLOCK=_BLOCK, PDL=pdl, launch_pdl=pdl
     )
     return out
 
@@ -36,12 +34,12 @@ def swiglu(gate, up):  # noqa: ANN201 - as its arguments
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     row = gate_up_ptr + token * 2 * width
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     gate = tl.load(row + column, mask=inside, other=0.0)

@@ -1,21 +1,26 @@
-"""Language models by their architecture in config.json. A model: one file and one line here."""
+"""Language models by their architecture in config.json.
+
+Every dense text family so far is the shared transformer; what differs is in its `TextSpec`. A
+family with other mathematics: one file here and one line below.
+"""
 
 import importlib
 
+_TRANSFORMER = "services.decoder.models.transformer:Transformer"
 MODELS = {
-    "LlamaForCausalLM": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
-    "MistralForCausalLM": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
-    "Qwen2ForCausalLM": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
-    "Qwen3ForCausalLM": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
-    "Qwen3VLForConditionalGeneration": "services.decoder.models.qwen3_vl:Qwen3VLLanguageModel",
+    "Qwen3VLForConditionalGeneration": _TRANSFORMER,
+    "Qwen3ForCausalLM": _TRANSFORMER,
+    "Qwen2ForCausalLM": _TRANSFORMER,
+    "LlamaForCausalLM": _TRANSFORMER,
+    "MistralForCausalLM": _TRANSFORMER,
 }
 
 
 def resolve(architecture: str) -> type:
-    """The class that serves an architecture; it is imported only now.
+    """The class that serves an architecture; its module is imported here.
 
     Raises:
-        ValueError: no such model; lists those that are.
+        ValueError: the architecture is not supported; the message lists those that are.
     """
     if architecture not in MODELS:
         raise ValueError(

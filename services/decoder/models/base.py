@@ -15,58 +15,58 @@ from services.decoder.kernels.ops import Ops
 class VisualInput(Protocol):
     """The image embeddings of one step's tokens.
 
-    There are `num_levels` tensors per visual token: level 0 replaces its embedding, level i is
-    added to the output of decoder layer i - 1 (DeepStack).
+    There are `num_features` tensors per visual token: feature 0, the tower's merged output,
+    replaces its embedding; feature i is added to the output of decoder layer i - 1 (DeepStack).
     """
 
     @property
-    def num_levels(self) -> int:
+    def num_features(self) -> int:
         """Tensors per visual token."""
         ...
 
     def replace(self, hidden: Tensor) -> None:
-        """Overwrites the visual rows of `hidden` `[T, hidden]` with level 0, in place."""
+        """Overwrites the visual rows of `hidden` `[T, hidden]` with feature 0, in place."""
         ...
 
-    def add(self, hidden: Tensor, level: int) -> None:
-        """Adds a level to the visual rows of `hidden` `[T, hidden]`, in place."""
+    def add(self, hidden: Tensor, feature: int) -> None:
+        """Adds a feature to the visual rows of `hidden` `[T, hidden]`, in place."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Where two streams of a GPU meet: one copies embeddings to a buffer level by level, one runs
-    the steps that read them there. Each call is for the current stream.
+    """Events between two streams of a GPU: one copies embeddings to a buffer feature by feature,
+    one runs the steps that read them there. Each call is for the current stream.
 
     The events are external: a CUDA graph waits for what was last recorded before its launch.
     """
 
-    arrivals: Sequence[torch.cuda.Event]  # by level
+    arrivals: Sequence[torch.cuda.Event]  # by feature
     last_read: torch.cuda.Event
 
     @classmethod
-    def of(cls, levels: int) -> "Transfer":
-        """Of so many levels; whoever waits before there was a copy need not."""
-        *arrivals, last_read = (torch.cuda.Event(external=True) for _ in range(levels + 1))
+    def of(cls, num_features: int) -> "Transfer":
+        """Before the first copy no wait blocks."""
+        *arrivals, last_read = (torch.cuda.Event(external=True) for _ in range(num_features + 1))
         for event in (*arrivals, last_read):
             event.record()  # else a graph would not be made to wait for it
         return cls(arrivals, last_read)
 
     def wait_until_read(self) -> None:
-        """The copying stream: until nobody reads what was copied before."""
+        """The copying stream waits until the last copy has been read."""
         torch.cuda.current_stream().wait_event(self.last_read)
 
-    def arrive(self, level: int) -> None:
-        """The copying stream: what was enqueued until now is the level."""
-        self.arrivals[level].record()
+    def arrive(self, feature: int) -> None:
+        """The copying stream has enqueued the feature's copy."""
+        self.arrivals[feature].record()
 
-    def wait(self, level: int) -> None:
-        """The reading stream: until the level has arrived."""
-        torch.cuda.current_stream().wait_event(self.arrivals[level])
+    def wait(self, feature: int) -> None:
+        """The reading stream waits until the feature has arrived."""
+        torch.cuda.current_stream().wait_event(self.arrivals[feature])
 
-    def read(self, level: int) -> None:
-        """The reading stream: the level was read by what was enqueued until now, in order."""
-        if level == len(self.arrivals) - 1:
+    def read(self, feature: int) -> None:
+        """The reading stream has enqueued all that reads the feature; features are read in order."""
+        if feature == len(self.arrivals) - 1:
             self.last_read.record()
 
 
@@ -75,47 +75,41 @@ class VisualRows:
     """Embeddings of all visual tokens one after the other, on the device or on their way to it."""
 
     rows: Tensor  # [V] int64: the visual tokens' rows, each once
-    embeddings: Tensor  # [levels, V, hidden]
+    embeddings: Tensor  # [num_features, V, hidden]
     transfer: Transfer
 
     @property
-    def num_levels(self) -> int:
-        """Levels of the embeddings."""
+    def num_features(self) -> int:
         return self.embeddings.shape[0]
 
     def replace(self, hidden: Tensor) -> None:
-        """See VisualInput."""
         self.transfer.wait(0)
         hidden.index_copy_(0, self.rows, self.embeddings[0])
         self.transfer.read(0)
 
-    def add(self, hidden: Tensor, level: int) -> None:
-        """See VisualInput."""
-        self.transfer.wait(level)
-        hidden.index_add_(0, self.rows, self.embeddings[level])
-        self.transfer.read(level)
+    def add(self, hidden: Tensor, feature: int) -> None:
+        self.transfer.wait(feature)
+        hidden.index_add_(0, self.rows, self.embeddings[feature])
+        self.transfer.read(feature)
 
 
 @dataclass(frozen=True, slots=True)
 class VisualSegments:
     """Embeddings where they lie, one view per image: nothing is copied before it is used."""
 
-    segments: list[tuple[int, Tensor]]  # (first row, [levels, n, hidden])
+    segments: list[tuple[int, Tensor]]  # (first row, [num_features, n, hidden])
 
     @property
-    def num_levels(self) -> int:
-        """Levels of the embeddings."""
+    def num_features(self) -> int:
         return self.segments[0][1].shape[0]
 
     def replace(self, hidden: Tensor) -> None:
-        """See VisualInput."""
         for start, view in self.segments:
             hidden[start : start + view.shape[1]].copy_(view[0])
 
-    def add(self, hidden: Tensor, level: int) -> None:
-        """See VisualInput."""
+    def add(self, hidden: Tensor, feature: int) -> None:
         for start, view in self.segments:
-            hidden[start : start + view.shape[1]].add_(view[level])
+            hidden[start : start + view.shape[1]].add_(view[feature])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +117,22 @@ class VisualMask:
     """As VisualRows, but in the rows of their tokens: no shape depends on how many are visual."""
 
     mask: Tensor  # [T, 1] bool: the row is visual
-    embeddings: Tensor  # [levels, T, hidden]; rows of other tokens hold anything
+    embeddings: Tensor  # [num_features, T, hidden]; rows of other tokens hold anything
     transfer: Transfer
 
     @property
-    def num_levels(self) -> int:
-        """Levels of the embeddings."""
+    def num_features(self) -> int:
         return self.embeddings.shape[0]
 
     def replace(self, hidden: Tensor) -> None:
-        """See VisualInput."""
         self.transfer.wait(0)
         hidden.copy_(self.embeddings[0].where(self.mask, hidden))
         self.transfer.read(0)
 
-    def add(self, hidden: Tensor, level: int) -> None:
-        """See VisualInput."""
-        self.transfer.wait(level)
-        hidden.add_(self.embeddings[level].where(self.mask, 0.0))
-        self.transfer.read(level)
+    def add(self, hidden: Tensor, feature: int) -> None:
+        self.transfer.wait(feature)
+        hidden.add_(self.embeddings[feature].where(self.mask, 0.0))
+        self.transfer.read(feature)
 
 
 class CausalLM(Protocol):
@@ -163,7 +154,7 @@ class CausalLM(Protocol):
 
         Args:
             input_ids: `[T]` int32 or int64; any valid id at visual tokens.
-            positions: `[3, T]` integer: (t, h, w).
+            positions: `[3, T]` integer: (t, h, w); with 1-D positions all rows are equal.
             kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`.
             metadata: the step's attention layout.
             visual: embeddings of the step's image tokens.

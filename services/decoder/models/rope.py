@@ -1,15 +1,11 @@
-"""Rotary position embedding, and the transformation of projected heads that ends in it."""
+"""Rotary position embedding: angles from positions."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from services.common.model_spec import RopeSpec
-from services.common.nn.layers import rms_norm
-from services.common.nn.linear import sum_parts
-from services.decoder.attention.base import write_kv
 
 
 class RotaryEmbedding(nn.Module):
@@ -98,99 +94,3 @@ def _yarn_range(spec: RopeSpec) -> tuple[float, float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     return low, high + 0.001 if low == high else high
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first R elements of each head of `x` `[T, H, D]`; cos and sin are `[T, R / 2]`.
-
-    Element j pairs with j + R / 2; elements from R on pass through.
-    """
-    width = 2 * cos.shape[-1]
-    first, second = x[..., :width].chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated = (first * cos - second * sin, second * cos + first * sin, x[..., width:])
-    return torch.cat(rotated, dim=-1)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadTransform:
-    """What becomes of one layer's projected heads of a step's tokens, and where they go.
-
-    Attributes:
-        norms: weights of the query's and the key's norm, `[head_dim]` each; None: no norm.
-        eps: of the norms.
-        rope: cos and sin, `[T, rotary_dim / 2]`.
-        kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`.
-        rows: `[2, T]`, from `kv_rows`.
-    """
-
-    norms: tuple[Tensor, Tensor] | None
-    eps: float
-    rope: tuple[Tensor, Tensor]
-    kv_cache: Tensor
-    rows: Tensor
-
-    def of(self, qkv: Tensor) -> "ProjectedHeads":
-        """With what is to be transformed."""
-        return ProjectedHeads(self.norms, self.eps, self.rope, self.kv_cache, self.rows, qkv=qkv)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectedHeads(HeadTransform):
-    """One layer's queries, keys and values of a step's tokens, on their way to the cache.
-
-    Attributes:
-        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v; or that in parts,
-            `[S, T, ...]` float32, see `sum_parts`.
-    """
-
-    qkv: Tensor
-
-    @property
-    def num_heads(self) -> int:
-        """Of the query."""
-        num_kv_heads, head_dim = self.kv_cache.shape[-2:]
-        return self.qkv.shape[-1] // head_dim - 2 * num_kv_heads
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.qkv.shape[-2]
-
-    @property
-    def num_parts(self) -> int:
-        """S; 0: the projection is whole."""
-        return len(self.qkv) if self.qkv.dim() == 3 else 0
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether all tensors are, as kernels take them."""
-        parts = (self.qkv, *(self.norms or ()), *self.rope, self.kv_cache, self.rows)
-        return all(part.is_contiguous() for part in parts)
-
-
-def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> Tensor:
-    """Normalises and rotates queries and keys, writes keys and values to the cache.
-
-    The plain twin of one fused kernel.
-
-    Args:
-        heads: see there.
-        keys_values: `[T, 2 * num_kv_heads, head_dim]`, where keys and then values go, too.
-
-    Returns:
-        Queries, `[T, num_heads, head_dim]`.
-    """
-    num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
-    qkv = sum_parts(heads.qkv, heads.kv_cache.dtype)
-    query, key, value = qkv.unflatten(-1, (-1, head_dim)).split(
-        (heads.num_heads, num_kv_heads, num_kv_heads), dim=1
-    )
-    if heads.norms is not None:
-        query = rms_norm(query, heads.norms[0], heads.eps)
-        key = rms_norm(key, heads.norms[1], heads.eps)
-    key = rotate(key, *heads.rope)
-    write_kv(heads.kv_cache, heads.rows, key, value)
-    if keys_values is not None:
-        torch.cat((key, value), dim=1, out=keys_values)
-    return rotate(query, *heads.rope)

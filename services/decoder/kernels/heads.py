@@ -1,0 +1,109 @@
+"""Projected heads on their way to attention and the KV cache: the types that kernels share."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Rotary(Protocol):
+    """Angles of positions; `services.decoder.models.rope.RotaryEmbedding` is one.
+
+    Attributes:
+        attention_factor: cos and sin are multiplied by it.
+        inv_freq: `[rotary_dim / 2]` float32.
+        axis: `[rotary_dim / 2]` int64: the position row of each frequency, 0, 1 or 2.
+    """
+
+    attention_factor: float
+    inv_freq: Tensor
+    axis: Tensor
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`[3, T]` → cos and sin, each `[T, rotary_dim / 2]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What is done with one layer's projected heads of a step's tokens, and where they go.
+
+    Attributes:
+        norms: weights of the query's and the key's RMSNorm, `[head_dim]` each; None: the model has
+            no such norms.
+        eps: of the norms.
+        rope: cos and sin, `[T, rotary_dim / 2]`.
+        kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`.
+        rows: `[2, T]`, from `kv_rows`.
+    """
+
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+    rope: tuple[Tensor, Tensor]
+    kv_cache: Tensor
+    rows: Tensor
+
+    def of(self, qkv: Tensor) -> "ProjectedHeads":
+        """Together with the projection's output."""
+        return ProjectedHeads(self.norms, self.eps, self.rope, self.kv_cache, self.rows, qkv=qkv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectedHeads(HeadTransform):
+    """One layer's queries, keys and values of a step's tokens.
+
+    Attributes:
+        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v; or its split-K
+            partials, `[S, T, ...]` float32, see `plain.reduce_split_k`.
+    """
+
+    qkv: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        """Of the query."""
+        num_kv_heads, head_dim = self.kv_cache.shape[-2:]
+        return self.qkv.shape[-1] // head_dim - 2 * num_kv_heads
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.qkv.shape[-2]
+
+    @property
+    def num_splits(self) -> int:
+        """S; 0: `qkv` is the whole sum."""
+        return len(self.qkv) if self.qkv.dim() == 3 else 0
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether all tensors are, as kernels take them."""
+        tensors = (self.qkv, *(self.norms or ()), *self.rope, self.kv_cache, self.rows)
+        return all(tensor.is_contiguous() for tensor in tensors)
+
+    @property
+    def num_parts(self) -> int:
+        """Former name of `num_splits`."""
+        return self.num_splits
+
+
+def kv_rows(slot_mapping: Tensor, block_size: int) -> Tensor:
+    """`[T]` slots → `[2, T]` int64: where keys and values go, see `write_kv`.
+
+    Slot -1 goes to the last slot of the pool's last block, which belongs to no sequence.
+    """
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    keys = blocks * (2 * block_size) + torch.remainder(slot_mapping, block_size)
+    return torch.stack((keys, keys + block_size))
+
+
+def write_kv(kv_cache: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> None:
+    """Writes `[T, num_kv_heads, head_dim]` keys and values to one layer's pool.
+
+    The pool is seen as rows of `[num_kv_heads, head_dim]`: the key of (block, offset) is row
+    block * 2 * block_size + offset, its value lies block_size rows further.
+    """
+    flat = kv_cache.view(-1, *kv_cache.shape[-2:])
+    flat.index_put_((rows[0],), key)
+    flat.index_put_((rows[1],), value)

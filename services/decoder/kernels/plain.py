@@ -1,0 +1,172 @@
+"""The decoder's operations in plain torch: the specification, and the path of CPUs.
+
+Functions are the plain twins of kernels in this folder; their boundaries are the fusions'.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from services.common.nn import layers
+from services.common.nn.layers import rms_norm, silu_and_mul
+from services.decoder.kernels.draw_params import DrawParams, Penalties
+from services.decoder.kernels.heads import ProjectedHeads, Rotary, kv_rows, write_kv
+
+__all__ = [
+    "add_rms_norm", "attend_few", "count_tokens", "draw", "greedy", "linear", "linear_residual",
+    "linear_swiglu", "norm_linear", "norm_swiglu", "penalize", "pick_tokens", "qk_rope_cache",
+    "reduce_split_k", "rms_norm", "rope_and_rows", "rotate", "silu_and_mul", "split_k_partials",
+]  # fmt: skip
+
+
+# Before the first layer.
+
+
+def pick_tokens(known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
+    """See `Ops.pick_tokens`."""
+    return torch.where(rows >= 0, last_tokens[rows.clamp(min=0)], known)
+
+
+def rope_and_rows(
+    positions: Tensor, slots: Tensor, rope: Rotary, dtype: torch.dtype, block_size: int
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """See `Ops.rope_and_rows`."""
+    return rope(positions, dtype), kv_rows(slots, block_size)
+
+
+# GEMMs with what is before and after them.
+
+
+def reduce_split_k(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """A GEMM's output `[T, N]` as it is, or from its split-K partials `[S, T, N]` float32, whose
+    sum is rounded to `dtype`.
+    """
+    return output if output.dim() == 2 else output.sum(0).to(dtype)
+
+
+def split_k_partials(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`[T, K]`, `[N, K]` → `[1, T, N]` float32."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())[None]
+
+
+def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """`[T, K]`, `[N, K]` → `[T, N]`; to `out`, if there is one."""
+    return torch.mm(x, weight.t(), out=out)
+
+
+def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+    """`residual += x @ weight.T + bias`; the GEMM is rounded before it is added."""
+    residual += F.linear(x, weight, bias)
+
+
+def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`[T, K]`, gate and up `[2 * N, K]` → `silu(gate) * up`, `[T, N]`."""
+    return silu_and_mul(F.linear(x, weight, bias))
+
+
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """RMSNorm with weight `norm`, then the linear layer."""
+    return F.linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def norm_swiglu(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`norm_linear` to gate and up, `[2 * N, K]`, then `silu_and_mul`."""
+    return silu_and_mul(norm_linear(x, norm, eps, weight, bias))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`layers.add_rms_norm` of a GEMM's output, which may be split-K partials."""
+    return layers.add_rms_norm(reduce_split_k(x, residual.dtype), residual, weight, eps)
+
+
+# Between the projection and attention.
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first R elements of each head of `x` `[T, H, D]`; cos and sin are `[T, R / 2]`.
+
+    Element j pairs with j + R / 2; elements from R on pass through.
+    """
+    width = 2 * cos.shape[-1]
+    first, second = x[..., :width].chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, x[..., width:])
+    return torch.cat(rotated, dim=-1)
+
+
+def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> Tensor:
+    """Normalises queries and keys, if the model does, rotates them, and writes keys and values to
+    the cache.
+
+    Args:
+        heads: of the projection; its memory may be overwritten.
+        keys_values: `[T, 2 * num_kv_heads, head_dim]`, where keys and then values go, too.
+
+    Returns:
+        Queries, `[T, num_heads, head_dim]`.
+    """
+    num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
+    qkv = reduce_split_k(heads.qkv, heads.kv_cache.dtype)
+    query, key, value = qkv.unflatten(-1, (-1, head_dim)).split(
+        (heads.num_heads, num_kv_heads, num_kv_heads), dim=1
+    )
+    if heads.norms is not None:
+        query = rms_norm(query, heads.norms[0], heads.eps)
+        key = rms_norm(key, heads.norms[1], heads.eps)
+    key = rotate(key, *heads.rope)
+    write_kv(heads.kv_cache, heads.rows, key, value)
+    if keys_values is not None:
+        torch.cat((key, value), dim=1, out=keys_values)
+    return rotate(query, *heads.rope)
+
+
+def attend_few(heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
+    """See `Ops.attend_few`."""
+    query = qk_rope_cache(heads)
+    kv_cache, block_size = heads.kv_cache, heads.kv_cache.shape[2]
+    counts = -(-seq_lens // block_size)
+    index = torch.arange(int(seq_lens.max()), device=query.device)
+    inside = index < seq_lens[:, None]  # [T, longest]
+    place = (counts.cumsum(0) - counts)[:, None] + index // block_size
+    blocks = block_ids[place.where(inside, 0)]
+    keys, values = (kv_cache[blocks, part, index % block_size].transpose(1, 2) for part in (0, 1))
+    attended = F.scaled_dot_product_attention(
+        query[:, :, None], keys, values, attn_mask=inside[:, None, None], enable_gqa=True
+    )
+    return attended.flatten(1)
+
+
+# Sampling.
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """See `Ops.greedy`."""
+    finite = torch.isfinite(logits.sum(-1, dtype=torch.float32))
+    return logits.argmax(-1).masked_fill(~finite, -1).to(torch.int32)
+
+
+def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
+    """See `Ops.penalize`."""
+    logits, seen = logits.float(), penalties.seen[penalties.rows]
+    repetition, presence, frequency = penalties.floats[3:, :, None]
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits, count = torch.where(seen > 0, scaled, logits), seen >> 1
+    return logits - frequency * count - presence * (count > 0)
+
+
+def count_tokens(token_ids: Tensor, penalties: Penalties) -> None:
+    """See `Ops.count_tokens`."""
+    repetition, presence, frequency = penalties.floats[3:]
+    has_any = (repetition != 1) | (presence != 0) | (frequency != 0)
+    places = penalties.rows, token_ids.clamp(min=0).long()
+    counts = 2 * (has_any & (token_ids >= 0)).int()
+    penalties.seen.index_put_(places, counts, accumulate=True)
+
+
+def draw(logits: Tensor, params: DrawParams) -> Tensor | None:
+    """See `Ops.draw`: the sampler does it in torch."""
+    return None

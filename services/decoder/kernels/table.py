@@ -1,0 +1,434 @@
+"""The decoder's dispatch table: which kernel computes what, what it needs, where it is the fastest.
+
+Rows are in order of preference, and the last one of an operation is its specification in torch, or
+`unfused`: the operation is composed of others of the table. Constants are in `tuning`. Nothing is
+imported from a kernel's module before the kernel is used, so that a table can be resolved and
+printed for any device, without a GPU and without Triton.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.common.model_spec import RopeSpec, TextSpec
+from services.common.nn import layers
+from services.common.nn.device import DeviceFacts
+from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear, add_product
+from services.decoder.kernels import plain, tuning
+from services.decoder.kernels.tuning import SkinnyConfig, SwigluGemmConfig
+
+UNQUANTIZED = "plain"  # as `LinearMethod.weight_format`
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """What decides which kernels run.
+
+    Attributes:
+        device: that they run on.
+        text: the model's sizes and options.
+        dtype: of weights, activations and the KV cache.
+        weight_format: of the linear layers, see `LinearMethod`.
+        num_ranks: that share the model by tensor parallelism.
+    """
+
+    device: DeviceFacts
+    text: TextSpec
+    dtype: torch.dtype
+    weight_format: str = UNQUANTIZED
+    num_ranks: int = 1
+
+    @property
+    def query_size(self) -> int:
+        """Columns of the output projection."""
+        return self.text.num_heads * self.text.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the merged q, k and v projection."""
+        return self.query_size + 2 * self.text.num_kv_heads * self.text.head_dim
+
+    @property
+    def residual_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(N, K) of the projections that add to the residual stream: output, down."""
+        hidden = self.text.hidden_size
+        return (hidden, self.query_size), (hidden, self.text.intermediate_size)
+
+    @property
+    def gate_up_shape(self) -> tuple[int, int]:
+        """(N, K) of the merged gate and up projection."""
+        return 2 * self.text.intermediate_size, self.text.hidden_size
+
+
+Row = Implementation[KernelFacts]
+Check = Callable[[KernelFacts], str]
+
+
+# What implementations need. A check returns the obstacle in words, or "".
+
+
+def needs(*checks: Check) -> Check:
+    """The first obstacle of several."""
+
+    def obstacle(facts: KernelFacts) -> str:
+        return next(filter(None, (check(facts) for check in checks)), "")
+
+    return obstacle
+
+
+def triton(facts: KernelFacts) -> str:
+    """Triton supports Ampere and later."""
+    if facts.device.kind != "cuda":
+        return "needs a GPU"
+    if facts.device.capability < (8, 0):
+        return "needs compute capability 8.0"
+    return "" if facts.device.has_triton else "needs Triton"
+
+
+def pdl(facts: KernelFacts) -> str:
+    return "" if facts.device.supports_pdl else "needs programmatic dependent launch"
+
+
+def hopper(facts: KernelFacts) -> str:
+    return "" if facts.device.is_hopper else "needs Hopper's wgmma"
+
+
+def half_precision(facts: KernelFacts) -> str:
+    """Tensor cores would round float32."""
+    return "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
+
+
+def unquantized(facts: KernelFacts) -> str:
+    found = facts.weight_format
+    return "" if found == UNQUANTIZED else f"needs unquantized weights, not {found}"
+
+
+def one_rank(facts: KernelFacts) -> str:
+    """An all-reduce comes between the GEMM and the residual addition."""
+    return "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
+
+
+def no_mlp_bias(facts: KernelFacts) -> str:
+    return "needs an MLP without biases" if facts.text.mlp_bias else ""
+
+
+def whole_rotation(facts: KernelFacts) -> str:
+    """Heads rotate whole."""
+    rotary, head = facts.text.rope.rotary_dim, facts.text.head_dim
+    return "" if rotary == head else f"needs rotary_dim {rotary} to be head_dim {head}"
+
+
+def even_head(facts: KernelFacts) -> str:
+    head = facts.text.head_dim
+    fits = head % 2 == 0 and head <= 256
+    return "" if fits else f"needs an even head_dim up to 256, not {head}"
+
+
+def _skinny_projections(facts: KernelFacts) -> str:
+    for rows, columns in ((facts.qkv_size, facts.text.hidden_size), *facts.residual_shapes):
+        if tuning.split_k_config(facts.device, rows, columns) is None:
+            return f"the weight [{rows}, {columns}] does not divide into tiles that fit an SM"
+    return ""
+
+
+def _skinny_swiglu(facts: KernelFacts) -> str:
+    rows, columns = facts.gate_up_shape
+    if tuning.skinny_swiglu_config(facts.device, rows, columns) is None:
+        return f"the weight [{rows}, {columns}] does not divide into tiles that fit an SM"
+    return ""
+
+
+def _swiglu_tiles(facts: KernelFacts) -> str:
+    return SwigluGemmConfig(facts.device.num_sms).obstacle(*facts.gate_up_shape)
+
+
+def _few_group(facts: KernelFacts) -> str:
+    group = facts.text.group_size
+    if group > 2:
+        return f"needs at most 2 query heads per key head, not {group}"
+    half = facts.text.head_dim // 2
+    return "" if half & (half - 1) == 0 else "needs a head_dim that is a power of two"
+
+
+def _has_qk_norm(facts: KernelFacts) -> str:
+    return "" if facts.text.qk_norm else "needs q/k norms"
+
+
+# Number of tokens for which they are the fastest.
+
+
+def tokens(least: int = 1, most: int | None = None, least_eager: int = 1) -> Any:  # noqa: ANN401
+    return lambda _: TokenRange(least, most, least_eager)
+
+
+def _swiglu_gemm_tokens(facts: KernelFacts) -> TokenRange:
+    rows, config = facts.gate_up_shape[0], SwigluGemmConfig(facts.device.num_sms)
+    return TokenRange(
+        least=tuning.SKINNY_TOKENS + 1,
+        least_eager=tuning.LAUNCH_HIDING_TOKENS,
+        is_faster=lambda num_tokens: config.is_faster(num_tokens, rows),
+        condition="where tiles fill the SMs",
+    )
+
+
+# How they are made: kernels whose arguments are those of `ops.StepKernels` and `ops.Ops`. Modules are imported here, not before.
+
+
+def _add_norm(facts: KernelFacts, name: str) -> Kernel:
+    from services.decoder.kernels import add_norm
+
+    return _with_pdl(getattr(add_norm, name), facts)
+
+
+def _with_pdl(kernel: Kernel, facts: KernelFacts) -> Kernel:
+    supported = facts.device.supports_pdl
+
+    def launched(*arguments: Any) -> Any:  # noqa: ANN401 - the kernel's
+        return kernel(*arguments, pdl=supported)
+
+    return launched
+
+
+def _gemv_norm_linear(facts: KernelFacts, name: str) -> Kernel:
+    from services.decoder.kernels import gemv
+
+    fused, supported = getattr(gemv, name), facts.device.supports_pdl
+
+    def norm_linear(
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        if x is not None:
+            residual = residual + plain.reduce_split_k(x, residual.dtype)
+        found = fused(residual, norm.weight, norm.eps, layer.weight, layer.bias, pdl=supported)
+        return found, residual
+
+    return norm_linear
+
+
+def _gemv_residual(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import gemv
+
+    supported = facts.device.supports_pdl
+
+    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
+        gemv.linear_residual(x, layer.weight, layer.bias, residual, pdl=supported)
+
+    return linear_residual
+
+
+def _gemv_logits(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import gemv
+
+    supported = facts.device.supports_pdl
+
+    def logits(hidden: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return gemv.linear(hidden, weight, out=out, pdl=supported)
+
+    return logits
+
+
+def _gemm_residual(facts: KernelFacts) -> Kernel:
+    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
+        if add_product(x, layer.weight, layer.bias, residual):
+            return None
+        return layer(x)
+
+    return linear_residual
+
+
+def _skinny_project(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import skinny_gemm
+
+    @cache
+    def config(rows: int, columns: int) -> SkinnyConfig:
+        found = tuning.split_k_config(facts.device, rows, columns)
+        assert found is not None
+        return found
+
+    shared, supported = facts.device.shared_memory_bytes, facts.device.supports_pdl
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        return skinny_gemm.split_k_partials(
+            x, layer.weight, layer.bias, config(layer.out_features, layer.in_features),
+            shared_memory_bytes=shared, pdl=supported,
+        )  # fmt: skip
+
+    return project
+
+
+def _skinny_linear_swiglu(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import skinny_gemm
+
+    config = tuning.skinny_swiglu_config(facts.device, *facts.gate_up_shape)
+    assert config is not None
+    shared, supported = facts.device.shared_memory_bytes, facts.device.supports_pdl
+
+    def linear_swiglu(x: Tensor, layer: Linear) -> Tensor:
+        return skinny_gemm.linear_swiglu(
+            x, layer.weight, layer.bias, config, shared_memory_bytes=shared, pdl=supported
+        )
+
+    return linear_swiglu
+
+
+def _swiglu_gemm(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import swiglu_gemm
+
+    config = SwigluGemmConfig(facts.device.num_sms)
+    return lambda x, layer: swiglu_gemm.linear_swiglu(x, layer.weight, config)
+
+
+def _silu_mul(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import silu_mul
+
+    supported = facts.device.supports_pdl
+    return lambda x, layer: silu_mul.silu_and_mul(layer(x), pdl=supported)
+
+
+def _qk_rope_cache(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import qk_rope_cache
+
+    return _with_pdl(qk_rope_cache.qk_rope_cache, facts)
+
+
+def _pick_tokens(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import step_entry
+
+    return step_entry.pick_tokens
+
+
+def _rope_and_rows(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import step_entry
+
+    return _with_pdl(step_entry.rope_and_rows, facts)
+
+
+def _greedy(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import greedy
+
+    return greedy.greedy
+
+
+def _draw(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import draw
+
+    return draw.draw
+
+
+def _penalties(name: str) -> Callable[[KernelFacts], Kernel]:
+    def create(facts: KernelFacts) -> Kernel:
+        from services.decoder.kernels import penalties
+
+        return getattr(penalties, name)
+
+    return create
+
+
+def _fused_decode_attention(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels.few_attention import FewAttention
+
+    text = facts.text
+    return FewAttention(torch.device("cuda"), text.num_heads, text.num_kv_heads, text.head_dim)
+
+
+def _plain(kernel: Kernel) -> Callable[[KernelFacts], Kernel]:
+    return lambda _: kernel
+
+
+def _unfused(_: KernelFacts) -> None:
+    """Composed by `Ops` of other operations."""
+
+
+_FUSED_GEMV = needs(triton, pdl, unquantized)
+_SKINNY = needs(triton, pdl, half_precision, unquantized)
+
+ROWS: Sequence[Row] = (
+    Row("pick_tokens", "triton", _pick_tokens, triton),
+    Row("pick_tokens", "plain", _plain(plain.pick_tokens)),
+    Row("rope_and_rows", "triton", _rope_and_rows, needs(triton, even_head)),
+    Row("rope_and_rows", "plain", _plain(plain.rope_and_rows)),
+    Row("rms_norm", "triton", lambda facts: _add_norm(facts, "rms_norm"), triton),
+    Row("rms_norm", "plain", _plain(layers.rms_norm)),
+    Row("add_rms_norm", "triton", lambda facts: _add_norm(facts, "add_rms_norm"), triton),
+    Row("add_rms_norm", "plain", _plain(plain.add_rms_norm)),
+    Row(
+        "norm_linear", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_linear"),
+        _FUSED_GEMV, tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row("norm_linear", "unfused", _unfused),
+    Row(
+        "norm_swiglu", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_swiglu"),
+        _FUSED_GEMV, tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row("norm_swiglu", "unfused", _unfused),
+    Row(
+        "linear_residual", "gemv", _gemv_residual,
+        needs(triton, pdl, unquantized, one_rank), tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row(
+        "linear_residual", "gemm", _gemm_residual,
+        needs(triton, half_precision, unquantized, one_rank),
+        tokens(tuning.RESIDUAL_GEMM_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
+    ),
+    Row("linear_residual", "unfused", _unfused),
+    Row(
+        "project", "skinny_gemm", _skinny_project,
+        needs(_SKINNY, _skinny_projections), tokens(1, tuning.SKINNY_TOKENS),
+    ),
+    Row("project", "linear", _plain(lambda x, layer: layer(x))),
+    Row(
+        "linear_swiglu", "skinny_gemm", _skinny_linear_swiglu,
+        needs(_SKINNY, _skinny_swiglu), tokens(1, tuning.SKINNY_TOKENS),
+    ),
+    Row(
+        "linear_swiglu", "swiglu_gemm", _swiglu_gemm,
+        needs(triton, hopper, half_precision, unquantized, no_mlp_bias, _swiglu_tiles),
+        _swiglu_gemm_tokens,
+    ),
+    Row("linear_swiglu", "silu_mul", _silu_mul, triton),
+    Row("linear_swiglu", "plain", _plain(lambda x, layer: layers.silu_and_mul(layer(x)))),
+    Row("qk_rope_cache", "triton", _qk_rope_cache, needs(triton, even_head, whole_rotation)),
+    Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
+    Row(
+        "attend_few", "fused_decode_attention", _fused_decode_attention,
+        needs(triton, pdl, whole_rotation, _has_qk_norm, _few_group), tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row("attend_few", "plain", _plain(plain.attend_few)),
+    Row("logits", "gemv", _gemv_logits, needs(triton, pdl), tokens(1, tuning.GEMV_TOKENS)),
+    Row("logits", "plain", _plain(plain.linear)),
+    Row("greedy", "triton", _greedy, triton),
+    Row("greedy", "plain", _plain(plain.greedy)),
+    Row("penalize", "triton", _penalties("penalize"), triton),
+    Row("penalize", "plain", _plain(plain.penalize)),
+    Row("count_tokens", "triton", _penalties("count_tokens"), triton),
+    Row("count_tokens", "plain", _plain(plain.count_tokens)),
+    Row("draw", "triton", _draw, triton),
+    Row("draw", "plain", _plain(plain.draw)),
+)  # fmt: skip
+
+
+def resolve(
+    facts: KernelFacts, overrides: Mapping[str, str] | None = None, rows: Sequence[Row] = ROWS
+) -> KernelTable[KernelFacts]:
+    """The table for a model on a device.
+
+    Raises:
+        UnknownOverride: see `dispatch.parse_overrides`.
+    """
+    return KernelTable.resolve(rows, facts, overrides)
+
+
+def plain_facts() -> KernelFacts:
+    """Of a small model on a CPU, where every operation is plain whatever the model."""
+    text = TextSpec(
+        vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1,
+        num_kv_heads=1, head_dim=2, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e4, rotary_dim=2),
+        max_position_embeddings=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    return KernelFacts(DeviceFacts("cpu"), text, torch.float32)

@@ -1,0 +1,210 @@
+"""Tuned constants of the decoder's GEMM kernels, by size class: the one place that has them.
+
+`benchmarks/tune_kernels.py` times the candidates on a GPU and prints rows for the tables. A GEMM
+without a row gets its constants by the rules below, which need the device's facts alone.
+"""
+
+from dataclasses import dataclass
+
+from services.common.nn.device import DeviceFacts
+
+# Steps of at least this many tokens keep the device busy for longer than the host needs to launch
+# them kernel by kernel, so that kernels whose launch takes longer may serve.
+LAUNCH_HIDING_TOKENS = 2048
+# From this many tokens a GEMM that adds to the residual stream beats a GEMM and a fused norm
+# (H200: cuBLAS' own choice is better below).
+RESIDUAL_GEMM_TOKENS = 832
+GEMV_TOKENS = 2  # above, tensor cores are faster
+SKINNY_TOKENS = 64  # above, cuBLAS is faster
+# Steps are captured as CUDA graphs up to these sizes: above, the device takes longer than the
+# launches; alone (prompts), or while an encoder shares it (mixed steps).
+MAX_CAPTURED_PROMPT, MAX_CAPTURED_TOKENS = 2048, 4096
+MAX_CAPTURED_CHUNKS, MAX_CAPTURED_DECODES = 16, 64  # of a mixed step
+
+_WARP = 32
+_GEMV_ELEMENTS = 64  # of the weight that a thread holds at once
+_MAX_TILE = 8192  # elements of a row that a CTA loads at once
+
+
+@dataclass(frozen=True, slots=True)
+class GemvConfig:
+    """How a GEMV is divided.
+
+    Attributes:
+        rows: of the weight, per CTA.
+        tile: elements of a row that are loaded at once, a power of two; at least the row's length:
+            the whole row, before the input is there.
+        stages: of the software pipeline over tiles; 0: the loop is unrolled.
+        warps: per CTA.
+    """
+
+    rows: int
+    tile: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How a skinny GEMM (up to 64 tokens) is divided.
+
+    Attributes:
+        rows: of the weight, per CTA: 64 or 128.
+        tile: elements of K per pipeline stage.
+        warps: per CTA.
+        ctas_per_sm: CTAs whose shared memory is to fit an SM together.
+        max_stages: of the pipeline; fewer where shared memory has no room for them.
+        splits: of K; each leaves a partial.
+    """
+
+    rows: int
+    tile: int
+    warps: int
+    ctas_per_sm: int
+    max_stages: int
+    splits: int = 1
+
+    def stages(self, padded_tokens: int, shared_memory_bytes: int) -> int:
+        """Pipeline stages for 2-byte elements; below 2 it does not fit the device."""
+        stage_bytes = (self.rows + padded_tokens) * self.tile * 2
+        return min(self.max_stages, shared_memory_bytes // self.ctas_per_sm // stage_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SwigluGemmConfig:
+    """How the persistent SwiGLU GEMM of many tokens is divided. Measured on an H200.
+
+    Attributes:
+        num_sms: of the device.
+        tokens: of a tile.
+        rows: of gate, and of up, of a tile.
+        columns: of K per pipeline stage.
+        stages: of the pipeline.
+        warps: per CTA.
+        group: tiles of tokens that share rows of the weight in L2.
+        least_fill: share of the SMs that the tiles keep busy, below which cuBLAS is faster.
+    """
+
+    num_sms: int
+    tokens: int = 128
+    rows: int = 128
+    columns: int = 64
+    stages: int = 3
+    warps: int = 8
+    group: int = 16
+    least_fill: float = 1 / 1.05
+
+    def obstacle(self, num_rows: int, num_columns: int) -> str:
+        """Why it cannot compute with a weight `[num_rows, num_columns]` of gate and up, or ""."""
+        if num_columns % self.columns or num_rows % (2 * self.rows):
+            return f"the weight [{num_rows}, {num_columns}] does not divide into tiles"
+        return ""
+
+    def is_faster(self, num_tokens: int, num_rows: int) -> bool:
+        """Whether tiles, one per SM at a time, fill their waves; `num_rows` as above."""
+        tiles = self.count_tiles(num_tokens, num_rows // 2)
+        return tiles / (-(-tiles // self.num_sms) * self.num_sms) >= self.least_fill
+
+    def count_tiles(self, num_tokens: int, num_rows: int) -> int:
+        """Tiles of an output `[num_tokens, num_rows]`."""
+        return -(-num_tokens // self.tokens) * (num_rows // self.rows)
+
+
+# (kind, rows N, columns K) → by number of tokens. H200, 2B shapes.
+_GEMV = {
+    ("norm_linear", 4096, 2048): (GemvConfig(8, 2048, 0, 8), GemvConfig(2, 2048, 0, 2)),
+    ("linear", 151936, 2048): (GemvConfig(8, 2048, 0, 8), GemvConfig(2, 2048, 0, 2)),
+    ("norm_swiglu", 12288, 2048): (GemvConfig(2, 2048, 0, 4), GemvConfig(2, 2048, 0, 4)),
+    ("linear_residual", 2048, 2048): (GemvConfig(4, 2048, 0, 8), GemvConfig(4, 2048, 0, 4)),
+    ("linear_residual", 2048, 6144): (GemvConfig(4, 8192, 0, 8), GemvConfig(4, 8192, 0, 4)),
+}
+# (N, K) → configuration of `split_k_partials`. H200, 2B shapes.
+_SPLIT_K = {
+    (4096, 2048): SkinnyConfig(64, 128, 4, 1, 5, splits=2),
+    (2048, 2048): SkinnyConfig(64, 128, 4, 1, 5, splits=4),
+    (2048, 6144): SkinnyConfig(64, 128, 4, 1, 5, splits=4),
+}
+# (N, K) → configuration of `linear_swiglu`; N counts gate and up. H200, 2B shapes.
+_SKINNY_SWIGLU = {(12288, 2048): SkinnyConfig(64, 128, 4, 2, 3)}
+
+_ROWS = {  # per CTA, by kind, for one token and for two
+    "norm_linear": (4, 2), "linear": (4, 2), "norm_swiglu": (2, 2), "linear_residual": (4, 4),
+}  # fmt: skip
+
+
+def gemv_config(kind: str, num_rows: int, num_columns: int, num_tokens: int) -> GemvConfig:
+    """The configuration of a GEMV `[num_rows, num_columns]` for one or two tokens.
+
+    Args:
+        kind: `linear`, `norm_linear`, `norm_swiglu` or `linear_residual`.
+        num_rows: N; of `norm_swiglu`, gate and up together.
+        num_columns: K.
+        num_tokens: 1 or 2.
+    """
+    found = _GEMV.get((kind, num_rows, num_columns))
+    if found is not None:
+        return found[num_tokens - 1]
+    rows = _ROWS[kind][num_tokens - 1]
+    tile = _gemv_tile(num_columns)
+    held = rows * tile * (2 if kind == "norm_swiglu" else 1)
+    warps = min(8, max(1, held // (_GEMV_ELEMENTS * _WARP)))
+    num_tiles = -(-num_columns // tile)
+    return GemvConfig(rows, tile, 0 if num_tiles <= 8 else 3, warps)
+
+
+def _gemv_tile(num_columns: int) -> int:
+    """The whole row where its padding to a power of two is small, else a tile that divides it."""
+    whole = 1 << (num_columns - 1).bit_length()
+    if whole <= _MAX_TILE and num_columns * 8 >= whole * 7:
+        return whole
+    divisors = [tile for tile in (4096, 2048, 1024, 512) if num_columns % tile == 0]
+    return divisors[0] if divisors else min(whole, 2048)
+
+
+def split_k_config(device: DeviceFacts, num_rows: int, num_columns: int) -> SkinnyConfig | None:
+    """The configuration of `split_k_partials`; None: the shape does not divide into tiles."""
+    if device.num_sms == 132 and (found := _SPLIT_K.get((num_rows, num_columns))) is not None:
+        return found
+    return _best_fill(device, num_rows, num_columns, most_splits=8)
+
+
+def skinny_swiglu_config(
+    device: DeviceFacts, num_rows: int, num_columns: int
+) -> SkinnyConfig | None:
+    """The configuration of the skinny `linear_swiglu`; None: as above."""
+    if device.num_sms == 132 and (found := _SKINNY_SWIGLU.get((num_rows, num_columns))) is not None:
+        return found
+    return _best_fill(device, num_rows, num_columns, most_splits=1)
+
+
+def _best_fill(
+    device: DeviceFacts, num_rows: int, num_columns: int, most_splits: int
+) -> SkinnyConfig | None:
+    """The split of K and the CTAs per SM that leave the fewest SMs idle in the last wave; of equal
+    ones the fewest splits, which cost their consumer a read each.
+    """
+    rows, tile, warps = 64, 128, 4
+    if num_rows % rows or num_columns % tile:
+        return None
+    best: tuple[float, SkinnyConfig] | None = None
+    for splits in range(1, most_splits + 1):
+        if num_columns // tile % splits:
+            continue
+        for ctas_per_sm in (1, 2, 3):
+            config = SkinnyConfig(rows, tile, warps, ctas_per_sm, 5, splits)
+            if config.stages(16, device.shared_memory_bytes) < 2:
+                continue
+            slots = device.num_sms * ctas_per_sm
+            ctas = num_rows // rows * splits
+            filled = ctas / (-(-ctas // slots) * slots)
+            cost = 1 / filled + 0.02 * splits
+            if best is None or cost < best[0] - 1e-9:
+                best = cost, config
+    return None if best is None else best[1]
+
+
+def qk_rope_config(num_tokens: int) -> tuple[int, int]:
+    """Heads per CTA of `qk_rope_cache`, and its warps: few heads where a step is short and must
+    fill the device, many where it is long.
+    """
+    return (16, 4) if num_tokens >= 128 else (1, 1)

@@ -1,0 +1,228 @@
+"""The language model that all dense text families share.
+
+A pre-norm transformer: grouped-query attention with or without q/k norm, SwiGLU. What differs
+between families is data in `TextSpec`: sizes, biases, rope, tied embeddings. With M-RoPE positions
+have three axes; with image embeddings the vision tower's DeepStack features are added to the visual
+tokens after the first decoder layers.
+
+Tensor parallelism. `shard` cuts a module's parameters for one of several ranks: q, k, v, gate and
+up each by rows (heads, for attention), the output and down projections by columns, the head by
+vocabulary; norms and the embedding table are whole on each rank. A rank's `o_proj` and `down_proj`
+then give its part of a sum. `row_parallel` is where an all-reduce belongs: between the GEMM and the
+residual addition. One rank is what runs today.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from services.common.model_spec import ModelSpec, TextSpec
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear, MergedLinear
+from services.common.nn.weights import WeightMap
+from services.decoder.attention.base import AttentionBackend, AttentionMetadata
+from services.decoder.kernels import plain
+from services.decoder.kernels.heads import HeadTransform
+from services.decoder.kernels.ops import Ops, StepKernels
+from services.decoder.models.base import VisualInput
+from services.decoder.models.rope import RotaryEmbedding
+
+AllReduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What all layers share in one forward.
+
+    Attributes:
+        kernels: for the step's number of tokens.
+        rope: cos and sin, `[T, rotary_dim / 2]`.
+        kv_rows: `[2, T]`: where keys and values go.
+        metadata: the step's attention layout.
+    """
+
+    kernels: StepKernels
+    rope: tuple[Tensor, Tensor]
+    kv_rows: Tensor
+    metadata: AttentionMetadata
+
+
+def row_parallel(
+    x: Tensor, layer: Linear, residual: Tensor, kernels: StepKernels, all_reduce: AllReduce | None
+) -> Tensor | None:
+    """A projection back to the residual stream: what is to be added to it; None: it is added.
+
+    Ranks hold the weight by columns, so each one's output is a term of a sum, which `all_reduce`
+    computes before anything is added to the residual stream. Kernels that add it themselves are
+    those of one rank alone, see the dispatch table.
+    """
+    output = kernels.linear_residual(x, layer, residual)
+    if all_reduce is None or output is None:
+        return output
+    return all_reduce(plain.reduce_split_k(output, residual.dtype))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention, between its projections."""
+
+    def __init__(self, spec: TextSpec, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.backend = backend
+        query_size = spec.num_heads * spec.head_dim
+        kv_size = spec.num_kv_heads * spec.head_dim
+        self.qkv_proj = MergedLinear(
+            spec.hidden_size,
+            {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
+            bias=spec.qkv_bias,
+        )
+        self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.o_bias)
+        self.eps = spec.rms_norm_eps
+        self.q_norm = RMSNorm(spec.head_dim, self.eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, self.eps) if spec.qk_norm else None
+
+    def forward(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
+        """Writes this layer's keys and values to `kv_cache`, and attends.
+
+        Args:
+            qkv: of `qkv_proj`, `[T, (H + 2 * KVH) * D]` or split-K partials of it.
+            kv_cache: `[num_blocks, 2, block_size, KVH, D]`.
+            step: see there.
+
+        Returns:
+            `[T, H * D]`, before the output projection.
+        """
+        metadata, kernels = step.metadata, step.kernels
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm.weight, self.k_norm.weight
+        transform = HeadTransform(norms, self.eps, step.rope, kv_cache, step.kv_rows)
+        if metadata.fused:
+            heads = transform.of(plain.reduce_split_k(qkv, kv_cache.dtype))
+            return kernels.attend_few(heads, metadata.block_ids, metadata.seq_lens_device)
+        keys_values = None
+        if metadata.wants_keys_values:
+            num_kv_heads, head_dim = kv_cache.shape[-2:]
+            keys_values = kv_cache.new_empty(qkv.shape[-2], 2 * num_kv_heads, head_dim)
+        query = kernels.qk_rope_cache(transform.of(qkv), keys_values)
+        return self.backend.forward(query, kv_cache, metadata, keys_values).flatten(1)
+
+
+class MLP(nn.Module):
+    """The weights of SwiGLU; how they are applied is the layer's and the kernels' business."""
+
+    def __init__(self, spec: TextSpec) -> None:
+        super().__init__()
+        size, bias = spec.intermediate_size, spec.mlp_bias
+        self.gate_up_proj = MergedLinear(
+            spec.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias
+        )
+        self.down_proj = Linear(size, spec.hidden_size, bias=bias)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP around a residual stream.
+
+    A projection's addition to the stream is left to the next norm, which fuses with it, unless the
+    GEMM itself has added: a layer takes and returns `(x, residual)`, whose sum is the hidden state.
+    x may be None, or split-K partials.
+    """
+
+    def __init__(self, spec: TextSpec, backend: AttentionBackend, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.all_reduce: AllReduce | None = None  # with several ranks
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = Attention(spec, backend)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec)
+
+    def forward(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        kv_cache: Tensor,
+        step: StepContext,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """The layer's output for all tokens, or for those of `rows` `[R]`; all tokens leave their
+        keys and values in the cache.
+        """
+        kernels, attention, mlp = step.kernels, self.self_attn, self.mlp
+        qkv, residual = kernels.norm_linear(x, residual, self.input_layernorm, attention.qkv_proj)
+        attended = attention(qkv, kv_cache, step)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+            kernels = self.ops.for_tokens(len(rows))
+        x = row_parallel(attended, attention.o_proj, residual, kernels, self.all_reduce)
+        norm = self.post_attention_layernorm
+        hidden, residual = kernels.norm_swiglu(x, residual, norm, mlp.gate_up_proj)
+        return row_parallel(hidden, mlp.down_proj, residual, kernels, self.all_reduce), residual
+
+
+class Transformer(nn.Module):
+    """See `models.base.CausalLM`."""
+
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, ops: Ops) -> None:
+        super().__init__()
+        text = spec.text
+        self.ops = ops
+        self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
+        self.rope = RotaryEmbedding(text.rope)
+        self.layers = nn.ModuleList(
+            DecoderLayer(text, backend, ops) for _ in range(text.num_layers)
+        )
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        tied = text.tie_word_embeddings
+        self.lm_head = None if tied else Linear(text.hidden_size, text.vocab_size)
+        head: dict[str, str] = {} if tied else {"lm_head.": "lm_head."}
+        self.weight_map = WeightMap(
+            prefixes={"": spec.checkpoint.text_prefix} | head,
+            ignored=frozenset({"lm_head.weight"}) if tied else frozenset(),
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        visual: VisualInput | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """See CausalLM."""
+        residual = F.embedding(input_ids, self.embed_tokens.weight)
+        rope, kv_rows = self.ops.rope_and_rows(
+            positions, metadata.slot_mapping, self.rope, residual.dtype, kv_cache.shape[3]
+        )
+        step = StepContext(self.ops.for_tokens(len(residual)), rope, kv_rows, metadata)
+        if visual is not None:
+            visual.replace(residual)
+        x: Tensor | None = None
+        added, final = False, len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            added = visual is not None and index + 1 < visual.num_features
+            # No token attends to what the last layer computes.
+            early = rows if index == final and not added else None
+            x, residual = layer(x, residual, kv_cache[index], step, early)
+            if visual is not None and added:
+                if x is not None:
+                    residual = residual + plain.reduce_split_k(x, residual.dtype)
+                visual.add(residual, index + 1)
+                x = None
+        if added and rows is not None:  # after the last layer
+            residual = residual[rows]
+        kernels = step.kernels if rows is None else self.ops.for_tokens(len(rows))
+        return kernels.add_norm(x, residual, self.norm)[0]
+
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See CausalLM."""
+        head = self.lm_head
+        if head is None:
+            return self.ops.logits(hidden, self.embed_tokens.weight, out=out)
+        if head.is_plain:
+            return self.ops.logits(hidden, head.weight, out=out)
+        found = head(hidden)
+        return found if out is None else out.copy_(found)
