@@ -22,7 +22,7 @@ from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Step
 from services.decoder.engine.step_inputs import StepInputs
 from services.decoder.kernels.ops import PlainOps
-from services.decoder.models.qwen3_vl import Qwen3VLLanguageModel
+from services.decoder.models.transformer import Transformer
 
 ARENA_BYTES = 16 << 20
 BLOCK_SIZE = 4
@@ -216,5 +216,5 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the language model's tensors in a checkpoint."""
     spec = read_spec(directory)
     with torch.device("meta"):
-        model = Qwen3VLLanguageModel(spec, backend=None, ops=PlainOps())  # type: ignore[arg-type]
+        model = Transformer(spec, backend=None, ops=PlainOps())  # type: ignore[arg-type]
     return {part.name: part.shape for part in weights._sources(model, model.weight_map)}

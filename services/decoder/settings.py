@@ -21,6 +21,7 @@ class DecoderSettings(ServiceSettings):
         dtype: of weights, cache and embeddings; `auto`: bfloat16 on a GPU, float32 on a CPU.
         load_format: `auto`: safetensors; `dummy`: random weights.
         attention_backend: `auto`: the fastest for the device.
+        kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.
         num_threads: of the engine's CPU maths; 0: torch's choice.
         max_num_sequences: sequences that run at once; as many again times `QUEUE_FACTOR` may wait.
         max_batched_tokens: most tokens of a step.
@@ -46,6 +47,7 @@ class DecoderSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     attention_backend: Literal["auto", "sdpa", "flashinfer"] = "auto"
+    kernels: str = ""
     num_threads: Annotated[int, Field(ge=0)] = 0
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] = 256
     max_batched_tokens: Annotated[int, Field(ge=1)] = 8192

@@ -11,15 +11,14 @@ from torch.nn import functional as F
 from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
 
 pytest.importorskip("triton")
-from services.decoder.attention.base import kv_rows
+from services.decoder.kernels import plain
+from services.decoder.kernels.few_attention import FewAttention
+from services.decoder.kernels.heads import HeadTransform, kv_rows
 from services.decoder.kernels.many_attention import ManyAttention
-from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.prompt_attention import PromptAttention, PromptChunk
-from services.decoder.models.rope import HeadTransform
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
-PLAIN = PlainOps()
 
 
 @pytest.mark.parametrize("lengths", [[1], [2], [65], [1100], [4096], [1, 33], [700, 2048]])
@@ -34,6 +33,7 @@ def test_attention_of_few_agrees_with_its_twin(
     ops, block_size = fused(num_heads, kv_heads, dim), 16
     measured = num_heads // kv_heads <= 2
     assert ops.max_fused_context(count) == ({1: 4096, 2: 2048}[count] if measured else 0)
+    attend = FewAttention(CUDA, num_heads, kv_heads, dim)
     sizes = [-(-length // block_size) for length in lengths]
     block_ids = torch.randperm(sum(sizes), device="cuda", dtype=torch.int32)
     last = [
@@ -50,14 +50,14 @@ def test_attention_of_few_agrees_with_its_twin(
         rope = (angles.cos().bfloat16(), angles.sin().bfloat16())
         twin = cache.clone()
         heads = HeadTransform(weights, EPS, rope, cache, rows).of(qkv)
-        expected = PLAIN.attend_few(replace(heads, kv_cache=twin), block_ids, seq_lens)
-        found = ops.attend_few(heads, block_ids, seq_lens)
+        expected = plain.attend_few(replace(heads, kv_cache=twin), block_ids, seq_lens)
+        found = attend(heads, block_ids, seq_lens)
         assert error(found, expected) <= 2 * TOLERANCE
         assert error(cache, twin) <= TOLERANCE
     # A padding token writes nothing.
     before = cache.clone()
     nowhere = kv_rows(torch.full((count,), -1, device="cuda"), block_size)
-    ops.attend_few(replace(heads, rows=nowhere), block_ids, seq_lens)
+    attend(replace(heads, rows=nowhere), block_ids, seq_lens)
     assert torch.equal(cache, before)
 
 

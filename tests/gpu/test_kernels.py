@@ -12,15 +12,39 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
 pytest.importorskip("triton")
 from services.common.model_spec import RopeSpec
 from services.common.nn import cublaslt, launches
-from services.common.nn.linear import add_product, sum_parts
-from services.decoder.attention.base import kv_rows
-from services.decoder.kernels import prompt_swiglu
+from services.common.nn.device import DeviceFacts
+from services.common.nn.linear import Linear, add_product
+from services.decoder.kernels import (
+    add_norm,
+    gemv,
+    plain,
+    qk_rope_cache,
+    silu_mul,
+    skinny_gemm,
+    swiglu_gemm,
+    tuning,
+)
+from services.decoder.kernels.heads import HeadTransform, kv_rows
 from services.decoder.kernels.ops import PlainOps
-from services.decoder.models.rope import HeadTransform, RotaryEmbedding
+from services.decoder.kernels.tuning import SwigluGemmConfig
+from services.decoder.models.rope import RotaryEmbedding
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
-PLAIN = PlainOps()
+# hidden, intermediate, rows of q/k/v, columns of the output projection.
+SIZES = {
+    "2b": (2048, 6144, 4096, 2048), "4b": (2560, 9728, 6144, 4096), "8b": (4096, 12288, 6144, 4096),
+    "32b": (5120, 25600, 10240, 8192),
+}  # fmt: skip
+
+
+def layer(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    with torch.device("meta"):
+        made = Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    made.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return made
 
 
 @pytest.mark.parametrize("num_tokens", [900, 1024, 1088, 1280, 2048, 3000, 8192])
@@ -91,37 +115,43 @@ def test_products_that_add_are_as_exact_as_a_product_and_a_sum(
 @pytest.mark.parametrize("rows", [6144, 9728])
 def test_swiglu_of_prompts_agrees_with_its_twin(num_tokens: int, rows: int) -> None:
     x, weight = random(num_tokens, 2048), random(2 * rows, 2048) / 45
-    found = prompt_swiglu.linear_swiglu(x, weight)
-    assert error(found, PLAIN.linear_swiglu(x, weight)) <= TOLERANCE
-    if rows == 6144:  # the 2B's, for which these are the lengths that fill the processors
-        with launches.captured():
-            assert prompt_swiglu.gains(x, weight)
-            assert torch.equal(fused().linear_swiglu(x, weight), found)
+    config = SwigluGemmConfig(DeviceFacts.of(CUDA).num_sms)
+    found = swiglu_gemm.linear_swiglu(x, weight, config)
+    assert error(found, plain.linear_swiglu(x, weight)) <= TOLERANCE
+    if rows == 6144 and config.num_sms == 132:  # the 2B's: these lengths fill the SMs
+        ops = fused()
+        with ops.for_graph():
+            assert config.is_faster(num_tokens, 2 * rows)
+            chosen = ops.for_tokens(num_tokens).linear_swiglu
+            assert torch.equal(chosen(x, layer(weight)), found)
+        assert ops.table.calls() == {("linear_swiglu", "swiglu_gemm"): 1}
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])
 @pytest.mark.parametrize("width", [256, 2048, 2560, 5120])
 def test_norms_agree_with_their_twins(num_tokens: int, width: int) -> None:
     x, residual, weight = random(num_tokens, width), random(num_tokens, width), random(width)
-    expected, expected_residual = PLAIN.add_rms_norm(x, residual.clone(), weight, EPS)
-    out, new_residual = fused().add_rms_norm(x, residual.clone(), weight, EPS)
+    expected, expected_residual = plain.add_rms_norm(x, residual.clone(), weight, EPS)
+    out, new_residual = add_norm.add_rms_norm(x, residual.clone(), weight, EPS)
     assert error(out, expected) <= TOLERANCE
     assert torch.equal(new_residual, expected_residual)  # one addition, one rounding
-    assert error(fused().rms_norm(x, weight, EPS), PLAIN.rms_norm(x, weight, EPS)) <= TOLERANCE
+    assert error(add_norm.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 768), (300, 6144), (7, 9728)])
 def test_silu_and_mul_agrees_with_its_twin(num_tokens: int, width: int) -> None:
     gate_up = random(num_tokens, 2 * width)
-    assert error(fused().silu_and_mul(gate_up), PLAIN.silu_and_mul(gate_up)) <= TOLERANCE
+    assert error(silu_mul.silu_and_mul(gate_up), plain.silu_and_mul(gate_up)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("num_tokens", [1, 127, 200])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (4, 2, 64), (5, 5, 32), (3, 1, 16)]
+    ("heads", "kv_heads", "dim"),
+    [(16, 8, 128), (32, 8, 128), (4, 2, 64), (5, 5, 32), (16, 1, 80), (12, 4, 96), (4, 2, 256)],
 )
+@pytest.mark.parametrize("normed", [True, False])
 def test_qk_rope_cache_agrees_with_its_twin(
-    num_tokens: int, heads: int, kv_heads: int, dim: int
+    num_tokens: int, heads: int, kv_heads: int, dim: int, normed: bool
 ) -> None:
     qkv = random(num_tokens, (heads + 2 * kv_heads) * dim)
     angles = torch.rand(num_tokens, dim // 2, device="cuda") * 6.28
@@ -131,9 +161,9 @@ def test_qk_rope_cache_agrees_with_its_twin(
     rows = kv_rows(slots, 16)
     cache = torch.full((40, 2, 16, kv_heads, dim), torch.nan, device="cuda").bfloat16()
     twin = cache.clone()
-    weights = (random(dim), random(dim))
-    expected = PLAIN.qk_rope_cache(HeadTransform(weights, EPS, rope, twin, rows).of(qkv))
-    query = fused().qk_rope_cache(HeadTransform(weights, EPS, rope, cache, rows).of(qkv))
+    weights = (random(dim), random(dim)) if normed else None
+    expected = plain.qk_rope_cache(HeadTransform(weights, EPS, rope, twin, rows).of(qkv))
+    query = qk_rope_cache.qk_rope_cache(HeadTransform(weights, EPS, rope, cache, rows).of(qkv))
     assert error(query, expected) <= TOLERANCE
     cache, twin = cache[:39], twin[:39]  # the last block is scratch
     assert torch.equal(cache.isnan(), twin.isnan())  # the same slots, and no other
@@ -151,19 +181,19 @@ def test_rotation_rounds_each_product_as_torch_does() -> None:
         (random(128), random(128)), EPS, rope, random(64, 2, 16, 8, 128), rows
     ).of(qkv)
     twin = replace(heads, kv_cache=heads.kv_cache.clone())
-    few = fused().qk_rope_cache(heads) != PLAIN.qk_rope_cache(twin)
+    few = qk_rope_cache.qk_rope_cache(heads) != plain.qk_rope_cache(twin)
     assert few.float().mean() <= 1e-4
     assert (heads.kv_cache != twin.kv_cache).float().mean() <= 1e-4
 
 
 @pytest.mark.parametrize("count", [1, 64, 3000])
 def test_what_comes_before_the_layers_agrees_with_its_twins(count: int) -> None:
-    ops = fused()
+    ops, twins = fused(), PlainOps()
     known = torch.randint(0, 9, (count,), dtype=torch.int32, device="cuda")
     rows = torch.randint(-1, 257, (count,), device="cuda")
     last_tokens = torch.arange(257, dtype=torch.int32, device="cuda")
     arguments = (known, rows, last_tokens)
-    assert torch.equal(ops.pick_tokens(*arguments), PLAIN.pick_tokens(*arguments))
+    assert torch.equal(ops.pick_tokens(*arguments), twins.pick_tokens(*arguments))
     mrope = RotaryEmbedding(
         RopeSpec(theta=5e6, rotary_dim=128, mrope_section=(24, 20, 20), attention_factor=1.3)
     )
@@ -172,57 +202,74 @@ def test_what_comes_before_the_layers_agrees_with_its_twins(count: int) -> None:
     slots = torch.randint(-1, 1_000_000, (count,), device="cuda")
     arguments = (positions, slots, mrope, torch.bfloat16, 16)
     (cos, sin), found = ops.rope_and_rows(*arguments)
-    (twin_cos, twin_sin), expected = PLAIN.rope_and_rows(*arguments)
+    (twin_cos, twin_sin), expected = twins.rope_and_rows(*arguments)
     assert torch.equal(found, expected)
     assert error(cos, twin_cos) <= TOLERANCE and error(sin, twin_sin) <= TOLERANCE
 
 
-@pytest.mark.parametrize("num_tokens", [3, 16, 33, 64])
-@pytest.mark.parametrize(("columns", "rows"), [(2048, 4096), (2048, 2048), (6144, 2048), (128, 64)])
-def test_products_of_small_batches_agree_with_their_twins(
-    num_tokens: int, columns: int, rows: int
-) -> None:
-    ops = fused()
-    x, weight = random(num_tokens, columns), random(rows, columns) * columns**-0.5
-    parts = ops.linear_parts(x, weight)
-    whole = PLAIN.linear(x, weight)
-    assert error(sum_parts(parts, torch.bfloat16), whole) <= TOLERANCE
-    swiglu = ops.linear_swiglu(x, weight)
-    assert error(swiglu, PLAIN.linear_swiglu(x, weight)) <= 2 * TOLERANCE
-    residual, norm = random(num_tokens, rows), random(rows)
-    expected = PLAIN.add_rms_norm(parts, residual.clone(), norm, EPS)
-    found = ops.add_rms_norm(parts, residual.clone(), norm, EPS)
-    assert error(found[0], expected[0]) <= TOLERANCE
-    assert torch.equal(found[1], expected[1]) or error(found[1], expected[1]) <= TOLERANCE
-    if rows < 4096:
-        return
-    heads = HeadTransform(
-        (random(128), random(128)), EPS, (random(num_tokens, 64), random(num_tokens, 64)),
-        random(9, 2, 16, 8, 128), kv_rows(torch.arange(num_tokens, device="cuda"), 16),
-    ).of(parts)  # fmt: skip
-    twin = replace(heads, kv_cache=heads.kv_cache.clone())
-    assert error(ops.qk_rope_cache(heads), PLAIN.qk_rope_cache(twin)) <= TOLERANCE
-    assert error(heads.kv_cache, twin.kv_cache) <= TOLERANCE
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 33, 64])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_skinny_gemms_agree_with_their_twins(num_tokens: int, size: str, biased: bool) -> None:
+    """As the table has them, with what reduces their partials."""
+    facts, (hidden, intermediate, qkv_rows, query) = DeviceFacts.of(CUDA), SIZES[size]
+    shared = {"shared_memory_bytes": facts.shared_memory_bytes, "pdl": facts.supports_pdl}
+    for rows, columns in ((qkv_rows, hidden), (hidden, query), (hidden, intermediate)):
+        x, weight = random(num_tokens, columns), random(rows, columns) * columns**-0.5
+        bias = random(rows) if biased else None
+        config = tuning.split_k_config(facts, rows, columns)
+        assert config is not None
+        partials = skinny_gemm.split_k_partials(x, weight, bias, config, **shared)
+        whole = F.linear(x, weight, bias)
+        assert error(plain.reduce_split_k(partials, torch.bfloat16), whole) <= TOLERANCE
+        residual, norm = random(num_tokens, rows), random(rows)
+        expected = plain.add_rms_norm(partials, residual.clone(), norm, EPS)
+        found = add_norm.add_rms_norm(partials, residual.clone(), norm, EPS)
+        assert error(found[0], expected[0]) <= TOLERANCE
+        assert torch.equal(found[1], expected[1]) or error(found[1], expected[1]) <= TOLERANCE
+        if rows != qkv_rows:
+            continue
+        for norms in ((random(128), random(128)), None):
+            heads = HeadTransform(
+                norms, EPS, (random(num_tokens, 64), random(num_tokens, 64)),
+                random(9, 2, 16, 8, 128), kv_rows(torch.arange(num_tokens, device="cuda"), 16),
+            ).of(partials)  # fmt: skip
+            twin = replace(heads, kv_cache=heads.kv_cache.clone())
+            query_heads = qk_rope_cache.qk_rope_cache(heads, pdl=facts.supports_pdl)
+            assert error(query_heads, plain.qk_rope_cache(twin)) <= TOLERANCE
+            assert error(heads.kv_cache, twin.kv_cache) <= TOLERANCE
+    x, weight = random(num_tokens, hidden), random(2 * intermediate, hidden) * hidden**-0.5
+    bias = random(2 * intermediate) if biased else None
+    config = tuning.skinny_swiglu_config(facts, 2 * intermediate, hidden)
+    assert config is not None
+    found = skinny_gemm.linear_swiglu(x, weight, bias, config, **shared)
+    assert error(found, plain.linear_swiglu(x, weight, bias)) <= 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
 @pytest.mark.parametrize(
-    ("width", "rows"), [(2048, 4096), (6144, 2048), (2560, 9728), (12288, 4096), (256, 100)]
-)
-def test_products_of_few_tokens_agree_with_their_twins(
-    num_tokens: int, width: int, rows: int
-) -> None:
+    ("width", "rows"),
+    [
+        (2048, 4096), (6144, 2048), (2560, 9728), (9728, 2560), (4096, 12288), (12288, 4096),
+        (5120, 25600), (25600, 5120), (8192, 5120), (256, 100), (14336, 4096),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("biased", [False, True])
+def test_gemvs_agree_with_their_twins(num_tokens: int, width: int, rows: int, biased: bool) -> None:
+    pdl = {"pdl": DeviceFacts.of(CUDA).supports_pdl}
     x, norm, residual = random(num_tokens, width), random(width), random(num_tokens, rows)
     weight = (torch.randn(2 * rows, width, device="cuda") * 0.02).bfloat16()
-    half = weight[:rows]
-    assert error(fused().linear(x, half), PLAIN.linear(x, half)) <= TOLERANCE
-    expected = PLAIN.norm_linear(x, norm, EPS, half)
-    assert error(fused().norm_linear(x, norm, EPS, half), expected) <= TOLERANCE
-    expected = PLAIN.norm_swiglu(x, norm, EPS, weight)
-    assert error(fused().norm_swiglu(x, norm, EPS, weight), expected) <= 2 * TOLERANCE
+    both = random(2 * rows) if biased else None
+    half, one = weight[:rows], None if both is None else both[:rows]
+    assert error(gemv.linear(x, half, **pdl), plain.linear(x, half)) <= TOLERANCE
+    expected = plain.norm_linear(x, norm, EPS, half, one)
+    assert error(gemv.norm_linear(x, norm, EPS, half, one, **pdl), expected) <= TOLERANCE
+    expected = plain.norm_swiglu(x, norm, EPS, weight, both)
+    found = gemv.norm_swiglu(x, norm, EPS, weight, both, **pdl)
+    assert error(found, expected) <= 2 * TOLERANCE
     twin = residual.clone()
-    fused().linear_add(x, half, residual)
-    PLAIN.linear_add(x, half, twin)
+    gemv.linear_residual(x, half, one, residual, **pdl)
+    plain.linear_residual(x, half, one, twin)
     assert error(residual, twin) <= TOLERANCE
 
 

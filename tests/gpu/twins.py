@@ -8,6 +8,9 @@ and theirs), twice that.
 
 import torch
 
+from services.common.model_spec import RopeSpec, TextSpec
+from services.common.nn.device import DeviceFacts
+
 TOLERANCE = 4e-3
 CUDA = torch.device("cuda")
 
@@ -21,8 +24,15 @@ def error(out: torch.Tensor, twin: torch.Tensor) -> float:
 
 
 def fused(heads: int = 16, kv_heads: int = 8, dim: int = 128):
-    """The decoder's fused operations."""
-    from services.decoder.kernels.few_attention import FewAttention
-    from services.decoder.kernels.triton_ops import TritonOps
+    """The decoder's operations for the 2B shape, or with other heads, as the table has them here."""
+    from services.decoder.kernels import table
+    from services.decoder.kernels.ops import Ops
 
-    return TritonOps(max_few_tokens=2, few_attention=FewAttention(CUDA, heads, kv_heads, dim))
+    text = TextSpec(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=28,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rms_norm_eps=1e-6,
+        rope=RopeSpec(theta=5e6, rotary_dim=dim), max_position_embeddings=262144,
+        tie_word_embeddings=True, qk_norm=True,
+    )  # fmt: skip
+    facts = table.KernelFacts(DeviceFacts.of(CUDA), text, torch.bfloat16)
+    return Ops(table.resolve(facts))

@@ -6,7 +6,7 @@ rounding. The controls show that the check can fail. A shift of *all* positions 
 is not among them: rotary attention sees differences of positions only, so that changes nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from services.common.nn.device import DeviceFacts
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.kernels.ops import PlainOps
+from services.decoder.kernels import plain, table
+from services.decoder.kernels.ops import Ops
+from services.decoder.kernels.table import KernelFacts, Row
 from services.decoder.models import rope
 from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Answer, Oracle, Prompt, make_oracle
@@ -137,45 +142,85 @@ def test_decode_logits_agree(pair: Pair) -> None:
     pair.ours.finish(sequence)
 
 
-def test_products_of_small_batches_agree(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of small batches through a layer, with sums in parts."""
+def with_kernels(pair: Pair, monkeypatch: pytest.MonkeyPatch, **kernels: Callable) -> None:
+    """The model calls these instead of what the table would choose."""
+    model = pair.ours.runner._model
+    rows = [Row(name, "test", lambda _, kernel=kernel: kernel) for name, kernel in kernels.items()]
+    facts = KernelFacts(DeviceFacts("cpu"), pair.oracle.spec.text, torch.float32)
+    monkeypatch.setattr(model, "ops", Ops(table.resolve(facts, rows=[*rows, *table.ROWS])))
+
+
+def test_split_k_partials_agree(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of small batches through a layer: consumers of a GEMM reduce its partials, images
+    between them or not.
+    """
     asked: list[int] = []
 
-    def is_small_batch(self: PlainOps, x: Tensor) -> bool:
+    def project(x: Tensor, layer: Linear) -> Tensor:
         asked.append(len(x))
-        return True
+        half = x.shape[1] // 2
+        parts = (x[:, :half], layer.weight[:, :half]), (x[:, half:], layer.weight[:, half:])
+        return torch.stack([F.linear(part, weight) for part, weight in parts])
 
-    monkeypatch.setattr(PlainOps, "is_small_batch", is_small_batch)
-    prompt = pair.oracle.prompt(*PROMPTS["text"], seed=6)
-    answer = pair.oracle.answer(prompt)
-    assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
-    assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE
-    assert set(asked) >= {3, len(prompt.token_ids)}
+    with_kernels(pair, monkeypatch, project=project)
+    for parts in (PROMPTS["text"], PROMPTS["three images"]):
+        prompt = pair.oracle.prompt(*parts, seed=6)
+        answer = pair.oracle.answer(prompt)
+        assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
+        assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE
+        assert set(asked) >= {3, len(prompt.token_ids)}
 
 
 @pytest.mark.parametrize("skipped", [0, 3])
 @pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS)
-def test_products_that_add_agree(
+def test_gemms_that_add_to_the_residual_stream_agree(
     pair: Pair, parts: tuple, skipped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path of many tokens through a layer, where the residual stream takes the products: all
-    of them, or all but every third, which the next norm adds.
+    """The path of many tokens through a layer: all GEMMs add, or all but every third, whose output
+    the next norm adds.
     """
     asked: list[int] = []
 
-    def add_product(self: PlainOps, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
+    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
         asked.append(len(x))
         if skipped and len(asked) % skipped == 0:
-            return False
-        residual += F.linear(x, weight)
-        return True
+            return layer(x)
+        residual += layer(x)
+        return None
 
-    monkeypatch.setattr(PlainOps, "add_product", add_product)
+    with_kernels(pair, monkeypatch, linear_residual=linear_residual)
     prompt = pair.oracle.prompt(*parts, seed=7)
     answer = pair.oracle.answer(prompt)
     assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
     assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE
     assert set(asked) >= {3, len(prompt.token_ids)}
+
+
+@pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS)
+def test_fused_norms_agree(pair: Pair, parts: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of one or two tokens through a layer: each GEMM is fused with the norm before it and
+    with the activation or the addition after it.
+    """
+
+    def norm_linear(x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear):
+        assert x is None
+        return plain.norm_linear(residual, norm.weight, norm.eps, layer.weight), residual
+
+    def norm_swiglu(x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear):
+        assert x is None
+        return plain.norm_swiglu(residual, norm.weight, norm.eps, layer.weight), residual
+
+    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
+        plain.linear_residual(x, layer.weight, None, residual)
+
+    with_kernels(
+        pair, monkeypatch,
+        norm_linear=norm_linear, norm_swiglu=norm_swiglu, linear_residual=linear_residual,
+    )  # fmt: skip
+    prompt = pair.oracle.prompt(*parts, seed=8)
+    answer = pair.oracle.answer(prompt)
+    assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
+    assert error(pair.logits(prompt, answer, 2), answer.logits) < TOLERANCE
 
 
 def test_steps_that_keep_their_own_keys_and_values_agree(

@@ -13,7 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from services.common.model_spec import RopeSpec
-from services.decoder.models.rope import RotaryEmbedding, inverse_frequencies, rotate
+from services.decoder.kernels.plain import rotate
+from services.decoder.models.rope import RotaryEmbedding, inverse_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,

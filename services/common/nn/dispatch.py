@@ -69,7 +69,7 @@ def _any_number(_: object) -> TokenRange:
     return TokenRange()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots, `Implementation[Facts](...)` fails in Python 3.11
 class Implementation(Generic[FactsT]):
     """One way to compute an operation.
 

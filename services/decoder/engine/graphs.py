@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from services.common.nn import launches
+from services.common.nn.dispatch import CapturedCalls
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import StepInputs
+from services.decoder.kernels.tuning import (
+    MAX_CAPTURED_CHUNKS,
+    MAX_CAPTURED_DECODES,
+    MAX_CAPTURED_PROMPT,
+    MAX_CAPTURED_TOKENS,
+)
 from services.decoder.models.base import CausalLM
-
-# Above, the device takes longer than the launches: alone, or while an encoder shares it.
-_MAX_CAPTURED_PROMPT, _MAX_CAPTURED_TOKENS = 2048, 4096
-MAX_CAPTURED_CHUNKS = 16  # of a mixed step
-# Of a mixed step, and of rows of its head: with more, the device takes as long as the launches.
-_MAX_CAPTURED_DECODES = 64
 
 
 def decode_buckets(max_num_sequences: int) -> list[int]:
@@ -39,13 +40,13 @@ def prompt_buckets(max_num_tokens: int) -> list[int]:
     """Lengths to capture, up to where launches no longer matter. Above 1,408, tiles of products
     fit the processors no better in steps of 64.
     """
-    sizes = [*range(64, 1408, 64), *range(1408, _MAX_CAPTURED_PROMPT + 1, 128)]
+    sizes = [*range(64, 1408, 64), *range(1408, MAX_CAPTURED_PROMPT + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
 
 
 def mixed_buckets(max_num_tokens: int) -> list[int]:
     """Numbers of tokens, decodes among them, to capture mixed steps for."""
-    sizes = [*range(256, 1408, 64), *range(1408, _MAX_CAPTURED_TOKENS + 1, 128)]
+    sizes = [*range(256, 1408, 64), *range(1408, MAX_CAPTURED_TOKENS + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
 
 
@@ -86,6 +87,7 @@ class _Captured:
     metadata: AttentionMetadata  # with the lengths of the step that was planned last
     logits: Tensor  # [n, vocab_size]
     token_ids: Tensor  # [n] int32
+    calls: CapturedCalls
 
 
 class _Kind(NamedTuple):
@@ -135,20 +137,31 @@ class _GraphSet:
 
         stream = parts.capture_stream
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), launches.captured():
+        with torch.cuda.stream(stream), launches.captured(), model.ops.for_graph():
             run()  # libraries allocate and choose kernels at the first call
+            if kind.fused and not self._is_fused(step):
+                return  # the fused kernel has just failed
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # so that the graph has it
-            with launches.captured_graph(parts.graph_pool) as graph:
+            with (
+                model.ops.capturing() as calls,
+                launches.captured_graph(parts.graph_pool) as graph,
+            ):
                 logits, token_ids = run()
         torch.cuda.current_stream().wait_stream(stream)
         graph.replay()  # the first one takes longer
-        self._captured[kind] = _Captured(graph, metadata, logits, token_ids)
+        self._captured[kind] = _Captured(graph, metadata, logits, token_ids, calls)
 
     def _replay(self, kind: _Kind) -> tuple[Tensor, Tensor]:
         captured = self._captured[kind]
         captured.graph.replay()
+        captured.calls.num_replays += 1
         return captured.logits, captured.token_ids
+
+    def _is_fused(self, step: StepInputs) -> bool:
+        """Whether attention is part of a fused operation."""
+        longest = self.parts.model.ops.max_fused_context(step.num_decodes)
+        return int(step.seq_lens.max()) <= longest
 
     def _forward(
         self, step: StepInputs, metadata: AttentionMetadata, sampled: Tensor | None
@@ -204,10 +217,6 @@ class DecodeGraphs(_GraphSet):
             self.parts.backend.plan(metadata, captured=True)
         return self._replay(kind)
 
-    def _is_fused(self, step: StepInputs) -> bool:
-        """Whether attention is part of a fused operation."""
-        longest = self.parts.model.ops.max_fused_context(step.num_decodes)
-        return int(step.seq_lens.max()) <= longest
 
 
 class _ChunkGraphs(_GraphSet):
@@ -253,7 +262,7 @@ class MixedGraphs(_ChunkGraphs):
     def __init__(self, parts: StepParts, scratch_row: int) -> None:
         super().__init__(parts)
         self._scratch_row = scratch_row  # the one behind those of sequences
-        self._decodes = min(_MAX_CAPTURED_DECODES, scratch_row)
+        self._decodes = min(MAX_CAPTURED_DECODES, scratch_row)
 
     def scratch(self, num_tokens: int) -> StepInputs:
         """A step to capture, of so many tokens, more than the most decodes."""

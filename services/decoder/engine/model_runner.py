@@ -1,5 +1,6 @@
 """The model runner: steps in, sampled tokens out. The only owner of its device."""
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +10,6 @@ from torch import Tensor
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
 from services.decoder.engine.graphs import (
-    MAX_CAPTURED_CHUNKS,
     DecodeGraphs,
     MixedGraphs,
     PromptGraphs,
@@ -23,7 +23,10 @@ from services.decoder.engine.sampling import SamplingPlan, SamplingTable
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import RowStart, Step, StepOutput
 from services.decoder.engine.step_inputs import RowTable, StepInputs
+from services.decoder.kernels.tuning import MAX_CAPTURED_CHUNKS
 from services.decoder.models.base import CausalLM, VisualInput
+
+logger = logging.getLogger(__name__)
 
 # Of a step's arrays, whatever its size: alignment, and the least list of the attention's work.
 _MOST_ELSE_BYTES = 16 << 10
@@ -159,16 +162,23 @@ class ModelRunner:
         of_decodes = DecodeGraphs(parts, self._scratch_row)
         of_prompts = PromptGraphs(parts)
         of_mixed = MixedGraphs(parts, self._scratch_row)
+        row = self._scratch_row
         # The largest first: what they need, all others find in the pool.
-        for num_tokens in sorted(mixed, reverse=True):
-            of_mixed.capture(self._stage(of_mixed.scratch(num_tokens), of_mixed))
-        for length in sorted(prompts, reverse=True):
-            step = StepInputs.scratch([length], self._scratch_row)
-            of_prompts.capture(self._stage(step, of_prompts))
-        for count in sorted(decodes, reverse=True):
-            step = StepInputs.scratch([1] * count, self._scratch_row)
-            of_decodes.capture(self._stage(step, of_decodes))
-        self.graphs = [of_decodes, of_prompts, of_mixed]
+        steps = (
+            (of_mixed, (of_mixed.scratch(size) for size in sorted(mixed, reverse=True))),
+            (of_prompts, (StepInputs.scratch([n], row) for n in sorted(prompts, reverse=True))),
+            (of_decodes, (StepInputs.scratch([1] * n, row) for n in sorted(decodes, reverse=True))),
+        )
+        for graphs, scratch in steps:
+            try:
+                for step in scratch:
+                    graphs.capture(self._stage(step, graphs))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                logger.warning("%s: capture failed, these steps run eagerly", graphs, exc_info=True)
+            else:
+                self.graphs.insert(0, graphs)
 
     @torch.inference_mode()
     def forward_scratch(self, lengths: list[int]) -> None:

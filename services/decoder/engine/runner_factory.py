@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from msgspec import structs
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
+from services.common.nn.linear import Linear
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
@@ -21,7 +23,8 @@ from services.decoder.engine.images import ImageReader
 from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.model_runner import DeviceState, ModelRunner
-from services.decoder.kernels.ops import create_ops
+from services.decoder.kernels.ops import PlainOps, create_ops
+from services.decoder.kernels.table import UNQUANTIZED
 from services.decoder.models import resolve
 from services.decoder.models.base import CausalLM
 
@@ -47,6 +50,7 @@ class RunnerOptions:
         memory_fraction: share of the whole card this process may use (GPU).
         kv_cache_bytes: size of the KV pool; None: what the fraction leaves (GPU), 512 MiB (CPU).
         cuda_graphs: capture decode steps (GPU).
+        kernels: overrides of the dispatch table: `op=implementation,...`, or `plain`.
     """
 
     model_directory: Path
@@ -61,6 +65,7 @@ class RunnerOptions:
     memory_fraction: float = 0.9
     kv_cache_bytes: int | None = None
     cuda_graphs: bool = True
+    kernels: str = ""
     seed: int = 0
 
 
@@ -102,11 +107,12 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
         return ModelRunner(info, model, backend, DeviceState(device, pool, last_tokens), images)
 
     info = _info(spec, options, dtype)
-    budget = _budget(options, device, lambda: _run_largest_step(make(info)))
-    num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
-    max_model_len = min(limit, num_blocks * options.block_size)
-    runner = make(structs.replace(info, num_blocks=num_blocks, max_model_len=max_model_len))
-    _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
+    with model.ops.warming_up():
+        budget = _budget(options, device, lambda: _run_largest_step(make(info)))
+        num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
+        max_model_len = min(limit, num_blocks * options.block_size)
+        runner = make(structs.replace(info, num_blocks=num_blocks, max_model_len=max_model_len))
+        _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
     _log_ready(runner.info, device, backend, time.monotonic() - started)
     return runner
 
@@ -161,7 +167,7 @@ def _load(
 ) -> CausalLM:
     kind = resolve(spec.architecture)
     with torch.device("meta"):
-        model = kind(spec, backend, create_ops(device, spec.text))
+        model = kind(spec, backend, PlainOps())
     if options.load_format == "dummy":
         load_dummy(
             model, options.seed, device=device, dtype=dtype,
@@ -175,7 +181,18 @@ def _load(
         )
     else:
         raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
+    # Which kernels can read the weights is known once these are loaded.
+    model.ops = create_ops(
+        device, spec.text, dtype, weight_format=_weight_format(model), overrides=options.kernels
+    )
     return model.eval()
+
+
+def _weight_format(model: nn.Module) -> str:
+    """Of the decoder layers' projections: unquantized only if all of them are."""
+    layers = model.get_submodule("layers")
+    found = {part.weight_format for part in layers.modules() if isinstance(part, Linear)}
+    return min(found - {UNQUANTIZED}, default=UNQUANTIZED)
 
 
 def _sizes(spec: ModelSpec, options: RunnerOptions, max_model_len: int) -> AttentionSizes:

@@ -6,7 +6,7 @@ heads by itself and attends to one part of the context, and whoever comes last o
 parts, in one order. The context's keys and values, which were written by earlier steps, are on
 their way before the projection's result is there (see `overlap`).
 
-The plain twin is `services.decoder.kernels.ops.attend_few`.
+The plain twin is `services.decoder.kernels.plain.attend_few`.
 """
 
 import torch
@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from services.decoder.kernels.heads import ProjectedHeads
 from services.decoder.kernels.overlap import overlaps
 from services.decoder.kernels.qk_rope_cache import rotated
-from services.decoder.models.rope import ProjectedHeads
 
 # Longer contexts are faster through flashinfer, which keeps more reads under way; by number of
 # sequences, measured on an H200. So may be more query heads per key head, which was not measured.

@@ -89,14 +89,12 @@ def _gemv_kernel(
     up_weights = weights + tl.cast(num_rows, tl.int64) * WIDTH
     # All that no earlier kernel has written is read before the wait.
     weight = tl.load(weights, mask=inside[None, :], other=0.0)
+    up_weight = weight
     if SWIGLU:
         up_weight = tl.load(up_weights, mask=inside[None, :], other=0.0)
-    else:
-        up_weight = weight
+    norm = column.to(tl.float32)
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    else:
-        norm = column.to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,5 +1,6 @@
 """The operations of a step, each by the implementation that the dispatch table has for it."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
@@ -8,13 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.nn.dispatch import CapturedCalls, KernelTable, Resolved
+from services.common.model_spec import TextSpec
+from services.common.nn.device import DeviceFacts
+from services.common.nn.dispatch import CapturedCalls, KernelTable, Resolved, parse_overrides
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.kernels import table
 from services.decoder.kernels.draw_params import DrawParams, Penalties
 from services.decoder.kernels.heads import ProjectedHeads, Rotary
 from services.decoder.kernels.table import KernelFacts
+
+log = logging.getLogger(__name__)
 
 _MAX_KEPT = 4096  # choices of eager steps of different lengths
 
@@ -51,7 +56,7 @@ class StepKernels:
     attend_few: Callable[[ProjectedHeads, Tensor, Tensor], Tensor]
 
     def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """The norm of the hidden state, `x + residual` or `residual` alone, and the state itself."""
+        """The norm of the hidden state `x + residual`, or `residual` alone, and the state."""
         if x is None:
             return self.rms_norm(residual, norm.weight, norm.eps), residual
         return self.add_rms_norm(x, residual, norm.weight, norm.eps)
@@ -214,6 +219,33 @@ class Ops:
         a row is not finite.
         """
         return self.table.call("greedy", logits)
+
+
+def create_ops(
+    device: torch.device,
+    text: TextSpec,
+    dtype: torch.dtype,
+    *,
+    weight_format: str = table.UNQUANTIZED,
+    overrides: str = "",
+) -> Ops:
+    """The operations of a model on a device of this machine; logs the table.
+
+    Args:
+        device: of the model.
+        text: its sizes and options.
+        dtype: of weights, activations and the KV cache.
+        weight_format: of the linear layers, see `LinearMethod`.
+        overrides: see `dispatch.parse_overrides`.
+
+    Raises:
+        UnknownOverride: an override names what does not exist or cannot run here.
+    """
+    facts = KernelFacts(DeviceFacts.of(device), text, dtype, weight_format)
+    resolved = table.resolve(facts, parse_overrides(overrides))
+    for operation, used, unused in resolved.rows():
+        log.info("kernels of %s: %s%s", operation, used, f"; not {unused}" if unused else "")
+    return Ops(resolved)
 
 
 class PlainOps(Ops):

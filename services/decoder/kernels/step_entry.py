@@ -36,7 +36,8 @@ def rope_and_rows(
     _rope_kernel[(count,)](
         positions, slots, rope.axis, rope.inv_freq, cos, sin, rows, count,
         rope.attention_factor,
-        HALF=half, COLUMNS=triton.next_power_of_2(half), BLOCK_SIZE=block_size, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        HALF=half, COLUMNS=triton.next_power_of_2(half), BLOCK_SIZE=block_size, PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return (cos, sin), rows
 

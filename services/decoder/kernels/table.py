@@ -73,7 +73,7 @@ Check = Callable[[KernelFacts], str]
 # What implementations need. A check returns the obstacle in words, or "".
 
 
-def needs(*checks: Check) -> Check:
+def _needs(*checks: Check) -> Check:
     """The first obstacle of several."""
 
     def obstacle(facts: KernelFacts) -> str:
@@ -82,8 +82,8 @@ def needs(*checks: Check) -> Check:
     return obstacle
 
 
-def triton(facts: KernelFacts) -> str:
-    """Triton supports Ampere and later."""
+def _triton(facts: KernelFacts) -> str:
+    # Triton supports Ampere and later.
     if facts.device.kind != "cuda":
         return "needs a GPU"
     if facts.device.capability < (8, 0):
@@ -91,40 +91,40 @@ def triton(facts: KernelFacts) -> str:
     return "" if facts.device.has_triton else "needs Triton"
 
 
-def pdl(facts: KernelFacts) -> str:
+def _pdl(facts: KernelFacts) -> str:
     return "" if facts.device.supports_pdl else "needs programmatic dependent launch"
 
 
-def hopper(facts: KernelFacts) -> str:
+def _hopper(facts: KernelFacts) -> str:
     return "" if facts.device.is_hopper else "needs Hopper's wgmma"
 
 
-def half_precision(facts: KernelFacts) -> str:
+def _half_precision(facts: KernelFacts) -> str:
     """Tensor cores would round float32."""
     return "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
 
 
-def unquantized(facts: KernelFacts) -> str:
+def _unquantized(facts: KernelFacts) -> str:
     found = facts.weight_format
     return "" if found == UNQUANTIZED else f"needs unquantized weights, not {found}"
 
 
-def one_rank(facts: KernelFacts) -> str:
+def _one_rank(facts: KernelFacts) -> str:
     """An all-reduce comes between the GEMM and the residual addition."""
     return "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
 
 
-def no_mlp_bias(facts: KernelFacts) -> str:
+def _no_mlp_bias(facts: KernelFacts) -> str:
     return "needs an MLP without biases" if facts.text.mlp_bias else ""
 
 
-def whole_rotation(facts: KernelFacts) -> str:
+def _whole_rotation(facts: KernelFacts) -> str:
     """Heads rotate whole."""
     rotary, head = facts.text.rope.rotary_dim, facts.text.head_dim
     return "" if rotary == head else f"needs rotary_dim {rotary} to be head_dim {head}"
 
 
-def even_head(facts: KernelFacts) -> str:
+def _even_head(facts: KernelFacts) -> str:
     head = facts.text.head_dim
     fits = head % 2 == 0 and head <= 256
     return "" if fits else f"needs an even head_dim up to 256, not {head}"
@@ -163,7 +163,7 @@ def _has_qk_norm(facts: KernelFacts) -> str:
 # Number of tokens for which they are the fastest.
 
 
-def tokens(least: int = 1, most: int | None = None, least_eager: int = 1) -> Any:  # noqa: ANN401
+def _tokens(least: int = 1, most: int | None = None, least_eager: int = 1) -> Any:  # noqa: ANN401
     return lambda _: TokenRange(least, most, least_eager)
 
 
@@ -177,7 +177,8 @@ def _swiglu_gemm_tokens(facts: KernelFacts) -> TokenRange:
     )
 
 
-# How they are made: kernels whose arguments are those of `ops.StepKernels` and `ops.Ops`. Modules are imported here, not before.
+# How they are made: kernels whose arguments are those of `ops.StepKernels` and `ops.Ops`. Modules
+# are imported here, not before.
 
 
 def _add_norm(facts: KernelFacts, name: str) -> Kernel:
@@ -345,70 +346,71 @@ def _unfused(_: KernelFacts) -> None:
     """Composed by `Ops` of other operations."""
 
 
-_FUSED_GEMV = needs(triton, pdl, unquantized)
-_SKINNY = needs(triton, pdl, half_precision, unquantized)
+_FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
+_SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
 
 ROWS: Sequence[Row] = (
-    Row("pick_tokens", "triton", _pick_tokens, triton),
+    Row("pick_tokens", "triton", _pick_tokens, _triton),
     Row("pick_tokens", "plain", _plain(plain.pick_tokens)),
-    Row("rope_and_rows", "triton", _rope_and_rows, needs(triton, even_head)),
+    Row("rope_and_rows", "triton", _rope_and_rows, _needs(_triton, _even_head)),
     Row("rope_and_rows", "plain", _plain(plain.rope_and_rows)),
-    Row("rms_norm", "triton", lambda facts: _add_norm(facts, "rms_norm"), triton),
+    Row("rms_norm", "triton", lambda facts: _add_norm(facts, "rms_norm"), _triton),
     Row("rms_norm", "plain", _plain(layers.rms_norm)),
-    Row("add_rms_norm", "triton", lambda facts: _add_norm(facts, "add_rms_norm"), triton),
+    Row("add_rms_norm", "triton", lambda facts: _add_norm(facts, "add_rms_norm"), _triton),
     Row("add_rms_norm", "plain", _plain(plain.add_rms_norm)),
     Row(
         "norm_linear", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_linear"),
-        _FUSED_GEMV, tokens(1, tuning.GEMV_TOKENS),
+        _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row("norm_linear", "unfused", _unfused),
     Row(
         "norm_swiglu", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_swiglu"),
-        _FUSED_GEMV, tokens(1, tuning.GEMV_TOKENS),
+        _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row("norm_swiglu", "unfused", _unfused),
     Row(
         "linear_residual", "gemv", _gemv_residual,
-        needs(triton, pdl, unquantized, one_rank), tokens(1, tuning.GEMV_TOKENS),
+        _needs(_triton, _pdl, _unquantized, _one_rank), _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row(
         "linear_residual", "gemm", _gemm_residual,
-        needs(triton, half_precision, unquantized, one_rank),
-        tokens(tuning.RESIDUAL_GEMM_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
+        _needs(_triton, _half_precision, _unquantized, _one_rank),
+        _tokens(tuning.RESIDUAL_GEMM_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
     ),
     Row("linear_residual", "unfused", _unfused),
     Row(
         "project", "skinny_gemm", _skinny_project,
-        needs(_SKINNY, _skinny_projections), tokens(1, tuning.SKINNY_TOKENS),
+        _needs(_SKINNY, _skinny_projections), _tokens(1, tuning.SKINNY_TOKENS),
     ),
     Row("project", "linear", _plain(lambda x, layer: layer(x))),
     Row(
         "linear_swiglu", "skinny_gemm", _skinny_linear_swiglu,
-        needs(_SKINNY, _skinny_swiglu), tokens(1, tuning.SKINNY_TOKENS),
+        _needs(_SKINNY, _skinny_swiglu), _tokens(1, tuning.SKINNY_TOKENS),
     ),
     Row(
         "linear_swiglu", "swiglu_gemm", _swiglu_gemm,
-        needs(triton, hopper, half_precision, unquantized, no_mlp_bias, _swiglu_tiles),
+        _needs(_triton, _hopper, _half_precision, _unquantized, _no_mlp_bias, _swiglu_tiles),
         _swiglu_gemm_tokens,
     ),
-    Row("linear_swiglu", "silu_mul", _silu_mul, triton),
+    Row("linear_swiglu", "silu_mul", _silu_mul, _triton),
     Row("linear_swiglu", "plain", _plain(lambda x, layer: layers.silu_and_mul(layer(x)))),
-    Row("qk_rope_cache", "triton", _qk_rope_cache, needs(triton, even_head, whole_rotation)),
+    Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head, _whole_rotation)),
     Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
     Row(
         "attend_few", "fused_decode_attention", _fused_decode_attention,
-        needs(triton, pdl, whole_rotation, _has_qk_norm, _few_group), tokens(1, tuning.GEMV_TOKENS),
+        _needs(_triton, _pdl, _whole_rotation, _has_qk_norm, _few_group),
+        _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row("attend_few", "plain", _plain(plain.attend_few)),
-    Row("logits", "gemv", _gemv_logits, needs(triton, pdl), tokens(1, tuning.GEMV_TOKENS)),
+    Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),
     Row("logits", "plain", _plain(plain.linear)),
-    Row("greedy", "triton", _greedy, triton),
+    Row("greedy", "triton", _greedy, _triton),
     Row("greedy", "plain", _plain(plain.greedy)),
-    Row("penalize", "triton", _penalties("penalize"), triton),
+    Row("penalize", "triton", _penalties("penalize"), _triton),
     Row("penalize", "plain", _plain(plain.penalize)),
-    Row("count_tokens", "triton", _penalties("count_tokens"), triton),
+    Row("count_tokens", "triton", _penalties("count_tokens"), _triton),
     Row("count_tokens", "plain", _plain(plain.count_tokens)),
-    Row("draw", "triton", _draw, triton),
+    Row("draw", "triton", _draw, _triton),
     Row("draw", "plain", _plain(plain.draw)),
 )  # fmt: skip
 

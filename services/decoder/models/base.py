@@ -65,7 +65,7 @@ class Transfer:
         torch.cuda.current_stream().wait_event(self.arrivals[feature])
 
     def read(self, feature: int) -> None:
-        """The reading stream has enqueued all that reads the feature; features are read in order."""
+        """The reading stream has enqueued all that reads the feature; they are read in order."""
         if feature == len(self.arrivals) - 1:
             self.last_read.record()
 

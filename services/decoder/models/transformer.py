@@ -15,7 +15,6 @@ residual addition. One rank is what runs today.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,12 +37,14 @@ class StepContext:
     """What all layers share in one forward.
 
     Attributes:
-        kernels: for the step's number of tokens.
+        ops: the model's operations.
+        kernels: those for the step's number of tokens.
         rope: cos and sin, `[T, rotary_dim / 2]`.
         kv_rows: `[2, T]`: where keys and values go.
         metadata: the step's attention layout.
     """
 
+    ops: Ops
     kernels: StepKernels
     rope: tuple[Tensor, Tensor]
     kv_rows: Tensor
@@ -130,9 +131,8 @@ class DecoderLayer(nn.Module):
     x may be None, or split-K partials.
     """
 
-    def __init__(self, spec: TextSpec, backend: AttentionBackend, ops: Ops) -> None:
+    def __init__(self, spec: TextSpec, backend: AttentionBackend) -> None:
         super().__init__()
-        self.ops = ops
         self.all_reduce: AllReduce | None = None  # with several ranks
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.self_attn = Attention(spec, backend)
@@ -155,7 +155,7 @@ class DecoderLayer(nn.Module):
         attended = attention(qkv, kv_cache, step)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
-            kernels = self.ops.for_tokens(len(rows))
+            kernels = step.ops.for_tokens(len(rows))
         x = row_parallel(attended, attention.o_proj, residual, kernels, self.all_reduce)
         norm = self.post_attention_layernorm
         hidden, residual = kernels.norm_swiglu(x, residual, norm, mlp.gate_up_proj)
@@ -171,9 +171,7 @@ class Transformer(nn.Module):
         self.ops = ops
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
-        self.layers = nn.ModuleList(
-            DecoderLayer(text, backend, ops) for _ in range(text.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(text, backend) for _ in range(text.num_layers))
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         tied = text.tie_word_embeddings
         self.lm_head = None if tied else Linear(text.hidden_size, text.vocab_size)
@@ -197,7 +195,8 @@ class Transformer(nn.Module):
         rope, kv_rows = self.ops.rope_and_rows(
             positions, metadata.slot_mapping, self.rope, residual.dtype, kv_cache.shape[3]
         )
-        step = StepContext(self.ops.for_tokens(len(residual)), rope, kv_rows, metadata)
+        kernels = self.ops.for_tokens(len(residual))
+        step = StepContext(self.ops, kernels, rope, kv_rows, metadata)
         if visual is not None:
             visual.replace(residual)
         x: Tensor | None = None
@@ -214,7 +213,8 @@ class Transformer(nn.Module):
                 x = None
         if added and rows is not None:  # after the last layer
             residual = residual[rows]
-        kernels = step.kernels if rows is None else self.ops.for_tokens(len(rows))
+        if rows is not None:
+            kernels = self.ops.for_tokens(len(rows))
         return kernels.add_norm(x, residual, self.norm)[0]
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:

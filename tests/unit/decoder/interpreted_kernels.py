@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.model_spec import RopeSpec
-from services.common.nn.linear import sum_parts
-from services.decoder.attention.base import kv_rows
+from services.common.nn.device import KNOWN_DEVICES
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.sampling import SamplingTable
@@ -17,19 +16,23 @@ from services.decoder.engine.staging import Staging
 from services.decoder.kernels import (
     add_norm,
     draw,
-    few_tokens,
+    gemv,
     greedy,
     penalties,
-    prompt_swiglu,
+    plain,
     silu_mul,
-    small_batch,
+    skinny_gemm,
     step_entry,
+    swiglu_gemm,
+    tuning,
 )
 from services.decoder.kernels.few_attention import FewAttention
+from services.decoder.kernels.heads import HeadTransform, kv_rows
 from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
-from services.decoder.models.rope import HeadTransform, RotaryEmbedding
+from services.decoder.kernels.tuning import GemvConfig, SkinnyConfig, SwigluGemmConfig
+from services.decoder.models.rope import RotaryEmbedding
 from tests import draws
 from tests import penalties as penalties_agree
 
@@ -59,8 +62,8 @@ def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
     of_plain, of_rope, of_few = (
         HeadTransform(weights, EPS, rope, pool.clone(), rows).of(qkv) for _ in range(3)
     )
-    expected = PLAIN.attend_few(of_plain, block_ids, seq_lens)
-    query = PLAIN.qk_rope_cache(replace(of_plain, kv_cache=pool.clone()))
+    expected = plain.attend_few(of_plain, block_ids, seq_lens)
+    query = plain.qk_rope_cache(replace(of_plain, kv_cache=pool.clone()))
     close(qk_rope_cache(of_rope), query)
     close(of_rope.kv_cache, of_plain.kv_cache)
     attend = FewAttention(torch.device("cpu"), heads, kv_heads, dim)
@@ -115,7 +118,7 @@ def check_kept(num_tokens: int, heads: int, kv_heads: int, dim: int) -> None:
     twin = replace(projected, kv_cache=pool.clone())
     own, twins_own = (torch.zeros(num_tokens + padding, 2 * kv_heads, dim) for _ in range(2))
     query = qk_rope_cache(projected, own)
-    close(query[:num_tokens], PLAIN.qk_rope_cache(twin, twins_own)[:num_tokens])
+    close(query[:num_tokens], plain.qk_rope_cache(twin, twins_own)[:num_tokens])
     close(own[:num_tokens], twins_own[:num_tokens])
     close(projected.kv_cache[:-1], twin.kv_cache[:-1])
 
@@ -127,7 +130,7 @@ def check_entry(count: int, half: int) -> None:
     rows = torch.randint(-1, 10, (count,))
     assert torch.equal(
         step_entry.pick_tokens(known, rows, last_tokens),
-        PLAIN.pick_tokens(known, rows, last_tokens),
+        plain.pick_tokens(known, rows, last_tokens),
     )
     section = (half // 2, half // 4, half // 4)
     mrope = RotaryEmbedding(
@@ -137,7 +140,7 @@ def check_entry(count: int, half: int) -> None:
     positions = torch.randint(0, 40_000, (3, count), dtype=torch.int32)
     slots = torch.randint(-1, 500, (count,))
     rope, found = step_entry.rope_and_rows(positions, slots, mrope, torch.float32, BLOCK_SIZE)
-    expected = PLAIN.rope_and_rows(positions, slots, mrope, torch.float32, BLOCK_SIZE)
+    expected = plain.rope_and_rows(positions, slots, mrope, torch.float32, BLOCK_SIZE)
     assert torch.equal(found, expected[1])
     for part, twin in zip(rope, expected[0], strict=True):
         close(part, twin)
@@ -146,71 +149,80 @@ def check_entry(count: int, half: int) -> None:
 def check_rows(count: int, width: int) -> None:
     """Norms, SwiGLU, and the most likely tokens."""
     x, residual, weight = torch.randn(count, width), torch.randn(count, width), torch.randn(width)
-    expected = PLAIN.add_rms_norm(x, residual.clone(), weight, EPS)
+    expected = plain.add_rms_norm(x, residual.clone(), weight, EPS)
     for found, twin in zip(
         add_norm.add_rms_norm(x, residual.clone(), weight, EPS), expected, strict=True
     ):
         close(found, twin)
-    close(add_norm.rms_norm(x, weight, EPS), PLAIN.rms_norm(x, weight, EPS))
+    close(add_norm.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
     gate_up = torch.randn(count, 2 * width)
-    close(silu_mul.silu_and_mul(gate_up), PLAIN.silu_and_mul(gate_up))
+    close(silu_mul.silu_and_mul(gate_up), plain.silu_and_mul(gate_up))
     logits = torch.randn(count + 4, width)
     logits[0, 3], logits[1, 5], logits[2, -1] = torch.nan, torch.inf, 100.0
     logits[3] = 0.5  # all equal: the first wins
-    assert torch.equal(greedy.greedy(logits), PLAIN.greedy(logits))
+    assert torch.equal(greedy.greedy(logits), plain.greedy(logits))
 
 
-def check_products(count: int, width: int, rows: int) -> None:
-    """The products of few tokens, with their neighbours."""
+def check_gemv(count: int, width: int, rows: int, config: GemvConfig | None) -> None:
+    """GEMVs with their neighbours, with biases and without."""
     x, norm, residual = torch.randn(count, width), torch.randn(width), torch.randn(count, rows)
-    weight = torch.randn(2 * rows, width) * 0.02
+    weight, bias = torch.randn(2 * rows, width) * 0.02, torch.randn(2 * rows)
     half = weight[:rows]
-    close(few_tokens.linear(x, half), PLAIN.linear(x, half))
-    close(few_tokens.norm_linear(x, norm, EPS, half), PLAIN.norm_linear(x, norm, EPS, half))
-    close(few_tokens.norm_swiglu(x, norm, EPS, weight), PLAIN.norm_swiglu(x, norm, EPS, weight))
-    twin = residual.clone()
-    few_tokens.linear_add(x, half, residual)
-    PLAIN.linear_add(x, half, twin)
-    close(residual, twin)
+    close(gemv.linear(x, half, config=config), plain.linear(x, half))
+    for both in (None, bias):
+        one = None if both is None else both[:rows]
+        found = gemv.norm_linear(x, norm, EPS, half, one, config=config)
+        close(found, plain.norm_linear(x, norm, EPS, half, one))
+        found = gemv.norm_swiglu(x, norm, EPS, weight, both, config=config)
+        close(found, plain.norm_swiglu(x, norm, EPS, weight, both))
+        out, twin = residual.clone(), residual.clone()
+        gemv.linear_residual(x, half, one, out, config=config)
+        plain.linear_residual(x, half, one, twin)
+        close(out, twin)
 
 
-def check_parts(count: int, columns: int, rows: int) -> None:
-    """A product in parts, and what adds them up."""
-    x, norm = torch.randn(count, columns), torch.randn(rows)
+def check_split_k(count: int, columns: int, rows: int, splits: int, dim: int) -> None:
+    """Split-K partials, and what reduces them: norm and rotation, which may lack the q/k norm."""
+    x, norm, bias = torch.randn(count, columns), torch.randn(rows), torch.randn(rows)
     weight = torch.randn(rows, columns) * 0.02
-    parts = small_batch.linear_parts(x, weight)
-    assert len(parts) == small_batch.count_parts(rows, columns)
-    expected = PLAIN.linear(x, weight)
-    close(sum_parts(parts, torch.float32), expected)
-    close(small_batch.linear_swiglu(x, weight), PLAIN.linear_swiglu(x, weight))
+    config = SkinnyConfig(64, 64, 4, 1, 2, splits)
+    device = {"shared_memory_bytes": KNOWN_DEVICES["h200"].shared_memory_bytes}
+    partials = skinny_gemm.split_k_partials(x, weight, None, config, **device)
+    assert len(partials) == splits
+    expected = plain.linear(x, weight)
+    close(plain.reduce_split_k(partials, torch.float32), expected)
+    biased = skinny_gemm.split_k_partials(x, weight, bias, config, **device)
+    close(plain.reduce_split_k(biased, torch.float32), expected + bias)
+    for both in (None, bias):
+        found = skinny_gemm.linear_swiglu(x, weight, both, replace(config, splits=1), **device)
+        close(found, plain.linear_swiglu(x, weight, both))
     residual = torch.randn(count, rows)
     for found, twin in zip(
-        add_norm.add_rms_norm(parts, residual.clone(), norm, EPS),
-        PLAIN.add_rms_norm(parts, residual.clone(), norm, EPS),
+        add_norm.add_rms_norm(partials, residual.clone(), norm, EPS),
+        plain.add_rms_norm(partials, residual.clone(), norm, EPS),
         strict=True,
     ):
         close(found, twin)
-    heads, kv_heads, dim = rows // 32 // 2, rows // 32 // 4, 32
+    heads, kv_heads = rows // dim // 2, rows // dim // 4
     angles = torch.rand(count, dim // 2)
-    pools = [torch.zeros(5, 2, BLOCK_SIZE, kv_heads, dim) for _ in range(2)]
-    in_parts, whole = (
-        HeadTransform(
-            (norm[:dim], norm[dim : 2 * dim]), EPS, (angles.cos(), angles.sin()), pool,
-            kv_rows(torch.randperm(4 * BLOCK_SIZE)[:count].sort().values, BLOCK_SIZE),
-        ).of(qkv)
-        for qkv, pool in zip((parts, expected), pools, strict=True)
-    )  # fmt: skip
-    assert in_parts.num_heads == heads and in_parts.num_tokens == count
-    in_parts = replace(in_parts, rows=whole.rows)
-    close(qk_rope_cache(in_parts), PLAIN.qk_rope_cache(whole))
-    close(*pools)
-    close(PLAIN.qk_rope_cache(in_parts), PLAIN.qk_rope_cache(whole))
+    slots = kv_rows(torch.randperm(4 * BLOCK_SIZE)[:count].sort().values, BLOCK_SIZE)
+    for norms in ((norm[:dim], norm[dim : 2 * dim]), None):
+        pools = [torch.zeros(5, 2, BLOCK_SIZE, kv_heads, dim) for _ in range(2)]
+        in_splits, whole = (
+            HeadTransform(norms, EPS, (angles.cos(), angles.sin()), pool, slots).of(qkv)
+            for qkv, pool in zip((partials, expected), pools, strict=True)
+        )
+        assert in_splits.num_heads == heads and in_splits.num_tokens == count
+        close(qk_rope_cache(in_splits), plain.qk_rope_cache(whole))
+        close(*pools)
+        close(plain.qk_rope_cache(in_splits), plain.qk_rope_cache(whole))
 
 
-def check_prompt(count: int, columns: int, rows: int) -> None:
-    """SwiGLU's product, in tiles of which the last holds fewer tokens than it could."""
+def check_swiglu_gemm(count: int, columns: int, rows: int) -> None:
+    """SwiGLU's GEMM, in tiles of which the last holds fewer tokens than it could."""
     x, weight = torch.randn(count, columns), torch.randn(2 * rows, columns) * 0.1
-    close(prompt_swiglu.linear_swiglu(x, weight), PLAIN.linear_swiglu(x, weight))
+    found = swiglu_gemm.linear_swiglu(x, weight, SwigluGemmConfig(num_sms=3))
+    close(found, plain.linear_swiglu(x, weight))
 
 
 def check_draws() -> None:
@@ -265,9 +277,15 @@ if __name__ == "__main__":
     rare = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.4, seed=3)
     check_sampler(torch.randn(3, 60).half() * 3, [liked, rare, many[2]])
     check_sampler(torch.randn(3, 60).half() * 3, [rare, *many[1:]])
-    check_prompt(130, 128, 256)
+    check_swiglu_gemm(130, 128, 256)
     for count in (1, 2):
-        check_products(count, 100, 24)
+        check_gemv(count, 100, 24, None)
+        check_gemv(count, 100, 24, GemvConfig(4, 32, 0, 1))  # tiles, the last one not full
+        check_gemv(count, 96, 24, GemvConfig(4, 32, 2, 1))  # in a pipelined loop
+        for kind in ("linear", "norm_linear", "norm_swiglu", "linear_residual"):
+            for columns in (2048, 2560, 5120, 9728, 12288, 25600):
+                tuned = tuning.gemv_config(kind, 4096, columns, count)
+                assert tuned.tile >= columns or columns % tuned.tile == 0
     for size in ((1, 96), (3, 1100)):
         check_rows(*size)
     for size in ((1, 16), (300, 32)):
@@ -275,8 +293,8 @@ if __name__ == "__main__":
     check([1], 4, 2, 32)
     check([100], 4, 2, 32)
     check([17, 64], 3, 1, 16)
-    for size in ((3, 512, 128), (40, 128, 256)):
-        check_parts(*size)
+    for case in ((3, 512, 128, 4, 32), (40, 128, 256, 1, 32), (3, 192, 320, 3, 80)):
+        check_split_k(*case)
     check_many([0, 15, 16, 7, 120], 16, 8, 4)
     check_many([33, 1, 98], 8, 8, 40)  # more programs than some have units
     check_many([60, 141], 32, 16, 3)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from services.decoder.attention import create_backend, resolve
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes, kv_rows, write_kv
-from services.decoder.kernels.ops import PlainOps
-from services.decoder.models.rope import HeadTransform
+from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.kernels import plain
+from services.decoder.kernels.heads import HeadTransform, kv_rows, write_kv
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -170,7 +170,7 @@ def test_an_absent_package_says_what_to_install() -> None:
 def test_attention_of_few_is_rotation_and_then_attention(contexts: list[int]):
     metadata = layout([(context, 1) for context in contexts])
     heads, kv_heads, dim = SIZES.num_heads, SIZES.num_kv_heads, SIZES.head_dim
-    count, ops = len(contexts), PlainOps()
+    count = len(contexts)
     pool = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, kv_heads, dim)
     qkv = torch.randn(count, (heads + 2 * kv_heads) * dim)
     weights = (torch.randn(dim), torch.randn(dim))
@@ -179,10 +179,10 @@ def test_attention_of_few_is_rotation_and_then_attention(contexts: list[int]):
     rows = kv_rows(metadata.slot_mapping, BLOCK_SIZE)
     written = pool.clone()
     projected = HeadTransform(weights, 1e-6, rope, pool, rows).of(qkv)
-    query = ops.qk_rope_cache(replace(projected, kv_cache=written))
+    query = plain.qk_rope_cache(replace(projected, kv_cache=written))
     truth = expected(query, written, metadata).flatten(1)
     counts = [-(-context // BLOCK_SIZE) for context in contexts]
     block_ids = torch.cat([t[:n] for t, n in zip(metadata.block_tables, counts, strict=True)])
-    found = ops.attend_few(projected, block_ids, metadata.seq_lens_device)
+    found = plain.attend_few(projected, block_ids, metadata.seq_lens_device)
     assert torch.equal(pool, written)
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)

@@ -13,7 +13,8 @@ from services.decoder.engine.sampler import Sampled, Sampler, by_rank, part_widt
 from services.decoder.engine.sampling import SamplingTable, uniforms
 from services.decoder.engine.staging import Staging
 from services.decoder.kernels.draw_params import DrawParams
-from services.decoder.kernels.ops import PlainOps, greedy
+from services.decoder.kernels.ops import PlainOps
+from services.decoder.kernels.plain import greedy
 from tests.draws import distribution
 
 CPU = torch.device("cpu")
