@@ -24,7 +24,7 @@ def error(out: torch.Tensor, twin: torch.Tensor) -> float:
 
 
 def fused(heads: int = 16, kv_heads: int = 8, dim: int = 128):
-    """The decoder's operations for the 2B shape, or with other heads, as the table has them here."""
+    """The decoder's operations for the 2B shape, or one with other heads."""
     from services.decoder.kernels import table
     from services.decoder.kernels.ops import Ops
 

@@ -19,11 +19,6 @@ Dimension = Literal["out", "in"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def sum_parts(product: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product `[T, N]` as it is, or from its parts `[S, T, N]` float32, rounded to `dtype`."""
-    return product if product.dim() == 2 else product.sum(0).to(dtype)
-
-
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, by a kernel of our choice where we know a better one."""
     if x.is_cuda and x.dim() == 2:

@@ -218,7 +218,6 @@ class DecodeGraphs(_GraphSet):
         return self._replay(kind)
 
 
-
 class _ChunkGraphs(_GraphSet):
     """Steps with chunks of prompts, with or without images."""
 

@@ -268,6 +268,7 @@ class DrawingOps(PlainOps):
     """Draws the most likely token of each row, as a GPU would."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[DrawParams] = []
 
     def draw(self, logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
