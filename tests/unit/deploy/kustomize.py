@@ -1,9 +1,9 @@
-"""The part of kustomize that our overlays use, so that a bare machine can render them.
+"""The part of kustomize that our overlays use, so that a machine without kubectl can render them.
 
-Supported: resources, namespace, labels, configMapGenerator (literals; create and merge), images,
-replicas, patches (JSON 6902 with a target by kind and name). Anything else is an error, so that a
-kustomization cannot silently render to less than it says. Where kubectl is installed, a test holds
-the result against `kubectl kustomize`.
+Supported: resources, components, namespace, labels, configMapGenerator (literals; create and
+merge), images, replicas, patches (JSON 6902 with a target by kind and name). Anything else is an
+error, so that no part of a kustomization is ignored. If kubectl is installed, a test compares the
+result with `kubectl kustomize`.
 """
 
 import copy
@@ -19,7 +19,7 @@ Resource = dict[str, Any]
 
 _KNOWN = {
     "apiVersion", "kind", "resources", "namespace", "labels", "configMapGenerator", "images",
-    "replicas", "patches",
+    "replicas", "patches", "components",
 }  # fmt: skip
 _CLUSTER_WIDE = {"Namespace"}
 # The hash alphabet that kustomize uses to avoid words.
@@ -41,17 +41,20 @@ def render(directory: Path) -> list[Resource]:
     return resources
 
 
-def _compose(directory: Path) -> list[Resource]:
+def _compose(directory: Path, base: list[Resource] | None = None) -> list[Resource]:
+    """The resources of a kustomization; a component adds to, and changes, those of `base`."""
     spec = yaml.safe_load((directory / "kustomization.yaml").read_text())
     if unknown := set(spec) - _KNOWN:
         raise NotImplementedError(f"{directory}: {', '.join(sorted(unknown))}")
-    resources: list[Resource] = []
+    resources: list[Resource] = base or []
     for name in spec.get("resources", ()):
         path = directory / name
         if path.is_dir():
             resources += _compose(path)
         else:
             resources += [d for d in yaml.safe_load_all(path.read_text()) if d]
+    for name in spec.get("components", ()):
+        _compose(directory / name, resources)
     for generator in spec.get("configMapGenerator", ()):
         _generate(resources, generator)
     for patch in spec.get("patches", ()):
