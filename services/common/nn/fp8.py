@@ -7,24 +7,31 @@ A weight is `value * scale`. Two computations of a layer are in use:
 - W8A8: activations are quantized, too, with scale `amax / 448` per token and 128 columns
   (`fp8_block`) or per token (`fp8_channel`), so that FP8 tensor cores can multiply them.
 
-The functions here are the specification of both; `fp8_kernels` has the fast implementations and the
-table that picks one.
+The functions here are the specification of both; `implementations` are the rows of a dispatch
+table, whose kernels are in `fp8_kernels`.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.dispatch import KernelTable
+from services.common.nn.device import DeviceFacts
+from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
 from services.common.nn.linear import Axis, Linear, TensorLayout
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128
+# Found by benchmarks/fp8.py.
+GEMV_TOKENS = 4
+SKINNY_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,63 @@ def w8a8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
     return F.linear(values.float() * scales, dequantize(weight, torch.float32)).to(x.dtype)
 
 
+def has_kernels(weight: Fp8Weight) -> bool:
+    """Whether kernels other than plain ones take the weight: whole blocks of columns, and scales
+    that cover 128 rows, or one.
+    """
+    rows, columns = weight.values.shape
+    return rows % 16 == 0 and columns % BLOCK == 0 and weight.block_rows in (1, BLOCK)
+
+
+def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Implementation[Any]]:
+    """Rows of a dispatch table: `fp8_block_linear` and `fp8_channel_linear`, `(x, weight)` →
+    `[T, N]` with x `[T, K]` and `weight` an `Fp8Weight`.
+
+    Args:
+        device_of: the facts of the device, of the facts that the table is resolved for.
+    """
+
+    def triton(facts: Any) -> str:  # noqa: ANN401 - the table's
+        device = device_of(facts)
+        if device.kind != "cuda" or not device.has_triton:
+            return "needs a GPU and Triton"
+        return "" if device.capability >= (8, 0) else "needs compute capability 8.0"
+
+    def fp8_cores(facts: Any) -> str:  # noqa: ANN401
+        return triton(facts) or (
+            "" if device_of(facts).capability >= (8, 9) else "needs FP8 tensor cores"
+        )
+
+    def hopper(facts: Any) -> str:  # noqa: ANN401
+        found = triton(facts) or ("" if device_of(facts).is_hopper else "needs Hopper")
+        return found or ("" if hasattr(F, "scaled_mm") else "needs torch.nn.functional.scaled_mm")
+
+    def kernel(name: str, facts: Any) -> Kernel:  # noqa: ANN401
+        from services.common.nn import fp8_kernels
+
+        device = device_of(facts)
+        options: dict[str, Any] = {"pdl": device.supports_pdl}
+        if name == "skinny_gemm":
+            options["num_sms"] = device.num_sms
+        return partial(getattr(fp8_kernels, name), **options)
+
+    few, several = TokenRange(1, GEMV_TOKENS), TokenRange(1, SKINNY_TOKENS)
+    rows: list[Implementation[Any]] = []
+    for operation, scaled_mm in (("fp8_block_linear", hopper), ("fp8_channel_linear", fp8_cores)):
+        rows += [
+            Implementation(operation, "gemv", partial(kernel, "gemv"), triton, lambda _: few),
+            Implementation(
+                operation, "skinny_gemm", partial(kernel, "skinny_gemm"), triton, lambda _: several
+            ),
+            Implementation(operation, "scaled_mm", partial(kernel, "scaled_mm"), scaled_mm),
+        ]
+        if operation == "fp8_block_linear":
+            create = partial(kernel, "triton_gemm")
+            rows.append(Implementation(operation, "triton_gemm", create, fp8_cores))
+        rows.append(Implementation(operation, "plain", lambda _: weight_only_linear))
+    return rows
+
+
 class Fp8Linear:
     """Method of a linear layer: `weight` e4m3 `[N, K]`, `weight_scale` float32, see `Fp8Weight`."""
 
@@ -132,7 +196,7 @@ class Fp8Linear:
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
-        if self._kernels is None:
+        if self._kernels is None or not has_kernels(weight):
             found = weight_only_linear(rows, weight)
         else:
             found = self._kernels.call(self._operation, rows, weight)

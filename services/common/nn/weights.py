@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
+from services.common.nn.dispatch import KernelTable
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.linear import FLOATS, Linear, LinearMethod, UnquantizedLinear
 
@@ -109,6 +110,7 @@ def load_weights(
     device: torch.device | str,
     dtype: torch.dtype,
     spec: CheckpointSpec | None = None,
+    kernels: KernelTable | None = None,
 ) -> None:
     """Materializes the module and fills it.
 
@@ -121,6 +123,8 @@ def load_weights(
         device: of the parameters.
         dtype: the model's.
         spec: of the checkpoint: its quantization and its ignored tensors; None: neither.
+        kernels: a dispatch table with the rows of `fp8.implementations`, for quantized layers;
+            None: they are dequantized at each call.
 
     Raises:
         CheckpointError: names every missing, unexpected or wrong-shaped tensor, or the modules
@@ -129,7 +133,8 @@ def load_weights(
     spec = spec or CheckpointSpec(text_prefix="")
     quantization = spec.quantization
     if quantization is not None:
-        _set_methods(module, checkpoint, weight_map, quantization, torch.device(device))
+        method = Fp8Linear(quantization, kernels)
+        _set_methods(module, checkpoint, weight_map, quantization, method)
     sources = list(_sources(module, weight_map))
     _check(sources, checkpoint, weight_map, spec)
     materialize(module, device, dtype)
@@ -153,6 +158,7 @@ def load_dummy(
     dtype: torch.dtype,
     weight_map: WeightMap | None = None,
     quantization: QuantizationSpec | None = None,
+    kernels: KernelTable | None = None,
 ) -> None:
     """Materializes the module with random weights: normal, std 0.02; norm weights 1.
 
@@ -166,10 +172,11 @@ def load_dummy(
         weight_map: the module's names in a checkpoint; needed with `quantization`.
         quantization: every linear layer that it applies to gets its method, as if a checkpoint
             held just what the configuration says.
+        kernels: see `load_weights`.
     """
     if quantization is not None:
         assert weight_map is not None
-        method = _quantized(quantization, torch.device(device))
+        method = Fp8Linear(quantization, kernels)
         for path, layer in _replaceable(module):
             modules = _checkpoint_modules(path, layer, weight_map)
             if all(quantization.applies_to(name) for name in modules):
@@ -226,10 +233,9 @@ def _set_methods(
     checkpoint: Checkpoint,
     weight_map: WeightMap,
     quantization: QuantizationSpec,
-    device: torch.device,
+    method: LinearMethod,
 ) -> None:
     """Gives each linear layer the method that its tensors in the files call for."""
-    method = _quantized(quantization, device)
     plain: list[str] = []
     problems: list[str] = []
     for path, layer in _replaceable(module):
@@ -255,10 +261,6 @@ def _set_methods(
             "%s: %d modules are not quantized though quantization_config does not say so: %s",
             checkpoint.directory, len(plain), listed(plain),
         )  # fmt: skip
-
-
-def _quantized(quantization: QuantizationSpec, device: torch.device) -> LinearMethod:
-    return Fp8Linear(quantization)
 
 
 def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:

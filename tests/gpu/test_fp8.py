@@ -1,0 +1,123 @@
+"""FP8 kernels against their plain twins, at the shapes of the 2B and the 8B.
+
+Tolerance as in `twins`: both round once to bf16; sums are in another order. Activations are
+quantized to the same values (exactly: the same divisions and roundings), so that the tolerance of
+W8A8 is no larger.
+"""
+
+import pytest
+import torch
+
+from tests.gpu.twins import CUDA, TOLERANCE, error, random
+
+pytest.importorskip("triton")
+from services.common.nn import fp8, fp8_kernels
+from services.common.nn.device import DeviceFacts
+from services.common.nn.dispatch import KernelTable
+from services.common.nn.fp8 import E4M3, Fp8Weight
+from services.common.nn.layers import rms_norm, silu_and_mul
+
+pytestmark = pytest.mark.gpu
+SHAPES = [
+    (4096, 2048), (6144, 4096), (24576, 4096), (4096, 12288), (2048, 6144), (151936, 4096),
+]  # fmt: skip
+TOKENS = [1, 2, 16, 64, 256, 1008]
+EPS = 1e-6
+
+
+def make(rows: int, columns: int, block: bool) -> Fp8Weight:
+    """Scales differ by a factor of 4, so that a wrong one shows."""
+    values = (torch.randn(rows, columns, device=CUDA) * 100).to(E4M3)
+    size = (-(-rows // 128), columns // 128) if block else (rows, 1)
+    scale = torch.rand(size, device=CUDA) * 3e-4 + 1e-4
+    return Fp8Weight(values, scale, *((128, 128) if block else (1, columns)))
+
+
+def options() -> dict[str, bool]:
+    return {"pdl": DeviceFacts.of(CUDA).supports_pdl}
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("block", [True, False])
+def test_every_implementation_agrees_with_its_twin(rows: int, columns: int, block: bool) -> None:
+    facts = DeviceFacts.of(torch.device("cuda", 0))
+    operation = "fp8_block_linear" if block else "fp8_channel_linear"
+    weight = make(rows, columns, block)
+    seen = set()
+    for row in fp8.implementations(lambda device: device):
+        if row.operation != operation or row.obstacle(facts):
+            continue
+        kernel, tokens = row.create(facts), row.tokens(facts)
+        assert kernel is not None
+        for num_tokens in TOKENS:
+            if not tokens.has(num_tokens, captured=True):
+                continue
+            x = random(num_tokens, columns)
+            is_w8a8 = row.name in ("scaled_mm", "triton_gemm")
+            twin = (fp8.w8a8_linear if is_w8a8 else fp8.weight_only_linear)(x, weight)
+            found = kernel(x, weight)
+            assert found.shape == twin.shape and found.dtype == torch.bfloat16
+            assert error(found, twin) <= TOLERANCE, (row.name, num_tokens)
+            seen.add(row.name)
+    assert seen >= {"gemv", "skinny_gemm", "plain"}
+
+
+@pytest.mark.parametrize("columns", [2048, 4096, 12288])
+@pytest.mark.parametrize("num_tokens", [1, 5, 1008])
+def test_activations_are_quantized_exactly(columns: int, num_tokens: int) -> None:
+    x = random(num_tokens, columns) * torch.logspace(-6, 6, num_tokens, device=CUDA)[:, None]
+    x = x.bfloat16()
+    x[0, :128] = 0
+    for block_columns in (128, columns):
+        values, scale = fp8.quantize_activations(x, block_columns)
+        found, found_scale = fp8_kernels.quantize_activations(
+            x, block_columns, token_multiple=4, **options()
+        )
+        assert found_scale[:num_tokens].equal(scale)
+        assert found[:num_tokens].float().equal(values.float())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4])
+@pytest.mark.parametrize("block", [True, False])
+def test_fused_gemvs_agree_with_their_twins(num_tokens: int, block: bool) -> None:
+    weight, norm = make(24576, 4096, block), random(4096)
+    x = random(num_tokens, 4096)
+    normed = fp8.weight_only_linear(rms_norm(x, norm, EPS), weight)
+    assert error(fp8_kernels.norm_gemv(x, norm, EPS, weight, **options()), normed) <= TOLERANCE
+    found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, **options())
+    assert error(found, silu_and_mul(normed)) <= 2 * TOLERANCE
+    weight, x, residual = (
+        make(4096, 12288, block),
+        random(num_tokens, 12288),
+        random(num_tokens, 4096),
+    )
+    expected = residual + fp8.weight_only_linear(x, weight)
+    fp8_kernels.gemv_add(x, weight, residual, **options())
+    assert error(residual, expected) <= TOLERANCE
+
+
+def test_control_a_wrong_scale_is_seen() -> None:
+    weight, x = make(4096, 4096, block=True), random(16, 4096)
+    wrong = Fp8Weight(weight.values, weight.scale.t().contiguous(), 128, 128)
+    expected = fp8.weight_only_linear(x, weight)
+    assert error(fp8.weight_only_linear(x, wrong), expected) > 50 * TOLERANCE
+
+
+def test_a_graph_replays_every_implementation() -> None:
+    """With other inputs than at capture."""
+    facts = DeviceFacts.of(torch.device("cuda", 0))
+    table = KernelTable.resolve(fp8.implementations(lambda device: device), facts)
+    for operation, block in (("fp8_block_linear", True), ("fp8_channel_linear", False)):
+        weight = make(4096, 4096, block)
+        for num_tokens in (1, 16, 256):
+            x = random(num_tokens, 4096)
+            with table.warming_up():
+                table.call(operation, x, weight)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = table.call(operation, x, weight)
+            x.copy_(random(num_tokens, 4096))
+            graph.replay()
+            expected = table.call(operation, x, weight)
+            assert out.equal(expected)
