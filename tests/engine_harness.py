@@ -45,6 +45,7 @@ class Harness:
         self._wanted: list[tuple[int, int, bytes]] = []  # step, sequence, key
         self._now = 0
         self.num_wanted = 0
+        self.launches: list[set[int]] = []  # sequences in each step of the engine; may be none
         self._mask_after = mask_after
         self._masks: list[tuple[int, int, int]] = []  # step, sequence, tokens before
 
@@ -69,7 +70,10 @@ class Harness:
         self.engine.image_ready(sequence_id, key, self._next_offset)
 
     def step(self) -> None:
+        launched = len(self.runner.batches)
         done = self.engine.step()
+        batches = self.runner.batches[launched:]
+        self.launches.append({number for batch in batches for number, _, _ in batch})
         self.engine.check_integrity()
         # A step that only reads the last one's end may come to nothing; two of them are a deadlock.
         waits = done is None and self.engine.has_work

@@ -205,10 +205,7 @@ class FakeRunner:
             self._starts[start.row] = start
             self._tables[start.row] = []
         taken = 0
-        for row, first, count in zip(
-            step.block_rows.tolist(), step.block_starts.tolist(), step.block_counts.tolist(),
-            strict=True,
-        ):  # fmt: skip
+        for row, first, count in step.block_updates.tolist():
             assert first <= len(self._tables[row])
             self._tables[row][first:] = step.block_ids[taken : taken + count].tolist()
             taken += count

@@ -226,7 +226,17 @@ class Engine:
                 self._release_images(sequence)
             if count < len(ids):
                 ids = ids[:count]
-            reason = self._append(sequence, ids)
+            token_ids, stop_ids, reason = sequence.token_ids, sequence.stop_ids, None
+            for number, token_id in enumerate(ids, 1):
+                token_ids.append(token_id)
+                if token_id in stop_ids and sequence.num_generated > sequence.sampling.min_tokens:
+                    reason = "stop"
+                elif len(token_ids) >= sequence.max_length:
+                    reason = "length"
+                else:
+                    continue
+                del ids[number:]
+                break
             event = SequenceEvent(sequence.sequence_id, ids)
             if sequence.first_token_at == 0.0:
                 sequence.first_token_at = now
@@ -243,27 +253,8 @@ class Engine:
             events.append(event)
             if not sequence.plans_ahead:
                 self._scheduler.tokens_arrived(sequence, count)
-            if len(sequence.token_ids) % block_size <= count:
+            if len(token_ids) % block_size <= count:
                 self._blocks.register(sequence)
-
-    def _append(self, sequence: Sequence, ids: list[int]) -> str | None:
-        """Appends ids up to the one that ends the sequence, and removes the rest from `ids`.
-
-        Returns:
-            The reason to finish, or None.
-        """
-        token_ids, stop_ids = sequence.token_ids, sequence.stop_ids
-        for number, token_id in enumerate(ids, 1):
-            token_ids.append(token_id)
-            reason = None
-            if token_id in stop_ids and sequence.num_generated > sequence.sampling.min_tokens:
-                reason = "stop"
-            elif len(token_ids) >= sequence.max_length:
-                reason = "length"
-            if reason is not None:
-                del ids[number:]
-                return reason
-        return None
 
     def _release_images(self, sequence: Sequence) -> None:
         """The front may reuse the memory of the sequence's images: its prompt is computed, and no

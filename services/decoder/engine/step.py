@@ -64,9 +64,9 @@ class Step(msgspec.Struct, array_like=True):
             selects the seeded random numbers.
         limits: `[B]`, the most tokens the step may yield for the sequence: the row's blocks cover
             start + length - 1 + limit tokens. None: one each.
-        block_rows: `[U]`, rows whose block tables get entries before the step runs;
-            `block_starts` `[U]`, the index of the first one; `block_counts` `[U]`, their number;
-            `block_ids`, the entries of all U, one after the other.
+        block_updates: `[U, 3]`, rows whose block tables get entries before the step runs: the row,
+            the index of the first entry, and their number.
+        block_ids: the entries of all U, one after the other.
         row_starts: rows that are given to other sequences before the step runs.
         images: `[I, 5]`, runs of image tokens: the first one's index in the step, their number,
             the embedding's byte offset in the arena, the image's number of tokens, and the index
@@ -84,9 +84,7 @@ class Step(msgspec.Struct, array_like=True):
     samples: Int64Array
     generated: Int64Array
     limits: Int64Array | None
-    block_rows: Int64Array
-    block_starts: Int64Array
-    block_counts: Int64Array
+    block_updates: Int64Array
     block_ids: Int32Array
     row_starts: list[RowStart]
     images: Int64Array

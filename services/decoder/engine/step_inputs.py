@@ -31,10 +31,14 @@ class RowTable:
         for start in step.row_starts:
             self.position_delta[start.row] = start.position_delta
         taken = 0
-        updates = (step.block_rows.tolist(), step.block_starts.tolist(), step.block_counts.tolist())
-        for row, start, count in zip(*updates, strict=True):
+        for row, start, count in step.block_updates.tolist():
             self.blocks[row, start : start + count] = step.block_ids[taken : taken + count]
             taken += count
+
+    def slots(self, rows: IntArray, indices: IntArray, block_size: int) -> IntArray:
+        """The slots of one token per row."""
+        blocks = self.blocks[rows, indices // block_size].astype(np.int64)
+        return blocks * block_size + indices % block_size
 
 
 @dataclass(slots=True)
@@ -105,23 +109,26 @@ class StepInputs:
 
 def lay_out(step: Step, table: RowTable, block_size: int) -> StepInputs:
     """The inputs of a step; `table` has its updates already."""
-    fed = step.num_from_device
-    if fed == len(step.rows):
-        num_tokens = decodes = fed
-        cu_query_lens, firsts, lengths = np.arange(fed + 1, dtype=np.int32), [], []
-    else:
-        lengths = step.lengths.tolist()
-        *firsts, num_tokens = accumulate(lengths, initial=0)
-        decodes = _leading_ones(lengths)
-        cu_query_lens = np.array([*firsts, num_tokens], np.int32)
+    if step.num_from_device == len(step.rows):
+        return _decodes_from_device(step, table, block_size)
+    fed, lengths = step.num_from_device, step.lengths.tolist()
+    *firsts, num_tokens = accumulate(lengths, initial=0)
+    decodes = _leading_ones(lengths)
+    input_ids, positions = step.token_ids, step.positions
+    if fed:
+        rows = step.rows[:fed]
+        of_device = np.empty((3, fed), np.int32)
+        of_device[:] = step.starts[:fed] + table.position_delta[rows]
+        input_ids = np.concatenate((np.zeros(fed, np.int32), input_ids))
+        positions = np.concatenate((of_device, positions), axis=1)
     inputs = StepInputs(
         num_tokens=num_tokens,
         num_decodes=decodes,
-        input_ids=np.zeros(num_tokens, np.int32),
+        input_ids=input_ids,
         input_rows=np.full(num_tokens, -1),
-        positions=np.empty((3, num_tokens), np.int32),
+        positions=positions,
         slot_mapping=np.empty(num_tokens, np.int64),
-        cu_query_lens=cu_query_lens,
+        cu_query_lens=np.array([*firsts, num_tokens], np.int32),
         seq_lens=(step.starts + step.lengths).astype(np.int32),
         table_rows=step.rows,
         samples=step.samples,
@@ -129,21 +136,34 @@ def lay_out(step: Step, table: RowTable, block_size: int) -> StepInputs:
     )
     if decodes:
         rows, starts = step.rows[:decodes], step.starts[:decodes]
-        blocks = table.blocks[rows, starts // block_size].astype(np.int64)
-        inputs.slot_mapping[:decodes] = blocks * block_size + starts % block_size
-    if fed:
-        rows = step.rows[:fed]
-        inputs.input_rows[:fed] = rows
-        inputs.positions[:, :fed] = step.starts[:fed] + table.position_delta[rows]
-    if fed < num_tokens:
-        inputs.input_ids[fed:] = step.token_ids
-        inputs.positions[:, fed:] = step.positions
+        inputs.slot_mapping[:decodes] = table.slots(rows, starts, block_size)
+    inputs.input_rows[:fed] = step.rows[:fed]
     for index in range(decodes, len(lengths)):
         start, first, length = int(step.starts[index]), firsts[index], lengths[index]
         blocks = table.blocks[step.rows[index]]
         slots = inputs.slot_mapping[first : first + length]
         _fill_slots(slots, blocks, start, block_size)
     return inputs
+
+
+def _decodes_from_device(step: Step, table: RowTable, block_size: int) -> StepInputs:
+    """`lay_out` of the commonest step in half the time."""
+    rows, starts, count = step.rows, step.starts, len(step.rows)
+    positions = np.empty((3, count), np.int32)
+    positions[:] = starts + table.position_delta[rows]
+    return StepInputs(
+        num_tokens=count,
+        num_decodes=count,
+        input_ids=np.zeros(count, np.int32),
+        input_rows=rows,
+        positions=positions,
+        slot_mapping=table.slots(rows, starts, block_size),
+        cu_query_lens=np.arange(count + 1, dtype=np.int32),
+        seq_lens=(starts + 1).astype(np.int32),
+        table_rows=rows,
+        samples=step.samples,
+        images=[],
+    )
 
 
 def _fill_slots(

@@ -1,6 +1,6 @@
 import pytest
 
-from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.messages import ImageSpan, TokenMask
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, expected_tokens, failing
 
@@ -278,3 +278,111 @@ def test_times_are_counted_from_the_arrival():
         events += done.events if done else []
     assert [event.start is not None for event in events] == [True, False]
     assert 0 <= events[0].start.first_scheduled_s <= events[0].start.first_token_s
+
+
+# Several tokens per step.
+
+
+def scripted(harness: Harness, counts: list[int]) -> None:
+    """The next steps yield these numbers of tokens for each sequence, as far as limits allow."""
+    script = iter(counts)
+
+    def randint(low: int, high: int) -> int:
+        return max(low, min(high, next(script, high)))
+
+    harness.runner.random.randint = randint  # type: ignore[method-assign]
+
+
+def test_a_step_yields_none_to_k_tokens_in_one_event():
+    harness = Harness(max_tokens_per_step=4)
+    scripted(harness, [1, 4, 0, 2, 3])
+    harness.engine.add(message := add_message(1, prompt_of(1, 9), max_tokens=10, top_logprobs=1))
+    found, events = [], []
+    while harness.engine.has_work:
+        done = harness.engine.step()
+        harness.engine.check_integrity()
+        events += [event for event in done.events if event.token_ids] if done else []
+    assert [len(event.token_ids) for event in events] == [1, 4, 2, 3]
+    for event in events:
+        assert [lp.top_token_ids for lp in event.logprobs] == [[t] for t in event.token_ids]
+        found += event.token_ids
+    assert found == expected_tokens(message, 256)[0]
+    starts = [start for ((_, start, _),) in harness.runner.batches]
+    assert starts == [0, 9, 13, 13, 15]  # the step that yielded nothing is repeated
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_a_stop_id_in_the_middle_of_a_steps_tokens_ends_the_sequence(position):
+    tokens, _ = expected_tokens(add_message(1, prompt_of(1, 9), max_tokens=30), 256)
+    harness = Harness(max_tokens_per_step=4)
+    scripted(harness, [1, 4, 4])
+    stop = tokens[position]
+    message = add_message(1, prompt_of(1, 9), max_tokens=30, stop_token_ids=(stop,), top_logprobs=1)
+    harness.add(message)
+    harness.run()
+    assert (harness.tokens[1], harness.ends[1]) == (tokens[: tokens.index(stop) + 1], "stop")
+    harness.assert_empty()
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_no_step_yields_more_than_max_tokens_leaves(max_tokens):
+    harness = Harness(max_tokens_per_step=4, num_blocks=4, max_model_len=16)
+    harness.add(add_message(1, prompt_of(1, 8), max_tokens=max_tokens))
+    harness.run()
+    harness.assert_all_as_alone()
+    assert (len(harness.tokens[1]), harness.ends[1]) == (max_tokens, "length")
+
+
+# Masks.
+
+
+def test_prefill_does_not_wait_for_the_mask_of_the_first_token():
+    harness = Harness(mask_after=3)
+    harness.add(add_message(1, prompt_of(1, 9), max_tokens=3, token_masks=True))
+    for _ in range(2):
+        harness.step()
+    assert harness.runner.batches == [[(1, 0, 8)]]
+    assert not harness.engine.has_work
+    harness.run()
+    harness.assert_all_as_alone()
+
+
+def test_a_sequence_whose_tokens_are_all_masked_fails_alone():
+    harness = Harness()
+    harness.add(add_message(2, prompt_of(2, 9), max_tokens=8))
+    message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
+    harness.runner.messages[1] = harness.added[1] = message
+    harness.engine.add(message)
+    harness.engine.handle(TokenMask(1, 0, bytes(4 * 32)))
+    harness.run()
+    assert harness.ends == {1: "failed", 2: "length"}
+    assert "every token is masked out" in harness.messages[1]
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (TokenMask(1, 1, b""), "token 1 came, at token 0"),
+        (TokenMask(1, 0, bytes(5)), "5 bytes, not 128"),
+    ],
+)
+def test_a_mask_that_does_not_fit_fails_its_sequence(mask, words):
+    harness = Harness()
+    message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
+    harness.added[1] = message
+    harness.engine.add(message)
+    harness.engine.handle(mask)
+    harness.engine.handle(TokenMask(7, 0, b""))  # has ended already
+    harness.step()
+    assert harness.ends == {1: "failed"} and words in harness.messages[1]
+    harness.assert_empty()
+
+
+def test_masked_sequences_that_hold_all_rows_leave_the_engine_idle():
+    harness = Harness(max_num_sequences=1, mask_after=4)
+    harness.add(add_message(1, prompt_of(1, 9), max_tokens=2, token_masks=True))
+    harness.add(add_message(2, prompt_of(2, 9), max_tokens=2))
+    harness.run()
+    harness.assert_all_as_alone()

@@ -1,3 +1,5 @@
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +18,8 @@ arrivals = st.lists(
             "stop": st.booleans(),
             "at": st.integers(0, 15),
             "abort_after": st.none() | st.integers(0, 15),
+            "plan_ahead": st.booleans(),
+            "token_masks": st.booleans(),
         }
     ),
     min_size=1,
@@ -33,14 +37,23 @@ arrivals = st.lists(
     blocks=st.integers(12, 40),
     out_of_memory_at=st.none() | st.integers(0, 20),
     again_after=st.integers(0, 6),
+    mask_after=st.integers(0, 6),
+    most=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
 )
 def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
-    arrivals, overlap, prefix_caching, rows, budget, blocks, out_of_memory_at, again_after
-):
+    arrivals, overlap, prefix_caching, rows, budget, blocks, out_of_memory_at, again_after,
+    mask_after, most, seed,
+):  # fmt: skip
+    """No token lost or doubled, no block lost, whatever runs beside a sequence, and however many
+    tokens a step yields, images and masks that arrive late, and preemptions.
+    """
     harness = Harness(
         overlap=overlap, prefix_caching=prefix_caching, max_num_sequences=rows,
-        max_batched_tokens=budget, num_blocks=blocks, again_after=again_after,
+        max_batched_tokens=max(budget, rows * most), num_blocks=blocks, again_after=again_after,
+        mask_after=mask_after, max_tokens_per_step=most,
     )  # fmt: skip
+    harness.runner.random.seed(seed)
     todo: dict[int, list] = {}
     for number, arrival in enumerate(arrivals):
         seed, length = arrival["prompt"]
@@ -49,15 +62,14 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
             key, offset = arrival["image"]
             offset = min(offset, length - 1)
             images = (ImageSpan(key, offset, min(6, length - offset)),)
-        message = add_message(
-            number, prompt_of(seed, length), images=images, max_tokens=arrival["max_tokens"]
-        )
+        fields = {name: arrival[name] for name in ("max_tokens", "plan_ahead", "token_masks")}
+        message = add_message(number, prompt_of(seed, length), images=images, **fields)
         if arrival["stop"]:
             tokens, _ = expected_tokens(message, harness.engine.max_model_len)
+            stop = (tokens[len(tokens) // 2],)
             message = add_message(
-                number, prompt_of(seed, length), images=images,
-                max_tokens=arrival["max_tokens"], stop_token_ids=(tokens[len(tokens) // 2],),
-            )  # fmt: skip
+                number, prompt_of(seed, length), images=images, stop_token_ids=stop, **fields
+            )
         at = arrival["at"]
         todo.setdefault(at, []).append(("add", message))
         if arrival["abort_after"] is not None:
@@ -86,5 +98,51 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
     harness.run()
     assert set(harness.ends) == set(harness.added)
     assert list(harness.ends.values()).count("failed") <= (out_of_memory_at is not None)
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ahead=st.integers(0, 5),
+    opted_out=st.integers(1, 4),
+    masked=st.integers(0, 3),
+    mask_after=st.integers(0, 5),
+    prompt=st.integers(1, 20),
+)
+def test_opting_out_costs_the_sequence_every_other_step_and_others_nothing(
+    ahead, opted_out, masked, mask_after, prompt
+):
+    """A sequence that opts out runs in every second step; one with masks in the step after its
+    mask has arrived; all others in every step, one step ahead of their tokens.
+    """
+    steps = 30
+    harness = Harness(
+        max_num_sequences=12, num_blocks=400, max_batched_tokens=256, mask_after=mask_after
+    )
+    kinds = [{}] * ahead + [{"plan_ahead": False}] * opted_out + [{"token_masks": True}] * masked
+    for number, fields in enumerate(kinds):
+        harness.add(add_message(number, prompt_of(number, prompt), max_tokens=100, **fields))
+    if masked:
+        for _ in range(mask_after + 1):  # masks of the first tokens arrive
+            harness.step()
+    for _ in range(4):
+        harness.step()
+    # A read after the launch of an empty step adds none: counted are steps of the engine.
+    first = len(harness.runner.batches)
+    harness.launches.clear()
+    for _ in range(steps):
+        harness.step()
+    assert len(harness.runner.batches) - first <= steps
+    for number, fields in enumerate(kinds):
+        ran = [step for step, ids in enumerate(harness.launches) if number in ids]
+        gaps = {after - before for before, after in itertools.pairwise(ran)}
+        if not fields:
+            assert gaps == {1} and len(ran) == steps
+        elif "plan_ahead" in fields:
+            assert gaps == {2}
+        else:
+            assert max(gaps) <= 2 + max(0, mask_after)
+    harness.run()
     harness.assert_all_as_alone()
     harness.assert_empty()

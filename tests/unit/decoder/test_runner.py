@@ -3,16 +3,19 @@
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from services.decoder.engine import step_inputs
+from services.decoder.engine.engine import Engine
 from services.decoder.engine.graphs import MixedGraphs, StepParts
-from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner, resolve_device
 from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.step import Step
 from services.decoder.engine.step_inputs import StepInputs
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 
@@ -107,6 +110,55 @@ def test_any_interleaving_gives_the_same_tokens(
             chunks = [harness.chunk(s, int(rng.integers(1, 13))) for s in chosen]
             pending = harness.launch(*chunks)
             flying.append((pending, harness._order))
+
+
+def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
+    harness: Harness, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of an engine (chunks, preemptions, penalties, images) with another rank: it has
+    neither scheduler nor sequences, only what each step's bytes say, and the images.
+    """
+    other = Harness(directory)
+    steps: list[tuple[bytes, list[list[int]]]] = []
+    original = harness.runner.execute
+
+    def recorded(step: Step) -> DevicePendingStep:
+        pending = original(step)
+        steps.append((step.to_bytes(), pending.result().token_ids.tolist()))
+        return pending
+
+    monkeypatch.setattr(harness.runner, "execute", recorded)
+    info = msgspec.structs.replace(
+        harness.runner.info, num_blocks=24, max_batched_tokens=20, max_num_sequences=8
+    )
+    monkeypatch.setattr(harness.runner, "info", info)
+    engine = Engine(harness.runner, overlap=True, min_partial_tokens=1)
+    offsets: dict[bytes, int] = {}
+    for kind, params in enumerate(SAMPLED * 2):
+        given = start(harness, kind % 6, 0)
+        positions = b"" if given.positions is None else given.positions.tobytes()
+        limits = {"max_tokens": 12, "min_tokens": params.min_tokens}
+        engine.add(
+            AddSequence(
+                sequence_id=kind, prompt_token_ids=given.token_ids.tobytes(), positions=positions,
+                position_delta=given.position_delta, images=given.images,
+                sampling=msgspec.structs.replace(params, **limits), plan_ahead=kind % 3 > 0,
+            )
+        )  # fmt: skip
+        for key, offset in given.image_offsets.items():
+            engine.image_ready(kind, key, offset)
+        offsets |= given.image_offsets
+    while engine.has_work:
+        done = engine.step()
+        for wanted in done.images_wanted if done else ():
+            for key in wanted.keys:
+                engine.image_ready(wanted.sequence_id, key, offsets[key])
+    harness._started.clear()
+    assert engine.stats().num_preemptions > 0
+    other.arena[:] = harness.arena[:]
+    for data, token_ids in steps:
+        assert other.runner.execute(Step.from_bytes(data)).result().token_ids.tolist() == token_ids
+    assert sum(len(token_ids) for _, token_ids in steps) >= 12 * 12
 
 
 def test_two_steps_in_flight_on_reused_rows(harness: Harness, alone) -> None:
