@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.queues import Queue
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
@@ -35,7 +35,8 @@ import uvloop
 from benchmarks import null_engine
 from benchmarks.client import Connection, Sample, Target, TimedConnection
 from benchmarks.workloads import WORDS
-from services.decoder.__main__ import serve as serve_decoder
+from services.common.service_process import serve
+from services.decoder.__main__ import DECODER
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -251,7 +252,8 @@ def _cpu_s(process: psutil.Process) -> float:
 def run_decoder(settings_json: str) -> int:
     """A decoder whose engine computes nothing."""
     settings = null_engine.NullSettings.model_validate_json(settings_json)
-    return uvloop.run(serve_decoder(settings, engine_module=null_engine.__name__))
+    decoder = replace(DECODER, engine_module=null_engine.__name__)
+    return uvloop.run(serve(decoder, settings, settings.embedding_cache_bytes))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,18 +18,19 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import uvloop
 
-from services.common.allocator import keep_freed_memory
 from services.common.arena import Arena
 from services.common.embedding import EmbeddingSpec
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
+from services.common.process_memory import raise_malloc_trim_threshold
 from services.common.rpc import create_channel
+from services.common.service_process import create_service_server
 from services.decoder.embedding_fetch import EncoderFetcher
-from services.encoder.__main__ import build_server
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     EncodeImage,
@@ -42,7 +43,7 @@ from services.encoder.engine.messages import (
 from services.encoder.engine_client import EngineClient
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.service import Description, EncoderServicer
+from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
 
 _LEVELS, _HIDDEN = 4, 2048  # of the 2B model
 _TOKEN_BYTES = 2 * _LEVELS * _HIDDEN
@@ -99,12 +100,13 @@ async def serve(num_tokens: int) -> None:
     )
     client = EngineClient(InstantEngine(), metrics.observe_batch)
     embeddings = Embeddings(
-        like=like, merge_size=1, memory=memory, engine=client, shared=None, writer=None,
+        like=like, merge_size=1, memory=memory, engine=client, redis=None,
         metrics=metrics, max_queued_patches=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = Description("transport", b"p" * 32, like, 1, max_image_patches=1 << 20)
-    server, _ = await build_server(EncoderServicer(description, embeddings, metrics))
+    servicer = EncoderServicer(description, embeddings, metrics)
+    server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(port, flush=True)
@@ -236,7 +238,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    keep_freed_memory()  # as the services do
+    raise_malloc_trim_threshold()  # as the services do
     if arguments.serve:
         uvloop.run(serve(arguments.serve))
     else:

@@ -11,7 +11,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.pb import decoder_pb2_grpc as pb_grpc
 from services.common.rpc import create_channel, create_server
 from services.decoder.embedding_fetch import EncoderFetcher
-from services.decoder.embedding_source import EmbeddingSource
+from services.decoder.embeddings import EmbeddingSource
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.front import DecoderFront
 from services.decoder.metrics import DecoderMetrics

@@ -2,17 +2,23 @@
 
 The front owns the arena: it alone reserves, commits, references and evicts. The engine maps the
 same memory and reads or writes the byte ranges it is told of; on a GPU it registers the mapping as
-pinned memory. The memory is anonymous (a memfd), so it goes away with the last process, however
-that one dies. Another service on the same machine may read it: `address` says where.
+pinned memory. The memory is anonymous (a memfd), so the kernel frees it with the last process that
+maps it, however that one dies. Another service on the same machine may read it: `address` says
+where.
 """
 
+import asyncio
 import mmap
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from services.common.embedding import EmbeddingSpec
-from services.common.shared_memory import PAGE_BYTES, MemoryAddress, create_memory, map_resident
+from services.common.shared_memory import PAGE_BYTES, MemoryAddress, create_memory, prefault
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +31,7 @@ class ArenaEntry:
         offset: first byte in the arena.
         digest: of the bytes; empty until known.
         references: users that keep the entry from being evicted.
-        committed: the bytes are complete; before that only the writer may touch them.
+        committed: the bytes are complete.
     """
 
     key: bytes
@@ -36,9 +42,21 @@ class ArenaEntry:
     committed: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Claim:
+    """A caller that waits for room."""
+
+    attempt: Callable[[], Any]
+    granted: "asyncio.Future[Any]"
+
+
 @dataclass(slots=True)
 class Arena:
-    """The pool, as its owner sees it. Not thread-safe: one event loop owns it."""
+    """The pool, as its owner sees it. Not thread-safe: one event loop owns it.
+
+    Callers that need room wait for it in order of arrival (`when_room`); whatever may make room
+    (`release`, `commit`) lets the first of them try again.
+    """
 
     size_bytes: int
     fd: int = field(init=False)
@@ -48,6 +66,8 @@ class Arena:
         init=False, default_factory=OrderedDict[bytes, ArenaEntry]
     )
     _free: list[tuple[int, int]] = field(init=False)  # (offset, size), by offset
+    _claims: deque[_Claim] = field(init=False, default_factory=deque[_Claim])
+    _serving: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.size_bytes = _align(self.size_bytes)
@@ -68,6 +88,11 @@ class Arena:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def has_claims(self) -> bool:
+        """Whether callers wait for room."""
+        return bool(self._claims)
+
     def get(self, key: bytes) -> ArenaEntry | None:
         """The committed entry of `key`, made the most recently used; the caller must `acquire`
         it before it yields to the event loop.
@@ -79,7 +104,7 @@ class Arena:
         return entry
 
     def try_reserve(self, key: bytes, spec: EmbeddingSpec) -> ArenaEntry | None:
-        """Makes room for an embedding, evicting the least recently used entries nobody refers to.
+        """Makes room for an embedding, evicting the least recently used unreferenced entries.
 
         Returns:
             An uncommitted entry with one reference, the writer's; or None where room cannot be
@@ -102,6 +127,29 @@ class Arena:
         self._entries[key] = entry
         return entry
 
+    async def when_room(
+        self, attempt: Callable[[], Result | None], undo: Callable[[Result], None]
+    ) -> Result:
+        """The first result of `attempt` that is not None, tried when the claims before it are
+        granted and again whenever there may be more room.
+
+        Args:
+            attempt: takes what it needs, all or nothing; an exception of it ends the claim.
+            undo: gives a result back that comes too late, because the caller is cancelled.
+        """
+        if not self._claims and (result := self._try(attempt)) is not None:
+            return result
+        claim = _Claim(attempt, asyncio.get_running_loop().create_future())
+        self._claims.append(claim)
+        try:
+            return await claim.granted
+        except asyncio.CancelledError:
+            granted = claim.granted
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                undo(granted.result())
+            self._serve_claims()
+            raise
+
     def evict_unreferenced(self) -> None:
         """Makes all the room that can be made now."""
         for entry in [e for e in self._entries.values() if e.references == 0]:
@@ -111,15 +159,16 @@ class Arena:
         """The entry's bytes, writable. Release the view before the arena is closed."""
         return memoryview(self.memory)[entry.offset : entry.offset + entry.spec.size_bytes]
 
-    def map_resident(self) -> None:
+    def prefault(self) -> None:
         """Maps what the engine has allocated (all, where it is pinned) into this process; may run
         in a thread.
         """
-        map_resident(self.fd, self.memory)
+        prefault(self.fd, self.memory)
 
     def commit(self, entry: ArenaEntry) -> None:
         """Marks the bytes as complete; the writer's reference stays until released."""
         entry.committed = True
+        self._serve_claims()
 
     def has(self, entry: ArenaEntry) -> bool:
         """Whether the entry's place is still its own."""
@@ -134,14 +183,39 @@ class Arena:
         """Gives one reference back. An uncommitted entry without references is dropped."""
         assert entry.references > 0, "released more often than acquired"
         entry.references -= 1
-        if entry.references == 0 and not entry.committed:
-            self._drop(entry)
+        if entry.references == 0:
+            if not entry.committed:
+                self._drop(entry)
+            self._serve_claims()
 
     def close(self) -> None:
         """Unmaps the memory in this process."""
         self._entries.clear()
         self.memory.close()
         os.close(self.fd)
+
+    def _serve_claims(self) -> None:
+        """Grants claims in order until one needs more room than there is."""
+        while self._claims and not self._serving:
+            claim = self._claims[0]
+            if not claim.granted.done():
+                try:
+                    result = self._try(claim.attempt)
+                except Exception as error:
+                    claim.granted.set_exception(error)
+                else:
+                    if result is None:
+                        return
+                    claim.granted.set_result(result)
+            self._claims.popleft()
+
+    def _try(self, attempt: Callable[[], Result | None]) -> Result | None:
+        """An attempt that fails releases what it took: that must not serve other claims."""
+        self._serving = True
+        try:
+            return attempt()
+        finally:
+            self._serving = False
 
     def _drop(self, entry: ArenaEntry) -> None:
         assert self.has(entry), "its place has been given away"

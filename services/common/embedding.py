@@ -113,7 +113,7 @@ def split_blocks(start: int, stop: int) -> list[tuple[int, int]]:
     return [cut for cut in pairwise(cuts) if cut[0] < cut[1]]
 
 
-def share_out(ranges: Sequence[tuple[int, int]], max_parts: int) -> list[list[tuple[int, int]]]:
+def split_evenly(ranges: Sequence[tuple[int, int]], max_parts: int) -> list[list[tuple[int, int]]]:
     """Ranges for so many threads, in their order."""
     parts = max(1, min(max_parts, len(ranges)))
     cuts = [len(ranges) * part // parts for part in range(parts + 1)]

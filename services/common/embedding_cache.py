@@ -9,11 +9,13 @@ trusted: what does not match its header, its key or its digest is deleted and co
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -71,6 +73,25 @@ class CacheCounters:
     errors: int = 0
     skipped: int = 0
     writes: int = 0
+
+
+class CacheCollector(Collector):
+    """Exports a cache's counters as `<service>_redis_events_total{event=...}`."""
+
+    def __init__(self, service: str, counters: CacheCounters) -> None:
+        self._name = f"{service}_redis_events"
+        self._counters = counters
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            self._name,
+            "Redis lookups, writes and failures, by event: hits, misses, corrupt, errors, skipped, "
+            "writes.",
+            labels=["event"],
+        )
+        for event in CacheCounters.__slots__:
+            family.add_metric([event], getattr(self._counters, event))
+        yield family
 
 
 class _Failed(Exception):
@@ -390,4 +411,4 @@ def _is_intact(data: memoryview, spec: EmbeddingSpec, digest: bytes) -> bool:
     return digest_of(body) == digest and all_finite(body, spec.dtype)
 
 
-__all__ = ["MAX_VALUE_BYTES", "CacheCounters", "RedisCache"]
+__all__ = ["MAX_VALUE_BYTES", "CacheCollector", "CacheCounters", "RedisCache"]

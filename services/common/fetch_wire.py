@@ -1,13 +1,18 @@
-"""The answers to `Fetch` on the wire, with one copy of a chunk's bytes on either side.
+"""Messages of `Fetch` on the wire, with one copy of a chunk's bytes on either side.
 
-The bytes are exactly those of `proto/encoder.proto`; protobuf's own code copies a chunk three times
-in each direction, which is half the time of a transfer.
+The bytes are exactly those of `proto/encoder.proto`. protobuf's own code copies a chunk three times
+in each direction, which takes half the time of a transfer.
 """
 
 from dataclasses import dataclass
 
 from services.common.pb import encoder_pb2 as pb
 
+DTYPES = {
+    "float32": pb.DTYPE_FLOAT32,
+    "bfloat16": pb.DTYPE_BFLOAT16,
+    "float16": pb.DTYPE_FLOAT16,
+}
 _LENGTH_DELIMITED = 2
 _CHUNK = bytes([pb.FetchResponse.CHUNK_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
 _OFFSET = bytes([pb.FetchChunk.OFFSET_FIELD_NUMBER << 3])
@@ -24,7 +29,7 @@ class WireChunk:
 
 
 def serialize(part: pb.FetchResponse | WireChunk) -> bytes:
-    """The message's bytes."""
+    """The bytes of one message."""
     if isinstance(part, pb.FetchResponse):
         return part.SerializeToString()
     head = b"".join((_OFFSET, _varint(part.offset), _DATA, _varint(len(part.data))))
@@ -32,7 +37,7 @@ def serialize(part: pb.FetchResponse | WireChunk) -> bytes:
 
 
 def parse(message: bytes) -> pb.FetchResponse | WireChunk:
-    """What `serialize`, or protobuf, made bytes of; a chunk's data is a view of `message`.
+    """Reads what `serialize` or protobuf wrote; a chunk's data is a view of `message`.
 
     Raises:
         google.protobuf.message.DecodeError: it is not a FetchResponse.
@@ -46,7 +51,7 @@ def parse(message: bytes) -> pb.FetchResponse | WireChunk:
 
 
 def _parse_chunk(message: bytes) -> WireChunk | None:
-    """None: not in the usual order, or malformed; protobuf shall tell."""
+    """None: fields in another order, or malformed; protobuf's parser decides which."""
     head = message[: 4 * (1 + _MAX_VARINT_BYTES)]
     offset = 0
     try:
@@ -73,11 +78,11 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, start: int) -> tuple[int, int]:
-    """The value and where it ends; raises IndexError when it does not."""
+    """The value and the index after it; raises IndexError where the data ends before it does."""
     value = 0
-    for place in range(_MAX_VARINT_BYTES):
-        byte = data[start + place]
-        value |= (byte & 0x7F) << (7 * place)
+    for index in range(_MAX_VARINT_BYTES):
+        byte = data[start + index]
+        value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
-            return value, start + place + 1
+            return value, start + index + 1
     raise IndexError("a varint without an end")

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -53,3 +54,40 @@ class ServiceSettings(BaseSettings):
                 for e in error.errors()
             ]
             raise SettingsError("; ".join(lines)) from None
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class EngineServiceSettings(ServiceSettings):
+    """What both GPU services are told.
+
+    Attributes:
+        host: address to listen on.
+        port: of gRPC; 0: any free one, which the log names.
+        metrics_port: of Prometheus; 0: no endpoint.
+        model: checkpoint directory, in Hugging Face's layout.
+        device: `cpu`, `cuda` or `cuda:N`; `auto`: CUDA if there is one.
+        dtype: of weights, cache and embeddings; `auto`: bfloat16 on a GPU, float32 on a CPU.
+        load_format: `auto`: safetensors; `dummy`: random weights.
+        num_threads: of torch on a CPU; 0: torch's own choice.
+        memory_fraction: share of the device's memory that the service may use.
+        redis_url: where the encoders store embeddings; empty: nowhere.
+        redis_timeout_s: the most that an unresponsive Redis may delay a request, once.
+        shutdown_grace_s: how long running requests may continue after SIGTERM.
+        log_level: the least level that is logged.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port
+    metrics_port: Port
+    model: Path
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    redis_url: str = ""
+    redis_timeout_s: Annotated[float, Field(gt=0)] = 0.03
+    shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -79,8 +79,8 @@ class ForeignMemory:
         finally:
             os.close(fd)  # the mapping keeps the memory
 
-    def map_resident(self) -> None:
-        """Maps what was there when it was opened; for a thread, see `map_resident` below."""
+    def prefault(self) -> None:
+        """Maps what was there when it was opened; for a thread, see `prefault` below."""
         _touch(self._memory, self._resident)
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
@@ -88,7 +88,7 @@ class ForeignMemory:
         return memoryview(self._memory)[offset : offset + size_bytes]
 
 
-def map_resident(fd: int, memory: mmap.mmap) -> None:
+def prefault(fd: int, memory: mmap.mmap) -> None:
     """Maps the pages that exist already into this process, so that their first use finds them:
     a fault per page costs more than copying it. Makes no new ones. Takes about 0.1 s per GiB.
     """

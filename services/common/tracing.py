@@ -34,6 +34,10 @@ class Span:
     def end(self, end_s: float | None = None) -> None:
         """Ends a span of `start_span`, now or at `end_s` (`time.time()`)."""
 
+    def as_current(self) -> AbstractContextManager[object]:
+        """Makes it the current span for the block, and does not end it."""
+        return nullcontext()
+
 
 class _Recorded(Span):
     def __init__(self, span: "OtelSpan") -> None:
@@ -48,6 +52,11 @@ class _Recorded(Span):
 
     def end(self, end_s: float | None = None) -> None:
         self._span.end(None if end_s is None else _nanoseconds(end_s))
+
+    def as_current(self) -> AbstractContextManager[object]:
+        from opentelemetry.trace import use_span
+
+        return use_span(self._span)
 
 
 _OFF = Span()
@@ -111,7 +120,7 @@ def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContex
 def start_span(
     name: str, parent: str = "", *, start_s: float | None = None, **attributes: Attribute
 ) -> Span:
-    """A span that never becomes the current one; the caller ends it.
+    """A span that the caller ends; the current one only where `as_current` says so.
 
     Args:
         name: what is done.

@@ -1,5 +1,5 @@
-"""One embedding from an encoder, straight into its place: out of shared memory where encoder and
-decoder are on one machine, over gRPC everywhere else.
+"""Fetches one embedding from an encoder into the arena: from shared memory if both services run on
+one machine, else over gRPC. Whatever the encoder sends is checked.
 """
 
 import asyncio
@@ -11,12 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+import numpy as np
+from google.protobuf.message import DecodeError
 
-from services.common.embedding import EmbeddingSpec
+from services.common.embedding import (
+    ITEM_BYTES,
+    CorruptEmbedding,
+    EmbeddingSpec,
+    TensorDigest,
+    all_finite,
+    split_blocks,
+    split_evenly,
+)
 from services.common.errors import EmbeddingUnavailable, InvalidRequest, Unavailable
-from services.common.fetch_wire import WireChunk
+from services.common.fetch_wire import DTYPES, WireChunk, parse
 from services.common.pb import encoder_pb2 as pb
-from services.common.rpc import create_channel, error_from_rpc
+from services.common.rpc import create_channel, error_from_rpc, outgoing_metadata
 from services.common.shared_memory import (
     ForeignMemory,
     MemoryAddress,
@@ -24,20 +34,157 @@ from services.common.shared_memory import (
     host_identity,
 )
 from services.common.threads import finished, num_threads
-from services.decoder.embedding_receiver import Receiver, WrongContent
-from services.decoder.shared_reader import copy_range
+from services.common.tracing import span
 
 log = logging.getLogger(__name__)
 
 _METHOD = "/triptych.v1.Encoder/Fetch"
 
 
+class WrongContent(ValueError):
+    """What the encoder sent is not the embedding."""
+
+
+class Receiver:
+    """Fills `into` from one Fetch stream; trusts nothing that it receives.
+
+    `accept` runs in the event loop; `store` and `copy` run in threads.
+    """
+
+    def __init__(self, key: bytes, spec: EmbeddingSpec, into: memoryview) -> None:
+        self.key = key
+        self.spec = spec
+        self.into = into
+        self._header_seen = False
+        self._shared = False
+        self._trailer: bytes | None = None
+        self._num_accepted = 0
+        self.digest = TensorDigest(into)  # of the bytes as they lie in `into`
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all bytes are announced in shared memory, and their digest is known. A stream of
+        chunks is read to its end instead.
+        """
+        return self._shared and self._trailer is not None
+
+    def accept(self, message: bytes) -> WireChunk | pb.FetchShared | pb.FetchReady | None:
+        """Checks one message. Returns what is to be stored, opened or copied; None: nothing.
+
+        Raises:
+            WrongContent: not what was asked for.
+        """
+        if self._trailer is not None:
+            raise WrongContent("there is more after the trailer")
+        try:
+            part = parse(message)
+        except DecodeError:
+            raise WrongContent("a message cannot be read") from None
+        if isinstance(part, WireChunk):
+            if self._shared:
+                raise WrongContent("its bytes come twice")
+            self._check_range(part.offset, len(part.data))
+            return part
+        match part.WhichOneof("part"):
+            case "header":
+                self._check_header(part.header)
+                return None
+            case "shared" if self._header_seen:
+                self._check_shared(part.shared)
+                return part.shared
+            case "ready" if self._shared:
+                self._check_range(part.ready.offset, part.ready.size_bytes)
+                return part.ready
+            case "trailer" if self._header_seen:
+                self._trailer = part.trailer.digest
+                return None
+            case kind:
+                raise WrongContent(f"{kind} before the header")
+
+    def store(self, chunk: WireChunk) -> None:
+        """Writes an accepted chunk.
+
+        Raises:
+            WrongContent: a value is infinite or not a number.
+        """
+        start, end = chunk.offset, chunk.offset + len(chunk.data)
+        self.into[start:end] = chunk.data
+        if not all_finite(self.into[start:end], self.spec.dtype):
+            raise WrongContent("it has values that are not finite")
+        self.digest.add(start, end)
+
+    def copy(self, shared: memoryview, ranges: list[tuple[int, int]]) -> None:
+        """Copies accepted ranges from the encoder's memory, block by block, while a block is in the
+        core's own cache. The copy is checked, because the encoder may change its memory any time.
+
+        Raises:
+            WrongContent: a value is infinite or not a number.
+        """
+        for start, stop in ranges:
+            # numpy, because a memoryview's assignment would hold the interpreter lock.
+            np.copyto(
+                np.frombuffer(self.into[start:stop], np.uint8),
+                np.frombuffer(shared[start:stop], np.uint8),
+            )
+            if not all_finite(self.into[start:stop], self.spec.dtype):
+                raise WrongContent("it has values that are not finite")
+            self.digest.add(start, stop)
+
+    def finish(self) -> bytes:
+        """The digest, after the stream's end, once all bytes are written.
+
+        Raises:
+            WrongContent: parts are missing, or the digest is another's.
+        """
+        size = self.spec.size_bytes
+        if self._trailer is None or self._num_accepted != size:
+            raise WrongContent(f"it ended after {self._num_accepted} of {size} bytes")
+        try:
+            digest = self.digest.finish()
+        except CorruptEmbedding as error:
+            raise WrongContent(str(error)) from None
+        if digest != self._trailer:
+            raise WrongContent("its digest does not match")
+        return digest
+
+    def _check_header(self, header: pb.FetchHeader) -> None:
+        spec = self.spec
+        if self._header_seen:
+            raise WrongContent("it has two headers")
+        if header.image_key != self.key:
+            raise WrongContent(f"it is of image {header.image_key.hex()[:16]}")
+        if header.dtype != DTYPES[spec.dtype]:
+            raise WrongContent(f"its dtype is {header.dtype}, not {spec.dtype}")
+        shape = (header.num_features, header.num_tokens, header.hidden)
+        if shape != spec.shape:
+            raise WrongContent(f"its shape is {shape}, not {spec.shape}")
+        self._header_seen = True
+
+    def _check_shared(self, shared: pb.FetchShared) -> None:
+        if self._shared or self._num_accepted:
+            raise WrongContent("its bytes come twice")
+        if shared.offset + self.spec.size_bytes > shared.size_bytes:
+            raise WrongContent("it lies outside of the shared memory")
+        self._shared = True
+
+    def _check_range(self, offset: int, length: int) -> None:
+        # If ranges overlap, others are missing, which `finish` finds.
+        item = ITEM_BYTES[self.spec.dtype]
+        if not self._header_seen:
+            raise WrongContent("chunk before the header")
+        if length == 0 or offset % item or length % item:
+            raise WrongContent("a range is empty or cuts a value in two")
+        self._num_accepted += length
+        if max(offset + length, self._num_accepted) > self.spec.size_bytes:
+            raise WrongContent("ranges overlap or lie outside of the embedding")
+
+
 class EncoderFailed(EmbeddingUnavailable):
-    """An encoder did not deliver.
+    """An encoder did not deliver an embedding.
 
     Attributes:
         encoder_address: which one.
-        corrupt: it delivered something else than the embedding.
+        corrupt: what it delivered is not the embedding.
     """
 
     def __init__(self, message: str, encoder_address: str, *, corrupt: bool = False) -> None:
@@ -48,12 +195,7 @@ class EncoderFailed(EmbeddingUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """How an embedding came.
-
-    Attributes:
-        digest: of its bytes.
-        path: "shm" or "grpc".
-    """
+    """An embedding has been fetched, by `path` "shm" or "grpc"."""
 
     digest: bytes
     path: str
@@ -66,16 +208,16 @@ class _Channel:
     users: int = 0
     idle_since: float = 0.0
     memory: ForeignMemory | None = None
-    not_readable: bool = False  # its memory, as was found out; it is not tried again
+    not_readable: bool = False  # its memory could not be opened; it is not tried again
 
 
 @dataclass(slots=True)
 class EncoderFetcher:
-    """Fetches embeddings; keeps a channel per encoder, and its memory mapped where that is
-    possible, and lets go of both when the encoder is not asked for long.
+    """Fetches embeddings. Keeps a channel per encoder and, where possible, the encoder's memory
+    mapped, until the encoder has been idle for `idle_s`.
 
     Attributes:
-        timeout_s: for one embedding, the time the encoder needs to compute it included.
+        timeout_s: for one embedding, including the time the encoder needs to compute it.
         idle_s: how long an unused channel stays open.
         shared_memory: False: all embeddings come over gRPC.
     """
@@ -95,7 +237,7 @@ class EncoderFetcher:
     ) -> Fetched:
         """Fills `into` with the embedding.
 
-        When this returns or raises, nobody writes to `into` any more.
+        When this returns or raises, no thread writes to `into` any more.
 
         Raises:
             EncoderFailed: another encoder may have it.
@@ -104,8 +246,11 @@ class EncoderFetcher:
         if not address:
             raise EncoderFailed("the embedding is not cached and no encoder is named", address)
         try:
-            async with self._use(address) as channel:
-                return await self._fetch(channel, address, key, spec, into)
+            with span("fetch embedding", size_bytes=spec.size_bytes) as current:
+                async with self._use(address) as channel:
+                    fetched = await self._fetch(channel, address, key, spec, into)
+                current.set(path=fetched.path)
+                return fetched
         except WrongContent as error:
             message = f"encoder {address} sent a wrong embedding: {error}"
             raise EncoderFailed(message, address, corrupt=True) from None
@@ -114,7 +259,7 @@ class EncoderFetcher:
             if isinstance(error, InvalidRequest):
                 raise error from None
             if type(error) is Unavailable and address in self._channels:
-                self._channels[address].memory = None  # it may be dead; its memory goes, too
+                self._channels[address].memory = None  # unmap the memory of an encoder that died
             raise EncoderFailed(error.message, address) from None
 
     async def close(self) -> None:
@@ -149,15 +294,15 @@ class EncoderFetcher:
             grpc.aio.AioRpcError: the encoder failed.
         """
         request = pb.FetchRequest(image_key=receiver.key, reader_host=reader_host)
-        call = channel.fetch(request, timeout=timeout_s)
+        call = channel.fetch(request, timeout=timeout_s, metadata=outgoing_metadata())
         try:
             return await self._receive(call, receiver, channel)
         finally:
             call.cancel()  # tells the encoder that its memory has been read
 
     async def _receive(self, call: Any, receiver: Receiver, channel: _Channel) -> Fetched:  # noqa: ANN401 - a call
-        """Checks a chunk in a thread while the next one arrives, or copies from shared memory what
-        is there while the encoder makes or digests the rest.
+        """Stores and checks a chunk in a thread while the next one arrives, or copies ranges from
+        shared memory while the encoder computes and digests the others.
         """
         loop = asyncio.get_running_loop()
         jobs: list[asyncio.Future[None]] = []
@@ -173,13 +318,16 @@ class EncoderFetcher:
                         shared = self._open(part, receiver, channel)
                     case pb.FetchReady():
                         assert shared is not None
-                        jobs += copy_range(
-                            shared, receiver.into, part.offset, part.offset + part.size_bytes,
-                            receiver.spec.dtype, receiver.digest, self._threads,
-                        )  # fmt: skip
+                        stop = part.offset + part.size_bytes
+                        jobs += [
+                            loop.run_in_executor(self._threads, receiver.copy, shared, ranges)
+                            for ranges in split_evenly(
+                                split_blocks(part.offset, stop), num_threads()
+                            )
+                        ]
                     case _:
                         pass
-                if receiver.needs_nothing:
+                if receiver.is_complete:
                     break
             await finished(jobs)
             return Fetched(receiver.finish(), "grpc" if shared is None else "shm")
@@ -195,7 +343,7 @@ class EncoderFetcher:
         if memory is None or memory.address != address:
             # A restarted encoder has another one.
             memory = channel.memory = ForeignMemory(address)
-            asyncio.get_running_loop().run_in_executor(None, memory.map_resident)
+            asyncio.get_running_loop().run_in_executor(None, memory.prefault)
         return memory.view(shared.offset, len(receiver.into))
 
     @contextlib.asynccontextmanager
@@ -227,6 +375,3 @@ class EncoderFetcher:
         task = asyncio.create_task(self._channels.pop(address).channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-
-__all__ = ["EncoderFailed", "EncoderFetcher", "Fetched"]

@@ -11,9 +11,9 @@ import torch
 from msgspec import structs
 
 from services.common.channel import ChannelClosed, EngineChannel
-from services.common.collector import settle_collector
 from services.common.engine_process import accept
 from services.common.model_spec import ModelSpecError
+from services.common.process_memory import freeze_gc
 from services.common.telemetry import setup_logging
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import EngineInfo, FrontMessage, Shutdown
@@ -82,7 +82,7 @@ def main() -> int:
             settings.device == "auto" and torch.cuda.is_available()
         )
         engine = Engine(runner, overlap=on_gpu, out_of_memory=(torch.OutOfMemoryError,))
-        settle_collector()
+        freeze_gc()
         channel.send(ready_message(engine, runner))
         run(engine, channel, awake_s=_AWAKE_S if on_gpu else 0.0)
     except ChannelClosed:

@@ -1,12 +1,13 @@
 """The decoder's front: sequences of all gateways on their way into the engine and out of it.
 
-It mints the engine's ids, has the images brought, keeps deadlines, and sees to it that each
-sequence that was submitted ends in exactly one event, whatever breaks.
+It assigns the engine's ids, obtains images, enforces deadlines, and ends each submitted sequence in
+exactly one event, whatever breaks.
 """
 
 import asyncio
 import itertools
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,8 +22,11 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
+from services.common.rpc import MAX_REQUEST_ID_CHARS
+from services.common.telemetry import bound_request_id
+from services.common.tracing import Span, record_span, start_span
 from services.decoder.embedding_fetch import EncoderFailed
-from services.decoder.embedding_source import EmbeddingSource
+from services.decoder.embeddings import EmbeddingSource, EngineSender, SequenceImages
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
@@ -35,7 +39,6 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.outbox import Outbox
-from services.decoder.sequence_images import Outgoing, SequenceImages
 from services.decoder.submission import ImageRequest, read_submit
 
 log = logging.getLogger(__name__)
@@ -45,8 +48,8 @@ QUEUE_FACTOR = 3
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
 
 
-class Channel(Outgoing, Protocol):
-    """The engine, as `FrontChannel` speaks to it."""
+class Channel(EngineSender, Protocol):
+    """What this file needs of `services.common.channel.FrontChannel`."""
 
     async def receive(self) -> EngineMessage:
         """The next message; raises ChannelClosed."""
@@ -55,7 +58,7 @@ class Channel(Outgoing, Protocol):
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One gateway: what waits for it, and its sequences that have not been reported as ended."""
+    """One gateway's stream: its outbox, and its sequences without a last event so far."""
 
     outbox: Outbox = field(default_factory=Outbox)
     live: "dict[int, _Live]" = field(default_factory=dict[int, "_Live"])
@@ -64,12 +67,24 @@ class Stream:
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A sequence, from its submission to the engine's last word on it."""
+    """A sequence, from its submission to the engine's last event of it.
 
-    number: int  # the engine's
-    sequence_id: int  # the gateway's
+    Attributes:
+        number: the engine's id of it.
+        sequence_id: the gateway's, unique within the stream.
+        submitted_at: as `time.time()`.
+        first_token_at: likewise; 0: no token yet.
+        reported: its last event is in the outbox.
+    """
+
+    number: int
+    sequence_id: int
     stream: Stream
     request_id: str
+    span: Span
+    submitted_at: float
+    first_token_at: float = 0.0
+    num_generated: int = 0
     deadline: asyncio.TimerHandle | None = None
     reported: bool = False
 
@@ -78,9 +93,9 @@ class DecoderFront:
     """Owner of all sequences in the front process. Made and used in one event loop.
 
     Args:
-        engine: what the engine said when it was ready.
-        channel: the way to it.
-        source: brings embeddings.
+        engine: the engine's ready message.
+        channel: to the engine.
+        source: obtains embeddings.
         metrics: records.
     """
 
@@ -93,7 +108,7 @@ class DecoderFront:
     ) -> None:
         self.engine = engine
         self._channel = channel
-        self._images = SequenceImages(source, channel, self._no_image)
+        self._images = SequenceImages(source, channel, self._image_failed)
         self._metrics = metrics
         self._max_live = (1 + QUEUE_FACTOR) * engine.max_num_sequences
         self._numbers = itertools.count(1)
@@ -109,7 +124,6 @@ class DecoderFront:
     # Streams.
 
     def open_stream(self) -> Stream:
-        """A gateway has come."""
         stream = Stream()
         self._streams.add(stream)
         return stream
@@ -121,23 +135,29 @@ class DecoderFront:
             stream.outbox.close()
 
     def close_stream(self, stream: Stream) -> None:
-        """The gateway is gone: its sequences end, and nobody is told."""
+        """The gateway has disconnected: its sequences are cancelled."""
         self._streams.discard(stream)
         for live in list(stream.live.values()):
-            self._fail(live, Cancelled("the gateway is gone"))
+            self._fail(live, Cancelled("the gateway has disconnected"))
         stream.outbox.close()
 
     def submit(self, stream: Stream, submit: pb.Submit) -> None:
         """Starts a sequence. Whatever is wrong with it is an event, never an exception."""
-        live = _Live(
-            number=next(self._numbers),
-            sequence_id=submit.sequence_id,
-            stream=stream,
-            request_id=submit.request_id[:256],
-        )
-        # An id in use: which of the two an event means, nobody could tell. Both end, in one event.
+        request_id = submit.request_id[:MAX_REQUEST_ID_CHARS]
+        span = start_span("sequence", submit.traceparent, request_id=request_id)
+        with bound_request_id(request_id), span.as_current():
+            live = _Live(
+                next(self._numbers), submit.sequence_id, stream, request_id, span, time.time()
+            )
+            self._submit(live, submit)
+        stream.outbox.flush()
+
+    def _submit(self, live: _Live, submit: pb.Submit) -> None:
+        stream = live.stream
+        # An id in use: events could not be told apart. Both sequences end, in one event.
         if (namesake := stream.live.pop(submit.sequence_id, None)) is not None:
-            self._let_go(namesake)
+            self._abort(namesake)
+            namesake.span.end()
         stream.live[live.sequence_id] = live
         try:
             if namesake is not None:
@@ -150,14 +170,13 @@ class DecoderFront:
         except TriptychError as error:
             self._report(live, _failed(error), error.code)
         except Exception:
-            log.exception("a submission failed", extra=_fields(live))
+            log.exception("a submission failed")
             self._report(live, _failed(InternalError("the submission failed")), "internal_error")
         else:
             self._start(live, message, images, submit.timeout_s)
-        stream.outbox.flush()
 
     def cancel(self, stream: Stream, sequence_id: int) -> None:
-        """Ends a sequence; one that has ended already is no error."""
+        """Ends a sequence, unless it has ended already."""
         if (live := stream.live.get(sequence_id)) is not None:
             self._fail(live, Cancelled("cancelled by the gateway"))
 
@@ -167,7 +186,7 @@ class DecoderFront:
         """Hands the engine's events to the gateways.
 
         Raises:
-            ChannelClosed: the engine is gone; all sequences have failed.
+            ChannelClosed: the engine process has ended; all sequences have failed.
         """
         try:
             while True:
@@ -175,10 +194,10 @@ class DecoderFront:
                 if isinstance(message, StepDone):
                     self._dispatch(message)
         except ChannelClosed:
-            self.refuse("the engine is gone")
-            self._fail_all(Unavailable("the decoder's engine is gone"))
+            self.refuse("the decoder's engine process has ended")
+            self._fail_all(Unavailable("the decoder's engine process has ended"))
             for live in list(self._live.values()):
-                self._forget(live)
+                self._remove(live)
             raise
 
     def refuse(self, reason: str) -> None:
@@ -186,8 +205,8 @@ class DecoderFront:
         self._refusal = reason
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new sequences, waits for the running ones, fails those that take too long, and
-        ends all streams once their last events are taken.
+        """Refuses new sequences, waits for the running ones, fails those that take longer than
+        `grace_s`, and closes all streams behind their last events.
         """
         self.refuse("the decoder is shutting down")
         try:
@@ -198,7 +217,7 @@ class DecoderFront:
             stream.outbox.close()
 
     async def close(self) -> None:
-        """Ends the background work."""
+        """Ends all fetches."""
         await self._images.close()
 
     # Events.
@@ -211,6 +230,7 @@ class DecoderFront:
             if live is None:
                 continue
             num_generated += len(event.token_ids)
+            live.num_generated += len(event.token_ids)
             if not live.reported:
                 touched.add(live.stream)
                 if event.token_ids:
@@ -221,13 +241,13 @@ class DecoderFront:
             if event.end is not None:
                 self._ended(live, event, event.end)
         for images in done.images_read:
-            self._images.were_read(images)
+            self._images.release_read(images)
         for images in done.images_wanted:
-            self._images.are_wanted(images)
+            self._images.obtain_again(images)
         self._metrics.engine_step(done.stats, num_generated)
         for stream in touched:
             if stream.outbox.is_full:
-                self._give_up(stream)
+                self._drop_slow_reader(stream)
             stream.outbox.flush()
 
     def _ended(self, live: _Live, event: SequenceEvent, end: EndOfSequence) -> None:
@@ -238,14 +258,14 @@ class DecoderFront:
                 )
                 self._report(live, finished, end.reason)
             else:
-                # An abort of ours has been reported already, so this one is the engine's failure.
-                error = InternalError(end.message or "the engine gave the sequence up")
+                # The front's own aborts are reported already, so this is the engine's failure.
+                error = InternalError(end.message or "the engine aborted the sequence")
                 log.error("a sequence failed: %s", end.message, extra=_fields(live))
                 self._report(live, _failed(error), error.code)
-        self._forget(live)
+        self._remove(live)
 
     def _started(self, live: _Live, start: StartOfSequence) -> pb.Started:
-        """Records and tells how the sequence came to its first token."""
+        """Records the times up to the first token."""
         metrics, prefill_s = self._metrics, start.first_token_s - start.first_scheduled_s
         metrics.queue.observe(start.first_scheduled_s)
         metrics.ttft.observe(start.first_token_s)
@@ -253,6 +273,13 @@ class DecoderFront:
         transfer_s = self._images.transfer_s(live.number)
         if transfer_s:
             metrics.transfer.observe(transfer_s)
+        live.first_token_at = live.submitted_at + start.first_token_s
+        parent, submitted_at = live.span.traceparent, live.submitted_at
+        if parent:
+            record_span("queue", parent, submitted_at, start.first_scheduled_s)
+            if transfer_s:
+                record_span("transfer", parent, submitted_at, transfer_s)
+            record_span("prefill", parent, submitted_at + start.first_scheduled_s, prefill_s)
         return pb.Started(
             num_cached_tokens=start.num_cached_tokens,
             queue_s=start.first_scheduled_s,
@@ -266,14 +293,14 @@ class DecoderFront:
             return
         self._report(live, _failed(error), error.code)
         live.stream.outbox.flush()
-        self._let_go(live)
+        self._abort(live)
 
     def _fail_all(self, error: TriptychError) -> None:
         for live in list(self._live.values()):
             self._fail(live, error)
 
-    def _give_up(self, stream: Stream) -> None:
-        log.warning("a gateway reads too slowly: its %d sequences end", len(stream.live))
+    def _drop_slow_reader(self, stream: Stream) -> None:
+        log.warning("a gateway reads too slowly; aborting its %d sequences", len(stream.live))
         stream.outbox.discard_tokens()
         for live in list(stream.live.values()):
             self._fail(live, Cancelled("the gateway reads too slowly"))
@@ -286,26 +313,37 @@ class DecoderFront:
             del stream.live[live.sequence_id]
         stream.outbox.add_end(live.sequence_id, end)
         self._metrics.outcomes.labels(outcome).inc()
+        self._log_end(live, outcome)
         if stream.half_closed and not stream.live:
             stream.outbox.close()
 
-    def _let_go(self, live: _Live) -> None:
-        """Ends a sequence that is reported on: its fetches now, its engine work by a message. Its
-        images stay until the engine has answered, because a step in flight may read them.
+    def _log_end(self, live: _Live, outcome: str) -> None:
+        now = time.time()
+        fields = {"outcome": outcome, "tokens": live.num_generated, **_ids(live)}
+        log.info("sequence ended", extra={"fields": fields})
+        if live.first_token_at and live.span.traceparent:
+            duration_s = now - live.first_token_at
+            record_span("decode", live.span.traceparent, live.first_token_at, duration_s)
+        live.span.set(outcome=outcome, num_tokens=live.num_generated)
+        live.span.end(now)
+
+    def _abort(self, live: _Live) -> None:
+        """Cancels a sequence's fetches and has the engine end it. Its images stay until the engine
+        has answered, because a step in flight may read them.
         """
         live.reported = True
         if live.deadline is not None:
             live.deadline.cancel()
-        self._images.stop_bringing(live.number)
+        self._images.cancel_fetches(live.number)
         if live.number in self._live:
             self._channel.send(AbortSequence(live.number))
 
-    def _forget(self, live: _Live) -> None:
+    def _remove(self, live: _Live) -> None:
         """The engine has ended the sequence."""
         if live.deadline is not None:
             live.deadline.cancel()
         del self._live[live.number]
-        self._images.forget(live.number)
+        self._images.remove(live.number)
         if not self._live:
             self._empty.set()
 
@@ -317,12 +355,12 @@ class DecoderFront:
         self._images.add(message, images)
         if timeout_s:
             live.deadline = asyncio.get_running_loop().call_later(
-                timeout_s, self._fail, live, DeadlineExceeded("the time is over")
+                timeout_s, self._fail, live, DeadlineExceeded("the request's time is over")
             )
 
-    def _no_image(self, number: int, error: TriptychError) -> None:
+    def _image_failed(self, number: int, error: TriptychError) -> None:
         if (live := self._live.get(number)) is not None:
-            log.warning("an image is not to be had: %s", error, extra=_fields(live))
+            log.warning("an image cannot be had: %s", error, extra=_fields(live))
             self._fail(live, error)
 
 
@@ -331,8 +369,12 @@ def _failed(error: TriptychError) -> pb.Failed:
     return pb.Failed(code=error.code, message=error.message, encoder_address=address)
 
 
+def _ids(live: _Live) -> dict[str, Any]:
+    return {"request_id": live.request_id, "sequence_id": live.sequence_id}
+
+
 def _fields(live: _Live) -> dict[str, Any]:
-    return {"fields": {"request_id": live.request_id, "sequence_id": live.sequence_id}}
+    return {"fields": _ids(live)}
 
 
 __all__ = ["DecoderFront", "Stream"]

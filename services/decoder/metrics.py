@@ -1,18 +1,13 @@
 """The decoder's metrics, all recorded in its front process."""
 
-from collections.abc import Callable, Iterable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
-from services.common.embedding_cache import CacheCounters
 from services.common.telemetry import LATENCY_BUCKETS
 from services.decoder.engine.messages import EngineStats
 
 
 class DecoderMetrics:
-    """Names and labels; `embedding_source.Observer` is part of it."""
+    """Names and labels; implements `embeddings.Observer`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -27,16 +22,16 @@ class DecoderMetrics:
             )
 
         self.running = gauge("sequences_running", "Sequences in the batch.")
-        self.waiting = gauge(
-            "sequences_waiting", "Sequences that wait for the engine or for an image."
-        )
+        self.waiting = gauge("sequences_waiting", "Sequences that wait for KV blocks or an image.")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that sequences hold.")
         self.kv_free = gauge("kv_blocks_free", "KV blocks that no sequence holds.")
         self.kv_used = gauge("kv_blocks_used", "KV blocks that sequences hold.")
-        self.kv_blocks = gauge("kv_blocks", "KV blocks there are.")
+        self.kv_blocks = gauge("kv_blocks", "KV blocks in all.")
         self.cache_bytes = gauge("embedding_cache_bytes", "Bytes of the arena in use.")
         self._totals = {
-            "num_preemptions": counter("preemptions", "Sequences that lost their blocks."),
+            "num_preemptions": counter(
+                "preemptions", "Times that a running sequence lost its KV blocks."
+            ),
             "num_prompt_tokens": counter("prompt_tokens", "Prompt tokens accepted."),
             "num_prefix_hit_tokens": counter(
                 "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."
@@ -49,19 +44,25 @@ class DecoderMetrics:
             "sequences", "Sequences ended, by finish reason or error code.", "outcome"
         )
         self.queue = seconds(
-            "queue", "Submitted to first scheduled, the wait for images at the beginning included."
+            "queue", "Submitted to first scheduled; includes the wait for a first image."
         )
-        self.transfer = seconds("transfer", "Submitted to last embedding at hand.")
+        self.transfer = seconds("transfer", "Submitted to last embedding in the arena.")
         self.prefill = seconds("prefill", "First scheduled to first token.")
         self.ttft = seconds("ttft", "Submitted to first token.")
-        self.fetch = seconds("embedding_fetch", "One embedding from an encoder.")
-        self._hits = counter("embedding_cache_hits", "Embeddings found, by tier.", "tier")
-        self._misses = counter("embedding_cache_misses", "Embeddings not found, by tier.", "tier")
+        self.fetch = seconds("embedding_fetch", "Fetch of one embedding from an encoder.")
+        self._hits = counter(
+            "embedding_cache_hits",
+            "Embeddings obtained, by tier: memory, redis, encoder, joined (another's fetch).",
+            "tier",
+        )
+        self._misses = counter(
+            "embedding_cache_misses", "Embeddings not found, by tier: memory, redis.", "tier"
+        )
         self._errors = counter(
-            "embedding_fetch_errors", "Encoders that did not deliver, by kind.", "kind"
+            "embedding_fetch_errors", "Fetches that failed, by kind: corrupt, unavailable.", "kind"
         )
         self._bytes = counter(
-            "embedding_fetch_bytes", "Bytes of embeddings from encoders, by shm or grpc.", "path"
+            "embedding_fetch_bytes", "Bytes of embeddings fetched, by path: shm, grpc.", "path"
         )
 
     def engine_step(self, stats: EngineStats, num_generated: int) -> None:
@@ -81,38 +82,14 @@ class DecoderMetrics:
             self.generated.inc(num_generated)
 
     def embedding_found(self, tier: str) -> None:
-        """See `Observer`."""
         self._hits.labels(tier).inc()
 
     def embedding_missed(self, tier: str) -> None:
-        """See `Observer`."""
         self._misses.labels(tier).inc()
 
     def embedding_failed(self, *, corrupt: bool) -> None:
-        """See `Observer`."""
         self._errors.labels("corrupt" if corrupt else "unavailable").inc()
 
     def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
-        """See `Observer`."""
         self.fetch.observe(seconds)
         self._bytes.labels(path).inc(size_bytes)
-
-
-class RedisCollector(Collector):
-    """Exports a RedisCache's own counters as `decoder_redis_total{event=...}`."""
-
-    def __init__(self, counters: Callable[[], CacheCounters]) -> None:
-        self._counters = counters
-
-    def collect(self) -> Iterable[CounterMetricFamily]:
-        """Prometheus asks."""
-        family = CounterMetricFamily(
-            "decoder_redis", "What Redis did for the decoder.", labels=["event"]
-        )
-        counters = self._counters()
-        for event in CacheCounters.__slots__:
-            family.add_metric([event], getattr(counters, event))
-        yield family
-
-
-__all__ = ["DecoderMetrics", "RedisCollector"]

@@ -1,13 +1,13 @@
-"""gRPC in front of the decoder: translates and delegates. The only servicer file."""
+"""The decoder's gRPC methods: proto ↔ front."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 import grpc.aio
 
+from services.common.fetch_wire import DTYPES
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import decoder_pb2_grpc as pb_grpc
-from services.decoder.embedding_receiver import DTYPES
 from services.decoder.front import DecoderFront, Stream
 
 SERVICE_NAME = "triptych.v1.Decoder"
@@ -22,7 +22,6 @@ class DecoderServicer(pb_grpc.DecoderServicer):
     async def Describe(
         self, request: pb.DescribeDecoderRequest, context: grpc.aio.ServicerContext
     ) -> pb.DescribeDecoderResponse:
-        """See the proto."""
         engine = self._front.engine
         return pb.DescribeDecoderResponse(
             model_name=engine.model_name,
@@ -41,7 +40,6 @@ class DecoderServicer(pb_grpc.DecoderServicer):
         request_iterator: AsyncIterator[pb.GenerateCommand],
         context: grpc.aio.ServicerContext,
     ) -> None:
-        """See the proto. A stream that breaks takes its sequences with it."""
         stream = self._front.open_stream()
         reader = asyncio.create_task(self._read(request_iterator, stream))
         try:

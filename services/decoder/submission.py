@@ -1,7 +1,7 @@
 """A gateway's Submit, checked, as the engine's AddSequence.
 
-Whatever comes out of here can be computed: an engine serves many, and one bad sequence must not
-reach a place where it would harm the others.
+The engine can compute whatever passes these checks: one bad sequence must not reach code where it
+would harm the others of its batch.
 """
 
 import math
@@ -25,7 +25,7 @@ _INT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """One distinct image of a sequence: what its embedding must be, and who was asked for it."""
+    """One distinct image of a sequence: what its embedding must be, and the encoder that has it."""
 
     key: bytes
     spec: EmbeddingSpec
@@ -35,11 +35,13 @@ class ImageRequest:
 def read_submit(
     submit: pb.Submit, sequence_id: int, engine: EngineInfo
 ) -> tuple[AddSequence, list[ImageRequest]]:
-    """The engine's message, under the id that the front minted, and the images it needs.
+    """The engine's message, under the front's `sequence_id`, and the images it needs.
 
     Raises:
         InvalidRequest: the message says which field and why.
     """
+    if submit.images and not engine.num_features:
+        raise InvalidRequest(f"{engine.model_name} is a text model and takes no images")
     num_tokens = _check_prompt(submit, engine)
     _check_positions(submit, num_tokens, engine)
     spans = _spans(submit, num_tokens)
@@ -75,7 +77,7 @@ def _check_prompt(submit: pb.Submit, engine: EngineInfo) -> int:
 
 
 def _check_positions(submit: pb.Submit, num_tokens: int, engine: EngineInfo) -> None:
-    # A picture's tokens share positions, so a completion never runs ahead of its index.
+    # An image's tokens share positions, so a position never exceeds its token's index.
     if not -num_tokens <= submit.position_delta <= 0:
         raise InvalidRequest(f"position_delta is outside [-{num_tokens}, 0]")
     if not submit.positions:
@@ -103,8 +105,6 @@ def _spans(submit: pb.Submit, num_tokens: int) -> list[ImageSpan]:
 
 
 def _image_requests(submit: pb.Submit, engine: EngineInfo) -> list[ImageRequest]:
-    if submit.images and not engine.num_features:
-        raise InvalidRequest(f"{engine.model_name} takes no images")
     requests: dict[bytes, ImageRequest] = {}
     for image in submit.images:
         spec = EmbeddingSpec(engine.dtype, engine.num_features, image.num_tokens, engine.hidden)

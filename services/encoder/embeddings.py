@@ -1,71 +1,87 @@
-"""How an embedding is come by: memory, then Redis, then the engine; once for all who ask.
+"""The encoder's embeddings: memory, then Redis, then the engine; one encode per image at a time.
 
-A flight is the work on one key. Whoever asks for the key while it is under way joins it; when the
-last of them goes away, the flight is cancelled. Across pods, a claim in Redis does the same.
+All callers that want one key share the encode in flight; when the last of them leaves, it is
+cancelled. Across pods, a lock in Redis does the same.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from services.common.arena import ArenaEntry
 from services.common.embedding import EmbeddingSpec
-from services.common.errors import EmbeddingUnavailable, Overloaded
+from services.common.errors import EmbeddingUnavailable, InvalidRequest, Overloaded, TriptychError
 from services.common.shared_memory import MemoryAddress
-from services.encoder.encoded import Encoded, Origin
-from services.encoder.engine_client import EngineClient, EngineJob, StageTimes
-from services.encoder.memory_tier import MemoryTier
+from services.common.single_flight import InFlight
+from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
+from services.encoder.memory_tier import MemoryTier, Reading
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.reading import Reading, unavailable
-from services.encoder.redis_writer import RedisWriter
-from services.encoder.shared_tier import SharedTier, Wish
-from services.encoder.sources import Grid, SourceStore
+from services.encoder.redis_tier import Found, Lock, RedisTier
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
+Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
+
+
+class Origin(Enum):
+    """Where an embedding came from."""
+
+    COMPUTED = "computed"
+    MEMORY = "memory"
+    REDIS = "redis"
+    JOINED = "joined"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An embedding is available, here or in Redis."""
+
+    origin: Origin
+    lookup_s: float = 0.0
+    times: StageTimes = NO_TIMES
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """The work on one key, and how many wait for it.
+class _Encode:
+    """An encode in flight.
 
     Attributes:
-        wish: what it is for.
-        patches_ahead: in work when it started, its own included.
-        begun: the entry, once the engine writes it.
+        need_bytes: an entry in Redis alone is not enough: a reader waits for the bytes.
+        num_queued_patches: in work when it started, its own included.
+        entry: done when the engine starts to write the embedding.
+        flight: set when it starts.
     """
 
-    wish: Wish
+    key: bytes
     image: bytes
     grid: Grid
-    patches_ahead: int = 0
-    waiters: int = 0
-    task: asyncio.Task[Encoded] | None = None
-    begun: asyncio.Future[ArenaEntry] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    spec: EmbeddingSpec
+    need_bytes: bool
+    num_queued_patches: int
+    entry: "asyncio.Future[ArenaEntry]"
+    flight: "InFlight[Encoded]" = field(init=False)
 
     @property
     def num_patches(self) -> int:
-        """Patches before merging."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
 
 class Embeddings:
-    """All embeddings this pod can give.
+    """All embeddings that this pod can give.
 
     Args:
-        like: an embedding's dtype, levels and hidden size; its token count is ignored.
+        like: an embedding's dtype, features and hidden size; its token count is ignored.
         merge_size: patches per image-token side.
         memory: this pod's own.
-        engine: makes them.
-        shared: of all pods; None: there is none.
-        writer: puts new ones there; None as `shared`.
+        engine: computes them.
+        redis: shared by all pods; None: there is none.
         metrics: counts.
         max_queued_patches: images beyond this in work are refused at once.
-        least_levelwise_bytes: embeddings that are smaller are handed out in one piece: the messages
-            for their levels would cost more than they hide.
+        min_streamed_bytes: smaller embeddings are handed out in one piece: the messages for their
+            features would cost more than they hide.
     """
 
     def __init__(
@@ -75,26 +91,24 @@ class Embeddings:
         merge_size: int,
         memory: MemoryTier,
         engine: EngineClient,
-        shared: SharedTier | None,
-        writer: RedisWriter | None,
+        redis: RedisTier | None,
         metrics: EncoderMetrics,
         max_queued_patches: int,
-        least_levelwise_bytes: int = 8 << 20,
+        min_streamed_bytes: int = 8 << 20,
     ) -> None:
         self._like = like
         self._merge_size = merge_size
         self._memory = memory
         self._engine = engine
-        self._shared = shared
-        self._writer = writer
+        self._redis = redis
         self._metrics = metrics
         self._max_queued_patches = max_queued_patches
-        self._least_levelwise_bytes = least_levelwise_bytes
+        self._min_streamed_bytes = min_streamed_bytes
         self._sources = SourceStore()
-        self._flights: dict[bytes, _Flight] = {}
+        self._encodes: dict[bytes, _Encode] = {}
         self._queued_patches = 0
-        self._s_per_patch = 0.0  # as the last image went; 0: none has yet
-        self._arrivals: dict[bytes, set[asyncio.Future[None]]] = {}
+        self._s_per_patch = 0.0  # measured on the last image; 0: none yet
+        self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # keys not yet asked for
 
     def spec_of(self, grid: Grid) -> EmbeddingSpec:
         """The embedding of an image of that grid."""
@@ -112,34 +126,34 @@ class Embeddings:
         self._metrics.memory_lookups.labels("hit" if entry else "miss").inc()
         if entry:
             self._sources.put(key, image, grid)
-            return Encoded(Origin.MEMORY, entry)
-        if flight := self._flights.get(key):
-            found = await self._join(flight)
-            return Encoded(Origin.JOINED, found.entry)
-        return await self._join(self._start(key, image, grid, into_memory=False))
+            return Encoded(Origin.MEMORY)
+        if encode := self._encodes.get(key):
+            await encode.flight.join()
+            return Encoded(Origin.JOINED)
+        return await self._start(key, image, grid, need_bytes=False).flight.join()
 
     @asynccontextmanager
     async def reading(self, key: bytes, timeout_s: float) -> AsyncGenerator[Reading]:
-        """The bytes of a key, held in memory for the block; waits for work that is under way or
-        has not been asked for yet, until the first of them can come.
+        """An embedding, held in memory for the block. Waits until its first bytes are about to be
+        written: for an encode in flight, or for one that has not been asked for yet.
 
         Raises:
-            InvalidRequest: the image can be encoded nowhere.
-            EmbeddingUnavailable: nobody asked for the key in time, or the work on it failed.
+            InvalidRequest: no encoder can encode the image.
+            EmbeddingUnavailable: no caller asked for the key in time, or its encode failed.
         """
-        try:
-            with unavailable():
+        with _failure_as_unavailable():
+            try:
                 async with asyncio.timeout(timeout_s):
-                    reading = await self._held(key)
-        except TimeoutError:
-            raise EmbeddingUnavailable("the image was not encoded here in time") from None
-        try:
-            yield reading
-        finally:
-            # Nothing is awaited: a call that its caller cancels is cancelled once more.
-            self._memory.release(reading.entry)
-            if reading.work is not None:
-                reading.work.cancel()  # of the waiting for it; others may still wait
+                    reading = await self._hold(key)
+            except TimeoutError:
+                raise EmbeddingUnavailable("the image was not encoded here in time") from None
+            try:
+                yield reading
+            finally:
+                # Nothing is awaited here: gRPC may cancel a cancelled call once more.
+                self._memory.release(reading.entry)
+                if reading.work is not None:
+                    reading.work.cancel()  # leaves the encode to its other waiters
 
     async def digest_of(self, entry: ArenaEntry) -> bytes:
         """The digest of a held entry."""
@@ -155,164 +169,225 @@ class Embeddings:
         return self._memory.arena.address
 
     async def close(self) -> None:
-        """Ends all work."""
-        tasks = [flight.task for flight in self._flights.values() if flight.task]
+        """Cancels all encodes."""
+        tasks = [encode.flight.task for encode in self._encodes.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _held(self, key: bytes) -> Reading:
+    # Reading.
+
+    async def _hold(self, key: bytes) -> Reading:
         while True:
             if entry := self._memory.get(key):
                 self._memory.arena.acquire(entry)
-                return Reading(entry, self._memory, self._memory.ranges(entry))
-            flight = self._flights.get(key)
-            if flight is None and (source := self._sources.get(key)):
-                # Answered from Redis, or evicted since: the bytes are wanted here after all.
-                flight = self._start(key, source.image, source.grid, into_memory=True)
-            if flight is None:
-                await self._arrival(key)
-                continue
-            work = self._join(flight)
-            try:
-                await asyncio.wait({work, flight.begun}, return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    entry = flight.begun.result()
-                    # The work may be over before this future of it is.
-                    if self._memory.try_hold(entry):
-                        return Reading(entry, self._memory, self._memory.ranges(entry), work)
-                    await asyncio.wait({work})
-                work.result()
-            except BaseException:
-                work.cancel()
-                raise
+                return Reading(entry, self._memory, self._memory.written_ranges(entry))
+            encode = self._encodes.get(key)
+            if encode is None and (source := self._sources.get(key)):
+                # Answered from Redis, or evicted since: now the bytes are needed here.
+                encode = self._start(key, source.image, source.grid, need_bytes=True)
+            if encode is None:
+                await self._until_asked_for(key)
+            elif reading := await self._hold_when_written(encode):
+                return reading
 
-    async def _arrival(self, key: bytes) -> None:
-        """Returns when somebody asks for work on the key."""
-        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._arrivals.setdefault(key, set())
-        waiting.add(arrived)
+    async def _hold_when_written(self, encode: _Encode) -> Reading | None:
+        """None: the encode has ended; its result must be looked up."""
+        work = encode.flight.join()
         try:
-            await arrived
+            await asyncio.wait({work, encode.entry}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                entry = encode.entry.result()
+                # The work may have failed before its future says so.
+                if self._memory.try_hold(entry):
+                    return Reading(entry, self._memory, self._memory.written_ranges(entry), work)
+                await asyncio.wait({work})
+            work.result()
+        except BaseException:
+            work.cancel()
+            raise
+        return None
+
+    async def _until_asked_for(self, key: bytes) -> None:
+        """Returns when a caller asks for the key to be encoded."""
+        asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._awaited.setdefault(key, set())
+        waiting.add(asked)
+        try:
+            await asked
         finally:
-            waiting.discard(arrived)
-            if not waiting and self._arrivals.get(key) is waiting:
-                del self._arrivals[key]
+            waiting.discard(asked)
+            if not waiting and self._awaited.get(key) is waiting:
+                del self._awaited[key]
 
-    def _join(self, flight: _Flight) -> asyncio.Future[Encoded]:
-        """Waits for the flight from this moment on; cancelling the future leaves it."""
-        assert flight.task is not None
-        flight.waiters += 1
-        joined = asyncio.shield(flight.task)
-        joined.add_done_callback(lambda done: self._leave(flight, done))
-        return joined
+    # Encoding.
 
-    def _leave(self, flight: _Flight, joined: asyncio.Future[Encoded]) -> None:
-        if not joined.cancelled():
-            joined.exception()  # seen: who has gone need not be told
-        flight.waiters -= 1
-        if flight.waiters == 0 and flight.task is not None and not flight.task.done():
-            # Forgotten at once: who asks from now on starts anew.
-            self._forget(flight)
-            flight.task.cancel()
-
-    def _start(self, key: bytes, image: bytes, grid: Grid, *, into_memory: bool) -> _Flight:
-        flight = _Flight(Wish(key, self.spec_of(grid), into_memory), image, grid)
-        room = self._max_queued_patches - self._queued_patches
-        if flight.num_patches > room:
+    def _start(self, key: bytes, image: bytes, grid: Grid, *, need_bytes: bool) -> _Encode:
+        entry: asyncio.Future[ArenaEntry] = asyncio.get_running_loop().create_future()
+        encode = _Encode(key, image, grid, self.spec_of(grid), need_bytes, 0, entry)
+        if self._queued_patches + encode.num_patches > self._max_queued_patches:
             work_s = self._queued_patches * self._s_per_patch
             retry_after_s = min(max(work_s, 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
-        self._flights[key] = flight
-        self._queued_patches += flight.num_patches
-        flight.patches_ahead = self._queued_patches
-        flight.task = asyncio.create_task(self._fly(flight))
-        flight.task.add_done_callback(lambda task: self._land(flight, task))
-        self._show_queue()
-        for arrived in self._arrivals.pop(key, ()):
-            if not arrived.done():
-                arrived.set_result(None)
-        return flight
+        self._encodes[key] = encode
+        self._queued_patches += encode.num_patches
+        encode.num_queued_patches = self._queued_patches
+        encode.flight = InFlight(
+            self._run(encode),
+            on_end=lambda task: self._complete(encode, task),
+            # A new caller for the key starts a new encode, even before this task has ended.
+            on_abandoned=lambda: self._remove(encode),
+        )
+        self._update_gauges()
+        for asked in self._awaited.pop(key, ()):
+            if not asked.done():
+                asked.set_result(None)
+        return encode
 
-    def _land(self, flight: _Flight, task: asyncio.Task[Encoded]) -> None:
-        self._queued_patches -= flight.num_patches
-        self._forget(flight)
-        self._show_queue()
+    def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
+        self._queued_patches -= encode.num_patches
+        self._remove(encode)
+        self._update_gauges()
         if not task.cancelled() and task.exception() is None:
-            self._sources.put(flight.wish.key, flight.image, flight.grid)
+            self._sources.put(encode.key, encode.image, encode.grid)
 
-    def _forget(self, flight: _Flight) -> None:
-        if self._flights.get(flight.wish.key) is flight:
-            del self._flights[flight.wish.key]
+    def _remove(self, encode: _Encode) -> None:
+        if self._encodes.get(encode.key) is encode:
+            del self._encodes[encode.key]
 
-    def _show_queue(self) -> None:
-        self._metrics.queue_images.set(len(self._flights))
+    def _update_gauges(self) -> None:
+        self._metrics.queue_images.set(len(self._encodes))
         self._metrics.queue_patches.set(self._queued_patches)
         self._metrics.cache_bytes.set(self._memory.arena.used_bytes)
 
-    async def _fly(self, flight: _Flight) -> Encoded:
-        start = time.monotonic()  # the loop's own clock has a grain of a millisecond
-        # Decoded while Redis is asked; that Redis has it is the rarer case.
-        job = self._engine.submit(flight.image, flight.grid)
+    async def _run(self, encode: _Encode) -> Encoded:
+        start = time.monotonic()  # the event loop's clock has a resolution of 1 ms
+        # The image is decoded while Redis is asked, because Redis rarely has it.
+        job = self._engine.submit(encode.image, encode.grid)
         try:
-            found = b"" if self._shared is None else await self._shared.find(flight.wish)
+            lock = await self._look_up(encode)
         except BaseException:
             self._engine.cancel(job)
             raise
         lookup_s = time.monotonic() - start
-        if isinstance(found, Encoded):
+        if isinstance(lock, Found):
             self._engine.cancel(job)
-            return replace(found, lookup_s=lookup_s)
+            return Encoded(Origin.JOINED if lock.joined else Origin.REDIS, lookup_s)
         try:
-            entry, times = await self._compute(flight, job)
+            entry, times = await self._compute(encode, job)
         except BaseException:
             self._engine.cancel(job)
-            if self._shared is not None:
-                await self._shared.give_up(flight.wish.key, found)
+            if self._redis is not None:
+                await self._redis.unlock(encode.key, lock)
             raise
-        self._s_per_patch = (time.monotonic() - start) / flight.patches_ahead
+        self._s_per_patch = (time.monotonic() - start) / encode.num_queued_patches
         try:
-            if self._writer is not None:
-                self._writer.put(entry, found)
+            if self._redis is not None:
+                self._redis.put(entry, lock)
         finally:
             self._memory.release(entry)
         self._metrics.observe_stage("lookup", lookup_s)
-        return Encoded(Origin.COMPUTED, entry, lookup_s, times)
+        return Encoded(Origin.COMPUTED, lookup_s, times)
 
-    async def _compute(self, flight: _Flight, job: EngineJob) -> tuple[ArenaEntry, StageTimes]:
-        """Encodes; the caller releases the entry, which nothing can evict until then."""
-        entry = await self._memory.reserve(flight.wish.key, flight.wish.spec)
-        self._memory.arena.acquire(entry)
+    async def _look_up(self, encode: _Encode) -> Found | Lock:
+        if self._redis is None:
+            return Lock()
+        return await self._redis.find(encode.key, encode.spec, need_bytes=encode.need_bytes)
+
+    async def _compute(self, encode: _Encode, job: EngineJob) -> tuple[ArenaEntry, StageTimes]:
+        """Runs the engine; the caller releases the entry, which cannot be evicted until then."""
+        entry = await self._memory.reserve(encode.key, encode.spec)
         try:
             if entry.committed:
                 self._engine.cancel(job)
-                return entry, StageTimes()
+                return entry, NO_TIMES
             self._memory.begin(entry)
-            self._engine.place(job, entry.offset, lambda level: self._grow(entry, level))
-            job.done.add_done_callback(lambda done: self._settle(entry, done))
-            flight.begun.set_result(entry)
-            return entry, await self._awaited(job)
+            self._memory.arena.acquire(entry)  # for the engine, even if no caller waits any more
+            self._engine.place(job, entry.offset, lambda feature: self._feature(entry, feature))
+            job.done.add_done_callback(lambda done: self._written(entry, done))
+            encode.entry.set_result(entry)
+            times = await asyncio.shield(job.done)
         except BaseException:
             self._memory.release(entry)
             raise
-
-    async def _awaited(self, job: EngineJob) -> StageTimes:
-        times = await asyncio.shield(job.done)
         self._metrics.observe_stage("queue", times.queue_s)
         self._metrics.observe_stage("preprocess", times.preprocess_s)
         self._metrics.observe_stage("forward", times.forward_s)
-        return times
+        return entry, times
 
-    def _grow(self, entry: ArenaEntry, level: int) -> None:
-        if entry.spec.size_bytes >= self._least_levelwise_bytes:
+    def _feature(self, entry: ArenaEntry, feature: int) -> None:
+        """The engine has written one feature; the others follow."""
+        if entry.spec.size_bytes >= self._min_streamed_bytes:
             size = entry.spec.size_bytes // entry.spec.num_features
-            self._memory.extend(entry, level * size, (level + 1) * size)
+            self._memory.add_range(entry, feature * size, (feature + 1) * size)
 
-    def _settle(self, entry: ArenaEntry, done: asyncio.Future[StageTimes]) -> None:
-        """The engine has let go of the memory, whether anybody still waits or not."""
+    def _written(self, entry: ArenaEntry, done: "asyncio.Future[StageTimes]") -> None:
+        """The engine no longer uses the entry's memory."""
         if done.exception() is None:
             self._metrics.images_encoded.inc()
             self._memory.commit(entry)
         else:
-            self._memory.abandon(entry)
+            self._memory.abort(entry)
         self._memory.release(entry)
+
+
+@contextmanager
+def _failure_as_unavailable() -> Generator[None]:
+    """What a failed encode is to a reader: another encoder may succeed, unless the image is bad."""
+    try:
+        yield
+    except (InvalidRequest, EmbeddingUnavailable):
+        raise
+    except TriptychError as error:
+        raise EmbeddingUnavailable(f"the image was not encoded: {error.message}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an image is encoded from."""
+
+    image: bytes
+    grid: Grid
+    expires_at: float  # time.monotonic()
+
+
+class SourceStore:
+    """The files of images answered lately, in case their embedding is needed again.
+
+    Holds at most `max_bytes`, each file for `ttl_s`; the oldest are dropped first.
+    """
+
+    def __init__(self, max_bytes: int = 256 << 20, ttl_s: float = 120.0) -> None:
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._sources: OrderedDict[bytes, Source] = OrderedDict()  # by time of `put`
+        self._used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def get(self, key: bytes) -> Source | None:
+        self._expire()
+        return self._sources.get(key)
+
+    def put(self, key: bytes, image: bytes, grid: Grid) -> None:
+        """Keeps a file, unless it is larger than the whole store."""
+        self._drop(key)
+        if len(image) > self._max_bytes:
+            return
+        self._sources[key] = Source(image, grid, time.monotonic() + self._ttl_s)
+        self._used_bytes += len(image)
+        self._expire()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._sources:
+            key, oldest = next(iter(self._sources.items()))
+            if self._used_bytes <= self._max_bytes and oldest.expires_at > now:
+                break
+            self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        source = self._sources.pop(key, None)
+        if source is not None:
+            self._used_bytes -= len(source.image)

@@ -1,4 +1,4 @@
-"""The engine, as the front's event loop sees it: jobs and their ends."""
+"""The engine process, as the front's event loop sees it: jobs and their ends."""
 
 import asyncio
 import itertools
@@ -17,7 +17,6 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     PlaceImage,
-    Shutdown,
 )
 
 
@@ -25,7 +24,7 @@ class EngineLink(Protocol):
     """What this file needs of `services.common.channel.FrontChannel`."""
 
     async def receive(self) -> EngineMessage:
-        """The engine's next message; raises `ChannelClosed`."""
+        """The engine's next message; raises ChannelClosed."""
         ...
 
     def send(self, *messages: FrontMessage) -> None:
@@ -42,19 +41,22 @@ class StageTimes:
     forward_s: float = 0.0
 
 
+NO_TIMES = StageTimes()
+
+
 @dataclass(slots=True)
 class EngineJob:
     """An image given to the engine.
 
     Attributes:
         done: ends when the engine no longer uses the memory.
-        on_level: called with each level, but for the last, that lies in the memory before that;
-            None: the image has no place yet.
+        on_feature: called with the index of each feature, except the last, once it is written;
+            None: the image has no memory yet.
     """
 
     job_id: int
     done: asyncio.Future[StageTimes]
-    on_level: Callable[[int], None] | None = None
+    on_feature: Callable[[int], None] | None = None
 
 
 class EngineClient:
@@ -73,38 +75,32 @@ class EngineClient:
         self._died = False
 
     def submit(self, image: bytes, grid: tuple[int, int, int]) -> EngineJob:
-        """Starts a job, which is decoded and then waits for `place`. Its future ends in
-        `StageTimes` or the image's `TriptychError`.
+        """Starts a job: the image is decoded and then waits for `place`.
 
         Raises:
-            Unavailable: the engine is gone.
+            Unavailable: the engine process has ended.
         """
         if self._died:
-            raise Unavailable("the encoder's engine ended")
+            raise Unavailable("the encoder's engine process ended")
         job = EngineJob(next(self._ids), asyncio.get_running_loop().create_future())
-        job.done.add_done_callback(_see)
+        job.done.add_done_callback(_retrieve_exception)
         self._jobs[job.job_id] = job
         self._link.send(EncodeImage(job.job_id, image, grid))
         return job
 
-    def place(self, job: EngineJob, arena_offset: int, on_level: Callable[[int], None]) -> None:
-        """The embedding has its place: the image may run. Once per job."""
-        job.on_level = on_level
+    def place(self, job: EngineJob, arena_offset: int, on_feature: Callable[[int], None]) -> None:
+        """Memory for the embedding is reserved: the image may run. Called once per job."""
+        job.on_feature = on_feature
         if job.job_id in self._jobs and not self._died:
             self._link.send(PlaceImage(job.job_id, arena_offset))
 
     def cancel(self, job: EngineJob) -> None:
-        """Nobody waits for the job. Its future still ends, when the engine lets go of it."""
+        """No caller waits for the job. Its future still ends, when the engine has released it."""
         if job.job_id in self._jobs and not self._died:
             self._link.send(CancelImage(job.job_id))
 
-    def shut_down(self) -> None:
-        """Asks the engine to end."""
-        if not self._died:
-            self._link.send(Shutdown())
-
     async def run(self) -> None:
-        """Receives until the engine is gone; then all jobs have failed."""
+        """Handles messages until the engine process has ended; then all jobs have failed."""
         try:
             while True:
                 self._take(await self._link.receive())
@@ -114,7 +110,7 @@ class EngineClient:
             self._died = True
             for job in self._jobs.values():
                 if not job.done.done():
-                    job.done.set_exception(Unavailable("the encoder's engine ended"))
+                    job.done.set_exception(Unavailable("the encoder's engine process ended"))
             self._jobs.clear()
 
     def _take(self, message: EngineMessage) -> None:
@@ -129,16 +125,16 @@ class EngineClient:
                     )
             case FeatureDone():
                 for job_id in message.job_ids:
-                    job = self._jobs.get(job_id)  # it may have overtaken its level
-                    if job is not None and job.on_level is not None:
-                        job.on_level(message.feature)
+                    job = self._jobs.get(job_id)  # the end of a job may overtake its features
+                    if job is not None and job.on_feature is not None:
+                        job.on_feature(message.feature)
             case EngineStats():
                 self._on_stats(message)
             case _:
                 raise AssertionError(f"the engine sent {type(message).__name__}")
 
 
-def _see(done: asyncio.Future[StageTimes]) -> None:
-    """An error of a job that nobody waits for any more is nobody's."""
+def _retrieve_exception(done: asyncio.Future[StageTimes]) -> None:
+    """Keeps asyncio from reporting the error of a job that no caller waits for."""
     if not done.cancelled():
         done.exception()

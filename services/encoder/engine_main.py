@@ -10,7 +10,6 @@ import time
 import torch
 from PIL import Image
 
-from services.common.collector import settle_collector
 from services.common.engine_process import EngineEnd, accept
 from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
@@ -25,6 +24,7 @@ from services.common.nn.weights import (
     load_dummy,
     load_weights,
 )
+from services.common.process_memory import freeze_gc
 from services.common.telemetry import setup_logging
 from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.messages import EngineReady, FrontMessage
@@ -91,7 +91,7 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
             ),
         )
     )
-    settle_collector()
+    freeze_gc()
     log.info("ready on %s in %.1f s", device, time.monotonic() - start)
     Engine(
         channel,

@@ -1,49 +1,53 @@
-"""The embeddings in this pod's arena: reserving with patience, growth, digests, references."""
+"""The embeddings in this pod's arena: reserving, writing, reading while written, digests.
+
+An embedding is written by the engine feature by feature. Readers may have each range as soon as it
+is written; threads digest it meanwhile; `commit` says that all of it is good.
+"""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.common.arena import Arena, ArenaEntry
-from services.common.embedding import EmbeddingSpec, TensorDigest, share_out, split_blocks
+from services.common.embedding import EmbeddingSpec, TensorDigest, split_blocks, split_evenly
 from services.common.errors import Overloaded
 from services.common.threads import num_threads
 
-# Embeddings that are read leave their room when they are; the largest take seconds to encode each.
+# Readers release their entries soon, but the largest images take seconds to encode.
 _RESERVE_TIMEOUT_S = 60.0
+_UNREAD_POLL_S = 0.005
 _CLOSE_ATTEMPTS = 50
 Range = tuple[int, int]  # bytes of the tensor, [start, stop)
 
 
 @dataclass(slots=True)
-class _Growth:
-    """What is there of an embedding that is not complete or not digested yet.
+class _Partial:
+    """An embedding that is being written, or is not digested yet.
 
     Attributes:
-        ranges: in the order they came.
-        change: done when there is more, or will be no more.
-        num_digesting: parts of these ranges that threads are digesting.
-        finished: ends in the digest; made by `commit`.
+        changed: done when `ranges` has grown, or will grow no more.
+        ranges: in the order they were written.
+        num_digesting: jobs of threads that digest these ranges.
+        digested: ends in the digest; made by `commit`.
     """
 
     digest: TensorDigest
-    change: asyncio.Future[None]
+    changed: asyncio.Future[None]
     ranges: list[Range] = field(default_factory=list[Range])
     num_digesting: int = 0
-    finished: asyncio.Future[bytes] | None = None
+    digested: asyncio.Future[bytes] | None = None
 
 
 class MemoryTier:
-    """An `Arena` whose users may wait for room, and read what is not complete. One event loop owns
-    it.
-    """
+    """The arena's embeddings, complete or being written. One event loop owns it."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._changed = asyncio.Event()
-        self._growths: dict[ArenaEntry, _Growth] = {}
-        # Not the event loop's own: its futures would take the loop longer than this takes threads.
+        self._partials: dict[ArenaEntry, _Partial] = {}
+        # A pool of its own, not run_in_executor: wrapping its futures costs the event loop more
+        # than the digest costs a thread.
         self._threads = ThreadPoolExecutor(num_threads(), "digest")
 
     def get(self, key: bytes) -> ArenaEntry | None:
@@ -51,149 +55,183 @@ class MemoryTier:
         return self.arena.get(key)
 
     def try_hold(self, entry: ArenaEntry) -> bool:
-        """Takes a reference to an entry that is complete or comes about; False: it does so no more,
-        or has made room for another one.
+        """Takes a reference to an entry that is complete or being written; False: its writing has
+        failed, or it has been evicted.
         """
-        readable = self.arena.has(entry) and (entry.committed or entry in self._growths)
+        readable = self.arena.has(entry) and (entry.committed or entry in self._partials)
         if readable:
             self.arena.acquire(entry)
         return readable
 
     def release(self, entry: ArenaEntry) -> None:
-        """Gives a reference back and wakes those who wait for room."""
+        """Gives a reference back."""
         self.arena.release(entry)
-        self._wake()
-
-    def begin(self, entry: ArenaEntry) -> None:
-        """The writer of a held entry begins; `commit` or `abandon` follows."""
-        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._growths[entry] = _Growth(TensorDigest(self.arena.view(entry)), change)
-
-    def extend(self, entry: ArenaEntry, start: int, stop: int) -> None:
-        """Bytes of an entry that has begun are there, before it is complete: readers may have them,
-        and a thread digests them.
-        """
-        growth = self._growths[entry]
-        self._add(entry, growth, (start, stop), 1)
-        growth.change.set_result(None)
-        growth.change = asyncio.get_running_loop().create_future()
-
-    def commit(self, entry: ArenaEntry) -> None:
-        """Marks the bytes complete; where their digest is not known, threads make it of those that
-        they have not had yet.
-        """
-        if not entry.digest:
-            growth = self._growths[entry]
-            growth.finished = asyncio.get_running_loop().create_future()
-            for gap in _gaps(growth.ranges, entry.spec.size_bytes):
-                self._add(entry, growth, gap, num_threads())  # a reader waits for it
-            growth.change.set_result(None)
-            self._finish_if_digested(entry, growth)
-        self.arena.commit(entry)
-        self._wake()
-
-    def abandon(self, entry: ArenaEntry) -> None:
-        """An entry that has begun will never be complete; its writer still gives its reference
-        back.
-        """
-        self._growths.pop(entry).change.set_result(None)
-
-    def ranges(self, entry: ArenaEntry) -> list[Range]:
-        """What is there of a held entry that is committed or has begun, in the order it came. The
-        list grows while the entry does.
-        """
-        if growth := self._growths.get(entry):
-            return growth.ranges
-        return [(0, entry.spec.size_bytes)]
-
-    def change(self, entry: ArenaEntry) -> "asyncio.Future[None] | None":
-        """Done when there is more of an entry that has begun, or will be no more; None: it is
-        complete, or abandoned. Not to be cancelled: all readers share it.
-        """
-        growth = self._growths.get(entry)
-        return None if growth is None else growth.change
-
-    async def digest_of(self, entry: ArenaEntry) -> bytes:
-        """The digest of a committed, held entry; computed once."""
-        if (growth := self._growths.get(entry)) and growth.finished:
-            return await asyncio.shield(growth.finished)
-        return entry.digest
-
-    async def until_unread(self, entry: ArenaEntry, timeout_s: float) -> None:
-        """Returns when nobody but the caller refers to the entry, or after that time."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while entry.references > 1:
-                    await self._changed.wait()
 
     async def reserve(self, key: bytes, spec: EmbeddingSpec) -> ArenaEntry:
-        """Room for an embedding, or its complete entry if one appeared meanwhile.
+        """Room for an embedding, or its complete entry if one appears meanwhile.
 
         Returns:
-            An entry; if it is not committed, the caller is its writer and holds a reference.
+            An entry with a reference for the caller, which is its writer if it is not committed.
 
         Raises:
             Overloaded: there was no room for too long.
         """
-        deadline = asyncio.get_running_loop().time() + _RESERVE_TIMEOUT_S
-        while True:
+
+        def attempt() -> ArenaEntry | None:
             if entry := self.arena.get(key):
+                self.arena.acquire(entry)
                 return entry
             try:
-                if entry := self.arena.try_reserve(key, spec):
-                    return entry
-            except KeyError:
-                pass  # a cancelled job still writes there
-            changed = self._changed
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await changed.wait()
-            except TimeoutError:
-                raise Overloaded("no memory for the embedding", retry_after_s=1.0) from None
+                return self.arena.try_reserve(key, spec)
+            except KeyError:  # a cancelled job still writes there
+                return None
+
+        try:
+            async with asyncio.timeout(_RESERVE_TIMEOUT_S):
+                return await self.arena.when_room(attempt, self.arena.release)
+        except TimeoutError:
+            raise Overloaded("no memory for the embedding", retry_after_s=1.0) from None
+
+    # Writing.
+
+    def begin(self, entry: ArenaEntry) -> None:
+        """The writer of a held entry begins; `commit` or `abort` follows."""
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._partials[entry] = _Partial(TensorDigest(self.arena.view(entry)), changed)
+
+    def add_range(self, entry: ArenaEntry, start: int, stop: int) -> None:
+        """These bytes are written, before the entry is complete: readers may have them, and a
+        thread digests them.
+        """
+        partial = self._partials[entry]
+        self._digest_range(entry, partial, (start, stop), 1)
+        partial.changed.set_result(None)
+        partial.changed = asyncio.get_running_loop().create_future()
+
+    def commit(self, entry: ArenaEntry) -> None:
+        """Marks the bytes complete. If the digest is not known, threads compute it from the ranges
+        that they have not seen yet.
+        """
+        if not entry.digest:
+            partial = self._partials[entry]
+            partial.digested = asyncio.get_running_loop().create_future()
+            for gap in _gaps(partial.ranges, entry.spec.size_bytes):
+                self._digest_range(entry, partial, gap, num_threads())  # a reader waits for it
+            partial.changed.set_result(None)
+            self._finish_if_digested(entry, partial)
+        self.arena.commit(entry)
+
+    def abort(self, entry: ArenaEntry) -> None:
+        """The writing has failed; the writer still gives its reference back."""
+        self._partials.pop(entry).changed.set_result(None)
+
+    # Reading.
+
+    def written_ranges(self, entry: ArenaEntry) -> list[Range]:
+        """What can be read of a held entry, in the order it was written; the list grows while the
+        entry is being written.
+        """
+        if partial := self._partials.get(entry):
+            return partial.ranges
+        return [(0, entry.spec.size_bytes)]
+
+    def changed(self, entry: ArenaEntry) -> "asyncio.Future[None] | None":
+        """Done when `written_ranges` has grown, or will grow no more; None: the writing is over.
+        All readers share it, so none may cancel it.
+        """
+        partial = self._partials.get(entry)
+        return None if partial is None else partial.changed
+
+    async def digest_of(self, entry: ArenaEntry) -> bytes:
+        """The digest of a committed, held entry; computed once."""
+        if (partial := self._partials.get(entry)) and partial.digested:
+            return await asyncio.shield(partial.digested)
+        return entry.digest
+
+    async def until_unread(self, entry: ArenaEntry, timeout_s: float) -> None:
+        """Returns when only the caller refers to the entry, or after that time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while entry.references > 1 and loop.time() < deadline:  # noqa: ASYNC110 - has no event
+            await asyncio.sleep(_UNREAD_POLL_S)
 
     async def close(self) -> None:
         """Waits for running digests and unmaps the memory."""
         await asyncio.to_thread(self._threads.shutdown)
-        await asyncio.sleep(0)  # what the threads leave to this loop
-        self._growths.clear()
+        await asyncio.sleep(0)  # the callbacks that the threads have left to this loop
+        self._partials.clear()
         for _ in range(_CLOSE_ATTEMPTS):
             try:
                 return self.arena.close()
             except BufferError:
-                # A thread that is done still drops its view; what it leaves ends with the process.
+                # A thread that has ended may still hold its view for a moment.
                 await asyncio.sleep(0.01)
 
-    def _add(self, entry: ArenaEntry, growth: _Growth, where: Range, max_parts: int) -> None:
-        growth.ranges.append(where)
+    def _digest_range(
+        self, entry: ArenaEntry, partial: _Partial, written: Range, max_jobs: int
+    ) -> None:
+        partial.ranges.append(written)
         loop = asyncio.get_running_loop()
 
         def digested(job: Future[None]) -> None:  # in the thread
-            loop.call_soon_threadsafe(self._digested, entry, growth, job)
+            loop.call_soon_threadsafe(self._digested, entry, partial, job)
 
-        for share in share_out(split_blocks(*where), max_parts):
+        for ranges in split_evenly(split_blocks(*written), max_jobs):
             self.arena.acquire(entry)
-            growth.num_digesting += 1
-            self._threads.submit(_add_all, growth.digest, share).add_done_callback(digested)
+            partial.num_digesting += 1
+            self._threads.submit(_digest, partial.digest, ranges).add_done_callback(digested)
 
-    def _digested(self, entry: ArenaEntry, growth: _Growth, job: Future[None]) -> None:
-        """A thread is done with a part; gives back the reference that `_add` took."""
+    def _digested(self, entry: ArenaEntry, partial: _Partial, job: Future[None]) -> None:
+        """A job has ended; gives back the reference that `_digest_range` took."""
         job.result()  # it raises nothing
-        growth.num_digesting -= 1
+        partial.num_digesting -= 1
         self.release(entry)
-        self._finish_if_digested(entry, growth)
+        self._finish_if_digested(entry, partial)
 
-    def _finish_if_digested(self, entry: ArenaEntry, growth: _Growth) -> None:
-        if growth.finished is not None and growth.num_digesting == 0:
-            entry.digest = growth.digest.finish()
-            del self._growths[entry]
-            growth.finished.set_result(entry.digest)
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _finish_if_digested(self, entry: ArenaEntry, partial: _Partial) -> None:
+        if partial.digested is not None and partial.num_digesting == 0:
+            entry.digest = partial.digest.finish()
+            del self._partials[entry]
+            partial.digested.set_result(entry.digest)
 
 
-def _add_all(digest: TensorDigest, ranges: list[Range]) -> None:
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A held entry, and how to read it while it is being written.
+
+    Attributes:
+        work: the encode that writes it; None: the entry is complete.
+    """
+
+    entry: ArenaEntry
+    memory: MemoryTier
+    written: list[Range]
+    work: "asyncio.Future[Any] | None" = None
+
+    async def ranges(self) -> AsyncGenerator[Range]:
+        """The ranges of the tensor's bytes, each as soon as it is written, until all are.
+
+        Raises:
+            TriptychError: the encode failed; what has been read is void.
+        """
+        num_sent = 0
+        while True:
+            while num_sent < len(self.written):
+                yield self.written[num_sent]
+                num_sent += 1
+            if self.entry.committed:
+                return
+            assert self.work is not None
+            if self.work.done():
+                self.work.result()
+                assert self.entry.committed
+                continue
+            changed = self.memory.changed(self.entry)
+            awaited = {self.work, changed} if changed else {self.work}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _digest(digest: TensorDigest, ranges: list[Range]) -> None:
     for start, stop in ranges:
         digest.add(start, stop)
 

@@ -1,12 +1,9 @@
-"""The encoder's Prometheus metrics."""
+"""The encoder's metrics, all recorded in its front process."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.metrics_core import Metric
 
-from services.common.embedding_cache import CacheCounters
 from services.common.telemetry import LATENCY_BUCKETS
 from services.encoder.engine.messages import EngineStats
 
@@ -19,47 +16,47 @@ class EncoderMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.images_encoded = Counter(
-            "encoder_images_encoded", "Images that ran through the tower", registry=registry
-        )
-        self.requests = Counter(
-            "encoder_requests", "Encode calls answered, by source", ["source"], registry=registry
-        )
-        self.failures = Counter(
-            "encoder_failures", "Calls that failed, by method and code", ["method", "code"],
-            registry=registry,
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"encoder_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"encoder_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(f"encoder_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.requests = counter(
+            "requests", "Encode calls answered, by source: computed, memory, redis, joined.",
+            "source",
         )  # fmt: skip
-        self.fetches = Counter("encoder_fetches", "Embeddings given out", registry=registry)
-        self.fetched_bytes = Counter(
-            "encoder_fetched_bytes", "Bytes of embeddings given out", registry=registry
+        self.failures = counter(
+            "failures", "Calls that failed, by method and error code.", "method", "code"
         )
-        self.shared_fetches = Counter(
-            "encoder_shared_fetches", "Of these, those read from shared memory", registry=registry
+        self.images_encoded = counter("images_encoded", "Images run through the vision tower.")
+        self.fetches = counter("fetches", "Embeddings sent to decoders.")
+        self.fetched_bytes = counter("fetched_bytes", "Bytes of embeddings sent to decoders.")
+        self.shared_fetches = counter(
+            "shared_fetches", "Embeddings that a decoder read from shared memory."
         )
-        self.memory_lookups = Counter(
-            "encoder_memory_lookups", "Lookups in the memory tier", ["outcome"], registry=registry
+        self.memory_lookups = counter(
+            "memory_lookups", "Lookups in the arena, by outcome: hit, miss.", "outcome"
         )
-        self.redis_writes_dropped = Counter(
-            "encoder_redis_writes_dropped", "Entries not written to Redis", registry=registry
+        self.redis_writes_dropped = counter(
+            "redis_writes_dropped", "Embeddings not written to Redis."
         )
-        self.queue_images = Gauge("encoder_queue_images", "Images in work", registry=registry)
-        self.queue_patches = Gauge("encoder_queue_patches", "Patches in work", registry=registry)
-        self.cache_bytes = Gauge(
-            "encoder_cache_used_bytes", "Bytes of the memory tier in use", registry=registry
-        )
-        self.batch_images = Histogram(
-            "encoder_batch_images", "Images per batch", buckets=_BATCH_IMAGES, registry=registry
-        )
-        self.batch_patches = Histogram(
-            "encoder_batch_patches", "Patches per batch", buckets=_BATCH_PATCHES, registry=registry
-        )
-        self._stages = Histogram(
-            "encoder_stage_seconds", "Time per image in each stage", ["stage"],
-            buckets=LATENCY_BUCKETS, registry=registry,
+        self.queue_images = gauge("queue_images", "Images queued or being encoded.")
+        self.queue_patches = gauge("queue_patches", "Patches queued or being encoded.")
+        self.cache_bytes = gauge("cache_used_bytes", "Bytes of the arena in use.")
+        self.batch_images = histogram("batch_images", "Images per batch.", _BATCH_IMAGES)
+        self.batch_patches = histogram("batch_patches", "Patches per batch.", _BATCH_PATCHES)
+        self._stages = histogram(
+            "stage_seconds", "Time per image, by stage: lookup, queue, preprocess, forward.",
+            LATENCY_BUCKETS, "stage",
         )  # fmt: skip
-        self.kernel_calls = Counter(
-            "encoder_kernel_calls", "Kernel calls of the tower, replayed ones included",
-            ["operation", "implementation"], registry=registry,
+        self.kernel_calls = counter(
+            "kernel_calls", "Kernel calls of the vision tower, replayed ones included.",
+            "operation", "implementation",
         )  # fmt: skip
         self._last_stats = EngineStats(0, 0)
 
@@ -76,21 +73,3 @@ class EncoderMetrics:
             operation, _, implementation = kernel.partition("=")
             calls = self.kernel_calls.labels(operation, implementation)
             calls.inc(count - last.kernel_calls.get(kernel, 0))
-
-    def export_redis(self, counters: CacheCounters) -> None:
-        """Exports what the Redis tier counts; read when scraped."""
-        self.registry.register(_RedisCollector(counters))
-
-
-class _RedisCollector:
-    def __init__(self, counters: CacheCounters) -> None:
-        self._counters = counters
-
-    def collect(self) -> Iterable[Metric]:
-        counters = self._counters
-        family = CounterMetricFamily(
-            "encoder_redis_events", "What happened at the Redis tier", labels=["event"]
-        )
-        for event in ("hits", "misses", "corrupt", "errors", "skipped", "writes"):
-            family.add_metric([event], getattr(counters, event))
-        yield family

@@ -1,4 +1,4 @@
-"""proto ↔ embeddings. The only file of the encoder that knows gRPC; no torch."""
+"""The encoder's gRPC methods: proto ↔ embeddings. The only file of the encoder that knows gRPC."""
 
 import asyncio
 import logging
@@ -11,28 +11,25 @@ import grpc.aio
 from services.common.arena import ArenaEntry
 from services.common.embedding import EmbeddingSpec
 from services.common.errors import InternalError, InvalidImage, InvalidRequest, TriptychError
-from services.common.fetch_wire import WireChunk, serialize
+from services.common.fetch_wire import DTYPES, WireChunk, serialize
 from services.common.image_key import KEY_BYTES
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import abort
+from services.common.rpc import abort, adopt_metadata
 from services.common.shared_memory import host_identity
-from services.encoder.embeddings import Embeddings
-from services.encoder.encoded import Encoded, Origin
+from services.common.tracing import span
+from services.encoder.embeddings import Embeddings, Encoded, Origin
+from services.encoder.memory_tier import Reading
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.reading import Reading
+
+log = logging.getLogger(__name__)
 
 SERVICE = "triptych.v1.Encoder"
 _CHUNK_BYTES = 1 << 20
-# A Fetch waits this long for work on its key, whatever its own deadline.
+# A Fetch waits at most this long for an encode of its key, whatever its own deadline.
 _MAX_FETCH_WAIT_S = 30.0
-# An entry in shared memory is kept this long for a reader that does not say that it is done.
+# An entry in shared memory is held at most this long for a reader that does not end its call.
 _MAX_READ_S = 10.0
-_DTYPES = {
-    "float32": pb.DTYPE_FLOAT32,
-    "bfloat16": pb.DTYPE_BFLOAT16,
-    "float16": pb.DTYPE_FLOAT16,
-}
 _SOURCES = {
     Origin.COMPUTED: pb.EncodeResponse.SOURCE_COMPUTED,
     Origin.MEMORY: pb.EncodeResponse.SOURCE_MEMORY,
@@ -66,12 +63,11 @@ class EncoderServicer(pb_grpc.EncoderServicer):
     async def Describe(
         self, request: pb.DescribeEncoderRequest, context: grpc.aio.ServicerContext
     ) -> pb.DescribeEncoderResponse:
-        """See the proto."""
         known = self._description
         return pb.DescribeEncoderResponse(
             model_name=known.model_name,
             key_prefix=known.key_prefix,
-            dtype=_DTYPES[known.like.dtype],
+            dtype=DTYPES[known.like.dtype],
             num_features=known.like.num_features,
             hidden=known.like.hidden,
             max_image_patches=known.max_image_patches,
@@ -80,27 +76,35 @@ class EncoderServicer(pb_grpc.EncoderServicer):
     async def Encode(
         self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
     ) -> pb.EncodeResponse:
-        """See the proto."""
+        parent = adopt_metadata(context)
         try:
-            key = _checked_key(request.image_key)
-            grid = self._checked_grid(request.grid)
-            encoded = await self._embeddings.encode(key, request.image, grid)
-            return self._answer(encoded, self._embeddings.spec_of(grid).num_tokens)
+            with span("encode", parent) as current:
+                key = _checked_key(request.image_key)
+                grid = self._checked_grid(request.grid)
+                encoded = await self._embeddings.encode(key, request.image, grid)
+                num_tokens = self._embeddings.spec_of(grid).num_tokens
+                current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
+            log.info(
+                "encoded", extra={"fields": {"source": encoded.origin.value, "tokens": num_tokens}}
+            )
+            return self._answer(encoded, num_tokens)
         except Exception as error:
             return await self._fail("encode", error, context)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
-        """See the proto."""
+        parent = adopt_metadata(context)
         try:
             key = _checked_key(request.image_key)
             left_s = context.time_remaining()
             wait_s = _MAX_FETCH_WAIT_S if left_s is None else min(left_s, _MAX_FETCH_WAIT_S)
             async with self._embeddings.reading(key, wait_s) as reading:
-                await context.write(_header(reading.entry))
-                if self._host and request.reader_host == self._host:
-                    await self._share(reading, context)
-                else:
-                    await self._stream(reading, context)
+                shared = bool(self._host) and request.reader_host == self._host
+                size_bytes = reading.entry.spec.size_bytes
+                with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
+                    await context.write(_header(reading.entry))
+                    await (self._share if shared else self._stream)(reading, context)
+                if shared:
+                    await _until_read()
         except Exception as error:
             await self._fail("fetch", error, context)
 
@@ -114,9 +118,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         await self._finish(reading.entry, context)
 
     async def _share(self, reading: Reading, context: grpc.aio.ServicerContext) -> None:
-        """Says where the bytes are, and keeps them there until the reader ends the call, which
-        cancels this; so does the reader's death.
-        """
+        """Says where the bytes are and which of them are written."""
         memory, entry = self._embeddings.address, reading.entry
         shared = pb.FetchShared(
             pid=memory.pid, fd=memory.fd, name=memory.name, size_bytes=memory.size_bytes,
@@ -129,12 +131,9 @@ class EncoderServicer(pb_grpc.EncoderServicer):
                 await context.write(pb.FetchResponse(ready=ready))
         await self._finish(entry, context)
         self._metrics.shared_fetches.inc()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_MAX_READ_S):
-                await asyncio.Event().wait()
 
     async def _finish(self, entry: ArenaEntry, context: grpc.aio.ServicerContext) -> None:
-        """The digest may be known only after the bytes are on their way."""
+        """Sends the digest, which may be known only after all bytes have been sent."""
         digest = await self._embeddings.digest_of(entry)
         await context.write(pb.FetchResponse(trailer=pb.FetchTrailer(digest=digest)))
         self._metrics.fetches.inc()
@@ -145,10 +144,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         return pb.EncodeResponse(
             source=_SOURCES[encoded.origin],
             num_tokens=num_tokens,
-            lookup_s=encoded.lookup_s,
-            queue_s=encoded.times.queue_s,
-            preprocess_s=encoded.times.preprocess_s,
-            forward_s=encoded.times.forward_s,
+            **_seconds(encoded),
         )
 
     def _checked_grid(self, grid: pb.Grid) -> tuple[int, int, int]:
@@ -165,12 +161,32 @@ class EncoderServicer(pb_grpc.EncoderServicer):
     async def _fail(
         self, method: str, error: Exception, context: grpc.aio.ServicerContext
     ) -> pb.EncodeResponse:
-        """Ends the call with our error; never returns."""
-        if not isinstance(error, TriptychError):
-            logging.error("%s failed", method, exc_info=error)
+        """Ends the call with an error of our tree; never returns."""
+        if isinstance(error, TriptychError):
+            log.info("%s failed: %s", method, error.message, extra={"fields": {"code": error.code}})
+        else:
+            log.error("%s failed", method, exc_info=error)
             error = InternalError("the encoder failed")
         self._metrics.failures.labels(method, error.code).inc()
         return await abort(context, error)
+
+
+async def _until_read() -> None:
+    """The reader ends the call when it has copied the bytes, or dies: both cancel this."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_MAX_READ_S):
+            await asyncio.Event().wait()
+
+
+def _seconds(encoded: Encoded) -> dict[str, float]:
+    """Time per stage, under the names of EncodeResponse."""
+    times = encoded.times
+    return {
+        "lookup_s": encoded.lookup_s,
+        "queue_s": times.queue_s,
+        "preprocess_s": times.preprocess_s,
+        "forward_s": times.forward_s,
+    }
 
 
 def _checked_key(key: bytes) -> bytes:
@@ -184,7 +200,7 @@ def _header(entry: ArenaEntry) -> pb.FetchResponse:
     return pb.FetchResponse(
         header=pb.FetchHeader(
             image_key=entry.key,
-            dtype=_DTYPES[spec.dtype],
+            dtype=DTYPES[spec.dtype],
             num_features=spec.num_features,
             num_tokens=spec.num_tokens,
             hidden=spec.hidden,
@@ -193,7 +209,7 @@ def _header(entry: ArenaEntry) -> pb.FetchResponse:
 
 
 def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
-    """As the generated function, but with our own serializer for Fetch."""
+    """Registers the servicer as the generated function does, but with our serializer for Fetch."""
     handlers = {
         "Fetch": grpc.unary_stream_rpc_method_handler(
             servicer.Fetch,
@@ -202,5 +218,5 @@ def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
         )
     }
     pb_grpc.add_EncoderServicer_to_server(servicer, server)
-    # The last registered wins.
+    # The handler registered last takes precedence.
     server.add_registered_method_handlers(SERVICE, handlers)  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,8 +5,8 @@ import sys
 
 import uvloop
 
-from services.common.collector import settle_collector
 from services.common.model_spec import ModelSpecError
+from services.common.process_memory import freeze_gc
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
 from services.gateway.app import create_gateway
@@ -16,7 +16,7 @@ from services.gateway.settings import GatewaySettings
 
 async def _serve(settings: GatewaySettings) -> None:
     server = GatewayServer(create_gateway(settings), settings)
-    settle_collector()
+    freeze_gc()
     await server.serve()
 
 

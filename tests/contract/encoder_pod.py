@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc.aio
 import numpy as np
@@ -11,12 +12,12 @@ import numpy as np
 from services.common.arena import Arena
 from services.common.channel import ChannelClosed
 from services.common.embedding import EmbeddingSpec, digest
-from services.common.embedding_cache import RedisCache
+from services.common.embedding_cache import CacheCollector, RedisCache
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import create_channel
-from services.encoder.__main__ import build_server
+from services.common.service_process import create_service_server
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     CancelImage,
@@ -30,9 +31,8 @@ from services.encoder.engine.messages import (
 from services.encoder.engine_client import EngineClient
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.redis_writer import RedisWriter
-from services.encoder.service import Description, EncoderServicer
-from services.encoder.shared_tier import SharedTier
+from services.encoder.redis_tier import RedisTier
+from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
 from tests.noise import PATIENCE_S
 
 LIKE = EmbeddingSpec("float32", 2, 0, 64)
@@ -134,7 +134,7 @@ class Pod:
     memory: MemoryTier
     metrics: EncoderMetrics
     cache: RedisCache | None
-    writer: RedisWriter | None
+    redis: RedisTier | None
     stub: pb_grpc.EncoderStub
     channel: grpc.aio.Channel
     address: str
@@ -178,8 +178,8 @@ class Pod:
         return embedding_of(image, self.embeddings.spec_of(grid))
 
     async def flush_writes(self) -> None:
-        assert self.writer is not None
-        await self.writer.drain(10.0)
+        assert self.redis is not None
+        await self.redis.drain(10.0)
 
 
 def key_of(image: bytes, grid: tuple[int, int, int] = (1, 8, 8)) -> bytes:
@@ -199,30 +199,30 @@ async def run_pod(
     engine = FakeEngine(arena)
     memory, metrics = MemoryTier(arena), EncoderMetrics()
     client = EngineClient(engine, metrics.observe_batch)
-    cache = shared = writer = None
+    cache = redis = None
     if redis_url:
         cache = RedisCache(redis_url, ttl_s=60, timeout_s=redis_timeout_s)
-        shared = SharedTier(cache, memory)
-        writer = RedisWriter(cache, memory, metrics.redis_writes_dropped)
-        metrics.export_redis(cache.counters)
+        redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
+        metrics.registry.register(CacheCollector("encoder", cache.counters))
     embeddings = Embeddings(
-        like=LIKE, merge_size=2, memory=memory, engine=client, shared=shared, writer=writer,
-        metrics=metrics, max_queued_patches=max_queued_patches, least_levelwise_bytes=1 << 20,
+        like=LIKE, merge_size=2, memory=memory, engine=client, redis=redis,
+        metrics=metrics, max_queued_patches=max_queued_patches, min_streamed_bytes=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = Description("tiny", PREFIX, LIKE, 2, max_image_patches)
-    server, _ = await build_server(EncoderServicer(description, embeddings, metrics))
+    servicer = EncoderServicer(description, embeddings, metrics)
+    server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channel = create_channel(address)
     stub = pb_grpc.EncoderStub(channel)
     try:
-        yield Pod(engine, embeddings, memory, metrics, cache, writer, stub, channel, address)
+        yield Pod(engine, embeddings, memory, metrics, cache, redis, stub, channel, address)
     finally:
         await channel.close()
         await server.stop(None)
-        if writer is not None:
-            await writer.drain(1.0)
+        if redis is not None:
+            await redis.drain(1.0)
         await embeddings.close()
         engine.die()
         await running

@@ -381,6 +381,6 @@ async def test_nothing_is_left_after_a_storm():
         await until(lambda: not decoder.front._streams)
         tasks = decoder.front._images._tasks
         await until(lambda: all(task.done() for task in tasks))
-        assert not decoder.source._flights and not decoder.source._claims
+        assert not decoder.source._filling and not decoder.arena.has_claims
         gc.collect()
         assert not [t for t in tasks if not t.done()] and not decoder.front._images._of

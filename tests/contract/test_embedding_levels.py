@@ -6,10 +6,11 @@ import random
 import grpc.aio
 import pytest
 
+from services.common.embedding import EmbeddingSpec
 from services.common.errors import EmbeddingUnavailable, TriptychError
 from services.common.pb import encoder_pb2 as pb
 from services.decoder.embedding_fetch import EncoderFailed
-from services.encoder.shared_tier import Wish
+from services.encoder.redis_tier import Lock
 from tests.contract.encoder_pod import Pod, key_of
 from tests.contract.test_embedding_transport import (
     GRID,
@@ -30,7 +31,7 @@ LEVEL_BYTES = SPEC.size_bytes // SPEC.num_features  # cuts a block of the digest
 
 def has_last_level(pod: Pod, reader: Reader, image: bytes) -> bool:
     """Whether the level that comes first has reached the reader's own memory."""
-    flight = reader.source._flights.get(key_of(image, GRID))
+    flight = reader.source._filling.get(key_of(image, GRID))
     if flight is None:
         return False
     there = bytes(reader.arena.view(flight.entry)[LEVEL_BYTES:])
@@ -52,7 +53,7 @@ async def test_a_level_is_sent_while_the_next_is_made(pod: Pod, *, shared_memory
         assert (await encoding).source == pb.EncodeResponse.SOURCE_COMPUTED
         assert first.fetched_bytes("shm" if shared_memory else "grpc") == SPEC.size_bytes
     await until(lambda: is_unreferenced(pod))
-    assert not pod.memory._growths
+    assert not pod.memory._partials
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -70,7 +71,7 @@ async def test_work_that_fails_after_a_level_is_unavailable(pod: Pod, *, shared_
             await encoding
         assert reader.arena.used_bytes == 0
         await until(lambda: pod.memory.arena.used_bytes == 0)
-        assert not pod.memory._growths
+        assert not pod.memory._partials
         pod.engine.late_errors.clear()
         await pod.encode(b"image", GRID)
         assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
@@ -104,7 +105,7 @@ async def test_work_that_nobody_waits_for_any_more_is_given_up_after_a_level(pod
     await until(lambda: bool(pod.engine.cancelled))
     pod.engine.level_gate.set()
     await until(lambda: pod.memory.arena.used_bytes == 0)
-    assert not pod.memory._growths
+    assert not pod.memory._partials
 
 
 async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
@@ -142,7 +143,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     pod.engine.level_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
     encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, b"image", GRID))
-    await until(lambda: bool(pod.memory._growths))
+    await until(lambda: bool(pod.memory._partials))
 
     async def read() -> None:
         async with pod.embeddings.reading(KEY, 0.05) as reading:
@@ -158,7 +159,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     with pytest.raises(TriptychError, match="made to fail"):
         await encoding
     await until(lambda: len(arena) == 0)
-    assert arena.used_bytes == 0 and not pod.memory._growths
+    assert arena.used_bytes == 0 and not pod.memory._partials
 
 
 class SlowClaims:
@@ -167,20 +168,20 @@ class SlowClaims:
     def __init__(self) -> None:
         self.gate = asyncio.Event()
 
-    async def find(self, wish: Wish) -> bytes:
-        return b"claim"
+    async def find(self, key: bytes, spec: EmbeddingSpec, *, need_bytes: bool) -> Lock:
+        return Lock(b"owner")
 
-    async def give_up(self, key: bytes, claim: bytes) -> None:
+    async def unlock(self, key: bytes, lock: Lock) -> None:
         await self.gate.wait()
 
 
 async def test_a_reader_that_comes_between_failure_and_its_end_holds_nothing(pod: Pod):
     """The memory is given back before Redis has the claim back."""
-    claims = pod.embeddings._shared = SlowClaims()
+    claims = pod.embeddings._redis = SlowClaims()
     pod.engine.level_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
     encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, b"image", GRID))
-    await until(lambda: bool(pod.memory._growths))
+    await until(lambda: bool(pod.memory._partials))
     pod.engine.level_gate.set()
     await until(lambda: len(pod.memory.arena) == 0)
 
@@ -238,7 +239,7 @@ async def test_readers_that_come_and_go_leave_nothing_behind(pod: Pod):
     assert min(outcomes.values()) > 10
     for each in readers:
         await each.source.close()
-        assert not each.source._flights
+        assert not each.source._filling
         assert all(entry.references == 0 for entry in each.arena._entries.values())
     await until(lambda: is_unreferenced(pod))
-    assert not pod.memory._growths and not pod.embeddings._flights
+    assert not pod.memory._partials and not pod.embeddings._encodes

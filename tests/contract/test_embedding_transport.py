@@ -17,10 +17,10 @@ from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import create_channel
 from services.common.shared_memory import host_identity
 from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
-from services.decoder.embedding_source import EmbeddingSource
+from services.decoder.embeddings import EmbeddingSource
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.submission import ImageRequest
-from services.encoder import redis_writer
+from services.encoder import redis_tier
 from tests.contract.encoder_pod import LIKE, Pod, embedding_of, key_of, run_pod
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
@@ -44,7 +44,7 @@ class Reader:
         found: list[ArenaEntry] = []
         request = ImageRequest(key_of(image, GRID), SPEC, address)
         try:
-            await self.source.obtain([request], lambda _, entry: found.append(entry))
+            await self.source.obtain([request], lambda entry: found.append(entry))
             return bytes(self.arena.view(found[0]))
         finally:
             for entry in found:
@@ -181,7 +181,7 @@ async def test_a_reader_that_waits_for_the_encode_is_woken(pod: Pod, reader: Rea
     pod.engine.gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
     getting = asyncio.create_task(reader.get(b"image", pod.address))
-    await until(lambda: any(flight.waiters == 2 for flight in pod.embeddings._flights.values()))
+    await until(lambda: any(e.flight.num_waiters == 2 for e in pod.embeddings._encodes.values()))
     pod.engine.gate.set()
     assert await getting == pod.expected(b"image", GRID)
     await encoding
@@ -213,7 +213,7 @@ async def test_redis_comes_after_who_reads(
     redis_server: RedisServer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(redis_writer, "_READERS_FIRST_S", 60.0)
+    monkeypatch.setattr(redis_tier, "_UNREAD_TIMEOUT_S", 60.0)
     async with run_pod(redis_server.url, max_image_patches=1 << 14) as pod:
         key = key_of(b"image", GRID)
         call = pod.stub.Fetch(pb.FetchRequest(image_key=key, reader_host=host_identity()))
@@ -296,7 +296,7 @@ async def test_an_encoder_that_dies_while_it_is_read_is_unavailable(reader: Read
             await getting
         assert failure.value.encoder_address == address and not failure.value.corrupt
         assert channels[address].memory is None  # nor is the dead one's memory kept
-    assert reader.arena.used_bytes == 0 and not reader.source._flights
+    assert reader.arena.used_bytes == 0 and not reader.source._filling
     async with encoder_process() as (_, address):
         await encode_at(address, b"image")
         assert await reader.get(b"image", address) == embedding_of(b"image", SPEC)

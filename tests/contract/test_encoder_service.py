@@ -78,7 +78,7 @@ async def test_fetch_of_what_nobody_encodes_ends_at_its_deadline(pod: Pod) -> No
         assert isinstance(error, errors.EmbeddingUnavailable | errors.DeadlineExceeded)
 
     assert await async_least(lambda: timed(fails()), 2) < 2
-    await until(lambda: not pod.embeddings._arrivals)
+    await until(lambda: not pod.embeddings._awaited)
 
 
 async def test_many_callers_one_job(pod: Pod) -> None:
@@ -102,9 +102,9 @@ async def test_followers_outlive_the_leader(pod: Pod) -> None:
     leader = pod.encode(b"image")
     await until(lambda: pod.engine.jobs)
     follower = asyncio.ensure_future(pod.encode(b"image"))
-    await until(lambda: pod.embeddings._flights[key_of(b"image")].waiters == 2)
+    await until(lambda: pod.embeddings._encodes[key_of(b"image")].flight.num_waiters == 2)
     leader.cancel()
-    await until(lambda: pod.embeddings._flights[key_of(b"image")].waiters == 1)
+    await until(lambda: pod.embeddings._encodes[key_of(b"image")].flight.num_waiters == 1)
     pod.engine.gate.set()
     assert (await follower).source == Response.SOURCE_JOINED
     assert len(pod.engine.jobs) == 1 and not pod.engine.cancelled
@@ -114,7 +114,8 @@ async def test_a_job_nobody_waits_for_is_cancelled(pod: Pod) -> None:
     pod.engine.gate.clear()
     calls = [pod.encode(b"image"), pod.encode(b"image")]
     fetching = asyncio.create_task(pod.fetch(b"image"))
-    await until(lambda: pod.engine.jobs and pod.embeddings._flights[key_of(b"image")].waiters == 3)
+    await until(lambda: bool(pod.engine.jobs))
+    await until(lambda: pod.embeddings._encodes[key_of(b"image")].flight.num_waiters == 3)
     for call in calls:
         call.cancel()
     fetching.cancel()
@@ -155,7 +156,7 @@ async def test_fetch_of_a_failing_image_fails(
     encoding = asyncio.ensure_future(failure(pod.encode(b"bad")))
     await until(lambda: pod.engine.jobs)
     fetching = asyncio.ensure_future(failure(pod.fetch(b"bad")))
-    await until(lambda: pod.embeddings._flights[key_of(b"bad")].waiters == 2)
+    await until(lambda: pod.embeddings._encodes[key_of(b"bad")].flight.num_waiters == 2)
     pod.engine.gate.set()
     assert (await encoding).code == code
     assert type(await fetching) is kind

@@ -43,7 +43,7 @@ class GenerateCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("sequence_id", "request_id", "prompt_token_ids", "positions", "position_delta", "images", "sampling", "cache_salt", "timeout_s")
+    __slots__ = ("sequence_id", "request_id", "prompt_token_ids", "positions", "position_delta", "images", "sampling", "cache_salt", "timeout_s", "traceparent")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class Submit(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     request_id: str
     prompt_token_ids: bytes
@@ -62,7 +63,8 @@ class Submit(_message.Message):
     sampling: SamplingParams
     cache_salt: bytes
     timeout_s: float
-    def __init__(self, sequence_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., position_delta: _Optional[int] = ..., images: _Optional[_Iterable[_Union[ImageRef, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, sequence_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., position_delta: _Optional[int] = ..., images: _Optional[_Iterable[_Union[ImageRef, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ImageRef(_message.Message):
     __slots__ = ("image_key", "offset", "num_tokens", "encoder_address")

@@ -71,12 +71,12 @@ class EncoderServicer:
 
     def Fetch(self, request, context):
         """Streams one embedding: a header, chunks in any order, a trailer. A key that is being computed,
-        or whose Encode call has not arrived yet, is waited for until the caller's deadline; each level
-        is sent as soon as it is there. Only the trailer says that all of it is good.
+        or whose Encode call has not arrived yet, is waited for until the caller's deadline; each
+        feature is sent as soon as it is computed. The embedding is valid only with its trailer.
 
-        To a caller on the same machine: a header, where the bytes will lie in shared memory, which of
-        them are there, a trailer. They stay there until the caller, who has copied them, cancels the
-        call, or its deadline.
+        A caller on the same machine gets a header, the address of the bytes in shared memory, the
+        ranges that are written, and a trailer. The bytes stay there until the caller has copied them
+        and cancels the call, or until its deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

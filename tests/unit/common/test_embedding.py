@@ -19,8 +19,8 @@ from services.common.embedding import (
     all_finite,
     digest,
     pack_header,
-    share_out,
     split_blocks,
+    split_evenly,
     unpack_header,
 )
 
@@ -136,6 +136,6 @@ def test_ranges_are_cut_where_blocks_begin_and_shared_out_whole() -> None:
         (3 * size, 3 * size + 1),
     ]
     for parts in (1, 2, 3, 9):
-        shares = share_out(cut, parts)
+        shares = split_evenly(cut, parts)
         assert len(shares) == min(parts, len(cut)) and all(shares)
         assert [each for share in shares for each in share] == cut

@@ -94,8 +94,8 @@ def test_mapping_what_is_resident_makes_nothing_new(arena):
 
     before = allocated()
     assert before < arena.size_bytes // 2
-    arena.map_resident()
-    ForeignMemory(arena.address).map_resident()
+    arena.prefault()
+    ForeignMemory(arena.address).prefault()
     assert allocated() == before
 
 

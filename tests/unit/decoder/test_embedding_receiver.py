@@ -6,7 +6,7 @@ import pytest
 from services.common.embedding import BLOCK_BYTES, EmbeddingSpec, digest
 from services.common.fetch_wire import WireChunk, serialize
 from services.common.pb import encoder_pb2 as pb
-from services.decoder.embedding_receiver import Receiver, WrongContent
+from services.decoder.embedding_fetch import Receiver, WrongContent
 
 KEY = b"k" * 32
 SPEC = EmbeddingSpec("bfloat16", 2, 4, 8)
@@ -78,7 +78,7 @@ def told(*parts: pb.FetchResponse) -> Receiver:
 def test_the_copys_digest_must_be_the_encoders():
     right = pb.FetchResponse(trailer=pb.FetchTrailer(digest=digest(bytes(SIZE))))
     fed = told(HEADER, SHARED, READY, right)
-    assert fed.needs_nothing
+    assert fed.is_complete
     fed.digest.add(0, SIZE)
     assert fed.finish() == digest(bytes(SIZE))
     fed = told(HEADER, SHARED, READY, TRAILER)

@@ -9,7 +9,7 @@ from services.common.arena import Arena, ArenaEntry
 from services.common.embedding import EmbeddingSpec, digest
 from services.common.errors import InvalidImage, InvalidRequest
 from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
-from services.decoder.embedding_source import EmbeddingSource
+from services.decoder.embeddings import EmbeddingSource
 from services.decoder.submission import ImageRequest
 from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
 from tests.noise import PATIENCE_S
@@ -91,8 +91,8 @@ class World:
     async def obtain(self, *requests: ImageRequest) -> list[ArenaEntry]:
         found: list[ArenaEntry] = []
 
-        def ready(key: bytes, entry: ArenaEntry) -> None:
-            assert entry.key == key and entry.committed and entry.references > 0
+        def ready(entry: ArenaEntry) -> None:
+            assert entry.committed and entry.references > 0
             found.append(entry)
             self.held.append(entry)
 
@@ -108,7 +108,7 @@ class World:
 
     def assert_unreferenced(self) -> None:
         assert all(e.references == 0 and e.committed for e in self.arena._entries.values())
-        assert not self.source._flights and not self.source._claims
+        assert not self.source._filling and not self.arena.has_claims
 
 
 async def until(condition) -> None:
@@ -229,7 +229,7 @@ async def test_a_cancelled_waiter_harms_nobody_and_the_last_one_ends_the_fetch()
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda: servicer.num_cancelled == 1)
-        await until(lambda: not world.source._flights)
+        await until(lambda: not world.source._filling)
         world.assert_unreferenced()
         servicer.gate.set()
         await world.obtain(world.request(2))
@@ -355,5 +355,5 @@ async def test_a_caller_cancelled_twice_leaves_nothing_behind():
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await until(lambda: not world.source._flights)
+            await until(lambda: not world.source._filling)
             assert world.arena.used_bytes == 0

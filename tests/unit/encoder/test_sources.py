@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from services.encoder.sources import SourceStore
+from services.encoder.embeddings import SourceStore
 
 GRID = (1, 2, 2)
 

@@ -1,0 +1,203 @@
+"""The front process of a GPU service, from its settings to its exit status.
+
+It starts the engine process, waits until that is ready, serves gRPC with health checks and
+reflection, and drains on SIGTERM or SIGINT. Exit status: 0 after a signal, 1 when the engine
+process ended by itself, 2 when settings or checkpoint are refused.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import grpc.aio
+import msgspec
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from services.common.arena import Arena
+from services.common.channel import ChannelClosed, FrontChannel
+from services.common.engine_process import EngineProcess
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpec, ModelSpecError
+from services.common.process_memory import freeze_gc, raise_malloc_trim_threshold
+from services.common.rpc import create_server
+from services.common.settings import EngineServiceSettings, SettingsError
+from services.common.telemetry import serve_metrics, setup_logging
+from services.common.tracing import setup_tracing
+
+log = logging.getLogger(__name__)
+
+SettingsT = TypeVar("SettingsT", bound=EngineServiceSettings)
+Result = TypeVar("Result")
+AddServicer = Callable[[grpc.aio.Server], None]
+StopServer = Callable[[float], Awaitable[None]]  # grace for running calls, in seconds
+
+
+class HealthServicer(Protocol):
+    """`grpc_health`'s servicer, which has no types."""
+
+    async def set(self, service: str, status: int) -> None:
+        """Sets one service's status."""
+        ...
+
+    async def enter_graceful_shutdown(self) -> None:
+        """Sets all services to NOT_SERVING for good."""
+        ...
+
+
+class Front(Protocol):
+    """A service's objects in the front process, once the engine is ready."""
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Its metrics."""
+        ...
+
+    @property
+    def add_servicer(self) -> AddServicer:
+        """Registers its gRPC methods with a server."""
+        ...
+
+    async def run(self) -> None:
+        """Handles the engine's messages until the engine is gone."""
+        ...
+
+    async def drain(self, stop_server: StopServer, grace_s: float) -> None:
+        """Lets running requests end, stops the server, and cancels what still runs.
+
+        Args:
+            stop_server: cancels running calls after the time given.
+            grace_s: for running requests; 0 when the engine is gone.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Releases everything, after `run` has been cancelled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GpuService(Generic[SettingsT]):
+    """What tells one GPU service from another.
+
+    Attributes:
+        name: of logs and traces.
+        grpc_name: the full name of its gRPC service.
+        engine_module: run as the engine process.
+        engine_message: union of the messages that the engine sends, its ready message included.
+        shutdown_message: asks the engine to end.
+        settings: their type.
+        arena_bytes: size of the embedding arena for this model; may refuse the model with
+            ModelSpecError.
+        create_front: given settings, ready message, channel and arena.
+    """
+
+    name: str
+    grpc_name: str
+    engine_module: str
+    engine_message: Any  # a type form
+    shutdown_message: msgspec.Struct
+    settings: type[SettingsT]
+    arena_bytes: Callable[[SettingsT, ModelSpec], int]
+    create_front: Callable[[SettingsT, Any, "FrontChannel[Any]", Arena], Awaitable[Front]]
+
+
+def run_service(service: GpuService[SettingsT]) -> int:
+    """Runs the process; its exit status."""
+    try:
+        settings = service.settings.from_environment()
+        setup_logging(service.name, settings.log_level)
+        setup_tracing(service.name)
+        arena_bytes = service.arena_bytes(settings, read_spec(settings.model))
+    except (SettingsError, ModelSpecError) as error:
+        print(f"{service.name}: {error}", file=sys.stderr)
+        return 2
+    raise_malloc_trim_threshold()
+    return uvloop.run(serve(service, settings, arena_bytes))
+
+
+async def serve(service: GpuService[SettingsT], settings: SettingsT, arena_bytes: int) -> int:
+    """Serves until a signal or the engine's end; the exit status."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    arena = Arena(arena_bytes)
+    engine = cast(
+        "EngineProcess[Any]",
+        await EngineProcess.start(
+            service.engine_module, settings.model_dump_json(), arena, service.engine_message
+        ),
+    )
+    try:
+        ready = await _unless(stopping, engine.channel.receive())
+        if ready is None:
+            return 0
+        await asyncio.to_thread(arena.prefault)
+        front = await service.create_front(settings, ready, engine.channel, arena)
+        freeze_gc()
+        serve_metrics(front.registry, settings.host, settings.metrics_port)
+        return await _serve_front(service, settings, front, stopping)
+    except ChannelClosed:
+        log.critical("the engine process ended before it was ready; its own log says why")
+        return 1
+    finally:
+        with suppress(ChannelClosed, RuntimeError):
+            engine.channel.send(service.shutdown_message)
+        await engine.stop()
+
+
+async def create_service_server(
+    grpc_name: str, add_servicer: AddServicer
+) -> tuple[grpc.aio.Server, HealthServicer]:
+    """A server with its servicer, health (serving) and reflection, without a port."""
+    server = create_server()
+    add_servicer(server)
+    servicer: HealthServicer = cast("Any", health).aio.HealthServicer()
+    cast("Any", health_pb2_grpc).add_HealthServicer_to_server(servicer, server)
+    names = grpc_name, health.SERVICE_NAME, reflection.SERVICE_NAME
+    reflection.enable_server_reflection(names, server)
+    for name in ("", grpc_name, reflection.SERVICE_NAME):
+        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return server, servicer
+
+
+async def _serve_front(
+    service: GpuService[SettingsT], settings: SettingsT, front: Front, stopping: asyncio.Event
+) -> int:
+    server, health_servicer = await create_service_server(service.grpc_name, front.add_servicer)
+    port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+    await server.start()
+    log.info("serving %s on %s:%d", settings.model.name, settings.host, port)
+    running = asyncio.create_task(front.run())
+    await _unless(stopping, asyncio.wait([running]))
+    engine_died = running.done()
+    if engine_died:
+        error = running.exception()
+        unexpected = None if isinstance(error, ChannelClosed) else error
+        log.critical("the engine process ended; its own log says why", exc_info=unexpected)
+    await health_servicer.enter_graceful_shutdown()
+    await front.drain(server.stop, 0.0 if engine_died else settings.shutdown_grace_s)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await front.close()
+    return 1 if engine_died else 0
+
+
+async def _unless(stopping: asyncio.Event, work: Awaitable[Result]) -> Result | None:
+    """The result of `work`; None if `stopping` is set first."""
+    stop = asyncio.ensure_future(stopping.wait())
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({stop, task}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (stop, task):
+            each.cancel()
+        await asyncio.gather(stop, task, return_exceptions=True)

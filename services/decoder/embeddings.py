@@ -1,0 +1,407 @@
+"""Image embeddings in the decoder: obtained once for all sequences, held for each until it is read.
+
+An embedding comes from the arena, Redis or an encoder, in this order. Room in the arena is given to
+sequences in order of arrival, and to a sequence for all its images at once: otherwise two sequences
+could each hold half of their images and wait for the other's memory.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.common.arena import Arena, ArenaEntry
+from services.common.embedding import EmbeddingSpec
+from services.common.errors import InternalError, InvalidRequest, TriptychError
+from services.common.single_flight import InFlight
+from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
+from services.decoder.engine.messages import AddSequence, FrontMessage, ImageReady, ImagesOf
+from services.decoder.submission import ImageRequest
+
+log = logging.getLogger(__name__)
+
+_PAGE_BYTES = 4096  # the arena's granularity
+Ready = Callable[[ArenaEntry], None]
+
+
+class EmbeddingCache(Protocol):
+    """`services.common.embedding_cache.RedisCache`, as far as it is used here. Never raises."""
+
+    async def header(self, key: bytes) -> tuple[EmbeddingSpec, bytes] | None:
+        """Spec and digest of a stored entry."""
+        ...
+
+    async def read(self, key: bytes, spec: EmbeddingSpec, digest: bytes, into: memoryview) -> bool:
+        """Whether `into` now holds the entry, verified."""
+        ...
+
+
+class Observer(Protocol):
+    """What `DecoderMetrics` records of embeddings."""
+
+    def embedding_found(self, tier: str) -> None:
+        """An image came from "memory", "redis", "encoder" or another's fetch, "joined"."""
+        ...
+
+    def embedding_missed(self, tier: str) -> None:
+        """An image was not in "memory" or "redis"."""
+        ...
+
+    def embedding_failed(self, *, corrupt: bool) -> None:
+        """An encoder did not deliver, or delivered something else."""
+        ...
+
+    def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
+        """An encoder delivered, by "shm" or "grpc"."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Filling:
+    """An entry without its bytes yet. Each sequence that waits for it, and the flight, hold a
+    reference.
+
+    Attributes:
+        flight: writes the bytes; None: not started.
+        address: of the encoder that the flight asks.
+    """
+
+    entry: ArenaEntry
+    flight: InFlight[None] | None = None
+    address: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Hold:
+    """A reference to an entry; `filling` is None where the entry is complete."""
+
+    request: ImageRequest
+    entry: ArenaEntry
+    filling: _Filling | None
+
+
+@dataclass(slots=True)
+class EmbeddingSource:
+    """Obtains embeddings, each once. Nothing else writes to the decoder's arena.
+
+    Args:
+        arena: owned by this event loop.
+        fetcher: of encoders.
+        cache: Redis; None: there is none.
+        observer: records.
+    """
+
+    arena: Arena
+    fetcher: EncoderFetcher
+    cache: EmbeddingCache | None
+    observer: Observer
+    _filling: dict[bytes, _Filling] = field(default_factory=dict[bytes, _Filling])
+
+    def take_resident(self, requests: Sequence[ImageRequest]) -> list[ArenaEntry]:
+        """The entries of all images, each with a reference for the caller, if all are complete and
+        no sequence waits for room; else an empty list: use `obtain`.
+        """
+        if self.arena.has_claims or any(request.key in self._filling for request in requests):
+            return []
+        entries = [e for r in requests if (e := self.arena.get(r.key)) and e.spec == r.spec]
+        if len(entries) < len(requests):
+            return []
+        for entry in entries:
+            self.arena.acquire(entry)
+            self.observer.embedding_found("memory")
+        return entries
+
+    async def obtain(self, requests: Sequence[ImageRequest], ready: Ready) -> None:
+        """Obtains distinct images. Cancelling it does not affect other callers.
+
+        Args:
+            requests: the images.
+            ready: called once for each, with a complete entry and a reference to it, which the
+                caller gives back with `release`.
+
+        Raises:
+            EncoderFailed: one could not be had; references given to `ready` stay the caller's.
+            InvalidRequest: they would not fit into an empty arena, or have another size.
+        """
+        needed = sum(-(-r.spec.size_bytes // _PAGE_BYTES) * _PAGE_BYTES for r in requests)
+        if needed > self.arena.size_bytes:
+            raise InvalidRequest(
+                f"the images' embeddings need {needed} bytes; this decoder has room for "
+                f"{self.arena.size_bytes}"
+            )
+        holds = await self.arena.when_room(lambda: self._try_hold_all(requests), self._release_all)
+        not_ready = set(holds)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            for hold in holds:
+                if hold.entry.committed:
+                    not_ready.discard(hold)
+                    ready(hold.entry)
+            tasks = [asyncio.create_task(self._wait(hold, not_ready, ready)) for hold in not_ready]
+            await asyncio.gather(*tasks)
+        finally:
+            # All is given back before anything is awaited, because this may be cancelled again.
+            for task in tasks:
+                task.cancel()
+            self._release_all(not_ready)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def release(self, entry: ArenaEntry) -> None:
+        """Gives back a reference to an entry."""
+        if entry.references == 1 and not entry.committed:
+            del self._filling[entry.key]
+        self.arena.release(entry)
+
+    async def close(self) -> None:
+        """Ends all fetches."""
+        tasks = [filling.flight.task for filling in self._filling.values() if filling.flight]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.fetcher.close()
+
+    # Room.
+
+    def _try_hold_all(self, requests: Sequence[ImageRequest]) -> list[_Hold] | None:
+        """A reference to each image's entry, reserved where there is none; None: no room."""
+        holds = self._try_hold_each(requests)
+        if holds is None:
+            # Unreferenced entries, even of these images, may fragment the room for the others.
+            self.arena.evict_unreferenced()
+            holds = self._try_hold_each(requests)
+        for hold in holds or ():
+            if hold.filling is None:
+                self.observer.embedding_found("memory")
+            else:
+                self.observer.embedding_missed("memory")
+        return holds
+
+    def _try_hold_each(self, requests: Sequence[ImageRequest]) -> list[_Hold] | None:
+        holds: list[_Hold] = []
+        try:
+            for request in requests:
+                hold = self._try_hold(request)
+                if hold is None:
+                    self._release_all(holds)
+                    return None
+                holds.append(hold)
+        except InvalidRequest:
+            self._release_all(holds)
+            raise
+        return holds
+
+    def _try_hold(self, request: ImageRequest) -> _Hold | None:
+        filling = self._filling.get(request.key)
+        entry = filling.entry if filling else self.arena.get(request.key)
+        if entry is None:
+            entry = self.arena.try_reserve(request.key, request.spec)
+            if entry is None:
+                return None
+            filling = self._filling[request.key] = _Filling(entry)
+            return _Hold(request, entry, filling)
+        if entry.spec != request.spec:
+            raise InvalidRequest(
+                f"an image has {entry.spec.num_tokens} tokens, not {request.spec.num_tokens}"
+            )
+        self.arena.acquire(entry)
+        return _Hold(request, entry, filling)
+
+    def _release_all(self, holds: Sequence[_Hold] | set[_Hold]) -> None:
+        for hold in holds:
+            self.release(hold.entry)
+
+    # Bytes.
+
+    async def _wait(self, hold: _Hold, not_ready: set[_Hold], ready: Ready) -> None:
+        """Waits until the entry is filled, at any sequence's request, and hands it over."""
+        filling, address = hold.filling, hold.request.encoder_address
+        assert filling is not None
+        joined = filling.flight is not None
+        while not hold.entry.committed:
+            flight = filling.flight
+            if flight is None or flight.task.done():
+                flight = self._start(filling, address)
+            asked = filling.address
+            done = flight.join()
+            try:
+                await asyncio.wait({done})
+            finally:
+                done.cancel()
+            # A flight that failed at another sequence's encoder is tried again at ours.
+            if not done.cancelled() and (error := done.exception()) and asked == address:
+                raise _copy_of(error, address)
+        if joined:
+            self.observer.embedding_found("joined")
+        not_ready.discard(hold)
+        ready(hold.entry)
+
+    def _start(self, filling: _Filling, address: str) -> InFlight[None]:
+        self.arena.acquire(filling.entry)
+        filling.address = address
+        filling.flight = InFlight(self._fill(filling), on_end=lambda _: self.release(filling.entry))
+        return filling.flight
+
+    async def _fill(self, filling: _Filling) -> None:
+        entry = filling.entry
+        try:
+            view = self.arena.view(entry)
+            if not await self._read_cache(entry, view):
+                started = time.monotonic()
+                fetched = await self.fetcher.fetch(filling.address, entry.key, entry.spec, view)
+                entry.digest = fetched.digest
+                self.observer.embedding_found("encoder")
+                self.observer.embedding_fetched(
+                    time.monotonic() - started, entry.spec.size_bytes, fetched.path
+                )
+        except EncoderFailed as error:
+            self.observer.embedding_failed(corrupt=error.corrupt)
+            raise
+        del self._filling[entry.key]
+        self.arena.commit(entry)
+
+    async def _read_cache(self, entry: ArenaEntry, view: memoryview) -> bool:
+        if self.cache is None:
+            return False
+        found = await self.cache.header(entry.key)
+        if found is not None and found[0] == entry.spec:
+            entry.digest = found[1]
+            if await self.cache.read(entry.key, entry.spec, found[1], view):
+                self.observer.embedding_found("redis")
+                return True
+        self.observer.embedding_missed("redis")
+        return False
+
+
+def _copy_of(error: BaseException, address: str) -> Exception:
+    """A flight's error for one of its waiters: each raises an exception of its own."""
+    if isinstance(error, EncoderFailed):
+        return EncoderFailed(error.message, address, corrupt=error.corrupt)
+    if isinstance(error, InvalidRequest):
+        return type(error)(error.message)
+    log.error("fetching an embedding failed", exc_info=error)
+    return InternalError("fetching an embedding failed")
+
+
+class EngineSender(Protocol):
+    """The engine's inbox."""
+
+    def send(self, *messages: FrontMessage) -> None:
+        """Queues messages."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Images:
+    """One sequence's images: all that it names, and those that the engine may read now."""
+
+    requests: Sequence[ImageRequest]
+    submitted_at: float
+    transfer_s: float = 0.0
+    entries: dict[bytes, ArenaEntry] = field(default_factory=dict[bytes, ArenaEntry])
+    fetches: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+
+class SequenceImages:
+    """Owner of all references to the arena that sequences have. Made and used in one event loop.
+
+    An image's entry is held until the engine has read it. A sequence that is preempted after that
+    may need it again; then it is obtained as at first.
+
+    Args:
+        source: obtains embeddings.
+        engine: is told of them.
+        on_failure: called with a sequence's number when an image cannot be had.
+    """
+
+    def __init__(
+        self,
+        source: EmbeddingSource,
+        engine: EngineSender,
+        on_failure: Callable[[int, TriptychError], None],
+    ) -> None:
+        self._source = source
+        self._engine = engine
+        self._on_failure = on_failure
+        self._of: dict[int, _Images] = {}  # by sequence number
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, message: AddSequence, requests: Sequence[ImageRequest]) -> None:
+        """Hands a sequence to the engine and obtains its images, which are distinct."""
+        if not requests:
+            self._engine.send(message)
+            return
+        number = message.sequence_id
+        self._of[number] = _Images(requests, time.monotonic())
+        self._obtain(number, requests, message)
+
+    def release_read(self, read: ImagesOf) -> None:
+        """The engine has read these images."""
+        if images := self._of.get(read.sequence_id):
+            for key in read.keys:
+                self._source.release(images.entries.pop(key))
+
+    def obtain_again(self, wanted: ImagesOf) -> None:
+        """The engine needs these images once more."""
+        if images := self._of.get(wanted.sequence_id):
+            keys = frozenset(wanted.keys)
+            self._obtain(wanted.sequence_id, [r for r in images.requests if r.key in keys])
+
+    def transfer_s(self, number: int) -> float:
+        """Seconds from submission until the last image was ready; 0: it has none."""
+        images = self._of.get(number)
+        return images.transfer_s if images else 0.0
+
+    def cancel_fetches(self, number: int) -> None:
+        """Images that are not ready are no longer needed. The others stay, because a step in
+        flight may read them.
+        """
+        if images := self._of.get(number):
+            for task in images.fetches:
+                task.cancel()
+
+    def remove(self, number: int) -> None:
+        """The engine has ended the sequence."""
+        self.cancel_fetches(number)
+        if images := self._of.pop(number, None):
+            for entry in images.entries.values():
+                self._source.release(entry)
+
+    async def close(self) -> None:
+        """Ends all fetches."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._source.close()
+
+    def _obtain(self, number: int, requests: Sequence[ImageRequest], *first: AddSequence) -> None:
+        images = self._of[number]
+        entries = self._source.take_resident(requests)
+        # One send, so that the engine does not start a step on the text alone.
+        self._engine.send(*first, *(ImageReady(number, e.key, e.offset) for e in entries))
+        if entries:
+            images.entries.update((entry.key, entry) for entry in entries)
+            images.transfer_s = time.monotonic() - images.submitted_at
+            return
+        task = asyncio.create_task(self._fetch(number, images, requests))
+        for tasks in (self._tasks, images.fetches):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _fetch(self, number: int, images: _Images, requests: Sequence[ImageRequest]) -> None:
+        def ready(entry: ArenaEntry) -> None:
+            if number not in self._of:  # the sequence ended in this turn of the event loop
+                self._source.release(entry)
+                return
+            images.entries[entry.key] = entry
+            images.transfer_s = time.monotonic() - images.submitted_at
+            self._engine.send(ImageReady(number, entry.key, entry.offset))
+
+        try:
+            await self._source.obtain(requests, ready)
+        except TriptychError as error:
+            self._on_failure(number, error)
+        except Exception:
+            log.exception("obtaining images failed", extra={"fields": {"sequence": number}})
+            self._on_failure(number, InternalError("obtaining the images failed"))
