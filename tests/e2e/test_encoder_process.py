@@ -1,4 +1,4 @@
-"""The encoder as real processes on the CPU, with a tiny checkpoint: pictures in, embeddings out."""
+"""The encoder as real processes on the CPU, with a tiny checkpoint: images in, embeddings out."""
 
 import asyncio
 import io
@@ -158,7 +158,7 @@ async def run_encoder(model_dir: Path, **settings: object) -> AsyncIterator[Enco
             await asyncio.wait_for(process.wait(), 20)
 
 
-def picture(height: int, width: int, seed: int = 0, kind: str = "PNG") -> bytes:
+def make_image(height: int, width: int, seed: int = 0, kind: str = "PNG") -> bytes:
     rng = np.random.default_rng(seed)
     file = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, kind)
@@ -178,23 +178,23 @@ def expected(config: ModelSpec, data: bytes) -> torch.Tensor:
         return tower(patches, tower.layout([grid]))
 
 
-async def test_pictures_of_many_sizes_at_once(model_dir: Path) -> None:
+async def test_images_of_many_sizes_at_once(model_dir: Path) -> None:
     sizes = [(64, 96), (33, 200), (300, 300), (64, 96), (512, 40), (100, 101)] * 3
     kinds = ["PNG", "JPEG", "WEBP"]
-    pictures = [picture(*size, n, kinds[n % 3]) for n, size in enumerate(sizes)]
-    damaged = pictures[1][: len(pictures[1]) // 2]  # a JPEG whose header is whole
+    images = [make_image(*size, n, kinds[n % 3]) for n, size in enumerate(sizes)]
+    damaged = images[1][: len(images[1]) // 2]  # a JPEG whose header is whole
     async with run_encoder(model_dir, max_batch_patches=600) as encoder:
-        answers = await asyncio.gather(*map(encoder.embedding, pictures), failure(encoder, damaged))
+        answers = await asyncio.gather(*map(encoder.embedding, images), failure(encoder, damaged))
         assert isinstance(answers.pop(), errors.InvalidImage)
-        for data, found in zip(pictures, answers, strict=True):
+        for data, found in zip(images, answers, strict=True):
             truth = expected(encoder.config, data)
             assert (found - truth).abs().max() < 2e-5 * truth.abs().max()
-        assert await encoder.num_encoded() == len(pictures)
+        assert await encoder.num_encoded() == len(images)
         # Images that are ready together make one batch. Whether some are, in one round, is chance.
         for seed in range(100, 1000, 100):
             if await encoder.num_batches() < await encoder.num_encoded():
                 break
-            more = [picture(64, 64, seed + n) for n in range(20)]
+            more = [make_image(64, 64, seed + n) for n in range(20)]
             await asyncio.gather(*map(encoder.embedding, more))
         else:
             pytest.fail("each image was a batch of its own")
@@ -212,7 +212,7 @@ async def test_a_restart_encodes_nothing_again(
     model_dir: Path,
     redis_server: RedisServer,  # noqa: F811
 ) -> None:
-    data = picture(100, 100)
+    data = make_image(100, 100)
     async with run_encoder(model_dir, redis_url=redis_server.url) as encoder:
         before = await encoder.embedding(data)
     assert len(redis_server.keys()) == 1  # SIGTERM waited for the write behind

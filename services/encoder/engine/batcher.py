@@ -2,7 +2,8 @@
 
 The oldest image is always in the next batch, so nothing starves: an image waits for at most as many
 batches as there are older ones. Behind it, younger images fill the budget in order, and one that
-does not fit is passed over. An image larger than the budget runs alone. Nothing waits for company.
+does not fit is passed over. An image larger than the budget runs alone. A batch never waits to be
+filled.
 """
 
 from collections import OrderedDict

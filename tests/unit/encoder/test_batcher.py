@@ -1,4 +1,4 @@
-"""Batches keep the budget, starve nobody and lose nothing."""
+"""Batches keep the budget, starve no image and lose none."""
 
 from hypothesis import given
 from hypothesis import strategies as st

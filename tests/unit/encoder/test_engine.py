@@ -48,7 +48,7 @@ class FakeRunner:
         self.may_run = threading.Event()
         self.may_run.set()
         self.recovered = 0
-        self.device_done = threading.Event()  # cleared: batches are under way
+        self.device_done = threading.Event()  # cleared: batches are in flight
         self.device_done.set()
         self.features: list[int] = []  # that come before a batch is done
 
@@ -191,7 +191,7 @@ def test_waiting_images_share_batches(running: Running) -> None:
     assert max(len(batch) for batch in running.runner.batches) == 4
 
 
-def test_two_batches_are_under_way_and_the_rest_waits(running: Running) -> None:
+def test_two_batches_are_in_flight_and_the_rest_waits(running: Running) -> None:
     running.runner.device_done.clear()
     for job_id in range(1, 5):
         running.front.encode(job_id, grid=(1, 8, 8))  # a whole batch each
@@ -280,7 +280,7 @@ def test_a_cancelled_image_does_not_wait_for_its_place(running: Running) -> None
     assert running.front.codes(2) == [""] and running.runner.batches == [[2]]
 
 
-def test_a_feature_is_told_before_its_batch_is_done(running: Running) -> None:
+def test_a_feature_is_announced_before_its_batch_is_done(running: Running) -> None:
     running.runner.features = [1, 2]
     running.runner.device_done.clear()
     running.front.encode(1)
@@ -291,7 +291,7 @@ def test_a_feature_is_told_before_its_batch_is_done(running: Running) -> None:
     assert front.codes(1) == [""]
 
 
-def test_the_fronts_end_ends_the_loop() -> None:
+def test_the_loop_ends_when_the_front_closes_the_channel() -> None:
     running = Running()
     running._ends[0].close()
     running.thread.join(10)

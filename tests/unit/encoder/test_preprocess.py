@@ -27,20 +27,20 @@ def pixels_of(data: bytes) -> np.ndarray:
     return decode(data, open_image(data, max_source_pixels=1 << 24)).numpy()
 
 
-def picture(width: int = 40, height: int = 30) -> Image.Image:
+def make_image(width: int = 40, height: int = 30) -> Image.Image:
     rng = np.random.default_rng(0)
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB"])
 def test_opaque_png_modes(mode: str) -> None:
-    image = picture().convert(mode)
+    image = make_image().convert(mode)
     assert np.array_equal(pixels_of(encoded(image)), np.asarray(image.convert("RGB")))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
 def test_transparency_is_white(mode: str) -> None:
-    image = picture().convert(mode)
+    image = make_image().convert(mode)
     alpha = Image.new("L", image.size, 0)
     alpha.paste(255, (0, 0, 20, 30))
     image.putalpha(alpha)
@@ -76,7 +76,7 @@ def test_sixteen_bits_keep_their_upper_eight() -> None:
 
 
 def test_cmyk_jpeg() -> None:
-    image = picture().convert("CMYK")
+    image = make_image().convert("CMYK")
     data = encoded(image, "JPEG", quality=100)
     assert np.array_equal(pixels_of(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
 
@@ -89,7 +89,7 @@ def test_jpegs_decode_as_pillow_decodes_them(sampling: str) -> None:
     for width, height in JPEG_SIZES:
         for quality in (5, 75, 100):
             data = simplejpeg.encode_jpeg(
-                np.asarray(picture(width, height)), quality, "RGB", sampling
+                np.asarray(make_image(width, height)), quality, "RGB", sampling
             )
             expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
             assert np.array_equal(pixels_of(data), expected)
@@ -98,19 +98,19 @@ def test_jpegs_decode_as_pillow_decodes_them(sampling: str) -> None:
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_progressive_jpegs_decode_as_pillow_decodes_them(mode: str) -> None:
     for width, height in JPEG_SIZES:
-        image = picture(width, height).convert(mode)
+        image = make_image(width, height).convert(mode)
         data = encoded(image, "JPEG", quality=60, progressive=True)
         expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
         assert np.array_equal(pixels_of(data), expected)
 
 
 def test_a_jpeg_that_stores_rgb() -> None:
-    data = encoded(picture(50, 40), "JPEG", quality=90, keep_rgb=True)
+    data = encoded(make_image(50, 40), "JPEG", quality=90, keep_rgb=True)
     assert np.array_equal(pixels_of(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
 
 
 def test_damaged_jpegs_are_what_pillow_makes_of_them() -> None:
-    whole, rng, shown = encoded(picture(90, 60), "JPEG", quality=80), np.random.default_rng(0), 0
+    whole, rng, shown = encoded(make_image(90, 60), "JPEG", quality=80), np.random.default_rng(0), 0
     for seed in range(300):
         damaged = bytearray(whole if seed % 3 else whole[: 200 + 17 * seed])
         for place in rng.integers(0, len(damaged), seed % 4):
@@ -141,7 +141,7 @@ def test_the_first_frame_of_several(kind: str) -> None:
 def test_every_orientation_is_made_upright(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encoded(picture(), kind, exif=exif.tobytes())
+    data = encoded(make_image(), kind, exif=exif.tobytes())
     image = Image.open(io.BytesIO(data))
     stored = np.asarray(image.convert("RGB"))
     turned = {
@@ -157,13 +157,13 @@ def test_every_orientation_is_made_upright(orientation: int, kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*\xff\xff\xff\xff", b""])
 def test_a_broken_exif_block_counts_as_none(exif: bytes) -> None:
-    image = picture()
+    image = make_image()
     data = encoded(image, "JPEG", exif=exif)
     assert pixels_of(data).shape == (30, 40, 3)
 
 
 def test_a_grid_that_is_not_the_images_is_refused() -> None:
-    data = encoded(picture(64, 96))
+    data = encoded(make_image(64, 96))
     grid = image_grid(96, 64, LIMITS)
     preprocess(data, grid, LIMITS, max_source_pixels=10_000)
     with pytest.raises(InvalidImage, match="grid"):
@@ -178,7 +178,7 @@ def test_the_pixel_cap_holds_before_decoding() -> None:
 
 def hostile() -> dict[str, bytes]:
     rng = np.random.default_rng(0)
-    whole = {kind: encoded(picture(200, 200), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")}
+    whole = {kind: encoded(make_image(200, 200), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")}
     cases: dict[str, bytes] = {"empty": b"", "text": b"not an image", "nul": bytes(1000)}
     for kind, data in whole.items():
         for share in (0.1, 0.5, 0.9):
@@ -188,9 +188,9 @@ def hostile() -> dict[str, bytes]:
             for place in rng.integers(10, len(data), 20):
                 damaged[place] ^= 1 << (seed % 8)
             cases[f"{kind} damaged {seed}"] = bytes(damaged)
-    cases["bmp"] = encoded(picture(), "BMP")
-    cases["tiff"] = encoded(picture(), "TIFF")
-    cases["ppm"] = encoded(picture(), "PPM")
+    cases["bmp"] = encoded(make_image(), "BMP")
+    cases["tiff"] = encoded(make_image(), "TIFF")
+    cases["ppm"] = encoded(make_image(), "PPM")
     return cases
 
 
@@ -212,7 +212,7 @@ def test_hostile_bytes_are_invalid_images_or_pixels() -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_truncated_files_are_refused(kind: str) -> None:
-    data = encoded(picture(300, 200), kind)
+    data = encoded(make_image(300, 200), kind)
     with pytest.raises(InvalidImage):
         preprocess(
             data[: len(data) // 2], image_grid(200, 300, LIMITS), LIMITS, max_source_pixels=1 << 20

@@ -50,7 +50,7 @@ def test_each_row_attends_once_to_its_segment(lengths: list[int], block: int) ->
 
 def test_static_segments_hold_what_a_batchs_segments_do() -> None:
     static = StaticSegments(5000, 64, CPU)
-    begun = static.cu_seqlens.data_ptr()
+    address = static.cu_seqlens.data_ptr()
     for lengths in LENGTHS.values():
         static.set(lengths)
         batch, num_rows = BatchSegments(lengths, CPU), sum(lengths)
@@ -62,7 +62,7 @@ def test_static_segments_hold_what_a_batchs_segments_do() -> None:
             assert torch.equal(found.items[: len(expected.items)], expected.items)
             assert expected.max_blocks <= found.max_blocks < len(found.items)
             assert found.items.data_ptr() % 16 == 0
-    assert static.cu_seqlens.data_ptr() == begun
+    assert static.cu_seqlens.data_ptr() == address
 
 
 def test_few_rows_have_small_blocks_so_that_no_sm_is_idle() -> None:
