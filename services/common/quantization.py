@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from services.common.model_spec import ModelSpecError, QuantizationSpec
+from services.common.model_spec import QuantizationSpec, UnsupportedOption
 
 _BLOCK = (128, 128)
 _Format = Literal["fp8_block", "fp8_channel"]
@@ -17,7 +17,7 @@ def read_quantization(config: Mapping[str, Any]) -> QuantizationSpec | None:
         config: config.json.
 
     Raises:
-        ModelSpecError: a format or a variant that is not supported, by name.
+        UnsupportedOption: a format or a variant that is not supported, by name.
     """
     text: Mapping[str, Any] = config.get("text_config") or {}
     found: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def read_quantization(config: Mapping[str, Any]) -> QuantizationSpec | None:
         return _fp8(found)
     if method == "compressed-tensors":
         return _compressed_tensors(found)
-    raise ModelSpecError(
+    raise UnsupportedOption(
         f"quantization_config: quant_method {method!r} is not supported; "
         "supported: 'fp8', 'compressed-tensors'"
     )
@@ -57,13 +57,13 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     """compressed-tensors' `float-quantized`: FP8 per output channel, or per 128 x 128 block."""
     groups = cast("Mapping[str, Mapping[str, Any]]", config.get("config_groups") or {})
     if not groups:
-        raise ModelSpecError("quantization_config: config_groups is empty")
+        raise UnsupportedOption("quantization_config: config_groups is empty")
     for absent in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if config.get(absent):
-            raise ModelSpecError(f"quantization_config: {absent} is not supported")
+            raise UnsupportedOption(f"quantization_config: {absent} is not supported")
     schemes: set[_Format] = {_scheme(*group, config.get("format")) for group in groups.items()}
     if len(schemes) > 1:
-        raise ModelSpecError("quantization_config: groups of different schemes are not supported")
+        raise UnsupportedOption("quantization_config: groups of several schemes are not supported")
     targets = [
         target
         for name, group in groups.items()
@@ -84,7 +84,7 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> _Forma
     weights: Mapping[str, Any] = group.get("weights") or {}
     inputs: Mapping[str, Any] = group.get("input_activations") or {}
     if group.get("output_activations"):
-        raise ModelSpecError(f"quantization_config: {where}.output_activations is not supported")
+        raise UnsupportedOption(f"quantization_config: {where}.output_activations is not supported")
     for part, values, is_dynamic in (
         ("weights", weights, False),
         ("input_activations", inputs, True),
@@ -101,7 +101,7 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> _Forma
         _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "group")
         _expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
         return "fp8_block"
-    raise ModelSpecError(
+    raise UnsupportedOption(
         f"quantization_config: {where}.weights.strategy {strategy!r} is not supported; "
         "supported: 'channel', 'block'"
     )
@@ -109,7 +109,7 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> _Forma
 
 def _expect(name: str, value: object, wanted: object) -> None:
     if value != wanted:
-        raise ModelSpecError(
+        raise UnsupportedOption(
             f"quantization_config: {name} {value!r} is not supported; supported: {wanted!r}"
         )
 
@@ -124,11 +124,11 @@ def _pair(value: object) -> object:
 def _names(name: str, value: object) -> tuple[str, ...]:
     values = cast("list[object]", value)
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in values):
-        raise ModelSpecError(f"quantization_config: {name} is not a list of names")
+        raise UnsupportedOption(f"quantization_config: {name} is not a list of names")
     names = tuple(cast("list[str]", value))
     for one in names:
         try:
             re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
         except re.error as error:
-            raise ModelSpecError(f"quantization_config: {name} {one!r}: {error}") from None
+            raise UnsupportedOption(f"quantization_config: {name} {one!r}: {error}") from None
     return names

@@ -43,13 +43,13 @@ class Tiny:
 
 
 CONFIGS = {
-    "gqa1-hd16-one-level": Tiny(4, 4, 16, (4, 2, 2), (1,), True, layers=2),
+    "gqa1-hd16-one-tap": Tiny(4, 4, 16, (4, 2, 2), (1,), True, layers=2),
     "gqa3-hd32-odd-heads": Tiny(3, 1, 32, (6, 5, 5), (0, 2), False),
-    "gqa4-hd64-three-levels": Tiny(8, 2, 64, (12, 10, 10), (0, 1, 3), True, layers=4),
+    "gqa4-hd64-three-taps": Tiny(8, 2, 64, (12, 10, 10), (0, 1, 3), True, layers=4),
     "five-heads-hd16": Tiny(5, 5, 16, (2, 3, 3), (2,), False, hidden=80, theta=1e4),
     "gqa3-narrow-hidden": Tiny(6, 2, 32, (8, 4, 4), (1, 2), True, hidden=48, layers=4),
     "gqa4-hd64-time-heavy": Tiny(4, 1, 64, (24, 4, 4), (0, 1, 2), False, hidden=96, layers=5),
-    "as-many-levels-as-layers": Tiny(2, 1, 16, (4, 2, 2), (0, 1, 2), True, layers=3),
+    "as-many-taps-as-layers": Tiny(2, 1, 16, (4, 2, 2), (0, 1, 2), True, layers=3),
     "gqa2-hd32-yarn": Tiny(
         4,
         2,
@@ -80,7 +80,7 @@ class Answer:
     logits: Tensor  # [T, V]
     positions: np.ndarray  # [3, T] int32
     delta: int
-    embeddings: list[Tensor]  # of each image, [levels, n, hidden]
+    embeddings: list[Tensor]  # of each image, [features, n, hidden]
 
 
 @dataclass
@@ -137,8 +137,8 @@ class Oracle:
             attention_mask=inputs["attention_mask"],
         )
         out = self.model.model.visual(prompt.pixel_values, grid_thw=inputs["image_grid_thw"])
-        levels = torch.stack([out.pooler_output, *out.deepstack_features])
-        embeddings = levels.split([h * w // 4 for h, w in prompt.grids], dim=1)
+        features = torch.stack([out.pooler_output, *out.deepstack_features])
+        embeddings = features.split([h * w // 4 for h, w in prompt.grids], dim=1)
         return Answer(
             logits,
             np.ascontiguousarray(positions[:, 0].numpy().astype(np.int32)),

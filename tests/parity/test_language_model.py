@@ -7,6 +7,7 @@ is not among them: rotary attention sees differences of positions only, so that 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair("gqa4-hd64-three-levels", tmp_path_factory.mktemp("deep"))
+    return Pair("gqa4-hd64-three-taps", tmp_path_factory.mktemp("deep"))
 
 
 @pytest.fixture(autouse=True)
@@ -276,7 +277,7 @@ def _without_deepstack(prompt: Prompt, answer: Answer) -> list[tuple[int, Tensor
     return list(zip(prompt.offsets, embeddings, strict=True))
 
 
-def _last_level_off(prompt: Prompt, answer: Answer) -> list[tuple[int, Tensor]]:
+def _last_feature_off(prompt: Prompt, answer: Answer) -> list[tuple[int, Tensor]]:
     embeddings = [part.clone() for part in answer.embeddings]
     for part in embeddings:
         part[-1] = 0
@@ -294,8 +295,8 @@ def test_control_deepstack_off(pair: Pair) -> None:
     assert controlled(pair, images=_without_deepstack) > CLEARLY_WRONG
 
 
-def test_control_last_deepstack_level_off(pair: Pair) -> None:
-    assert controlled(pair, images=_last_level_off) > CLEARLY_WRONG
+def test_control_last_deepstack_feature_off(pair: Pair) -> None:
+    assert controlled(pair, images=_last_feature_off) > CLEARLY_WRONG
 
 
 def test_control_image_shifted_by_one_row(pair: Pair) -> None:
@@ -315,6 +316,18 @@ def test_control_chunked_mrope(pair: Pair) -> None:
         assert controlled_without_check(pair) > CLEARLY_WRONG
     finally:
         module.axis = interleaved
+
+
+def test_control_yarn_without_its_scaling(tmp_path: Path) -> None:
+    pair = Pair("gqa2-hd32-yarn", tmp_path)
+    module: rope.RotaryEmbedding = pair.ours.runner._model.rope
+    module.attention_factor = 1.0
+    assert controlled_without_check(pair) > CLEARLY_WRONG
+    module.attention_factor = module.spec.attention_factor
+    assert controlled_without_check(pair) < TOLERANCE
+    module.spec = replace(module.spec, kind="default")
+    module.reset_buffers(torch.device("cpu"))
+    assert controlled_without_check(pair) > CLEARLY_WRONG
 
 
 def controlled_without_check(pair: Pair) -> float:

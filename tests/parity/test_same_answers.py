@@ -132,7 +132,7 @@ def bench(
     torch.set_num_threads(1)
     directory = Path(tmp_path_factory.mktemp("checkpoint"))
     if request.param == "images":
-        oracle = make_oracle(CONFIGS["gqa4-hd64-three-levels"], directory, seed=3)
+        oracle = make_oracle(CONFIGS["gqa4-hd64-three-taps"], directory, seed=3)
         yield Bench(oracle, SHAPES)
     else:
         config = text_oracle.CONFIGS["llama-gqa1-biases-tied"]()

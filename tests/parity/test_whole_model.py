@@ -37,8 +37,8 @@ class Whole:
             return []
         grids = [(1, h, w) for h, w in prompt.grids]
         with torch.inference_mode():
-            levels = self.tower(prompt.pixel_values, self.tower.layout(grids))
-        parts = levels.split([h * w // 4 for h, w in prompt.grids], dim=1)
+            features = self.tower(prompt.pixel_values, self.tower.layout(grids))
+        parts = features.split([h * w // 4 for h, w in prompt.grids], dim=1)
         return [part.contiguous() for part in parts]
 
     def start(self, prompt: Prompt, positions, delta: int):

@@ -104,29 +104,31 @@ def read_text(
         UnsupportedOption: names the option and what to do.
     """
     _refuse_unsupported(config)
-    num_heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", num_kv_heads) or num_heads
+    num_heads = _size(config, "num_attention_heads")
+    kv_heads = _size(config, "num_key_value_heads", num_kv_heads or num_heads, num_heads)
     if num_heads % kv_heads:
         raise UnsupportedOption(
             f"num_key_value_heads {kv_heads} is not supported: "
             f"num_attention_heads {num_heads} is not a multiple of it"
         )
-    size = config.get("head_dim", head_dim) or config["hidden_size"] // num_heads
+    hidden_size = _size(config, "hidden_size")
+    per_head = hidden_size // num_heads
+    size = _size(config, "head_dim", head_dim or per_head, per_head)
     if size % 2:
         raise UnsupportedOption(f"head_dim {size} is not supported: it must be even")
     rope = read_rope(config, size, rope_theta, mrope_section)
-    positions: int = config["max_position_embeddings"]
+    positions = _size(config, "max_position_embeddings")
     if rope.kind == "yarn":
         positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
     return TextSpec(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=size,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=rope,
         max_position_embeddings=positions,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -201,21 +203,23 @@ def _scaled(
     )
     rope = replace(rope, original_max_position_embeddings=context)
     if kind == "llama3":
+        low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+        if low >= high:
+            raise UnsupportedOption(
+                f"high_freq_factor {high} is not supported: it is not above low_freq_factor {low}"
+            )
+        factor = float(given["factor"])
         return replace(
-            rope,
-            kind="llama3",
-            factor=given["factor"],
-            low_freq_factor=given["low_freq_factor"],
-            high_freq_factor=given["high_freq_factor"],
+            rope, kind="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high
         )
-    factor = given.get("factor") or config["max_position_embeddings"] / context
+    factor = float(given.get("factor") or config["max_position_embeddings"] / context)
     return replace(
         rope,
         kind="yarn",
         factor=factor,
-        beta_fast=given.get("beta_fast") or 32.0,
-        beta_slow=given.get("beta_slow") or 1.0,
-        truncate=given.get("truncate", True),
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+        truncate=bool(given.get("truncate", True)),
         attention_factor=_yarn_attention_factor(given, factor),
     )
 
@@ -247,6 +251,22 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise UnsupportedOption(
             f"layer_types {', '.join(unknown)} is not supported; supported: full_attention"
         )
+
+
+def _size(
+    config: Mapping[str, Any], name: str, absent: int | None = None, null: int | None = None
+) -> int:
+    """A positive integer; `absent` and `null` stand for a missing field and for null.
+
+    Raises:
+        KeyError: it is missing, and `absent` is None.
+        TypeError: it is something else.
+    """
+    value = config[name] if absent is None else config.get(name, absent)
+    value = null if value is None else value
+    if not isinstance(value, int) or value < 1:
+        raise TypeError(f"{name} is {value!r}, not a positive integer")
+    return value
 
 
 def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,18 +1,18 @@
-"""Sizes and allocates the paged KV pool."""
+"""The paged KV pool: how many blocks fit the memory, and its allocation."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# What the device holds beside torch's memory: context, libraries, kernels, what graphs consist of.
+# Device memory outside torch's allocator: CUDA context, libraries, kernels, graph nodes.
 _RESERVED_BYTES = 5 << 28
-_SPARE_BYTES = 256 << 20  # never taken from what is free now: other processes breathe, too
+_SPARE_BYTES = 256 << 20  # left free, because other processes' use of the card varies
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """The pool's sizes but for its number of blocks."""
+    """All sizes of the pool except its number of blocks."""
 
     num_layers: int
     block_size: int
@@ -22,40 +22,40 @@ class KVCacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block, summed over all layers."""
         per_token = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return self.num_layers * self.block_size * per_token
 
 
 def count_blocks(shape: KVCacheShape, budget_bytes: int, max_model_len: int) -> int:
-    """Blocks for sequences that fit a budget, the scratch block aside.
+    """Blocks for sequences that fit a budget; one more block is reserved as scratch.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` tokens fits.
     """
     num_blocks = budget_bytes // shape.block_bytes - 1
-    wanted = -(-max_model_len // shape.block_size)
-    if num_blocks < wanted:
-        need = (wanted + 1) * shape.block_bytes
+    num_needed = -(-max_model_len // shape.block_size)
+    if num_blocks < num_needed:
+        needed_bytes = (num_needed + 1) * shape.block_bytes
         raise ValueError(
             f"a KV cache of {budget_bytes / 2**20:.0f} MiB does not hold one sequence of "
-            f"{max_model_len} tokens, which needs {need / 2**20:.0f} MiB: "
-            "lower max_model_len or give more memory"
+            f"{max_model_len} tokens, which needs {needed_bytes / 2**20:.0f} MiB: "
+            "lower max_model_len or raise memory_fraction or kv_cache_bytes"
         )
     return num_blocks
 
 
 def device_budget(device: torch.device, memory_fraction: float, forward_peak: int) -> int:
-    """Bytes a GPU's pool may take: the process's share of the card less what it uses at its peak
-    and what graphs hold between their replays, no more than a forward of the largest step.
+    """Bytes that a GPU's pool may take: the process's share of the card, minus its peak use in the
+    largest step, minus what CUDA graphs hold between replays, which is at most one forward of that
+    step. Never more than what is free now: other processes may exceed their shares.
 
-    To be asked after that step, and before the pool is there. Other processes on the card have
-    their own shares; what is not free cannot be taken whatever the shares say.
+    Call it after the largest step and before `allocate`.
 
     Args:
         device: a GPU.
-        memory_fraction: the share.
-        forward_peak: bytes reserved at most until the step's forward was done.
+        memory_fraction: the process's share of the whole card.
+        forward_peak: peak bytes that torch had reserved by the end of the step's forward.
     """
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
@@ -69,8 +69,8 @@ def device_budget(device: torch.device, memory_fraction: float, forward_peak: in
 def allocate(shape: KVCacheShape, num_blocks: int, device: torch.device) -> Tensor:
     """The pool: `[num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]`.
 
-    The last block is scratch: padding tokens write to it and read from it. The pool starts as
-    zeros: masked attention multiplies what it does not use, and memory may hold NaN.
+    The last block is scratch: padding tokens write to it and read from it. The pool is zeroed,
+    because masked attention multiplies unused values by zero, and fresh memory may hold NaN.
     """
     return torch.zeros(
         (shape.num_layers, num_blocks + 1, 2, shape.block_size, shape.num_kv_heads, shape.head_dim),

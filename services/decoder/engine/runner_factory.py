@@ -70,10 +70,10 @@ class RunnerOptions:
 
 
 def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> ModelRunner:
-    """Loads the model, sizes the KV pool, runs each kernel once. Takes seconds to minutes.
+    """Loads the model, sizes the KV pool, warms up each kernel. Takes seconds to minutes.
 
     Args:
-        options: see above.
+        options: what to serve, and where.
         arena: the front's shared memory with the image embeddings; None: no sequence has images.
             Not used for a text model.
 
@@ -137,7 +137,7 @@ def _longest_context(text: TextSpec, wanted: int | None) -> int:
 
 
 def resolve_device(name: str) -> torch.device:
-    """What "auto" means here; raises ValueError for a device that this machine does not have."""
+    """A device by name, "auto" resolved; raises ValueError if this machine does not have it."""
     available = torch.cuda.is_available()
     device = torch.device(("cuda" if available else "cpu") if name == "auto" else name)
     if device.type not in ("cpu", "cuda"):
@@ -150,7 +150,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """What "auto" means on a device; raises ValueError for an unknown name."""
+    """A dtype by name, "auto" resolved for the device; raises ValueError for an unknown name."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in _DTYPES:
@@ -207,7 +207,7 @@ def _sizes(spec: ModelSpec, options: RunnerOptions, max_model_len: int) -> Atten
 
 
 def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> EngineInfo:
-    """With no blocks yet, and room for one sequence as long as a step."""
+    """The info of a runner without KV blocks, which can run one sequence as long as a step."""
     return EngineInfo(
         model_name=spec.name,
         dtype=str(dtype).removeprefix("torch."),
@@ -248,7 +248,7 @@ def _log_ready(
 
 
 def _run_largest_step(runner: ModelRunner) -> int:
-    """Returns the bytes reserved at most before it samples. Loading is not counted."""
+    """Runs the largest step; returns the peak bytes reserved before sampling, loading excluded."""
     info = runner.info
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -265,7 +265,7 @@ def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) 
     info = runner.info
     longest = min(info.max_batched_tokens, info.max_model_len)
     steps = [[1], [2], [1, 2]]
-    if backend.captures_prompts:  # the kernels of large steps are others for more decodes
+    if backend.captures_prompts:  # the number of decodes selects the kernels of large steps
         counts = {1, 128, 256, info.max_num_sequences - 1}
         steps += [[1] * decodes + [longest - decodes] for decodes in sorted(counts)]
     for lengths in steps:

@@ -183,6 +183,13 @@ def test_tensors_that_may_be_left_over(tmp_path: Path) -> None:
     assert "lm_head.weight" not in read(tmp_path, QWEN2).checkpoint.ignored
 
 
+def test_quantization_is_read_for_text_models_too(tmp_path: Path) -> None:
+    given = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantization = read(tmp_path, QWEN3, quantization_config=given).checkpoint.quantization
+    assert quantization is not None and quantization.format == "fp8_block"
+    assert read(tmp_path, QWEN3).checkpoint.quantization is None
+
+
 SCALING = {"factor": 2.0, "original_max_position_embeddings": 4096}
 
 
@@ -206,7 +213,10 @@ SCALING = {"factor": 2.0, "original_max_position_embeddings": 4096}
         (MISTRAL, {"num_local_experts": 8}, "num_local_experts 8"),
         (QWEN3, {"layer_types": ["linear_attention"]}, "layer_types linear_attention"),
         (LLAMA, {"num_key_value_heads": 5}, "num_key_value_heads 5"),
+        (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"high_freq_factor": 1}},
+         "high_freq_factor 1"),
         (LLAMA, {"head_dim": 63}, "head_dim 63"),
+        (QWEN2, {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quant_method 'awq'"),
     ],
 )  # fmt: skip
 def test_an_unsupported_option_is_refused_by_name(
@@ -222,8 +232,11 @@ def test_an_unsupported_option_is_refused_by_name(
     ("changes", "named"),
     [
         ({"hidden_size": ABSENT}, "hidden_size"),
-        ({"hidden_size": "wide", "head_dim": None}, "malformed"),
-        ({"num_key_value_heads": [8]}, "malformed"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide', not a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"num_key_value_heads": [8]}, r"num_key_value_heads is \[8\]"),
+        ({"rms_norm_eps": "small"}, "malformed"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": "llama3"}, "malformed"),
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
