@@ -27,7 +27,7 @@ class DecoderSettings(EngineServiceSettings):
 
     port: Port = 50052
     metrics_port: Port = 9102
-    attention_backend: Literal["auto", "sdpa", "flashinfer"] = "auto"
+    attention_backend: Literal["auto", "sdpa", "paged"] = "auto"
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] = 256
     max_batched_tokens: Annotated[int, Field(ge=1)] = 8192

@@ -1,4 +1,8 @@
-"""Each kernel of the decoder's attention against its plain twin; tolerance as in `twins`."""
+"""Each kernel of the decoder's attention against its plain twin; tolerance as in `twins`.
+
+Free blocks and rows of padding hold NaN: a kernel that reads them gives NaN. Probabilities and
+their row sum are rounded one after the other, hence twice the tolerance for decodes.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,60 +12,113 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
+from tests.gpu.twins import CUDA, TOLERANCE, attention_facts, error, random
 
 pytest.importorskip("triton")
 from services.decoder.kernels import plain
-from services.decoder.kernels.few_attention import FewAttention
+from services.decoder.kernels.attention_tuning import (
+    FusedDecodeConfig,
+    PagedDecodeConfig,
+    fused_decode_config,
+    fused_decode_obstacle,
+    paged_decode_obstacle,
+    prefill_obstacle,
+)
+from services.decoder.kernels.fused_decode_attention import FusedDecodeAttention
 from services.decoder.kernels.heads import HeadTransform, kv_rows
-from services.decoder.kernels.many_attention import ManyAttention
-from services.decoder.kernels.prompt_attention import PromptAttention, PromptChunk
+from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
+from services.decoder.kernels.prefill_attention import PrefillAttention, PrefillChunk
 
 pytestmark = pytest.mark.gpu
-EPS = 1e-6
+EPS, BLOCK_SIZE = 1e-6, 16
+# Groups 2 (2B), 4 (4B, 8B), 8 (32B), 7, 5, 3, 1, 16, and heads of 64, 80 and 256.
+SHAPES = [
+    (16, 8, 128), (32, 8, 128), (64, 8, 128), (28, 4, 128), (40, 8, 128), (24, 8, 128), (8, 8, 128),
+    (32, 2, 128), (14, 2, 64), (32, 8, 64), (16, 4, 80), (8, 4, 256), (8, 1, 256), (5, 5, 32),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("lengths", [[1], [2], [65], [1100], [4096], [1, 33], [700, 2048]])
-@pytest.mark.parametrize(
-    ("num_heads", "kv_heads", "dim"),
-    [(16, 8, 128), (32, 8, 128), (4, 2, 64), (5, 5, 32), (3, 1, 16)],
-)
-def test_attention_of_few_agrees_with_its_twin(
-    lengths: list[int], num_heads: int, kv_heads: int, dim: int
-) -> None:
-    count = len(lengths)
-    ops, block_size = fused(num_heads, kv_heads, dim), 16
-    measured = num_heads // kv_heads <= 2
-    assert ops.max_fused_context(count) == ({1: 4096, 2: 2048}[count] if measured else 0)
-    attend = FewAttention(CUDA, num_heads, kv_heads, dim)
-    sizes = [-(-length // block_size) for length in lengths]
-    block_ids = torch.randperm(sum(sizes), device="cuda", dtype=torch.int32)
+def poisoned_pool(num_blocks: int, kv_heads: int, dim: int) -> torch.Tensor:
+    shape = (num_blocks, 2, BLOCK_SIZE, kv_heads, dim)
+    return torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16)
+
+
+def fill_pool(pool: torch.Tensor, tables: list[torch.Tensor], lengths: list[int]) -> None:
+    """Random keys and values for the tokens of each sequence; all other slots stay as they are."""
+    for table, length in zip(tables, lengths, strict=True):
+        token = torch.arange(length, device="cuda")
+        block = table.cuda().long()[token // BLOCK_SIZE]
+        pool[block, :, token % BLOCK_SIZE] = random(length, *pool.shape[1:2], *pool.shape[3:])
+
+
+def check_fused(
+    lengths: list[int], heads: int, kv_heads: int, dim: int, config: FusedDecodeConfig | None,
+    *, has_norm: bool = True,
+) -> None:  # fmt: skip
+    count, facts = len(lengths), attention_facts(heads, kv_heads, dim)
+    assert not fused_decode_obstacle(facts)
+    attend = FusedDecodeAttention(
+        facts, CUDA, fused_decode_config if config is None else lambda *_: config
+    )
+    sizes = [-(-length // BLOCK_SIZE) for length in lengths]
+    block_ids = torch.randperm(sum(sizes) + 5, dtype=torch.int32)  # five blocks are free
+    tables = list(block_ids[: sum(sizes)].split(sizes))
     last = [
-        ids[(length - 1) // block_size].long() * block_size + (length - 1) % block_size
-        for ids, length in zip(block_ids.split(sizes), lengths, strict=True)
+        ids[(length - 1) // BLOCK_SIZE].long() * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
+        for ids, length in zip(tables, lengths, strict=True)
     ]
-    rows = kv_rows(torch.stack(last), block_size)
-    cache = random(sum(sizes) + 1, 2, block_size, kv_heads, dim)
-    weights = (random(dim), random(dim))
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    for _ in range(3):  # the memory where programs meet is left as it was found
-        qkv = random(count, (num_heads + 2 * kv_heads) * dim)
+    rows = kv_rows(torch.stack(last).cuda(), BLOCK_SIZE)
+    cache = poisoned_pool(len(block_ids), kv_heads, dim)
+    fill_pool(cache, tables, [length - 1 for length in lengths])
+    block_ids, seq_lens = block_ids.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    norms = (random(dim), random(dim)) if has_norm else None
+    finite = ~cache.isnan()
+    for _ in range(3):  # the scratch is left as it was
+        qkv = random(count, (heads + 2 * kv_heads) * dim)
         angles = torch.rand(count, dim // 2, device="cuda") * 6.28
         rope = (angles.cos().bfloat16(), angles.sin().bfloat16())
-        twin = cache.clone()
-        heads = HeadTransform(weights, EPS, rope, cache, rows).of(qkv)
-        expected = plain.attend_few(replace(heads, kv_cache=twin), block_ids, seq_lens)
-        found = attend(heads, block_ids, seq_lens)
+        twin = cache.nan_to_num()  # the twin zeroes what it masks only after it has read it
+        projected = HeadTransform(norms, EPS, rope, cache, rows).of(qkv)
+        of_twin = replace(projected, kv_cache=twin)
+        expected = plain.fused_decode_attention(of_twin, block_ids, seq_lens)
+        found = attend(projected, block_ids, seq_lens)
         assert error(found, expected) <= 2 * TOLERANCE
-        assert error(cache, twin) <= TOLERANCE
+        assert error(cache.nan_to_num(), twin) <= TOLERANCE
+    written = ~cache.isnan() & ~finite
+    assert written.any(-1).sum() == 2 * count * kv_heads  # a key and a value per sequence and head
     # A padding token writes nothing.
     before = cache.clone()
-    nowhere = kv_rows(torch.full((count,), -1, device="cuda"), block_size)
-    attend(replace(heads, rows=nowhere), block_ids, seq_lens)
-    assert torch.equal(cache, before)
+    nowhere = kv_rows(torch.full((count,), -1, device="cuda"), BLOCK_SIZE)
+    attend(replace(projected, rows=nowhere), block_ids, seq_lens)
+    torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (8, 8, 64)])
+@pytest.mark.parametrize("lengths", [[1], [2], [65], [1100], [4096], [9000], [1, 33], [700, 2048]])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_fused_decode_attention_agrees_with_its_twin(
+    lengths: list[int], heads: int, kv_heads: int, dim: int
+) -> None:
+    check_fused(lengths, heads, kv_heads, dim, None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FusedDecodeConfig(2, 16), FusedDecodeConfig(4, 8, 32), FusedDecodeConfig(8, 32),
+        FusedDecodeConfig(8, 32, tensor_cores=True), FusedDecodeConfig(4, 64, 32, True, 2),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_fused_decode_attention_agrees_for_other_configurations(
+    config: FusedDecodeConfig, has_norm: bool
+) -> None:
+    check_fused([1500], 64, 8, 128, config, has_norm=has_norm)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(16, 8, 128), (32, 8, 128), (64, 8, 128), (28, 4, 128), (8, 8, 64), (14, 2, 64)],
+)
 @pytest.mark.parametrize(
     "chunks",
     [
@@ -75,11 +132,14 @@ def test_attention_of_few_agrees_with_its_twin(
     ids=["token", "whole", "prompt", "ragged", "question", "questions"],
 )
 @pytest.mark.parametrize("rising", [False, True])
-def test_attention_of_prompts_agrees_with_its_twin(
+def test_prefill_attention_agrees_with_its_twin(
     chunks: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, rising: bool
 ) -> None:
-    """Tokens of nobody are not finite, and whoever runs the kernel twice gets the same."""
-    size, before = 16, [part for part, _ in chunks]
+    """Rows of no sequence are not finite; two runs are equal bit for bit."""
+    facts = attention_facts(heads, kv_heads, dim)
+    if why := prefill_obstacle(facts):
+        pytest.skip(why)
+    size, before = BLOCK_SIZE, [part for part, _ in chunks]
     lengths = torch.tensor([length for _, length in chunks], dtype=torch.int32)
     seq_lens = torch.tensor([sum(chunk) for chunk in chunks], dtype=torch.int32)
     counts = -(-seq_lens // size)
@@ -89,17 +149,17 @@ def test_attention_of_prompts_agrees_with_its_twin(
     pool = torch.full((len(block_ids), 2, size, kv_heads, dim), torch.nan, device="cuda").bfloat16()
     query, own = random(num_tokens + 7, heads, dim), random(num_tokens + 7, 2 * kv_heads, dim)
     own[num_tokens:] = torch.nan
-    if rising:  # scores that a float's exponent would not have room for, see `softmax`
+    if rising:  # scores that overflow relative to the first tile's row max, see `softmax`
         own[: num_tokens // 3 : 5, :kv_heads] *= 60
-    attend = PromptAttention(CUDA, heads, dim)
+    attend = PrefillAttention(facts, CUDA)
     first_blocks = (counts.cumsum(0) - counts).tolist()
     listed = [
-        PromptChunk(first, length, cached, block)
+        PrefillChunk(first, length, cached, block)
         for first, (cached, length), block in zip(
             cu_query_lens.tolist(), chunks, first_blocks, strict=False
         )
     ]
-    items = attend.list_items(listed, attend.count_items(len(query), len(chunks)))
+    work = attend.list_work(listed, attend.count_work(len(query), len(chunks)))
     expected = []
     for index, ids in enumerate(block_ids.cuda().split(counts.tolist())):
         rows = slice(int(cu_query_lens[index]), int(cu_query_lens[index + 1]))
@@ -118,65 +178,109 @@ def test_attention_of_prompts_agrees_with_its_twin(
     found = []
     for _ in range(2):
         out = torch.full_like(query, torch.nan)
-        attend(query, own, pool, block_ids.cuda(), torch.from_numpy(items).cuda(), out=out)
+        attend(query, own, pool, block_ids.cuda(), torch.from_numpy(work).cuda(), out=out)
         found.append(out[:num_tokens])
         assert out[num_tokens:].isnan().all()
     assert torch.equal(*found)
     assert error(found[0], torch.cat(expected)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (8, 8, 64), (32, 16, 128)])
-@pytest.mark.parametrize("count", [1, 48, 130, 512])
-def test_attention_of_many_agrees_with_its_twin_in_a_graph(
-    count: int, heads: int, kv_heads: int, dim: int
-) -> None:
-    """One graph, other lengths and blocks at each replay."""
-    attend, block_size, most = ManyAttention(CUDA, heads, kv_heads, dim), 16, 3000
-    pool = random(count * most // block_size // 4, 2, block_size, kv_heads, dim)
-    block_ids = torch.zeros(count * -(-most // block_size), dtype=torch.int32, device="cuda")
-    seq_lens = torch.ones(count, dtype=torch.int32, device="cuda")
-    query = random(count, heads, dim)
+def check_paged_in_a_graph(
+    count: int, heads: int, kv_heads: int, dim: int, config: PagedDecodeConfig | None = None,
+    longest: tuple[int, ...] = (1, 16, 100, 700, 2000, 3000),
+) -> None:  # fmt: skip
+    """One graph, other lengths and blocks at each replay; the last sequence is padding."""
+    facts, most = attention_facts(heads, kv_heads, dim), max(longest)
+    assert not paged_decode_obstacle(facts)
+    attend = PagedDecodeAttention(facts, CUDA, config)
+    num_blocks = max(count * most // BLOCK_SIZE // 4, 2 * -(-most // BLOCK_SIZE)) + 8
+    block_ids = torch.zeros(count * -(-most // BLOCK_SIZE), dtype=torch.int32, device="cuda")
+    seq_lens = torch.ones(count + 1, dtype=torch.int32, device="cuda")
+    query = random(count + 1, heads, dim)
     out = torch.empty_like(query)
+    pool = random(num_blocks, 2, BLOCK_SIZE, kv_heads, dim)
+    clean = pool.clone()
     attend(query, pool, block_ids, seq_lens, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attend(query, pool, block_ids, seq_lens, out=out)
-    for turn in range(6):
+    for turn, limit in enumerate(longest):
         generator = torch.Generator().manual_seed(turn)
-        longest = (1, 16, 100, 700, 2000, most)[turn]
-        lengths = torch.randint(1, longest + 1, (count,), generator=generator, dtype=torch.int32)
+        lengths = torch.randint(1, limit + 1, (count,), generator=generator, dtype=torch.int32)
         if turn % 2:
-            lengths[count // 2] = most
-        sizes = (-(-lengths // block_size)).tolist()
-        ids = torch.randint(0, len(pool), (sum(sizes),), generator=generator, dtype=torch.int32)
+            lengths[count // 2] = limit
+        sizes = (-(-lengths // BLOCK_SIZE)).tolist()
+        ids = torch.randint(0, num_blocks - 8, (sum(sizes),), generator=generator).int()
+        # Free blocks are poisoned, and so are slots after a sequence's last token in a block of
+        # its own.
+        tail_blocks = torch.arange(num_blocks - 8, num_blocks, dtype=torch.int32)
+        pool.copy_(clean)
+        pool[tail_blocks.long().cuda()] = torch.nan
+        tables = list(ids.split(sizes))
+        for index in range(min(count, 8)):
+            block, used = tail_blocks[index], (int(lengths[index]) - 1) % BLOCK_SIZE + 1
+            tables[index][-1] = block
+            pool[int(block), :, :used] = clean[int(block), :, :used]
         block_ids[: len(ids)] = ids.cuda()
-        seq_lens.copy_(lengths)
-        query.copy_(random(count, heads, dim))
+        seq_lens[:count].copy_(lengths)
+        seq_lens[count] = 0
+        query.copy_(random(count + 1, heads, dim))
         found = []
         for _ in range(2):
             out.fill_(torch.nan)
             graph.replay()
-            found.append(out.clone())
-        assert torch.equal(*found)  # whoever comes last
-        for index, (table, length) in enumerate(
-            zip(ids.cuda().split(sizes), lengths.tolist(), strict=True)
-        ):
+            found.append(out[:count].clone())
+            assert out[count].isnan().all()  # padding is not written
+        assert torch.equal(*found)  # whichever CTA arrives last
+        for index, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
             keys, values = (
-                pool[table, part].flatten(0, 1)[:length].transpose(0, 1).float() for part in (0, 1)
+                pool[table.cuda().long(), part].flatten(0, 1)[:length].transpose(0, 1).float()
+                for part in (0, 1)
             )
             asked = query[index, :, None].float()
             expected = F.scaled_dot_product_attention(asked, keys, values, enable_gqa=True)
             assert error(found[0][index], expected[:, 0]) <= 2 * TOLERANCE, (turn, index, length)
 
 
-@pytest.mark.parametrize(("decodes", "lengths"), [(3, [1058]), (64, [290, 7, 300]), (25, [40] * 9)])
-def test_attention_of_many_beside_prompts_is_as_one_after_the_other(
-    decodes: int, lengths: list[int]
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("count", [1, 48, 130])
+def test_paged_decode_attention_agrees_with_its_twin_in_a_graph(
+    count: int, heads: int, kv_heads: int, dim: int
 ) -> None:
-    """Layer by layer in the same memory: each takes what the one before has made of it."""
-    heads, kv_heads, dim, size, layers = 16, 8, 128, 16, 6
-    many, prompts = ManyAttention(CUDA, heads, kv_heads, dim), PromptAttention(CUDA, heads, dim)
+    check_paged_in_a_graph(count, heads, kv_heads, dim)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128)])
+@pytest.mark.parametrize(("count", "longest"), [(512, (700, 2000)), (3, (9000, 9000))])
+def test_paged_decode_attention_agrees_for_many_and_for_long(
+    count: int, longest: tuple[int, ...], heads: int, kv_heads: int, dim: int
+) -> None:
+    check_paged_in_a_graph(count, heads, kv_heads, dim, None, longest)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PagedDecodeConfig(1, 32, 2), PagedDecodeConfig(2, 64, alone=(2, 3)),
+        PagedDecodeConfig(4, 128, 8, alone=(1, 3)), PagedDecodeConfig(8, 64, alone=(3, 2)),
+    ],
+)  # fmt: skip
+def test_paged_decode_attention_agrees_for_other_configurations(config: PagedDecodeConfig) -> None:
+    check_paged_in_a_graph(65, 16, 8, 128, config, (100, 3000))
+
+
+@pytest.mark.parametrize(("decodes", "lengths"), [(3, [1058]), (64, [290, 7, 300]), (25, [40] * 9)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (64, 8)])
+def test_decode_beside_prefill_is_as_one_after_the_other(
+    decodes: int, lengths: list[int], heads: int, kv_heads: int
+) -> None:
+    """Layer by layer in the same memory: each layer reads what the one before has written."""
+    dim, size, layers = 128, BLOCK_SIZE, 6
+    facts = attention_facts(heads, kv_heads, dim)
+    if why := prefill_obstacle(facts):
+        pytest.skip(why)
+    decode, prefill = PagedDecodeAttention(facts, CUDA), PrefillAttention(facts, CUDA)
     contexts = torch.randint(1, 1500, (decodes,)).tolist() + lengths
     counts = torch.tensor([-(-context // size) for context in contexts])
     num_blocks, num_tokens = int(counts.sum()), decodes + sum(lengths)
@@ -185,11 +289,11 @@ def test_attention_of_many_beside_prompts_is_as_one_after_the_other(
     first_blocks = (counts.cumsum(0) - counts).tolist()
     firsts = np.cumsum([decodes, *lengths]).tolist()
     chunks = [
-        PromptChunk(firsts[index], length, 0, first_blocks[decodes + index])
+        PrefillChunk(firsts[index], length, 0, first_blocks[decodes + index])
         for index, length in enumerate(lengths)
     ]
-    items = prompts.list_items(chunks, prompts.count_items(num_tokens, len(lengths)))
-    work = torch.from_numpy(items).cuda()
+    listed = prefill.list_work(chunks, prefill.count_work(num_tokens, len(lengths)))
+    work = torch.from_numpy(listed).cuda()
     pool = random(num_blocks, 2, size, kv_heads, dim)
     own, start = random(num_tokens, 2 * kv_heads, dim), random(num_tokens, heads, dim)
     query, out = torch.empty_like(start), torch.empty_like(start)
@@ -198,9 +302,9 @@ def test_attention_of_many_beside_prompts_is_as_one_after_the_other(
         query.copy_(start)
         for _ in range(layers):
             decoded = out[:decodes]
-            many(query[:decodes], pool, block_ids, seq_lens, out=decoded, accompanied=True)
+            decode(query[:decodes], pool, block_ids, seq_lens, out=decoded, beside_prefill=True)
             between()
-            prompts(query, own, pool, block_ids, work, out=out, accompanies=True)
+            prefill(query, own, pool, block_ids, work, out=out, beside_decode=True)
             between()
             torch.add(start, out, alpha=3, out=query)
 

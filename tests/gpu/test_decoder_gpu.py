@@ -68,7 +68,7 @@ def layout(lengths: list[tuple[int, int]], device: torch.device) -> AttentionMet
 
 @needs_flashinfer
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (4, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (64, 8), (4, 2)])
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -78,7 +78,7 @@ def layout(lengths: list[tuple[int, int]], device: torch.device) -> AttentionMet
     ],
     ids=["first", "one", "many", "prefill", "chunks", "mixed", "many mixed"],
 )  # fmt: skip
-def test_flashinfer_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) -> None:
+def test_the_paged_backend_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) -> None:
     sizes = AttentionSizes(heads, kv_heads, head_dim, BLOCK_SIZE, 64, 256)
     metadata = layout(lengths, GPU)
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def test_flashinfer_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) -> None
     plain = create_backend("sdpa", sizes, GPU, torch.float32)
     metadata.plan = plain.plan(metadata)
     expected = plain.forward(query.float(), pool.float(), metadata)
-    fast = create_backend("flashinfer", sizes, GPU, torch.bfloat16)
+    fast = create_backend("paged", sizes, GPU, torch.bfloat16)
     metadata.plan = fast.plan(metadata)
     actual = fast.forward(query, pool, metadata)
     assert torch.isfinite(actual).all()

@@ -6,10 +6,13 @@ Where two such roundings follow each other in the twin (probabilities and their 
 and theirs), twice that.
 """
 
+from importlib.util import find_spec
+
 import torch
 
 from services.common.model_spec import RopeSpec, TextSpec
 from services.common.nn.device import DeviceFacts
+from services.decoder.kernels.attention_tuning import AttentionFacts
 
 TOLERANCE = 4e-3
 CUDA = torch.device("cuda")
@@ -21,6 +24,13 @@ def random(*shape: int) -> torch.Tensor:
 
 def error(out: torch.Tensor, twin: torch.Tensor) -> float:
     return ((out.float() - twin.float()).norm() / twin.float().norm()).item()
+
+
+def attention_facts(heads: int, kv_heads: int, dim: int) -> AttentionFacts:
+    return AttentionFacts(
+        device=DeviceFacts.of(CUDA), dtype=torch.bfloat16, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=dim, block_size=16, has_flashinfer=find_spec("flashinfer") is not None,
+    )  # fmt: skip
 
 
 def fused(heads: int = 16, kv_heads: int = 8, dim: int = 128):

@@ -223,6 +223,10 @@ class KernelTable(Generic[FactsT]):
                 raise UnknownOverride(f"{operation}={wanted}: {why}")
         return table
 
+    def usable(self, operation: str) -> list[Resolved]:
+        """Implementations of an operation that can run here, in order of preference."""
+        return list(self._operations[operation])
+
     def choose(self, operation: str, num_tokens: int) -> Resolved:
         """The first implementation that fits so many tokens."""
         for entry in self._operations[operation]:

@@ -1,52 +1,69 @@
-"""Attention backends by name. A backend: one file and one line here."""
+"""Attention backends by name: `sdpa`, the plain one, and `paged`, that of GPUs."""
 
-import importlib
 import importlib.util
 
 import torch
 
+from services.common.nn.device import DeviceFacts
+from services.common.nn.dispatch import KernelTable
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
+from services.decoder.attention.sdpa import SdpaBackend
+from services.decoder.attention.table import implementations
+from services.decoder.kernels.attention_tuning import AttentionFacts
 
-BACKENDS = {
-    "sdpa": "services.decoder.attention.sdpa:SdpaBackend",
-    "flashinfer": "services.decoder.attention.flashinfer:FlashInferBackend",
-}
-_PACKAGES = {"flashinfer": "flashinfer-python"}  # what `pip install triptych[gpu]` brings
-_FLASHINFER_HEAD_DIMS = (64, 128)
+BACKENDS = ("sdpa", "paged")
 
 
-def resolve(name: str, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> str:
-    """What "auto" means for a model on a device; any other name is itself.
+def resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that "auto" selects; any other name is returned as it is.
 
     Raises:
         ValueError: no such backend.
     """
     if name == "auto":
-        fits = (
-            device.type == "cuda"
-            and dtype == torch.bfloat16
-            and sizes.head_dim in _FLASHINFER_HEAD_DIMS
-            and importlib.util.find_spec("flashinfer") is not None
-        )
-        return "flashinfer" if fits else "sdpa"
+        has_triton = importlib.util.find_spec("triton") is not None
+        fits = device.type == "cuda" and dtype.itemsize == 2 and has_triton
+        return "paged" if fits else "sdpa"
     if name not in BACKENDS:
         raise ValueError(f"no attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     return name
 
 
+def attention_facts(
+    sizes: AttentionSizes, device: torch.device, dtype: torch.dtype
+) -> AttentionFacts:
+    """Facts of a model on a device of this machine."""
+    return AttentionFacts(
+        device=DeviceFacts.of(device),
+        dtype=dtype,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        block_size=sizes.block_size,
+        has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
+    )
+
+
 def create_backend(
     name: str, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """Makes a backend; its module is imported only now.
+    """Makes a backend; kernel libraries are imported only now.
 
     Raises:
-        ValueError: no such backend, its package is not installed, or it does not fit the device.
+        ValueError: no such backend, or it does not fit the device or dtype.
     """
-    name = resolve(name, sizes, device, dtype)
-    package = _PACKAGES.get(name)
-    if package is not None and importlib.util.find_spec(name) is None:
-        raise ValueError(
-            f"attention backend {name!r} needs the package {package}: pip install 'triptych[gpu]'"
-        )
-    module, _, kind = BACKENDS[name].partition(":")
-    return getattr(importlib.import_module(module), kind)(sizes, device, dtype)
+    if resolve(name, device, dtype) == "sdpa":
+        return SdpaBackend(sizes, device, dtype)
+    if device.type != "cuda":
+        raise ValueError(f"attention backend 'paged' needs a GPU, not {device.type}")
+    if dtype.itemsize != 2:
+        raise ValueError(f"attention backend 'paged' needs bfloat16 or float16, not {dtype}")
+    from services.decoder.attention.paged import PagedBackend
+
+    facts = attention_facts(sizes, device, dtype)
+    table = KernelTable.resolve(implementations(_itself), facts)
+    return PagedBackend(facts, sizes, device, table)
+
+
+def _itself(facts: AttentionFacts) -> AttentionFacts:
+    return facts

@@ -44,7 +44,7 @@ class RunnerOptions:
         device: "cpu", "cuda" or "cuda:N" ("auto": cuda if there is one).
         dtype: "float32", "bfloat16", "float16" ("auto": bfloat16 on a GPU, float32 on a CPU).
         load_format: "auto" (safetensors) or "dummy" (random weights from `seed`).
-        attention_backend: "auto", "sdpa" or "flashinfer".
+        attention_backend: "auto", "sdpa" or "paged".
         max_model_len: prompt + completion tokens of one sequence; None: the model's own limit, or
             what the KV pool holds if that is less.
         memory_fraction: share of the whole card this process may use (GPU).

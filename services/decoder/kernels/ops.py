@@ -42,7 +42,7 @@ class StepKernels:
         linear_residual: (x, layer, residual) → the layer's output or partials, to be added to the
             residual stream; None: it has been added to `residual` in place.
         qk_rope_cache: see `plain.qk_rope_cache`.
-        attend_few: see `plain.attend_few`.
+        fused_decode_attention: see `plain.fused_decode_attention`.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -53,7 +53,7 @@ class StepKernels:
     norm_swiglu: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
     linear_residual: Callable[[Tensor, Linear, Tensor], Tensor | None]
     qk_rope_cache: Callable[[ProjectedHeads, Tensor | None], Tensor]
-    attend_few: Callable[[ProjectedHeads, Tensor, Tensor], Tensor]
+    fused_decode_attention: Callable[[ProjectedHeads, Tensor, Tensor], Tensor]
 
     def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """The norm of the hidden state `x + residual`, or `residual` alone, and the state."""
@@ -176,10 +176,10 @@ class Ops:
     # Attention.
 
     def max_fused_context(self, num_tokens: int) -> int:
-        """The longest context for which `attend_few` is the fastest for so many decodes; 0: it
-        never is.
+        """The longest context for which `fused_decode_attention` is the fastest for this many
+        decodes; 0: it never is.
         """
-        entry = self.table.choose("attend_few", num_tokens)
+        entry = self.table.choose("fused_decode_attention", num_tokens)
         longest = getattr(entry.implementation, "max_context", None)
         return 0 if longest is None else longest(num_tokens)
 

@@ -13,9 +13,25 @@ from services.decoder.kernels.draw_params import DrawParams, Penalties
 from services.decoder.kernels.heads import ProjectedHeads, Rotary, kv_rows, write_kv
 
 __all__ = [
-    "add_rms_norm", "attend_few", "count_tokens", "draw", "greedy", "linear", "linear_residual",
-    "linear_swiglu", "norm_linear", "norm_swiglu", "penalize", "pick_tokens", "qk_rope_cache",
-    "reduce_split_k", "rms_norm", "rope_and_rows", "rotate", "silu_and_mul", "split_k_partials",
+    "add_rms_norm",
+    "count_tokens",
+    "draw",
+    "fused_decode_attention",
+    "greedy",
+    "linear",
+    "linear_residual",
+    "linear_swiglu",
+    "norm_linear",
+    "norm_swiglu",
+    "penalize",
+    "pick_tokens",
+    "qk_rope_cache",
+    "reduce_split_k",
+    "rms_norm",
+    "rope_and_rows",
+    "rotate",
+    "silu_and_mul",
+    "split_k_partials",
 ]  # fmt: skip
 
 
@@ -124,8 +140,8 @@ def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> T
     return rotate(query, *heads.rope)
 
 
-def attend_few(heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
-    """See `Ops.attend_few`."""
+def fused_decode_attention(heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
+    """See `Ops.fused_decode_attention`."""
     query = qk_rope_cache(heads)
     kv_cache, block_size = heads.kv_cache, heads.kv_cache.shape[2]
     counts = -(-seq_lens // block_size)

@@ -20,7 +20,8 @@ from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, add_product
-from services.decoder.kernels import plain, tuning
+from services.decoder.kernels import attention_tuning, plain, tuning
+from services.decoder.kernels.attention_tuning import AttentionFacts
 from services.decoder.kernels.tuning import SkinnyConfig, SwigluGemmConfig
 
 UNQUANTIZED = "plain"  # as `LinearMethod.weight_format`
@@ -64,6 +65,21 @@ class KernelFacts:
     def gate_up_shape(self) -> tuple[int, int]:
         """(N, K) of the merged gate and up projection."""
         return 2 * self.text.intermediate_size, self.text.hidden_size
+
+
+def attention_facts(facts: KernelFacts, block_size: int = 16) -> AttentionFacts:
+    """Those that attention kernels are chosen by.
+
+    Args:
+        facts: of the model and the device.
+        block_size: tokens of a KV block; no fused operation depends on it.
+    """
+    text = facts.text
+    return AttentionFacts(
+        device=facts.device, dtype=facts.dtype, num_heads=text.num_heads,
+        num_kv_heads=text.num_kv_heads, head_dim=text.head_dim, block_size=block_size,
+        rotary_dim=text.rope.rotary_dim,
+    )  # fmt: skip
 
 
 Row = Implementation[KernelFacts]
@@ -148,16 +164,8 @@ def _swiglu_tiles(facts: KernelFacts) -> str:
     return SwigluGemmConfig(facts.device.num_sms).obstacle(*facts.gate_up_shape)
 
 
-def _few_group(facts: KernelFacts) -> str:
-    group = facts.text.group_size
-    if group > 2:
-        return f"needs at most 2 query heads per key head, not {group}"
-    half = facts.text.head_dim // 2
-    return "" if half & (half - 1) == 0 else "needs a head_dim that is a power of two"
-
-
-def _has_qk_norm(facts: KernelFacts) -> str:
-    return "" if facts.text.qk_norm else "needs q/k norms"
+def _fused_decode(facts: KernelFacts) -> str:
+    return attention_tuning.fused_decode_obstacle(attention_facts(facts))
 
 
 # Number of tokens for which they are the fastest.
@@ -332,10 +340,9 @@ def _penalties(name: str) -> Callable[[KernelFacts], Kernel]:
 
 
 def _fused_decode_attention(facts: KernelFacts) -> Kernel:
-    from services.decoder.kernels.few_attention import FewAttention
+    from services.decoder.kernels.fused_decode_attention import FusedDecodeAttention
 
-    text = facts.text
-    return FewAttention(torch.device("cuda"), text.num_heads, text.num_kv_heads, text.head_dim)
+    return FusedDecodeAttention(attention_facts(facts), torch.device("cuda"))
 
 
 def _plain(kernel: Kernel) -> Callable[[KernelFacts], Kernel]:
@@ -397,11 +404,10 @@ ROWS: Sequence[Row] = (
     Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head, _whole_rotation)),
     Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
     Row(
-        "attend_few", "fused_decode_attention", _fused_decode_attention,
-        _needs(_triton, _pdl, _whole_rotation, _has_qk_norm, _few_group),
-        _tokens(1, tuning.GEMV_TOKENS),
+        "fused_decode_attention", "triton", _fused_decode_attention,
+        _needs(_triton, _fused_decode), _tokens(1, attention_tuning.FUSED_MAX_SEQUENCES),
     ),
-    Row("attend_few", "plain", _plain(plain.attend_few)),
+    Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
     Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),
     Row("logits", "plain", _plain(plain.linear)),
     Row("greedy", "triton", _greedy, _triton),

@@ -101,8 +101,8 @@ class Attention(nn.Module):
             norms = self.q_norm.weight, self.k_norm.weight
         transform = HeadTransform(norms, self.eps, step.rope, kv_cache, step.kv_rows)
         if metadata.fused:
-            heads = transform.of(plain.reduce_split_k(qkv, kv_cache.dtype))
-            return kernels.attend_few(heads, metadata.block_ids, metadata.seq_lens_device)
+            attend, heads = kernels.fused_decode_attention, transform.of(qkv)
+            return attend(heads, metadata.block_ids, metadata.seq_lens_device)
         keys_values = None
         if metadata.wants_keys_values:
             num_kv_heads, head_dim = kv_cache.shape[-2:]

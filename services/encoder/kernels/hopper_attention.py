@@ -29,16 +29,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 
 from services.common.nn.warpgroups import (
-    clear,
-    exceeds,
-    first_operand,
-    pair_of_bars,
-    pair_of_tiles,
-    rewind,
+    allocate_tile_pair,
+    as_dot_operand,
+    make_mbarrier_pair,
+    overflows,
+    reset_mbarriers,
     rows_layout,
-    scores,
-    shares,
+    sliced_row_sum,
     softmax,
+    start_scores,
+    zero_rows_from,
 )
 from services.encoder.kernels.segments import Segments
 
@@ -123,15 +123,15 @@ def ragged_attention_kernel(  # noqa: ANN201 - nothing
         first, size = gl.load(fields_ptr), gl.load(fields_ptr + 1)
         begin, end = gl.load(fields_ptr + 2), gl.load(fields_ptr + 3)
         query = gl.allocate_shared_memory(query_tiles.dtype, [BLOCK_M, MAIN], query_tiles.layout)
-        keys, values = pair_of_tiles(key_tiles), pair_of_tiles(value_tiles)
+        keys, values = allocate_tile_pair(key_tiles), allocate_tile_pair(value_tiles)
         if TAIL > 0:
             query_tail = gl.allocate_shared_memory(
                 query_tails.dtype, query_tails.block_type.shape, query_tails.layout
             )
-            keys_tail, values_tail = pair_of_tiles(key_tails), pair_of_tiles(value_tails)
+            keys_tail, values_tail = allocate_tile_pair(key_tails), allocate_tile_pair(value_tails)
         else:
             query_tail, keys_tail, values_tail = query, keys, values
-        bars = pair_of_bars()
+        bars = make_mbarrier_pair()
         query_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(query_bar, count=1)
         fence_async_shared()
@@ -151,8 +151,8 @@ def ragged_attention_kernel(  # noqa: ANN201 - nothing
             query, query_tail, query_bar, tiles, bars, descriptors, column, begin, end, scale,
             TAIL, RUNNING=False,
         )  # fmt: skip
-        if exceeds(l_i, size, query.dtype):
-            rewind(bars)
+        if overflows(l_i, size, query.dtype):
+            reset_mbarriers(bars)
             l_i, acc, acc_tail = _attend(
                 query, query_tail, query_bar, tiles, bars, descriptors, column, begin, end, scale,
                 TAIL, RUNNING=True,
@@ -220,17 +220,17 @@ def _attend(
     m_i = gl.max(score, axis=1) * scale
     score = gl.where((place >= remaining)[None, :], score, float("-inf"))
     p = gl.exp2(score * scale - m_i[:, None])
-    l_i = shares(p)
+    l_i = sliced_row_sum(p)
     acc = gl.full([BLOCK_M, MAIN], 0.0, gl.float32, ACC)
     acc_tail = gl.full([BLOCK_M, TAIL_TILE], 0.0, gl.float32, ACC_TAIL)
     if last + BLOCK_N > end:
         mbarrier.wait(bars.index(1), 0)
-        clear(values.index(1), end - last)
+        zero_rows_from(values.index(1), end - last)
         if TAIL > 0:
-            clear(values_tail.index(1), end - last)
+            zero_rows_from(values_tail.index(1), end - last)
     debug_barrier()
     _fetch(tiles, bars, descriptors, column, 2, count, begin, last, TAIL)
-    p = first_operand(p, dtype, ACC)
+    p = as_dot_operand(p, dtype, ACC)
     for index in range(1, count):
         slot = index % 2
         mbarrier.wait(bars.index(slot), index // 2 & 1)
@@ -253,7 +253,7 @@ def _attend(
             acc *= gl.convert_layout(old, gl.SliceLayout(1, ACC))[:, None]
             if TAIL > 0:
                 acc_tail *= gl.convert_layout(old, gl.SliceLayout(1, ACC_TAIL))[:, None]
-        p = first_operand(weight, dtype, ACC)
+        p = as_dot_operand(weight, dtype, ACC)
     slot = count % 2
     mbarrier.wait(bars.index(slot), count // 2 & 1)
     acc = warpgroup_mma(p, values.index(slot), acc)
@@ -267,7 +267,7 @@ def _attend(
 def _scores(q, q_tail, tiles, slot, SCORES: gl.constexpr, TAIL: gl.constexpr):
     """Q·Kᵀ with a tile of keys, in flight."""
     keys, _, keys_tail, _ = tiles
-    score = scores(q, keys.index(slot), SCORES)
+    score = start_scores(q, keys.index(slot), SCORES)
     if TAIL > 0:
         columns = keys_tail.index(slot).permute((1, 0))
         score = warpgroup_mma(q_tail, columns, score, is_async=True)

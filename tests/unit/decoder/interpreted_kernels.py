@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.model_spec import RopeSpec
-from services.common.nn.device import KNOWN_DEVICES
+from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.sampling import SamplingTable
@@ -26,10 +26,17 @@ from services.decoder.kernels import (
     swiglu_gemm,
     tuning,
 )
-from services.decoder.kernels.few_attention import FewAttention
+from services.decoder.kernels.attention_tuning import (
+    AttentionFacts,
+    FusedDecodeConfig,
+    PagedDecodeConfig,
+    fused_decode_config,
+    paged_decode_config,
+)
+from services.decoder.kernels.fused_decode_attention import FusedDecodeAttention
 from services.decoder.kernels.heads import HeadTransform, kv_rows
-from services.decoder.kernels.many_attention import ManyAttention
 from services.decoder.kernels.ops import PlainOps
+from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
 from services.decoder.kernels.tuning import GemvConfig, SkinnyConfig, SwigluGemmConfig
 from services.decoder.models.rope import RotaryEmbedding
@@ -44,8 +51,19 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
-def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
-    """One new token of each sequence: rotated and written, and attended from."""
+def attention_facts(heads: int, kv_heads: int, dim: int, num_sms: int = 4) -> AttentionFacts:
+    return AttentionFacts(
+        device=DeviceFacts("cpu", num_sms=num_sms, shared_memory_bytes=227 << 10),
+        dtype=torch.float32, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        block_size=BLOCK_SIZE,
+    )  # fmt: skip
+
+
+def check_fused(
+    lengths: list[int], heads: int, kv_heads: int, dim: int,
+    config: FusedDecodeConfig | None = None, *, has_norm: bool = True,
+) -> None:  # fmt: skip
+    """One new token of each sequence: normalised, rotated, written to the cache, attended from."""
     count, sizes = len(lengths), [-(-length // BLOCK_SIZE) for length in lengths]
     block_ids = torch.randperm(sum(sizes), dtype=torch.int32)
     slots = [
@@ -55,19 +73,22 @@ def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
     rows = kv_rows(torch.tensor(slots), BLOCK_SIZE)
     pool = torch.randn(sum(sizes) + 1, 2, BLOCK_SIZE, kv_heads, dim)
     qkv = torch.randn(count, (heads + 2 * kv_heads) * dim)
-    weights = (torch.randn(dim), torch.randn(dim))
+    weights = (torch.randn(dim), torch.randn(dim)) if has_norm else None
     angles = torch.rand(count, dim // 2) * 6.28
     rope = (angles.cos(), angles.sin())
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     of_plain, of_rope, of_few = (
         HeadTransform(weights, EPS, rope, pool.clone(), rows).of(qkv) for _ in range(3)
     )
-    expected = plain.attend_few(of_plain, block_ids, seq_lens)
+    expected = plain.fused_decode_attention(of_plain, block_ids, seq_lens)
     query = plain.qk_rope_cache(replace(of_plain, kv_cache=pool.clone()))
     close(qk_rope_cache(of_rope), query)
     close(of_rope.kv_cache, of_plain.kv_cache)
-    attend = FewAttention(torch.device("cpu"), heads, kv_heads, dim)
-    for _ in range(2):  # it leaves its own memory as it found it
+    attend = FusedDecodeAttention(
+        attention_facts(heads, kv_heads, dim), torch.device("cpu"),
+        fused_decode_config if config is None else lambda *_: config,
+    )  # fmt: skip
+    for _ in range(2):  # its scratch is left as it was
         close(attend(of_few, block_ids, seq_lens), expected)
     close(of_few.kv_cache, of_plain.kv_cache)
     nowhere = kv_rows(torch.full((count,), -1), BLOCK_SIZE)  # padding
@@ -75,10 +96,13 @@ def check(lengths: list[int], heads: int, kv_heads: int, dim: int) -> None:
     close(of_few.kv_cache, of_plain.kv_cache)
 
 
-def check_many(lengths: list[int], heads: int, kv_heads: int, processors: int) -> None:
-    """Attention of many decodes: items that are cut anywhere, in memory that is used again."""
-    dim = 16
-    attend = ManyAttention(torch.device("cpu"), heads, kv_heads, dim, processors)
+def check_paged(
+    lengths: list[int], heads: int, kv_heads: int, dim: int, num_sms: int,
+    config: PagedDecodeConfig | None = None,
+) -> None:  # fmt: skip
+    """Paged decode attention: items that are split anywhere, in scratch that is used again."""
+    facts = attention_facts(heads, kv_heads, dim, num_sms)
+    attend = PagedDecodeAttention(facts, torch.device("cpu"), config)
     for turn in range(2):
         contexts = [1 + (length + 13 * turn) % 150 for length in lengths]
         sizes = [-(-length // BLOCK_SIZE) for length in contexts]
@@ -99,7 +123,7 @@ def check_many(lengths: list[int], heads: int, kv_heads: int, processors: int) -
             expected.append(attended[:, 0])
         seq_lens = torch.tensor([*contexts, 99], dtype=torch.int32)  # one behind them
         found = torch.empty_like(query)
-        attend(query, pool, block_ids, seq_lens, out=found, accompanied=turn == 1)
+        attend(query, pool, block_ids, seq_lens, out=found, beside_prefill=turn == 1)
         close(found, torch.stack(expected))
 
 
@@ -290,13 +314,33 @@ if __name__ == "__main__":
         check_rows(*size)
     for size in ((1, 16), (300, 32)):
         check_entry(*size)
-    check([1], 4, 2, 32)
-    check([100], 4, 2, 32)
-    check([17, 64], 3, 1, 16)
+    check_fused([1], 4, 2, 32)
+    check_fused([100], 4, 2, 32)
+    check_fused([17, 64], 3, 1, 32)  # a group padded to the rows of an MMA
+    check_fused([30], 8, 8, 32)
+    check_fused([70], 8, 2, 32)
+    check_fused([1, 40], 10, 2, 32)
+    check_fused([90], 8, 1, 32)
+    check_fused([40], 16, 1, 32)
+    check_fused([33], 4, 2, 48)  # half a head is padded
+    check_fused([33], 6, 2, 80)
+    check_fused([33], 6, 2, 32, has_norm=False)
+    check_fused([80], 8, 1, 32, FusedDecodeConfig(heads=4, num_splits=4, tile=16))
+    check_fused([80], 4, 2, 32, FusedDecodeConfig(2, 4, 16, tensor_cores=True))
     for case in ((3, 512, 128, 4, 32), (40, 128, 256, 1, 32), (3, 192, 320, 3, 80)):
         check_split_k(*case)
-    check_many([0, 15, 16, 7, 120], 16, 8, 4)
-    check_many([33, 1, 98], 8, 8, 40)  # more programs than some have units
-    check_many([60, 141], 32, 16, 3)
+    check_paged([0, 15, 16, 7, 120], 16, 8, 16, 4)
+    check_paged([33, 1, 98], 8, 8, 16, 40)  # more CTAs than units
+    check_paged([60, 141], 32, 16, 16, 3)
+    check_paged([60, 141], 16, 4, 16, 3)  # groups 4, 8, 16, 3, 5, 7: a tile covers whole blocks
+    check_paged([0, 141], 16, 2, 16, 4)
+    check_paged([0, 141], 32, 2, 16, 4)
+    check_paged([149, 5], 9, 3, 16, 3)
+    check_paged([60, 141], 10, 2, 32, 5)
+    check_paged([60, 141], 14, 2, 16, 5)
+    check_paged([60, 141], 32, 1, 16, 5)  # more query rows than one MMA has
+    check_paged([33, 98], 6, 2, 48, 3)  # head_dim is padded
+    narrow = paged_decode_config(attention_facts(8, 4, 16))
+    check_paged([33, 98], 8, 4, 16, 3, replace(narrow, kv_heads=2, tile_rows=32))
     check_kept(130, 2, 1, 64)
     print("agreed")

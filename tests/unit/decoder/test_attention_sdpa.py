@@ -141,29 +141,26 @@ def test_unused_pool_contents_do_not_matter() -> None:
 
 
 def test_auto_is_sdpa_on_a_cpu() -> None:
-    assert resolve("auto", SIZES, CPU, torch.float32) == "sdpa"
+    assert resolve("auto", CPU, torch.float32) == "sdpa"
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: auto, sdpa, flashinfer"):
+    with pytest.raises(ValueError, match="known: auto, sdpa, paged"):
         create_backend("fancy", SIZES, CPU, torch.float32)
 
 
-def test_auto_falls_back_where_no_kernel_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_sdpa_where_no_kernel_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    fits = replace(SIZES, head_dim=64)
-    assert resolve("auto", fits, gpu, torch.bfloat16) == "flashinfer"
-    assert resolve("auto", fits, gpu, torch.float32) == "sdpa"
-    assert resolve("auto", replace(SIZES, head_dim=32), gpu, torch.bfloat16) == "sdpa"
+    assert resolve("auto", gpu, torch.bfloat16) == "paged"
+    assert resolve("auto", gpu, torch.float32) == "sdpa"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert resolve("auto", fits, gpu, torch.bfloat16) == "sdpa"
+    assert resolve("auto", gpu, torch.bfloat16) == "sdpa"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="it is installed")
-def test_an_absent_package_says_what_to_install() -> None:
-    with pytest.raises(ValueError, match=r"flashinfer-python.*triptych\[gpu\]"):
-        create_backend("flashinfer", SIZES, CPU, torch.bfloat16)
+def test_the_backend_of_gpus_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match="needs a GPU"):
+        create_backend("paged", SIZES, CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize("contexts", [[1], [4], [9, 1], [30, 17, 5]])
@@ -183,6 +180,6 @@ def test_attention_of_few_is_rotation_and_then_attention(contexts: list[int]):
     truth = expected(query, written, metadata).flatten(1)
     counts = [-(-context // BLOCK_SIZE) for context in contexts]
     block_ids = torch.cat([t[:n] for t, n in zip(metadata.block_tables, counts, strict=True)])
-    found = plain.attend_few(projected, block_ids, metadata.seq_lens_device)
+    found = plain.fused_decode_attention(projected, block_ids, metadata.seq_lens_device)
     assert torch.equal(pool, written)
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)

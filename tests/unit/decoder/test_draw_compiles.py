@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 from services.decoder.kernels import draw, penalties
-from tests.hopper_compiler import compile_for_hopper
+from tests.gpu_compiler import compile_for_hopper
 
 TYPES = {
     "logits_ptr": "*bf16", "floats_ptr": "*fp32", "top_k_ptr": "*i64", "work_ptr": "*fp64",

@@ -21,7 +21,7 @@ from services.encoder.kernels.segments import (
     count_blocks,
     list_work,
 )
-from tests.hopper_compiler import compile_for_hopper, copies_see_their_barriers
+from tests.gpu_compiler import compile_for_hopper, copies_see_their_barriers
 
 CPU = torch.device("cpu")
 H200 = KNOWN_DEVICES["h200"]

@@ -1,0 +1,239 @@
+"""Attention of a GPU: each step's decodes and chunks by the implementation that is the fastest.
+
+`services.decoder.attention.table` has the implementations. In a CUDA graph decodes and chunks can
+run by our own kernels, which need no plan; launched one by one, Triton's kernels keep the host
+longer than flashinfer's, so that of eager steps only those with many tokens, which hide it, use
+them.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from services.common.nn.dispatch import PLAIN, KernelTable
+from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
+from services.decoder.attention.sdpa import SdpaBackend
+from services.decoder.attention.table import DECODE, FLASHINFER, HOPPER, PAGED, PREFILL
+from services.decoder.kernels.attention_tuning import MIN_EAGER_TOKENS, AttentionFacts
+from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
+from services.decoder.kernels.prefill_attention import PrefillAttention, PrefillChunk
+
+# What runs a part of a step: its queries `[n, num_heads, head_dim]`, the layer's KV cache and the
+# result, as the queries.
+_Run = Callable[[Tensor, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What runs the step's decodes and its chunks.
+
+    Attributes:
+        decode: None: our own kernel, or there are no decodes.
+        prefill: None: our own kernel, or there are no chunks.
+        paged: decodes run by our own kernel.
+        work: of our own prefill kernel, see `list_work`.
+    """
+
+    decode: _Run | None = None
+    prefill: _Run | None = None
+    paged: bool = False
+    work: Tensor | None = None
+
+
+class PagedBackend:
+    """See `base.AttentionBackend`.
+
+    Args:
+        facts: of the model and the device.
+        sizes: of the engine.
+        device: a GPU.
+        table: has the rows of `attention.table`.
+    """
+
+    reads_block_tables = False
+
+    def __init__(
+        self,
+        facts: AttentionFacts,
+        sizes: AttentionSizes,
+        device: torch.device,
+        table: KernelTable[Any],
+    ) -> None:
+        self.table = table
+        self._facts = facts
+        self._plain = SdpaBackend(sizes, device, facts.dtype)
+        decode, prefill = self._names(DECODE), self._names(PREFILL)
+        self._paged = PagedDecodeAttention(facts, device) if PAGED in decode else None
+        self._hopper = PrefillAttention(facts, device) if HOPPER in prefill else None
+        self._flashinfer_decode = self._flashinfer_prefill = None
+        if FLASHINFER in decode or FLASHINFER in prefill:
+            from services.decoder.attention import flashinfer
+
+            scratch = flashinfer.make_float_workspace(device)
+            if FLASHINFER in decode:
+                self._flashinfer_decode = flashinfer.FlashInferDecode(facts, sizes, device, scratch)
+            if FLASHINFER in prefill:
+                self._flashinfer_prefill = flashinfer.FlashInferPrefill(
+                    facts, sizes, device, scratch
+                )
+
+        self.captures = self._paged is not None or self._flashinfer_decode is not None
+        # Only our own kernels need no plan.
+        self.captures_prompts = self._hopper is not None
+        self.captures_mixed = self._paged is not None and self._hopper is not None
+
+    def captures_chunks(self, step: StepLengths) -> bool:
+        if self._hopper is None:
+            return False
+        if self._flashinfer_prefill is None:
+            return True
+        return self._hopper.is_faster_captured(self._chunks(step))
+
+    def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
+        """Work items of our own prefill kernel; None: it is not used."""
+        kernel = self._hopper
+        if kernel is None or step.num_decodes == len(step.seq_lens):
+            return None
+        chunks = self._chunks(step)
+        if not captured and self._flashinfer_prefill is not None:
+            hides_launches = step.num_tokens >= MIN_EAGER_TOKENS
+            if not (hides_launches and kernel.is_faster_than_fa3(chunks)):
+                return None
+        return kernel.list_work(chunks, kernel.count_work(step.num_tokens, len(chunks)))
+
+    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
+        """Chooses implementations, and plans those that need it."""
+        decodes, work = metadata.num_decodes, metadata.work
+        metadata.wants_keys_values = work is not None
+        has_chunks = decodes < len(metadata.seq_lens)
+        chosen = self._choose_decode(metadata, captured=captured) if decodes else PAGED
+        num_blocks = -(-metadata.seq_lens // self._facts.block_size)
+        decode = prefill = None
+        if chosen == FLASHINFER:
+            assert self._flashinfer_decode is not None
+            wrapper = self._flashinfer_decode.plan(metadata, num_blocks, captured=captured)
+            decode = _runs(wrapper)
+        elif chosen == PLAIN:
+            decode = self._plan_plain(_decodes_of(metadata), num_blocks[:decodes])
+        if has_chunks and work is None:
+            assert not captured
+            if self._flashinfer_prefill is not None:
+                prefill = _runs(self._flashinfer_prefill.plan(metadata, num_blocks))
+            else:
+                part = _chunks_of(metadata, int(num_blocks[:decodes].sum()))
+                prefill = self._plan_plain(part, num_blocks[decodes:])
+        return _Plan(decode, prefill, bool(decodes) and chosen == PAGED, work)
+
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        keys_values: Tensor | None = None,
+    ) -> Tensor:
+        plan: _Plan = metadata.plan
+        decodes, block_ids = metadata.num_decodes, metadata.block_ids
+        output = torch.empty_like(query)
+        # Decodes are bound by memory and chunks by tensor cores: run concurrently, they take less.
+        concurrent = plan.paged and plan.work is not None
+        if plan.paged:
+            assert self._paged is not None
+            self._paged(
+                query[:decodes],
+                kv_cache,
+                block_ids,
+                metadata.seq_lens_device,
+                out=output[:decodes],
+                beside_prefill=concurrent,
+            )
+        elif plan.decode is not None:
+            plan.decode(query[:decodes], kv_cache, output[:decodes])
+        if plan.work is not None:
+            assert keys_values is not None and self._hopper is not None
+            self._hopper(
+                query,
+                keys_values,
+                kv_cache,
+                block_ids,
+                plan.work,
+                out=output,
+                beside_decode=concurrent,
+            )
+        elif plan.prefill is not None:
+            plan.prefill(query[decodes:], kv_cache, output[decodes:])
+        return output
+
+    def _choose_decode(self, metadata: AttentionMetadata, *, captured: bool) -> str:
+        if metadata.work is not None and self._paged is not None:
+            return PAGED  # beside our own prefill kernel it costs least, however few there are
+        hides_launches = captured or len(metadata.slot_mapping) >= MIN_EAGER_TOKENS
+        if not hides_launches and self._flashinfer_decode is not None:
+            return FLASHINFER
+        with self.table.for_graph() if captured else nullcontext():
+            return self.table.choose(DECODE, metadata.num_decodes).name
+
+    def _names(self, operation: str) -> set[str]:
+        """Implementations of an operation that can be used here."""
+        return {entry.name for entry in self.table.usable(operation)}
+
+    def _chunks(self, step: StepLengths) -> list[PrefillChunk]:
+        """What the step has after its decodes."""
+        decodes, size = step.num_decodes, self._facts.block_size
+        first_block = int((-(-step.seq_lens[:decodes] // size)).sum()) if decodes else 0
+        starts: list[int] = step.cu_query_lens[decodes:].tolist()
+        seq_lens: list[int] = step.seq_lens[decodes:].tolist()
+        chunks: list[PrefillChunk] = []
+        for (start, end), context in zip(pairwise(starts), seq_lens, strict=True):
+            chunks.append(PrefillChunk(start, end - start, context - (end - start), first_block))
+            first_block += -(-context // size)
+        return chunks
+
+    def _plan_plain(self, part: AttentionMetadata, num_blocks: npt.NDArray[np.int32]) -> _Run:
+        """By `SdpaBackend`, which reads block tables."""
+        tables = part.block_ids[: int(num_blocks.sum())].split(num_blocks.tolist())
+        part.block_tables = pad_sequence(list(tables), batch_first=True)
+        part.plan = self._plain.plan(part)
+
+        def run(query: Tensor, kv_cache: Tensor, out: Tensor) -> None:
+            out.copy_(self._plain.forward(query, kv_cache, part))
+
+        return run
+
+
+def _runs(wrapper: Any) -> _Run:  # noqa: ANN401 - flashinfer's
+    def run(query: Tensor, kv_cache: Tensor, out: Tensor) -> None:
+        wrapper.run(query, kv_cache, out=out)
+
+    return run
+
+
+def _decodes_of(metadata: AttentionMetadata) -> AttentionMetadata:
+    """The step's decodes alone."""
+    count = metadata.num_decodes
+    return replace(
+        metadata,
+        cu_query_lens=metadata.cu_query_lens[: count + 1],
+        seq_lens=metadata.seq_lens[:count],
+        seq_lens_device=metadata.seq_lens_device[:count],
+    )
+
+
+def _chunks_of(metadata: AttentionMetadata, num_decode_blocks: int) -> AttentionMetadata:
+    """The step's chunks alone."""
+    count = metadata.num_decodes
+    return replace(
+        metadata,
+        num_decodes=0,
+        cu_query_lens=metadata.cu_query_lens[count:] - metadata.cu_query_lens[count],
+        seq_lens=metadata.seq_lens[count:],
+        seq_lens_device=metadata.seq_lens_device[count:],
+        block_ids=metadata.block_ids[num_decode_blocks:],
+    )

@@ -1,0 +1,256 @@
+"""Facts that attention kernels are chosen by, and their tuned constants by size class.
+
+A size class is the number of query heads per key head (the group) and the head dimension. Constants
+were measured on an H200 for group 2 and head_dim 128 (Qwen3-VL-2B: 16 query and 8 key heads); all
+other classes are extrapolated from it until `benchmarks/tune_attention.py` has been run for them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from services.common.nn.device import DeviceFacts
+
+# Below this many tokens an eager step waits for its launches. Triton's take the host longer than
+# flashinfer's, so that eager steps with fewer tokens use flashinfer's kernels.
+MIN_EAGER_TOKENS = 2048
+FUSED_MAX_SEQUENCES = 2  # with more, separate kernels are faster
+_MMA_ROWS = 16  # query rows of a tensor-core instruction
+_SHARED_MEMORY_RESERVE = 8 << 10  # what a compiled kernel needs beside its tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFacts:
+    """What decides which attention kernels a model can use on a device.
+
+    Attributes:
+        block_size: tokens of a KV block.
+        rotary_dim: leading elements of a head that rotate; None: all.
+        has_flashinfer: the package is installed.
+    """
+
+    device: DeviceFacts
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    rotary_dim: int | None = None
+    has_flashinfer: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class FusedDecodeConfig:
+    """How `FusedDecodeAttention` divides a step.
+
+    Attributes:
+        heads: query heads of a CTA; all of a group, or a power of two that divides it.
+        num_splits: CTAs that share a head's context; a power of two.
+        tile: tokens of a K/V tile.
+        tensor_cores: the group is padded to the 16 rows of an MMA; else products are FMAs.
+        num_warps: of a CTA.
+    """
+
+    heads: int
+    num_splits: int
+    tile: int = 64
+    tensor_cores: bool = False
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PagedDecodeConfig:
+    """How `PagedDecodeAttention` divides a step.
+
+    Attributes:
+        kv_heads: key heads of a work item; a power of two.
+        tile_rows: rows of a K/V tile, each of one token and one key head.
+        num_warps: of a CTA.
+        alone: CTAs per SM and pipeline stages where the kernel has the device to itself.
+        beside_few: the same beside prefill attention.
+        beside_many: the same beside prefill attention with more than `few` sequences.
+        few: see there.
+    """
+
+    kv_heads: int
+    tile_rows: int = 64
+    num_warps: int = 4
+    alone: tuple[int, int] = (1, 5)
+    beside_few: tuple[int, int] = (1, 3)
+    beside_many: tuple[int, int] = (2, 3)
+    few: int = 64
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a K/V tile."""
+        return self.tile_rows // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class SizeClass:
+    """Tuned constants of a group size and head dimension.
+
+    Attributes:
+        measured: on an H200; else extrapolated.
+        fused_max_context: longest context, the new token included, for which the fused kernel is
+            faster than separate ones, by number of sequences.
+        fused_heads: see `FusedDecodeConfig.heads`; None: the largest power of two that divides the
+            group, up to 4.
+        fused_tensor_cores: see `FusedDecodeConfig`.
+        fused_tile: likewise.
+        paged_min_sequences: number of sequences from which the paged kernel in a graph is faster
+            than flashinfer's.
+        paged_tile_rows: see `PagedDecodeConfig`.
+        flashinfer_tensor_cores: whether flashinfer's decode uses its tensor-core kernel.
+    """
+
+    measured: bool
+    fused_max_context: tuple[tuple[int, int], ...] = ((1, 4096), (2, 2048))
+    fused_heads: int | None = None
+    fused_tensor_cores: bool = False
+    fused_tile: int = 64
+    paged_min_sequences: int = 48
+    paged_tile_rows: int = 64
+    flashinfer_tensor_cores: bool = True
+
+
+# (group, head_dim) → constants. With one or two query heads per key head, flashinfer's CUDA-core
+# decode is up to a sixth faster than its tensor-core one (H200).
+_CLASSES: dict[tuple[int, int], SizeClass] = {
+    (2, 128): SizeClass(measured=True, fused_heads=2, flashinfer_tensor_cores=False),
+    (1, 128): SizeClass(measured=False, fused_heads=1, flashinfer_tensor_cores=False),
+    (4, 128): SizeClass(measured=False, fused_heads=4),
+    (8, 128): SizeClass(measured=False, fused_heads=8, fused_tensor_cores=True),
+}
+
+
+def size_class(group_size: int, head_dim: int) -> SizeClass:
+    """Constants of a size class; one without a row gets a rule's."""
+    found = _CLASSES.get((group_size, head_dim))
+    if found is not None:
+        return found
+    return SizeClass(
+        measured=False,
+        # A group that is no power of two would be read once per head without padding.
+        fused_heads=group_size,
+        fused_tensor_cores=group_size > 4 or group_size == 3,
+        fused_tile=32 if head_dim > 128 else 64,
+    )
+
+
+def fused_decode_config(facts: AttentionFacts, num_sequences: int) -> FusedDecodeConfig:
+    """For a step of so many decodes: two CTAs per SM, as far as whole powers of two allow."""
+    tuned = size_class(facts.group_size, facts.head_dim)
+    heads = tuned.fused_heads or facts.group_size
+    ctas = max(facts.num_heads // heads, 1) * num_sequences
+    splits = max(2 * facts.device.num_sms // ctas, 1)
+    splits = min(max(1 << (splits.bit_length() - 1), 4), 64)
+    return FusedDecodeConfig(heads, splits, tuned.fused_tile, tuned.fused_tensor_cores)
+
+
+def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
+    """Key heads that fill the rows of an MMA, and stages that fit the shared memory of an SM."""
+    tuned = size_class(facts.group_size, facts.head_dim)
+    kv_heads = 1
+    while (
+        2 * kv_heads * facts.group_size <= _MMA_ROWS
+        and facts.num_kv_heads % (2 * kv_heads) == 0
+        and kv_heads < 8
+    ):
+        kv_heads *= 2
+    default = PagedDecodeConfig(kv_heads, tuned.paged_tile_rows)
+    width = 1 << (facts.head_dim - 1).bit_length()
+    stage_bytes = 2 * default.tile_rows * width * facts.dtype.itemsize
+    room = facts.device.shared_memory_bytes
+
+    def fitting(ctas: int, stages: int) -> tuple[int, int]:
+        """A pipeline of n stages has n - 1 buffers."""
+        most = room // ctas - _SHARED_MEMORY_RESERVE
+        if ctas > 1 and 2 * stage_bytes > most:
+            return fitting(ctas - 1, stages)
+        return ctas, min(stages, most // stage_bytes + 1)
+
+    return PagedDecodeConfig(
+        kv_heads,
+        tuned.paged_tile_rows,
+        alone=fitting(*default.alone),
+        beside_few=fitting(*default.beside_few),
+        beside_many=fitting(*default.beside_many),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """When `PrefillAttention` is faster than FA3, and how it splits; measured for the 2B (28
+    layers) on an H200.
+
+    FA3 attends to twice as many pairs of a new and a cached token in the same time, but runs in no
+    graph. It is faster once the eager step keeps the device longer than its launches take the host,
+    some 10 ms: 1,000 new tokens take 5, and a million pairs 0.8.
+
+    Attributes:
+        ctas_per_sm: that fit.
+        min_split_tiles: K/V tiles of a split, at least.
+        max_cached_share: pairs with cached tokens per pair within the chunk.
+        min_captured_pairs: pairs with cached tokens that a captured step may always have.
+        max_captured_pairs: likewise for no new tokens, less `pairs_per_token` for each.
+        pairs_per_token: see there.
+    """
+
+    ctas_per_sm: int = 2
+    min_split_tiles: int = 4
+    max_cached_share: float = 0.25
+    min_captured_pairs: int = 1_000_000
+    max_captured_pairs: int = 12_000_000
+    pairs_per_token: int = 6_000
+
+
+PREFILL = PrefillTuning()
+
+
+# What the kernels need; a check returns the obstacle in words, or "".
+
+
+def fused_decode_obstacle(facts: AttentionFacts) -> str:
+    """Of `fused_decode_attention`."""
+    if facts.rotary_dim not in (None, facts.head_dim):
+        return f"needs rotary_dim {facts.rotary_dim} to be head_dim {facts.head_dim}"
+    return _decode_obstacle(facts)
+
+
+def paged_decode_obstacle(facts: AttentionFacts) -> str:
+    """Of `paged_decode_attention`."""
+    if why := _decode_obstacle(facts):
+        return why
+    tokens = paged_decode_config(facts).tile_tokens
+    if facts.block_size % tokens and tokens % facts.block_size:
+        return f"needs a block_size that divides {tokens} or is a multiple of it"
+    return ""
+
+
+def prefill_obstacle(facts: AttentionFacts) -> str:
+    """Of `prefill_attention`."""
+    if not facts.device.has_triton or not facts.device.is_hopper:
+        return "needs Triton and Hopper's wgmma"
+    if facts.dtype.itemsize != 2:
+        return f"needs bfloat16 or float16, not {facts.dtype}"
+    if facts.head_dim not in (64, 128):
+        return f"needs a head_dim of 64 or 128, not {facts.head_dim}"
+    return ""
+
+
+def _decode_obstacle(facts: AttentionFacts) -> str:
+    if not facts.device.has_triton or facts.device.capability < (8, 0):
+        return "needs Triton and compute capability 8.0"
+    if facts.dtype.itemsize != 2:
+        return f"needs bfloat16 or float16, not {facts.dtype}"
+    if facts.group_size > _MMA_ROWS:
+        return f"needs at most {_MMA_ROWS} query heads per key head, not {facts.group_size}"
+    if facts.head_dim % 16 or not 32 <= facts.head_dim <= 256:
+        return f"needs a head_dim of 32 to 256 in steps of 16, not {facts.head_dim}"
+    return ""

@@ -1,0 +1,221 @@
+"""Which implementations a step's attention uses on a GPU; what they compute is for tests/gpu."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from services.common.nn.dispatch import KernelTable, UnknownOverride
+from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.attention.paged import PagedBackend
+from services.decoder.attention.sdpa import SdpaBackend
+from services.decoder.attention.table import implementations
+from services.decoder.kernels.attention_tuning import AttentionFacts
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+H200 = KNOWN_DEVICES["h200"]
+
+
+@pytest.fixture(autouse=True)
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its wrappers, replaced by their names."""
+    library: Any = ModuleType("flashinfer")
+    library.BatchDecodeWithPagedKVCacheWrapper = object
+    library.BatchPrefillWithPagedKVCacheWrapper = object
+    name = "services.decoder.attention.flashinfer"
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    import services.decoder.attention.flashinfer as module
+
+    def plan_decode(metadata: AttentionMetadata, num_blocks: np.ndarray, *, captured: bool) -> str:
+        return f"{metadata.num_decodes} captured" if captured else "eager"
+
+    fake_decode = type("Decode", (), {"plan": staticmethod(plan_decode)})
+    fake_prefill = type("Prefill", (), {"plan": staticmethod(lambda *_: "chunks")})
+    monkeypatch.setattr(module, "make_float_workspace", lambda device: None)
+    monkeypatch.setattr(module, "FlashInferDecode", lambda *_: fake_decode())
+    monkeypatch.setattr(module, "FlashInferPrefill", lambda *_: fake_prefill())
+    monkeypatch.setattr("services.decoder.attention.paged._runs", lambda wrapper: wrapper)
+    yield
+    sys.modules.pop(name, None)
+
+
+def facts_of(
+    device: DeviceFacts = H200, heads: int = 16, kv_heads: int = 8, dim: int = 128,
+    *, flashinfer: bool = True,
+) -> AttentionFacts:  # fmt: skip
+    return AttentionFacts(
+        device=device, dtype=torch.bfloat16, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        block_size=BLOCK_SIZE, has_flashinfer=flashinfer,
+    )  # fmt: skip
+
+
+def table_of(facts: AttentionFacts, **overrides: str) -> KernelTable[AttentionFacts]:
+    return KernelTable.resolve(implementations(lambda facts: facts), facts, overrides)
+
+
+def backend_of(facts: AttentionFacts, **overrides: str) -> PagedBackend:
+    """One that was never on a device."""
+    sizes = AttentionSizes(
+        facts.num_heads, facts.num_kv_heads, facts.head_dim, BLOCK_SIZE, 512, 1024
+    )
+    return PagedBackend(facts, sizes, CPU, table_of(facts, **overrides))
+
+
+@dataclass
+class Step:
+    """See `StepLengths`: decodes of 100 tokens, then chunks of (new, cached) tokens."""
+
+    num_decodes: int
+    chunks: list[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        lengths = [1] * self.num_decodes + [new for new, _ in self.chunks]
+        contexts = [100] * self.num_decodes + [sum(chunk) for chunk in self.chunks]
+        self.cu_query_lens = np.cumsum([0, *lengths]).astype(np.int32)
+        self.seq_lens = np.array(contexts, np.int32)
+        self.num_tokens = sum(lengths)
+
+    def metadata(self, work: np.ndarray | None = None) -> AttentionMetadata:
+        num_blocks = int((-(-self.seq_lens // BLOCK_SIZE)).sum())
+        return AttentionMetadata(
+            num_decodes=self.num_decodes,
+            cu_query_lens=self.cu_query_lens,
+            seq_lens=self.seq_lens,
+            slot_mapping=torch.zeros(self.num_tokens, dtype=torch.int64),
+            block_tables=torch.empty(0),
+            block_ids=torch.arange(num_blocks, dtype=torch.int32),
+            seq_lens_device=torch.from_numpy(self.seq_lens),
+            work=None if work is None else torch.from_numpy(work),
+        )
+
+
+OURS, LIST = "ours", "list"  # of decodes, of chunks
+PROMPTS = [(1008, 0)] * 8
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunks", "captured", "expected"),
+    [
+        (3, [], False, ("eager", None)),
+        (3, [], True, ("3 captured", None)),
+        (48, [], False, ("eager", None)),
+        (48, [], True, (OURS, None)),
+        (0, [(100, 0)], False, (None, "chunks")),
+        (0, [(100, 500)], True, (None, LIST)),
+        (60, [(100, 0)], False, ("eager", "chunks")),
+        (2, [(100, 0)], True, (OURS, LIST)),
+        (2, PROMPTS, False, (OURS, LIST)),
+        (0, PROMPTS, False, (None, LIST)),
+        (2, [(1008, 1000)] * 8, False, ("eager", "chunks")),
+        (50, [(1008, 1000)] * 8, False, (OURS, "chunks")),
+        (300, [(2, 0)] * 3000, False, (OURS, LIST)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (64, 8), (28, 4), (8, 8)])
+def test_what_a_step_uses_on_hopper(
+    heads: int,
+    kv_heads: int,
+    decodes: int,
+    chunks: list[tuple[int, int]],
+    captured: bool,
+    expected: tuple[str | None, str | None],
+) -> None:
+    backend = backend_of(facts_of(heads=heads, kv_heads=kv_heads))
+    assert backend.captures and backend.captures_prompts and backend.captures_mixed
+    assert planned(backend, Step(decodes, chunks), captured) == expected
+
+
+def test_other_gpus_capture_decodes_alone() -> None:
+    backend = backend_of(facts_of(KNOWN_DEVICES["l40s"]))
+    assert (backend.captures, backend.captures_prompts, backend.captures_mixed) == (
+        True, False, False,
+    )  # fmt: skip
+    assert planned(backend, Step(50, PROMPTS), captured=False) == (OURS, "chunks")
+    assert planned(backend, Step(3, PROMPTS), captured=False) == ("eager", "chunks")
+    assert planned(backend, Step(50, []), captured=True) == (OURS, None)
+
+
+@pytest.mark.parametrize("device", [H200, KNOWN_DEVICES["rtx-pro-6000"]])
+def test_without_flashinfer_our_kernels_and_torch_serve(device: DeviceFacts) -> None:
+    backend = backend_of(facts_of(device, flashinfer=False))
+    chunks = LIST if device.is_hopper else "plain"
+    for decodes in (1, 60):
+        assert planned(backend, Step(decodes, []), captured=True) == (OURS, None)
+        found = planned(backend, Step(decodes, [(100, 5000)]), captured=False)
+        assert found == (OURS, chunks)
+
+
+def test_heads_that_no_library_has_are_served() -> None:
+    backend = backend_of(facts_of(dim=96))
+    assert planned(backend, Step(2, [(10, 0)]), captured=False) == (OURS, "plain")
+    wide = backend_of(facts_of(heads=8, kv_heads=4, dim=256))
+    assert planned(wide, Step(2, [(10, 0)]), captured=False) == ("eager", "chunks")
+    assert not wide.captures_mixed
+
+
+def test_an_override_is_used_for_any_step() -> None:
+    backend = backend_of(facts_of(), decode_attention="paged", prefill_attention="flashinfer")
+    assert planned(backend, Step(2, [(100, 0)]), captured=False) == (OURS, "chunks")
+    assert not backend.captures_mixed
+    with pytest.raises(UnknownOverride, match="flashinfer-python"):
+        table_of(facts_of(flashinfer=False), decode_attention="flashinfer")
+
+
+@pytest.mark.parametrize(("decodes", "chunks"), [(3, []), (0, [(7, 30)]), (2, [(5, 0), (1, 16)])])
+def test_the_plain_implementation_is_sdpa(decodes: int, chunks: list[tuple[int, int]]) -> None:
+    facts = facts_of(heads=6, kv_heads=2, dim=32)
+    backend = backend_of(facts, decode_attention="plain", prefill_attention="plain")
+    assert not backend.captures
+    step = Step(decodes, chunks)
+    metadata = step.metadata()
+    pool = torch.randn(len(metadata.block_ids), 2, BLOCK_SIZE, 2, 32)
+    query = torch.randn(step.num_tokens, 6, 32)
+    metadata.plan = backend.plan(metadata)
+    found = backend.forward(query, pool, metadata)
+    sdpa = SdpaBackend(AttentionSizes(6, 2, 32, BLOCK_SIZE, 8, 16), CPU, torch.float32)
+    counts = (-(-step.seq_lens // BLOCK_SIZE)).tolist()
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, ids in enumerate(metadata.block_ids.split(counts)):
+        tables[row, : len(ids)] = ids
+    twin = replace(metadata, block_tables=tables)
+    twin.plan = sdpa.plan(twin)
+    torch.testing.assert_close(found, sdpa.forward(query, pool, twin))
+
+
+def test_the_table_says_what_each_gpu_uses() -> None:
+    def names(device: str, operation: str, **sizes: Any) -> list[str]:
+        table = table_of(facts_of(KNOWN_DEVICES[device], **sizes))
+        return [entry.name for entry in table.usable(operation)]
+
+    for heads, kv_heads in ((16, 8), (32, 8), (64, 8), (40, 8)):
+        sizes = {"heads": heads, "kv_heads": kv_heads}
+        assert names("h200", "prefill_attention", **sizes) == ["hopper", "flashinfer", "plain"]
+        for device in KNOWN_DEVICES:
+            assert names(device, "decode_attention", **sizes) == ["paged", "flashinfer", "plain"]
+            if device not in ("h200", "h100"):
+                assert names(device, "prefill_attention", **sizes) == ["flashinfer", "plain"]
+    assert "wgmma" in str(table_of(facts_of(KNOWN_DEVICES["b200"])))
+
+
+def planned(backend: PagedBackend, step: Step, captured: bool) -> tuple[str | None, str | None]:
+    metadata = step.metadata(backend.list_work(step, captured=captured))
+    plan = backend.plan(metadata, captured=captured)
+    assert metadata.wants_keys_values == (plan.work is not None)
+    if plan.work is not None:
+        tokens = plan.work[:, 1] * (plan.work[:, 7] == 0)
+        assert int(tokens.sum()) == sum(new for new, _ in step.chunks)
+        assert plan.prefill is None
+    prefill: Any = LIST if plan.work is not None else plan.prefill
+    return (
+        OURS if plan.paged else plan.decode,
+        prefill if prefill is None or isinstance(prefill, str) else "plain",
+    )  # pyright: ignore[reportReturnType]
