@@ -83,8 +83,10 @@ def test_fused_gemvs_agree_with_their_twins(num_tokens: int, block: bool) -> Non
     weight, norm = make(24576, 4096, block), random(4096)
     x = random(num_tokens, 4096)
     normed = fp8.weight_only_linear(rms_norm(x, norm, EPS), weight)
-    assert error(fp8_kernels.norm_gemv(x, norm, EPS, weight, **options()), normed) <= TOLERANCE
-    found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, **options())
+    assert (
+        error(fp8_kernels.norm_gemv(x, norm, EPS, weight, None, **options()), normed) <= TOLERANCE
+    )
+    found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, None, **options())
     assert error(found, silu_and_mul(normed)) <= 2 * TOLERANCE
     weight, x, residual = (
         make(4096, 12288, block),
@@ -92,7 +94,7 @@ def test_fused_gemvs_agree_with_their_twins(num_tokens: int, block: bool) -> Non
         random(num_tokens, 4096),
     )
     expected = residual + fp8.weight_only_linear(x, weight)
-    fp8_kernels.gemv_add(x, weight, residual, **options())
+    fp8_kernels.gemv_add(x, weight, None, residual, **options())
     assert error(residual, expected) <= TOLERANCE
 
 

@@ -5,6 +5,7 @@ blocks or partial ones, and merged layers have shards that end inside a block.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ from torch.nn import functional as F
 from services.common.families import read_spec
 from services.common.nn import fp8
 from services.common.nn.checkpoint import CheckpointError
+from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from services.common.nn.layers import rms_norm, silu_and_mul
+from services.decoder.kernels import plain, table
+from services.decoder.kernels.ops import Ops
+from services.decoder.kernels.table import KernelFacts, Row
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, compressed, write
 from tests.parity.oracle import Oracle, Prompt, Tiny, make_oracle
@@ -55,7 +61,10 @@ class Quantized:
         return directory, write(self.directory / "source", directory, name, **options)  # type: ignore[arg-type]
 
     def ours(self, directory: Path, chunk_size: int | None = None) -> Tensor:
-        harness = Harness(directory)
+        return self.run(Harness(directory), chunk_size)
+
+    def run(self, harness: Harness, chunk_size: int | None = None) -> Tensor:
+        """All of the prompt's logits."""
         answer = self.oracle.answer(self.prompt)
         sequence = harness.start(
             self.prompt.token_ids, positions=answer.positions, delta=answer.delta,
@@ -133,6 +142,82 @@ def test_modules_that_files_leave_unquantized_agree(
     assert error(model.ours(directory), model.expected(meant)) < TOLERANCE
     (record,) = [record for record in caplog.records if "not quantized" in record.message]
     assert "2 modules" in record.message and "layers.0.mlp.down_proj" in record.message
+
+
+def test_layers_call_the_dispatch_table(untied: Quantized) -> None:
+    directory, _ = untied.write("fp8-block")
+    harness = Harness(directory)
+    sequence = harness.start(list(range(9)))
+    harness.logits(harness.chunk(sequence))
+    calls = harness.runner._model.ops.table.calls()
+    assert calls["fp8_block_linear", "plain"] == 4 * untied.oracle.spec.text.num_layers
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_fused_operations_agree(
+    untied: Quantized, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU calls for a few tokens, with the twins of the kernels. One module is not
+    quantized: the unquantized operation has to take it.
+    """
+    pytest.importorskip("triton")
+    from services.common.nn import fp8_kernels
+    from services.decoder.kernels import gemv
+
+    called = []
+
+    def twin(module: object, kernel: str, function: Callable) -> None:
+        def counted(*arguments: object, **_: object) -> object:
+            called.append(kernel)
+            return function(*arguments)
+
+        monkeypatch.setattr(module, kernel, counted)
+
+    def norm_gemv(x, norm, eps, weight, bias):
+        return fp8.weight_only_linear(rms_norm(x, norm, eps), weight) + (
+            0 if bias is None else bias
+        )
+
+    def add(x, weight, bias, residual):
+        residual += fp8.weight_only_linear(x, weight)
+
+    twin(fp8_kernels, "norm_gemv", norm_gemv)
+    twin(fp8_kernels, "norm_swiglu_gemv", lambda *args: silu_and_mul(norm_gemv(*args)))
+    twin(fp8_kernels, "gemv_add", add)
+    twin(
+        fp8_kernels, "split_k_partials",
+        lambda x, weight, bias: fp8.weight_only_linear(x, weight)[None].float(),
+    )  # fmt: skip
+    twin(gemv, "linear_residual", plain.linear_residual)
+    directory, meant = untied.write(
+        name, modules=lambda module: "layers" in module and "visual" not in module
+        and "layers.1.mlp.down_proj" not in module,
+    )  # fmt: skip
+    harness, expected = Harness(directory), untied.expected(meant)
+    text = harness.runner._model.ops.table.facts.text
+    facts = KernelFacts(
+        KNOWN_DEVICES["h200"],
+        text,
+        torch.bfloat16,
+        "fp8_channel" if "channel" in name else "fp8_block",
+    )
+    fused = [row for row in table.ROWS if row.name.startswith("fp8")]
+    assert {row.operation for row in fused} == {
+        "norm_linear", "norm_swiglu", "linear_residual", "project"
+    }  # fmt: skip
+    assert not any(row.obstacle(facts) for row in fused)
+    for chosen in (["norm_linear", "norm_swiglu", "linear_residual"], ["project"]):
+        rows = [
+            Row(row.operation, "test", lambda _, create=row.create: create(facts))
+            for row in fused
+            if row.operation in chosen
+        ]
+        on_cpu = replace(facts, device=DeviceFacts("cpu"), dtype=torch.float32)
+        harness.runner._model.ops = Ops(table.resolve(on_cpu, rows=[*rows, *table.ROWS]))
+        called.clear()
+        assert error(untied.run(harness), expected) < TOLERANCE
+        assert ("linear_residual" in called) == ("linear_residual" in chosen)
+        assert len(set(called)) == len(chosen) + (chosen != ["project"])
 
 
 # With activations quantized, as a GPU does for many tokens.

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from services.common.model_spec import QuantizationSpec
@@ -152,10 +152,10 @@ def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Impleme
 class Fp8Linear:
     """Method of a linear layer: `weight` e4m3 `[N, K]`, `weight_scale` float32, see `Fp8Weight`."""
 
-    def __init__(self, spec: QuantizationSpec, kernels: KernelTable | None = None) -> None:
+    def __init__(self, spec: QuantizationSpec) -> None:
         self.weight_format = spec.format
-        self._operation = f"{spec.format}_linear"
-        self._kernels = kernels
+        self.operation = f"{spec.format}_linear"
+        self.kernels: KernelTable | None = None  # None: weights are dequantized at each call
         rows, columns = spec.block_size
         if spec.format == "fp8_channel":
             scale_axes = (Axis("out"), None)
@@ -185,7 +185,7 @@ class Fp8Linear:
             repeats = self._spec.block_size[0] // block_rows
             scale = layer.weight_scale[start:stop].repeat_interleave(repeats, 0)
             scales.append(scale[: -(-layer.shards[shard] // block_rows)])
-        layer.weight_scale = torch.nn.Parameter(torch.cat(scales), requires_grad=False)
+        layer.weight_scale = nn.Parameter(torch.cat(scales), requires_grad=False)
 
     def weight(self, layer: Linear) -> Fp8Weight:
         """The layer's matrix, for an operation that is fused with its neighbours."""
@@ -196,10 +196,10 @@ class Fp8Linear:
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
-        if self._kernels is None or not has_kernels(weight):
+        if self.kernels is None or not has_kernels(weight):
             found = weight_only_linear(rows, weight)
         else:
-            found = self._kernels.call(self._operation, rows, weight)
+            found = self.kernels.call(self.operation, rows, weight)
         return found.view(*x.shape[:-1], layer.out_features)
 
     def _block_rows(self, layer: Linear) -> int:
@@ -207,3 +207,12 @@ class Fp8Linear:
             return 1
         *before_last, _ = layer.shards.values()
         return math.gcd(self._spec.block_size[0], *before_last)
+
+
+def set_kernels(module: nn.Module, kernels: KernelTable) -> None:
+    """Quantized layers call the implementations of a table, where it has rows for their format."""
+    operations = {operation for operation, _, _ in kernels.rows()}
+    for layer in module.modules():
+        if isinstance(layer, Linear) and isinstance(layer.method, Fp8Linear):
+            is_there = layer.method.operation in operations
+            layer.method.kernels = kernels if is_there else None

@@ -73,39 +73,44 @@ def skinny_config(num_rows: int, columns: int, num_sms: int) -> SkinnyConfig:
 def gemv(x: Tensor, weight: Fp8Weight, *, pdl: bool, config: GemvConfig | None = None) -> Tensor:
     """`[T, K]` → `[T, N]`, weight-only, for a few tokens; a CTA holds whole rows in registers."""
     out = x.new_empty(len(x), len(weight.values))
-    _launch_gemv(x, weight, out, None, 0.0, pdl=pdl, config=config)
+    _launch_gemv(x, weight, out, pdl=pdl, config=config)
     return out
 
 
-def norm_gemv(x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, *, pdl: bool) -> Tensor:
-    """`gemv` after RMSNorm with weight `norm` `[K]`."""
+def norm_gemv(
+    x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool
+) -> Tensor:
+    """`gemv` after RMSNorm with weight `norm` `[K]`, plus `bias`."""
     out = x.new_empty(len(x), len(weight.values))
-    _launch_gemv(x, weight, out, norm, eps, pdl=pdl)
+    _launch_gemv(x, weight, out, bias=bias, norm=norm, eps=eps, pdl=pdl)
     return out
 
 
 def norm_swiglu_gemv(
-    x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, *, pdl: bool
+    x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool
 ) -> Tensor:
     """`norm_gemv` to gate and up, `[2 * N, K]`, then `silu(gate) * up`: `[T, N]`."""
     out = x.new_empty(len(x), len(weight.values) // 2)
-    _launch_gemv(x, weight, out, norm, eps, pdl=pdl, swiglu=True)
+    _launch_gemv(x, weight, out, bias=bias, norm=norm, eps=eps, pdl=pdl, swiglu=True)
     return out
 
 
-def gemv_add(x: Tensor, weight: Fp8Weight, residual: Tensor, *, pdl: bool) -> None:
-    """`residual += gemv(x)`, in place."""
-    _launch_gemv(x, weight, residual, None, 0.0, pdl=pdl, add=True)
+def gemv_add(
+    x: Tensor, weight: Fp8Weight, bias: Tensor | None, residual: Tensor, *, pdl: bool
+) -> None:
+    """`residual += gemv(x) + bias`, in place."""
+    _launch_gemv(x, weight, residual, bias=bias, pdl=pdl, add=True)
 
 
 def _launch_gemv(
     x: Tensor,
     weight: Fp8Weight,
     out: Tensor,
-    norm: Tensor | None,
-    eps: float,
     *,
     pdl: bool,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
     swiglu: bool = False,
     add: bool = False,
     config: GemvConfig | None = None,
@@ -120,11 +125,11 @@ def _launch_gemv(
         rows //= 2
     is_native, values = _values(weight)
     _gemv_kernel[(num_rows // rows,)](
-        x, values, weight.scale, out, norm, num_rows, eps,
+        x, values, weight.scale, out, norm, bias, num_rows, eps,
         WIDTH=columns, TOKENS=num_tokens, ROWS=rows, COLUMNS=triton.next_power_of_2(columns),
         BLOCK_ROWS=weight.block_rows, SCALE_COLUMNS=weight.scale.shape[1],
-        NORM=norm is not None, SWIGLU=swiglu, ADD=add, NATIVE=is_native, PDL=pdl,
-        num_warps=config.warps, launch_pdl=pdl,
+        NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, ADD=add, NATIVE=is_native,
+        PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -145,10 +150,16 @@ def skinny_gemm(
 
 
 def split_k_partials(
-    x: Tensor, weight: Fp8Weight, *, num_sms: int, pdl: bool, config: SkinnyConfig | None = None
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    num_sms: int,
+    pdl: bool,
+    config: SkinnyConfig | None = None,
 ) -> Tensor:
-    """Split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T`; or, where K is not split,
-    the result `[T, N]` in x's dtype.
+    """Split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not
+    split, the result `[T, N]` in x's dtype.
     """
     num_tokens, columns = x.shape
     num_rows = len(weight.values)
@@ -160,10 +171,10 @@ def split_k_partials(
         out = torch.empty(size, dtype=torch.float32, device=x.device)
     is_native, values = _values(weight)
     _skinny_kernel[(triton.cdiv(num_rows, config.rows), config.splits)](
-        x, values, weight.scale, out, num_tokens, num_rows, columns,
+        x, values, weight.scale, bias, out, num_tokens, num_rows, columns,
         TOKENS=max(16, triton.next_power_of_2(num_tokens)), ROWS=config.rows, COLUMNS=BLOCK,
         SPAN=columns // config.splits, STAGES=config.stages, BLOCK_ROWS=weight.block_rows,
-        SCALE_COLUMNS=weight.scale.shape[1], NATIVE=is_native, PDL=pdl,
+        SCALE_COLUMNS=weight.scale.shape[1], BIAS=bias is not None, NATIVE=is_native, PDL=pdl,
         num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -258,10 +269,10 @@ def _widen(values, NATIVE: tl.constexpr):
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, norm_ptr, num_rows, eps,
+    x_ptr, weight_ptr, scale_ptr, out_ptr, norm_ptr, bias_ptr, num_rows, eps,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
     NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -296,9 +307,15 @@ def _gemv_kernel(
         if NORM:
             factor = tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
             x = ((x * factor).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
-        result = _dot_rows(weight, x, scale, BLOCK_ROWS, NATIVE).to(dtype).to(tl.float32)
+        result = _dot_rows(weight, x, scale, BLOCK_ROWS, NATIVE)
+        if BIAS:
+            result += tl.load(bias_ptr + row).to(tl.float32)
+        result = result.to(dtype).to(tl.float32)
         if SWIGLU:
-            up = _dot_rows(up_weight, x, up_scale, BLOCK_ROWS, NATIVE).to(dtype).to(tl.float32)
+            up = _dot_rows(up_weight, x, up_scale, BLOCK_ROWS, NATIVE)
+            if BIAS:
+                up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
+            up = up.to(dtype).to(tl.float32)
             gate = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32)
             result = gate * up
         out = out_ptr + token * num_rows + row
@@ -319,10 +336,10 @@ def _dot_rows(weight, x, scale, BLOCK_ROWS: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_kernel(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, num_tokens, num_rows, num_columns,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    NATIVE: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
@@ -349,6 +366,9 @@ def _skinny_kernel(
             sums = tl.dot(weight, tl.trans(x), sums)
     if BLOCK_ROWS == 1:
         sums *= (tl.load(scale_ptr + row, mask=is_row, other=0.0) * UNIT)[:, None]
+    if BIAS:
+        bias = tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+        sums += tl.where(split == 0, bias, 0.0)[:, None]
     place = (split * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
     result = tl.trans(sums).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, result, mask=is_token & is_row[None, :])

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
-from services.common.nn.dispatch import KernelTable
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.linear import FLOATS, Linear, LinearMethod, UnquantizedLinear
 
@@ -110,7 +109,6 @@ def load_weights(
     device: torch.device | str,
     dtype: torch.dtype,
     spec: CheckpointSpec | None = None,
-    kernels: KernelTable | None = None,
 ) -> None:
     """Materializes the module and fills it.
 
@@ -123,8 +121,6 @@ def load_weights(
         device: of the parameters.
         dtype: the model's.
         spec: of the checkpoint: its quantization and its ignored tensors; None: neither.
-        kernels: a dispatch table with the rows of `fp8.implementations`, for quantized layers;
-            None: they are dequantized at each call.
 
     Raises:
         CheckpointError: names every missing, unexpected or wrong-shaped tensor, or the modules
@@ -133,7 +129,7 @@ def load_weights(
     spec = spec or CheckpointSpec(text_prefix="")
     quantization = spec.quantization
     if quantization is not None:
-        method = Fp8Linear(quantization, kernels)
+        method = Fp8Linear(quantization)
         _set_methods(module, checkpoint, weight_map, quantization, method)
     sources = list(_sources(module, weight_map))
     _check(sources, checkpoint, weight_map, spec)
@@ -158,7 +154,6 @@ def load_dummy(
     dtype: torch.dtype,
     weight_map: WeightMap | None = None,
     quantization: QuantizationSpec | None = None,
-    kernels: KernelTable | None = None,
 ) -> None:
     """Materializes the module with random weights: normal, std 0.02; norm weights 1.
 
@@ -172,11 +167,10 @@ def load_dummy(
         weight_map: the module's names in a checkpoint; needed with `quantization`.
         quantization: every linear layer that it applies to gets its method, as if a checkpoint
             held just what the configuration says.
-        kernels: see `load_weights`.
     """
     if quantization is not None:
         assert weight_map is not None
-        method = Fp8Linear(quantization, kernels)
+        method = Fp8Linear(quantization)
         for path, layer in _replaceable(module):
             modules = _checkpoint_modules(path, layer, weight_map)
             if all(quantization.applies_to(name) for name in modules):

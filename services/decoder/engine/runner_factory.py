@@ -13,6 +13,7 @@ from torch import nn
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
+from services.common.nn.fp8 import set_kernels
 from services.common.nn.linear import Linear
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
 from services.decoder.attention import create_backend
@@ -185,6 +186,7 @@ def _load(
     model.ops = create_ops(
         device, spec.text, dtype, weight_format=_weight_format(model), overrides=options.kernels
     )
+    set_kernels(model, model.ops.table)
     return model.eval()
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from services.common.model_spec import RopeSpec, TextSpec
-from services.common.nn import layers
+from services.common.nn import fp8, layers
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
+from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, add_product
 from services.decoder.kernels import attention_tuning, plain, tuning
@@ -125,6 +126,17 @@ def _unquantized(facts: KernelFacts) -> str:
     return "" if found == UNQUANTIZED else f"needs unquantized weights, not {found}"
 
 
+def _fp8(facts: KernelFacts) -> str:
+    if facts.weight_format not in ("fp8_block", "fp8_channel"):
+        return f"needs FP8 weights, not {facts.weight_format}"
+    text = facts.text
+    sizes = [text.hidden_size, facts.query_size, text.intermediate_size]
+    if facts.weight_format == "fp8_block":  # rows, too; of q, k, v, gate and up one by one
+        sizes.append(text.num_kv_heads * text.head_dim)
+    odd = [size for size in sizes if size % fp8.BLOCK]
+    return f"{odd[0]} is not a multiple of {fp8.BLOCK}" if odd else ""
+
+
 def _one_rank(facts: KernelFacts) -> str:
     """An all-reduce comes between the GEMM and the residual addition."""
     return "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
@@ -229,6 +241,55 @@ def _gemv_residual(facts: KernelFacts) -> Kernel:
         gemv.linear_residual(x, layer.weight, layer.bias, residual, pdl=supported)
 
     return linear_residual
+
+
+def _fp8_norm_linear(facts: KernelFacts, name: str) -> Kernel:
+    from services.common.nn import fp8_kernels
+
+    fused, supported = getattr(fp8_kernels, f"{name}_gemv"), facts.device.supports_pdl
+    operation = {"norm": "norm_linear", "norm_swiglu": "norm_swiglu"}[name]
+    unquantized = _gemv_norm_linear(facts, operation)
+
+    def norm_linear(
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(layer.method, Fp8Linear):  # left so by the files
+            return unquantized(x, residual, norm, layer)
+        if x is not None:
+            residual = residual + plain.reduce_split_k(x, residual.dtype)
+        weight = layer.method.weight(layer)
+        found = fused(residual, norm.weight, norm.eps, weight, layer.bias, pdl=supported)
+        return found, residual
+
+    return norm_linear
+
+
+def _fp8_residual(facts: KernelFacts) -> Kernel:
+    from services.common.nn import fp8_kernels
+
+    unquantized, supported = _gemv_residual(facts), facts.device.supports_pdl
+
+    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
+        if not isinstance(layer.method, Fp8Linear):
+            return unquantized(x, layer, residual)
+        weight = layer.method.weight(layer)
+        return fp8_kernels.gemv_add(x, weight, layer.bias, residual, pdl=supported)
+
+    return linear_residual
+
+
+def _fp8_project(facts: KernelFacts) -> Kernel:
+    from services.common.nn import fp8_kernels
+
+    num_sms, supported = facts.device.num_sms, facts.device.supports_pdl
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        if not isinstance(layer.method, Fp8Linear):
+            return layer(x)
+        weight = layer.method.weight(layer)
+        return fp8_kernels.split_k_partials(x, weight, layer.bias, num_sms=num_sms, pdl=supported)
+
+    return project
 
 
 def _gemv_logits(facts: KernelFacts) -> Kernel:
@@ -354,6 +415,7 @@ def _unfused(_: KernelFacts) -> None:
 
 
 _FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
+_FUSED_FP8 = _needs(_triton, _half_precision, _fp8)
 _SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
 
 ROWS: Sequence[Row] = (
@@ -369,10 +431,18 @@ ROWS: Sequence[Row] = (
         "norm_linear", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_linear"),
         _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
     ),
+    Row(
+        "norm_linear", "fp8_gemv", lambda facts: _fp8_norm_linear(facts, "norm"),
+        _FUSED_FP8, _tokens(1, tuning.GEMV_TOKENS),
+    ),
     Row("norm_linear", "unfused", _unfused),
     Row(
         "norm_swiglu", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_swiglu"),
         _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row(
+        "norm_swiglu", "fp8_gemv", lambda facts: _fp8_norm_linear(facts, "norm_swiglu"),
+        _FUSED_FP8, _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row("norm_swiglu", "unfused", _unfused),
     Row(
@@ -384,10 +454,17 @@ ROWS: Sequence[Row] = (
         _needs(_triton, _half_precision, _unquantized, _one_rank),
         _tokens(tuning.RESIDUAL_GEMM_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
     ),
+    Row(
+        "linear_residual", "fp8_gemv", _fp8_residual, _needs(_FUSED_FP8, _one_rank),
+        _tokens(1, tuning.GEMV_TOKENS),
+    ),
     Row("linear_residual", "unfused", _unfused),
     Row(
         "project", "skinny_gemm", _skinny_project,
         _needs(_SKINNY, _skinny_projections), _tokens(1, tuning.SKINNY_TOKENS),
+    ),
+    Row(
+        "project", "fp8_skinny_gemm", _fp8_project, _FUSED_FP8, _tokens(1, fp8.SKINNY_TOKENS),
     ),
     Row("project", "linear", _plain(lambda x, layer: layer(x))),
     Row(
@@ -429,7 +506,13 @@ def resolve(
     Raises:
         UnknownOverride: see `dispatch.parse_overrides`.
     """
-    return KernelTable.resolve(rows, facts, overrides)
+    operation = f"{facts.weight_format}_linear"
+    linear = [row for row in fp8.implementations(_device) if row.operation == operation]
+    return KernelTable.resolve((*rows, *linear), facts, overrides)
+
+
+def _device(facts: KernelFacts) -> DeviceFacts:
+    return facts.device
 
 
 def plain_facts() -> KernelFacts:

@@ -44,13 +44,18 @@ def check_weight_only(num_tokens: int, rows: int, columns: int, block: bool) -> 
     close(fp8_kernels.gemv(x, weight, pdl=False), expected)
     norm, residual = torch.randn(columns), torch.randn(num_tokens, rows)
     normed = fp8.weight_only_linear(rms_norm(x, norm, EPS), weight)
-    close(fp8_kernels.norm_gemv(x, norm, EPS, weight, pdl=False), normed)
-    if rows % 256 == 0:
-        found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, pdl=False)
-        torch.testing.assert_close(found, silu_and_mul(normed), atol=1e-2, rtol=1e-4)
-    total = residual + expected
-    fp8_kernels.gemv_add(x, weight, residual, pdl=False)
-    close(residual, total)
+    for bias in (None, torch.randn(rows)):
+        added = torch.zeros(rows) if bias is None else bias
+        close(fp8_kernels.norm_gemv(x, norm, EPS, weight, bias, pdl=False), normed + added)
+        partials = fp8_kernels.split_k_partials(x, weight, bias, num_sms=4, pdl=False)
+        close(partials.view(-1, num_tokens, rows).sum(0), expected + added)
+        if rows % 256 == 0:
+            found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, bias, pdl=False)
+            twin = silu_and_mul(normed + added)
+            torch.testing.assert_close(found, twin, atol=1e-2, rtol=1e-4)
+        total = residual.clone()
+        fp8_kernels.gemv_add(x, weight, bias, total, pdl=False)
+        close(total, residual + expected + added)
 
 
 def check_quantization(num_tokens: int, columns: int, block_columns: int) -> None:
