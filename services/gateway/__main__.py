@@ -9,6 +9,7 @@ from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
+from services.common.tracing import setup_tracing
 from services.gateway.app import create_gateway
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
@@ -29,6 +30,7 @@ def main() -> int:
     try:
         settings = GatewaySettings.from_environment()
         setup_logging("gateway", settings.log_level)
+        setup_tracing("gateway")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings))
     except (SettingsError, ModelSpecError) as error:

@@ -9,6 +9,7 @@ service finds out.
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -26,6 +27,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
+from services.common.tracing import Span, span, start_span
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderDescription, EncoderPod, EncoderPool
 from services.gateway.images import Image
@@ -127,6 +129,7 @@ class Attempts:
         self._mailbox: Mailbox[TokenEvent | _RetryableFailure | InvalidRequest] = Mailbox()
         self._decoder: DecoderPod | None = None
         self._sequences: dict[int, int] = {}  # running choice -> sequence id
+        self._span = Span()  # of the running attempt's sequences
         self._encodes: list[asyncio.Task[None]] = []
         self._encoded: dict[bytes, str] = {}  # image key -> address of the encoder that has it
         self._keys: list[bytes] = []  # of each image
@@ -184,6 +187,9 @@ class Attempts:
         except Unavailable:
             raise self._no_pod_left() from None
         self._decoder = decoder
+        self._span = start_span(
+            "decode stream", decoder=decoder.address, num_choices=self._request.num_choices
+        )
         self._mailbox = Mailbox()
         self._encodes = [
             asyncio.create_task(self._encode(key, pod, index))
@@ -204,6 +210,7 @@ class Attempts:
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             timeout_s=request.remaining_s(),
+            traceparent=self._span.traceparent,
         )
         for choice in range(request.num_choices):
             submit.sampling.seed = choice_seed(request.sampling.seed, choice)
@@ -257,11 +264,9 @@ class Attempts:
         request, image = self._request, self._request.images[index]
         start = time.monotonic()
         try:
-            done = await pod.encode(
-                key, image.data, image.grid,
-                request_id=request.request_id,
-                timeout_s=min(self._encode_timeout_s, request.remaining_s()),
-            )  # fmt: skip
+            with span("encode call", encoder=pod.address, patches=math.prod(image.grid)):
+                timeout_s = min(self._encode_timeout_s, request.remaining_s())
+                done = await pod.encode(key, image.data, image.grid, timeout_s=timeout_s)
             if done.num_tokens != request.prompt.image_lengths[index]:
                 raise InternalError("an encoder returned an embedding of the wrong size")
         except InvalidRequest as error:
@@ -332,3 +337,5 @@ class Attempts:
         for task in self._encodes:
             task.cancel()
         self._encodes = []
+        self._span.end()
+        self._span = Span()

@@ -7,11 +7,13 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.telemetry import bind_request_id
+from services.common.tracing import Span, span
 from services.gateway.admission import Admission
 from services.gateway.exchange import JsonResponse
 from services.gateway.responses import error_body
@@ -50,6 +52,22 @@ class Middleware:
         request_id = _request_id(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})["request_id"] = request_id
         bind_request_id(request_id)
+        if scope["path"] in self._quiet_paths:
+            tracing = nullcontext(Span())
+        else:
+            parent = headers.get(b"traceparent", b"").decode("latin-1")
+            tracing = span(
+                "http request", parent,
+                method=scope["method"], path=scope["path"], request_id=request_id,
+            )  # fmt: skip
+        with tracing as current:
+            current.set(status=await self._serve(scope, receive, send, headers))
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]
+    ) -> int:
+        """Serves one request and logs it; the HTTP status, 499 if the client has disconnected."""
+        request_id: str = scope["state"]["request_id"]
         start = time.monotonic()
         status = 0
 
@@ -79,6 +97,7 @@ class Middleware:
                 level, "%s %s %d", scope["method"], scope["path"], status,
                 extra={"fields": {"ms": elapsed_ms}},
             )  # fmt: skip
+        return status
 
     def _is_authorized(self, path: str, headers: dict[bytes, bytes]) -> bool:
         if not self._key_digests or path in self._open_paths:

@@ -9,7 +9,7 @@ import grpc.aio
 
 from services.common.errors import Unavailable
 from services.common.pb import encoder_pb2 as pb
-from services.common.rpc import REQUEST_ID, error_from_rpc
+from services.common.rpc import error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import Pod, Pool, pick
 
 _DESCRIBE_TIMEOUT_S = 2.0
@@ -91,7 +91,6 @@ class EncoderPod(Pod):
         image: bytes,
         grid: tuple[int, int, int],
         *,
-        request_id: str,
         timeout_s: float,
     ) -> Encoded:
         """Makes an image's embedding available at this encoder.
@@ -100,7 +99,6 @@ class EncoderPod(Pod):
             key: the image key.
             image: the encoded file.
             grid: (t, h, w) in patches before merging.
-            request_id: for the encoder's logs.
             timeout_s: deadline of the call.
 
         Raises:
@@ -109,7 +107,7 @@ class EncoderPod(Pod):
         request = pb.EncodeRequest(
             image_key=key, image=image, grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2])
         )
-        call = self._encode(request, timeout=timeout_s, metadata=((REQUEST_ID, request_id),))
+        call = self._encode(request, timeout=timeout_s, metadata=outgoing_metadata())
         lost = asyncio.ensure_future(self._lost.wait())
         answered = asyncio.ensure_future(_answer(call))
         self.num_in_flight += 1

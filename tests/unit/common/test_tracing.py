@@ -4,13 +4,9 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
@@ -23,6 +19,7 @@ from services.common.telemetry import (
     current_request_id,
 )
 from services.common.tracing import exporting_to, record_span, span, start_span, traceparent
+from tests.fake_collector import fake_collector
 
 
 @pytest.fixture
@@ -133,33 +130,6 @@ def test_an_endpoint_without_the_packages_is_an_error_at_start(monkeypatch):
     )
     with pytest.raises(tracing.SettingsError, match=r"triptych\[tracing\]"):
         tracing.setup_tracing("test")
-
-
-@contextmanager
-def fake_collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """An OTLP/HTTP endpoint: its address, and what it was sent."""
-    received: list[ExportTraceServiceRequest] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            body = self.rfile.read(int(self.headers["content-length"]))
-            received.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", received
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_spans_reach_the_endpoint_before_the_process_ends():

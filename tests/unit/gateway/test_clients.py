@@ -244,9 +244,7 @@ async def test_silent_pod_loses_its_calls_to_others():
 
         fake.before = never
         pod = pool.choose(pool.description(), b"k", ())
-        call = asyncio.create_task(
-            pod.encode(b"k" * 32, b"", (1, 2, 2), request_id="r", timeout_s=30)
-        )
+        call = asyncio.create_task(pod.encode(b"k" * 32, b"", (1, 2, 2), timeout_s=30))
         await until(lambda: fake.requests)
         fake.health.silent = True
         with pytest.raises(Unavailable):
@@ -287,9 +285,7 @@ async def test_an_answer_that_fails_as_its_asker_leaves_is_not_reported_as_lost(
     async def leave_as_it_fails():
         answer = asyncio.get_running_loop().create_future()
         pod._encode = lambda request, **_: answer
-        asked = asyncio.ensure_future(
-            pod.encode(b"key", b"", (1, 2, 2), request_id="req-1", timeout_s=1.0)
-        )
+        asked = asyncio.ensure_future(pod.encode(b"key", b"", (1, 2, 2), timeout_s=1.0))
         await asyncio.sleep(0.01)
         answer.set_exception(Unavailable("gone"))
         await asyncio.sleep(0)  # it has failed, and the asker does not know yet

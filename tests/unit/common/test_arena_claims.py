@@ -1,0 +1,115 @@
+"""Waiting for room in an arena: in order of arrival, nothing lost, nothing stuck."""
+
+import asyncio
+import random
+
+import pytest
+
+from services.common.arena import Arena, ArenaEntry
+from services.common.embedding import EmbeddingSpec
+
+PAGE = 4096
+PAGES = 8
+
+
+async def when_room(arena: Arena, key: int, pages: int) -> ArenaEntry:
+    spec = EmbeddingSpec("float16", 1, pages * PAGE // 2, 1)
+    name = key.to_bytes(4, "little")
+    return await arena.when_room(lambda: arena.try_reserve(name, spec), arena.release)
+
+
+def claim(arena: Arena, key: int, pages: int) -> "asyncio.Task[ArenaEntry]":
+    return asyncio.create_task(when_room(arena, key, pages))
+
+
+async def turns(number: int = 4) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def test_claims_are_granted_in_order_even_if_a_later_one_would_fit():
+    arena = Arena(PAGES * PAGE)
+    first = await claim(arena, 0, 6)
+    big, small = claim(arena, 1, 6), claim(arena, 2, 1)
+    await turns()
+    assert not big.done() and not small.done() and arena.has_claims
+    arena.release(first)
+    assert (await big).references == 1
+    await small
+    assert not arena.has_claims
+
+
+async def test_a_cancelled_claim_lets_the_next_one_pass():
+    arena = Arena(PAGES * PAGE)
+    held = await claim(arena, 0, 6)
+    big, small = claim(arena, 1, 6), claim(arena, 2, 1)
+    await turns()
+    big.cancel()
+    await small
+    assert held.references == 1 and not arena.has_claims
+
+
+async def test_a_claim_granted_as_it_is_cancelled_is_undone():
+    arena = Arena(PAGES * PAGE)
+    held = await claim(arena, 0, 6)
+    waiting = claim(arena, 1, 6)
+    await turns()
+    arena.release(held)  # grants it
+    waiting.cancel()  # before it has run
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert arena.used_bytes == 0 and len(arena) == 0
+
+
+async def test_an_error_ends_its_claim_alone():
+    arena = Arena(PAGES * PAGE)
+    held = await claim(arena, 0, 6)
+    calls = 0
+
+    def fail() -> ArenaEntry | None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ValueError("broken")
+        return None
+
+    async def wait() -> None:
+        await arena.when_room(fail, arena.release)
+
+    # The first claim to wait is tried when it arrives, the failing one when its turn comes.
+    blocked, failing = claim(arena, 1, 6), asyncio.create_task(wait())
+    after = claim(arena, 2, 1)
+    await turns()
+    calls = 1
+    arena.release(held)
+    await blocked
+    with pytest.raises(ValueError, match="broken"):
+        await failing
+    await after
+
+
+async def test_claims_that_come_and_go_at_random_leave_no_byte_behind():
+    rng = random.Random(0)
+    arena = Arena(PAGES * PAGE)
+    granted = 0
+
+    async def use(key: int) -> None:
+        nonlocal granted
+        entry = await when_room(arena, key, rng.randint(1, PAGES))
+        granted += 1
+        assert entry.references == 1
+        try:
+            await turns(rng.randrange(4))
+            if rng.random() < 0.5:
+                arena.commit(entry)
+        finally:
+            arena.release(entry)
+
+    tasks = [asyncio.create_task(use(key)) for key in range(400)]
+    for task in rng.sample(tasks, 100):
+        await turns(rng.randrange(3))
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    arena.evict_unreferenced()
+    assert granted > 250
+    assert arena.used_bytes == 0 and len(arena) == 0 and not arena.has_claims

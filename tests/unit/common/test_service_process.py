@@ -1,0 +1,62 @@
+"""What a service refuses at its start, and what it allocates."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpecError
+from services.decoder.__main__ import DECODER
+from services.decoder.settings import DecoderSettings
+from services.encoder.__main__ import ENCODER
+from services.encoder.settings import EncoderSettings
+from tests.tiny_text_model import write_text_model
+
+DEMO_MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_model(tmp_path_factory.mktemp("text") / "tiny-llama")
+
+
+def test_an_encoder_refuses_a_text_model_by_name(text_model: Path):
+    with pytest.raises(ModelSpecError, match=r"tiny-llama.*text model"):
+        ENCODER.arena_bytes(EncoderSettings(model=text_model), read_spec(text_model))
+
+
+def test_a_text_models_decoder_has_no_room_for_images(text_model: Path):
+    settings = DecoderSettings(model=text_model)
+    assert DECODER.arena_bytes(settings, read_spec(text_model)) == 4096
+    assert DECODER.arena_bytes(settings, read_spec(DEMO_MODEL)) == settings.embedding_cache_bytes
+
+
+def start(service: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ENCODER_", "OTEL_"))}
+    return subprocess.run(
+        [sys.executable, "-m", f"services.{service}"],
+        env=environment | variables, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_a_refused_model_or_setting_is_status_2_and_one_line(text_model: Path):
+    refused = start("encoder", ENCODER_MODEL=str(text_model))
+    assert refused.returncode == 2
+    assert "tiny-llama" in refused.stderr and "Traceback" not in refused.stderr
+    unknown = start("decoder", DECODER_MODEL=str(text_model), DECODER_PROT="1")
+    assert unknown.returncode == 2 and "DECODER_PROT" in unknown.stderr
+
+
+def test_an_engine_that_cannot_start_is_status_1(tmp_path: Path, text_model: Path):
+    for path in text_model.iterdir():
+        if path.suffix == ".json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())  # no weights
+    ended = start("decoder", DECODER_MODEL=str(tmp_path), DECODER_DEVICE="cpu", DECODER_PORT="0",
+                  DECODER_METRICS_PORT="0")  # fmt: skip
+    assert ended.returncode == 1
+    lines = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
+    assert any("before it was ready" in line["message"] for line in lines)
