@@ -1,7 +1,8 @@
 """The engine process: `python -m services.decoder.engine_main`, started by the decoder's front.
 
-It owns the device. It ends with status 0 when the front is gone or asks for it, and with status 1,
-having said why, when the model cannot be loaded or the device is broken; the front then ends, too.
+It owns the device. It exits with status 0 when the front has exited or asks for it. When the model
+cannot be loaded or the device fails, it logs the reason and exits with status 1, and so does the
+front.
 """
 
 import logging
@@ -22,15 +23,21 @@ from services.decoder.settings import DecoderSettings
 
 log = logging.getLogger("services.decoder.engine")
 
-
-# How long an engine with a GPU looks for work before its processor may rest: somewhat longer than
-# it takes to answer, read and ask again, or to encode a picture.
+# An idle engine with a GPU polls this long before its thread blocks: somewhat longer than a client
+# needs to send its next request, or an encoder to encode an image.
 _AWAKE_S = 0.05
 
 
 def run(engine: Engine, channel: EngineChannel[FrontMessage], *, awake_s: float = 0.0) -> None:
-    """Serves the front until it goes away or says `Shutdown`; for `awake_s` see
-    `EngineChannel.receive`.
+    """Serves the front until it sends `Shutdown`.
+
+    Args:
+        engine: of the model.
+        channel: to the front.
+        awake_s: see `EngineChannel.receive`.
+
+    Raises:
+        ChannelClosed: the front has exited.
     """
     while True:
         if engine.has_work:
@@ -47,7 +54,7 @@ def run(engine: Engine, channel: EngineChannel[FrontMessage], *, awake_s: float 
 
 
 def runner_options(settings: DecoderSettings) -> RunnerOptions:
-    """What the runner needs to know of the settings."""
+    """The settings that the runner depends on."""
     return RunnerOptions(
         model_directory=settings.model,
         device=settings.device,
@@ -64,12 +71,12 @@ def runner_options(settings: DecoderSettings) -> RunnerOptions:
 
 
 def ready_message(engine: Engine, runner: ModelRunner) -> EngineInfo:
-    """What the front may promise to gateways."""
+    """The engine's limits, which the front announces to gateways."""
     return structs.replace(runner.info, max_model_len=engine.max_model_len)
 
 
 def main() -> int:
-    """Runs the process; its exit status."""
+    """Runs the process; returns its exit status."""
     end = accept()
     settings = DecoderSettings.model_validate_json(end.settings_json)
     setup_logging("decoder-engine", settings.log_level)
@@ -86,12 +93,12 @@ def main() -> int:
         channel.send(ready_message(engine, runner))
         run(engine, channel, awake_s=_AWAKE_S if on_gpu else 0.0)
     except ChannelClosed:
-        log.info("the front is gone")
+        log.info("the front has exited")
     except (ModelSpecError, ValueError) as error:
         log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         return 1
     except Exception:
-        # After an error of the device nothing on it can be trusted, the cache least of all.
+        # After a device error nothing in device memory can be trusted, least of all the KV cache.
         log.critical("the engine failed", exc_info=True)
         return 1
     return 0

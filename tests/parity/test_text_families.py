@@ -18,8 +18,7 @@ from services.common.model_spec import RopeSpec, UnsupportedOption
 from services.decoder.engine.sequence import Sequence
 from tests.decoder_harness import Harness
 from tests.parity.oracle import Oracle, Prompt
-from tests.parity.text_oracle import CONFIGS, load_text_oracle, make_text_oracle
-from tests.tiny_text_model import write_text_model
+from tests.parity.text_oracle import CONFIGS, make_text_oracle
 
 TOLERANCE = 2e-4
 CLEARLY_WRONG = 0.05  # a control must be off by this much, 250 tolerances
@@ -261,9 +260,3 @@ def test_a_missing_bias_is_an_error(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(ValueError, match=r"missing tensors: .*k_proj\.bias"):
         Harness(tmp_path)
-
-
-def test_the_tiny_model_of_the_http_tests_agrees(tmp_path: Path) -> None:
-    """What test_text_http.py serves is what Hugging Face loads from the same files."""
-    oracle = load_text_oracle(write_text_model(tmp_path))
-    assert Pair(oracle).error(oracle.prompt(200)) < TOLERANCE

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
@@ -13,7 +11,6 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
@@ -81,15 +78,5 @@ def make_text_oracle(config: PreTrainedConfig, directory: Path, seed: int = 0) -
     model = AutoModelForCausalLM.from_config(config).eval()
     fill(model, seed)
     model.save_pretrained(directory)
-    return _oracle(model, directory)
-
-
-def load_text_oracle(directory: Path) -> Oracle:
-    """Loads a checkpoint with Hugging Face's classes."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return _oracle(model.eval(), directory)
-
-
-def _oracle(model: PreTrainedModel, directory: Path) -> Oracle:
     model.generation_config.eos_token_id = None
     return Oracle(directory, model, read_spec(directory))

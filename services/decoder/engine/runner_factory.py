@@ -26,8 +26,8 @@ from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.model_runner import DeviceState, ModelRunner
 from services.decoder.kernels.ops import PlainOps, create_ops
 from services.decoder.kernels.table import UNQUANTIZED
-from services.decoder.models import resolve
 from services.decoder.models.base import CausalLM
+from services.decoder.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +166,8 @@ def _load(
     device: torch.device,
     dtype: torch.dtype,
 ) -> CausalLM:
-    kind = resolve(spec.architecture)
     with torch.device("meta"):
-        model = kind(spec, backend, PlainOps())
+        model = Transformer(spec, backend, PlainOps())
     if options.load_format == "dummy":
         load_dummy(
             model, options.seed, device=device, dtype=dtype,
