@@ -24,8 +24,12 @@ from services.decoder.kernels.ops import Ops
 from services.decoder.kernels.table import KernelFacts, Row
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, compressed, write
-from tests.parity.oracle import Oracle, Prompt, Tiny, make_oracle
+from tests.parity.oracle import EOS_ID, VOCAB_SIZE, Oracle, Prompt, Tiny, make_oracle
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
+from tests.parity.text_oracle import make_text_oracle
+
+# isort: split
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 # An activation is rounded to 4 significant bits: where two computations differ by float32's
 # rounding alone, it may become either of two neighbours, up to 1/8 apart. The difference here is 0,
@@ -39,14 +43,33 @@ SHAPES = {
 PARTS = (9, (4, 6), 7)
 
 
+def _text(**fields: object) -> dict:
+    return {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 192, "intermediate_size": 320,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": None,
+        "eos_token_id": EOS_ID, "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    } | fields  # fmt: skip
+
+
+TEXTS = {
+    "qwen3": Qwen3Config(**_text(head_dim=64)),
+    "qwen2-biases": Qwen2Config(**_text(num_attention_heads=3, num_key_value_heads=1)),
+    "llama-biases": LlamaConfig(**_text(attention_bias=True, mlp_bias=True)),
+}
+
+
 class Quantized:
     """One checkpoint, unquantized at Hugging Face's and to be quantized for us."""
 
-    def __init__(self, tiny: Tiny, directory: Path) -> None:
+    def __init__(self, config: Tiny | PreTrainedConfig, directory: Path) -> None:
         self.directory = directory
-        self.oracle: Oracle = make_oracle(tiny, directory / "source")
+        make = make_oracle if isinstance(config, Tiny) else make_text_oracle
+        self.oracle: Oracle = make(config, directory / "source")  # type: ignore[arg-type]
         self.original = {k: v.clone() for k, v in self.oracle.model.state_dict().items()}
-        self.prompt: Prompt = self.oracle.prompt(*PARTS)
+        parts = PARTS if self.oracle.spec.vision else (23,)
+        self.prompt: Prompt = self.oracle.prompt(*parts)
         self._count = 0
 
     def expected(self, meant: dict[str, Tensor]) -> Tensor:
@@ -66,10 +89,11 @@ class Quantized:
     def run(self, harness: Harness, chunk_size: int | None = None) -> Tensor:
         """All of the prompt's logits."""
         answer = self.oracle.answer(self.prompt)
-        sequence = harness.start(
-            self.prompt.token_ids, positions=answer.positions, delta=answer.delta,
-            images=list(zip(self.prompt.offsets, answer.embeddings, strict=True)),
-        )  # fmt: skip
+        given: dict = {}
+        if self.oracle.spec.vision:
+            images = list(zip(self.prompt.offsets, answer.embeddings, strict=True))
+            given = {"positions": answer.positions, "delta": answer.delta, "images": images}
+        sequence = harness.start(self.prompt.token_ids, **given)
         parts = []
         while sequence.num_computed_tokens < sequence.num_prompt_tokens:
             parts.append(harness.logits(harness.chunk(sequence, chunk_size)))
@@ -112,6 +136,18 @@ def test_logits_are_those_of_the_dequantized_checkpoint(
     directory, meant = model.write(name, scale_dtype=scale_dtype)
     expected = model.expected(meant)
     assert expected.abs().max() > 30
+    assert error(model.ours(directory), expected) < TOLERANCE
+    assert error(model.ours(directory, 3), expected) < TOLERANCE
+    assert error(model.expected(model.original), expected) > CLEARLY_WRONG
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "compressed-channel"])
+@pytest.mark.parametrize("family", TEXTS)
+def test_text_families_agree(family: str, name: str, tmp_path: Path) -> None:
+    model = Quantized(TEXTS[family], tmp_path)
+    directory, meant = model.write(name)
+    assert ("biases" in family) == any(key.endswith(".bias") for key in meant)
+    expected = model.expected(meant)
     assert error(model.ours(directory), expected) < TOLERANCE
     assert error(model.ours(directory, 3), expected) < TOLERANCE
     assert error(model.expected(model.original), expected) > CLEARLY_WRONG

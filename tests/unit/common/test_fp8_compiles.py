@@ -1,0 +1,94 @@
+"""What the dispatch table picks for FP8 layers compiles for known GPUs, and fits them."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from services.common.nn import fp8, fp8_kernels
+from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from services.common.nn.dispatch import KernelTable
+from services.common.nn.fp8 import E4M3, Fp8Weight
+from tests.gpu_compiler import compiled_launches
+
+DEVICES = [name for name in KNOWN_DEVICES if name != "h100"]  # which compiles as the H200 does
+
+
+def weight_of(rows: int, columns: int, block: bool) -> Fp8Weight:
+    values = torch.empty(rows, columns, dtype=E4M3)
+    if block:
+        return Fp8Weight(values, torch.empty(rows // 128, columns // 128), 128, 128)
+    return Fp8Weight(values, torch.empty(rows, 1), 1, columns)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeviceFacts:
+    facts = KNOWN_DEVICES[request.param]
+    is_native = facts.capability >= (8, 9)
+    monkeypatch.setattr(
+        fp8_kernels, "_values",
+        lambda w: (is_native, w.values if is_native else w.values.view(torch.uint8)),
+    )  # fmt: skip
+    return facts
+
+
+def table_of(facts: DeviceFacts) -> KernelTable[DeviceFacts]:
+    return KernelTable.resolve(fp8.implementations(lambda device: device), facts)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("block", [True, False])
+def test_what_the_table_picks_compiles_and_fits(device: DeviceFacts, block: bool) -> None:
+    """For the widest projection of an 8B, whose CTAs hold the most."""
+    table, weight, columns = table_of(device), weight_of(4096, 12288, block), 12288
+    operation = "fp8_block_linear" if block else "fp8_channel_linear"
+    options = {"pdl": device.supports_pdl}
+    launches = []
+    with compiled_launches(device) as found:
+        for num_tokens in (1, fp8.GEMV_TOKENS, fp8.SKINNY_TOKENS):
+            x = torch.empty(num_tokens, columns, dtype=torch.bfloat16)
+            table.call(operation, x, weight)
+        x = torch.empty(1008, columns, dtype=torch.bfloat16)
+        match table.choose(operation, 1008).name:
+            case "scaled_mm":  # torch's own, after this
+                fp8_kernels.quantize_activations(x, 128 if block else columns, **options)
+            case "triton_gemm":
+                fp8_kernels.triton_gemm(x, weight, **options)
+            case name:
+                assert name == "plain" and device.capability == (8, 0)
+        launches += found
+    assert {launch.name for launch in launches} >= {"_gemv_kernel", "_skinny_kernel"}
+    for launch in launches:
+        assert launch.shared_bytes <= device.shared_memory_bytes
+    is_native = any("e4m3x2" in launch.ptx for launch in launches)
+    assert is_native == (device.capability >= (8, 9))
+
+
+@pytest.mark.parametrize("device", ["h200"], indirect=True)
+def test_fused_gemvs_compile(device: DeviceFacts) -> None:
+    x, norm = torch.empty(1, 4096).bfloat16(), torch.empty(4096).bfloat16()
+    for block in (True, False):
+        weight = weight_of(24576, 4096, block)
+        with compiled_launches(device) as found:
+            fp8_kernels.norm_gemv(x, norm, 1e-6, weight, None, pdl=True)
+            fp8_kernels.norm_swiglu_gemv(x, norm, 1e-6, weight, None, pdl=True)
+            fp8_kernels.gemv_add(x, weight, None, torch.empty(1, 24576).bfloat16(), pdl=True)
+        assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "channel"),
+    [
+        ("h200", ["gemv", "skinny_gemm", "scaled_mm"], ["gemv", "skinny_gemm", "scaled_mm"]),
+        ("l40s", ["gemv", "skinny_gemm", "triton_gemm"], ["gemv", "skinny_gemm", "scaled_mm"]),
+        ("b200", ["gemv", "skinny_gemm", "triton_gemm"], ["gemv", "skinny_gemm", "scaled_mm"]),
+        ("a100", ["gemv", "skinny_gemm", "plain"], ["gemv", "skinny_gemm", "plain"]),
+    ],
+)
+def test_the_table_picks_by_device_and_tokens(
+    name: str, block: list[str], channel: list[str]
+) -> None:
+    table = table_of(KNOWN_DEVICES[name])
+    for operation, expected in (("fp8_block_linear", block), ("fp8_channel_linear", channel)):
+        assert [table.choose(operation, tokens).name for tokens in (1, 64, 1008)] == expected
+    on_cpu = table_of(DeviceFacts("cpu"))
+    assert on_cpu.choose("fp8_block_linear", 1).name == "plain"
