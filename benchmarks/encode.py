@@ -2,6 +2,7 @@
 
     python -m benchmarks.encode --shape 8b
     python -m benchmarks.encode --model DIR --engine
+    python -m benchmarks.encode --shape 8b --table l40s
 
 Attention: one layer, each implementation that runs here, from a captured graph. Tower: from uint8
 pixels on the device to all features, eagerly and as a captured graph; `host` is the host's time for
@@ -30,7 +31,8 @@ from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.model_spec import TowerSpec
-from services.common.nn.dispatch import UnknownOverride
+from services.common.nn.device import KNOWN_DEVICES
+from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
@@ -52,6 +54,7 @@ from services.encoder.engine_main import (
 )
 from services.encoder.kernels.ops import Grid
 from services.encoder.kernels.segments import BatchSegments
+from services.encoder.kernels.table import TowerFacts, resolve
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel, dtype_named
 from services.encoder.preprocess import preprocess
@@ -114,6 +117,13 @@ def create_bench(arguments: argparse.Namespace) -> Bench:
     assert isinstance(model, torch.nn.Module)
     load_dummy(model, device=device, dtype=dtype)
     return Bench(arguments.shape, tower, _LIMITS, settings, model.eval(), device, dtype)
+
+
+def print_table(arguments: argparse.Namespace) -> None:
+    """What a known GPU would run; it need not be here."""
+    tower = SHAPES.get(arguments.shape) or read_spec(arguments.model).vision_part.tower
+    facts = TowerFacts.of(tower, KNOWN_DEVICES[arguments.table], torch.bfloat16)
+    print(resolve(facts, parse_overrides(arguments.kernels)))
 
 
 def count_flops(tower: TowerSpec, patches: int) -> float:
@@ -313,7 +323,11 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true", help="measure the engine, too")
     parser.add_argument("--in-flight", default="1,64", help="images, in the engine's table")
     parser.add_argument("--images", type=int, default=384, help="per row of the engine's table")
+    parser.add_argument("--table", choices=KNOWN_DEVICES, help="print this GPU's kernel table")
     arguments = parser.parse_args()
+    if arguments.table:
+        print_table(arguments)
+        return
     bench = create_bench(arguments)
     sides = [int(part) for part in arguments.sides.split(",")]
     batches = [int(part) for part in arguments.batches.split(",")]

@@ -41,11 +41,12 @@ from services.common.nn.warpgroups import (
     zero_rows_from,
 )
 from services.encoder.kernels.segments import Segments
+from services.encoder.kernels.table import HOPPER_HEAD_DIMS
 
-HEAD_DIMS = (64, 72, 80)
 _MAIN, _TAIL = 64, 16  # columns of the two tiles of a head
 _BLOCK_M, _SMALL_BLOCK_M = 128, 64  # queries of a CTA
 _BLOCK_N = 64  # keys of a tile
+_ITEM_BYTES = gl.constexpr(2)  # bfloat16 or float16
 _NUM_WARPS = 4  # one warp group; two CTAs share an SM
 _MAIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _TAIL_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
@@ -53,7 +54,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class HopperAttention:
-    """`Ops.ragged_attention` for heads of `HEAD_DIMS` in bfloat16 or float16.
+    """`Ops.ragged_attention` for heads of `HOPPER_HEAD_DIMS` in bfloat16 or float16.
 
     Args:
         num_sms: of the device. With few rows a CTA has 64 queries instead of 128, so that no SM
@@ -65,17 +66,17 @@ class HopperAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         num_rows, num_heads, head_dim = query.shape
-        assert head_dim in HEAD_DIMS
+        assert head_dim in HOPPER_HEAD_DIMS
         block_m = self.block_m(num_rows, num_heads)
         work = segments.work_list(block_m, num_rows)
         out = query.new_empty(query.shape)
-        main = [_tiles(x, rows, _MAIN) for x, rows in _operands(query, key, value, block_m)]
-        tail = [None] * 3
-        if head_dim > _MAIN:
-            tail = [_tiles(x, rows, _TAIL) for x, rows in _operands(query, key, value, block_m)]
+        operands = ((query, block_m), (key, _BLOCK_N), (value, _BLOCK_N))
+        main = [_tiles(x, rows, _MAIN) for x, rows in operands]
+        tail = [_tiles(x, rows, _TAIL) for x, rows in operands] if head_dim > _MAIN else main
         ragged_attention_kernel[(work.max_blocks * num_heads,)](
             *main, *tail, work.items, out, head_dim**-0.5 * _LOG2_E,
-            HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=_NUM_WARPS,
+            HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_M=block_m,
+            TAIL_TILE=_TAIL if head_dim > _MAIN else 0, num_warps=_NUM_WARPS,
         )  # fmt: skip
         return out
 
@@ -83,10 +84,6 @@ class HopperAttention:
         """Queries of a CTA."""
         few_rows = self._num_sms // num_heads * _BLOCK_M
         return _SMALL_BLOCK_M if num_rows <= few_rows else _BLOCK_M
-
-
-def _operands(query: Tensor, key: Tensor, value: Tensor, block_m: int) -> list[tuple[Tensor, int]]:
-    return [(query, block_m), (key, _BLOCK_N), (value, _BLOCK_N)]
 
 
 def _tiles(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
@@ -102,17 +99,18 @@ def _tiles(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
 def ragged_attention_kernel(  # noqa: ANN201 - nothing
     query_tiles, key_tiles, value_tiles, query_tails, key_tails, value_tails, work_ptr, out_ptr,
     scale, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
+    TAIL_TILE: gl.constexpr,
 ):  # fmt: skip
     """CTAs of one head and segment follow each other, so that its keys and values stay in L2.
 
     Args:
         query_tiles: TMA descriptor of `[BLOCK_M, 64]`.
         key_tiles: of `[keys of a tile, 64]`; `value_tiles` as well.
-        query_tails: of `[BLOCK_M, 16]`, or None where HEAD_DIM is 64; `key_tails` and
+        query_tails: of `[BLOCK_M, TAIL_TILE]`, not used where that is 0; `key_tails` and
             `value_tails` as well.
         work_ptr: see `segments.list_work`.
         out_ptr: `[N, HEADS, HEAD_DIM]`.
-        scale: of the scores, in base 2.
+        scale: of the start_scores, in base 2.
     """
     MAIN: gl.constexpr = query_tiles.block_type.shape[1]
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -124,49 +122,55 @@ def ragged_attention_kernel(  # noqa: ANN201 - nothing
         begin, end = gl.load(fields_ptr + 2), gl.load(fields_ptr + 3)
         query = gl.allocate_shared_memory(query_tiles.dtype, [BLOCK_M, MAIN], query_tiles.layout)
         keys, values = allocate_tile_pair(key_tiles), allocate_tile_pair(value_tiles)
-        if TAIL > 0:
+        if TAIL_TILE > 0:
             query_tail = gl.allocate_shared_memory(
-                query_tails.dtype, query_tails.block_type.shape, query_tails.layout
+                query_tails.dtype, [BLOCK_M, TAIL_TILE], query_tails.layout
             )
             keys_tail, values_tail = allocate_tile_pair(key_tails), allocate_tile_pair(value_tails)
         else:
             query_tail, keys_tail, values_tail = query, keys, values
-        bars = make_mbarrier_pair()
-        query_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(query_bar, count=1)
+        mbarriers = make_mbarrier_pair()
+        query_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(query_arrived, count=1)
         fence_async_shared()
         column = head * HEAD_DIM
-        if TAIL > 0:
-            both: gl.constexpr = query_tiles.block_type.nbytes + query_tails.block_type.nbytes
-            mbarrier.expect(query_bar, both)
+        mbarrier.expect(query_arrived, BLOCK_M * (MAIN + TAIL_TILE) * _ITEM_BYTES)
+        if TAIL_TILE > 0:
             tma.async_copy_global_to_shared(
-                query_tails, [first, column + MAIN], query_bar, query_tail
+                query_tails, [first, column + MAIN], query_arrived, query_tail
             )
-        else:
-            mbarrier.expect(query_bar, query_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(query_tiles, [first, column], query_bar, query)
+        tma.async_copy_global_to_shared(query_tiles, [first, column], query_arrived, query)
         descriptors = (key_tiles, value_tiles, key_tails, value_tails)
         tiles = (keys, values, keys_tail, values_tail)
         l_i, acc, acc_tail = _attend(
-            query, query_tail, query_bar, tiles, bars, descriptors, column, begin, end, scale,
-            TAIL, RUNNING=False,
+            query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end, scale,
+            TAIL, TAIL_TILE, RUNNING=False,
         )  # fmt: skip
         if overflows(l_i, size, query.dtype):
-            reset_mbarriers(bars)
+            reset_mbarriers(mbarriers)
             l_i, acc, acc_tail = _attend(
-                query, query_tail, query_bar, tiles, bars, descriptors, column, begin, end, scale,
-                TAIL, RUNNING=True,
+                query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end, scale,
+                TAIL, TAIL_TILE, RUNNING=True,
             )  # fmt: skip
         debug_barrier()
         place = (first.to(gl.int64) * HEADS + head) * HEAD_DIM
         query.store((acc / l_i[:, None]).to(query.dtype))
-        if TAIL > 0:
+        if TAIL_TILE > 0:
             l_tail = gl.convert_layout(l_i, gl.SliceLayout(1, acc_tail.type.layout))
             query_tail.store((acc_tail / l_tail[:, None]).to(query.dtype))
         debug_barrier()
         _store(query, out_ptr + place, HEADS * HEAD_DIM, size, MAIN)
-        if TAIL > 0:
+        if TAIL_TILE > 0:
             _store(query_tail, out_ptr + place + MAIN, HEADS * HEAD_DIM, size, TAIL)
+
+
+@gluon.jit
+def _zero_columns(tile, first: gl.constexpr):
+    """Zeroes columns of a tile of shared memory from `first` on."""
+    ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
+    inside = gl.arange(0, tile.shape[1], gl.SliceLayout(0, ROWS)) < first
+    tile.store(gl.where(inside[None, :], tile.load(ROWS), 0.0))
+    debug_barrier()
 
 
 @gluon.jit
@@ -181,8 +185,8 @@ def _store(tile, out_ptr, stride: gl.constexpr, size, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    query, query_tail, query_bar, tiles, bars, descriptors, column, begin, end, scale,
-    TAIL: gl.constexpr, RUNNING: gl.constexpr,
+    query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end, scale,
+    TAIL: gl.constexpr, TAIL_TILE: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
     """Row sums `l_i` and unnormalized outputs of one head, over the segment [begin, end).
 
@@ -193,28 +197,27 @@ def _attend(
     keys, values, _, values_tail = tiles
     BLOCK_M: gl.constexpr = query.shape[0]
     MAIN: gl.constexpr = query.shape[1]
-    TAIL_TILE: gl.constexpr = query_tail.shape[1]
     BLOCK_N: gl.constexpr = keys.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, 16])
     ACC_TAIL: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [gl.num_warps(), 1], [16, TAIL_TILE, 16]
+        [3, 0], [gl.num_warps(), 1], [16, query_tail.shape[1], 16]
     )
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     dtype: gl.constexpr = query.dtype
     count = (end - begin + BLOCK_N - 1) // BLOCK_N
     remaining = begin + (count - 1) * BLOCK_N
     last = gl.maximum(begin, end - BLOCK_N)  # a whole tile, if the segment has one: for its row max
-    _fetch_keys(tiles, bars.index(0), descriptors, column, last, 0, True, 0, TAIL)
-    _fetch(tiles, bars, descriptors, column, 1, count, begin, last, TAIL)
-    mbarrier.wait(query_bar, 0)
+    mbarrier.expect(mbarriers.index(0), BLOCK_N * (MAIN + TAIL_TILE) * _ITEM_BYTES)
+    _fetch_keys(tiles, mbarriers.index(0), descriptors, column, last, 0, True, TAIL_TILE)
+    _fetch(tiles, mbarriers, descriptors, column, 1, count, begin, last, TAIL_TILE)
+    mbarrier.wait(query_arrived, 0)
+    if TAIL < TAIL_TILE:
+        _zero_columns(query_tail, TAIL)
     q = query.load(OPERAND)
     q_tail = query_tail.load(OPERAND)
-    if TAIL > 0 and TAIL < TAIL_TILE:
-        inside = gl.arange(0, TAIL_TILE, gl.SliceLayout(0, OPERAND)) < TAIL
-        q_tail = gl.where(inside[None, :], q_tail, 0.0)
-    mbarrier.wait(bars.index(0), 0)
-    score = warpgroup_mma_wait(0, deps=[_scores(q, q_tail, tiles, 0, SCORES, TAIL)])
+    mbarrier.wait(mbarriers.index(0), 0)
+    score = warpgroup_mma_wait(0, deps=[_scores(q, q_tail, tiles, 0, SCORES, TAIL_TILE)])
     place = last + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     score = gl.where((place < end)[None, :], score, float("-inf"))
     m_i = gl.max(score, axis=1) * scale
@@ -222,96 +225,90 @@ def _attend(
     p = gl.exp2(score * scale - m_i[:, None])
     l_i = sliced_row_sum(p)
     acc = gl.full([BLOCK_M, MAIN], 0.0, gl.float32, ACC)
-    acc_tail = gl.full([BLOCK_M, TAIL_TILE], 0.0, gl.float32, ACC_TAIL)
+    acc_tail = gl.full([BLOCK_M, query_tail.shape[1]], 0.0, gl.float32, ACC_TAIL)
     if last + BLOCK_N > end:
-        mbarrier.wait(bars.index(1), 0)
+        mbarrier.wait(mbarriers.index(1), 0)
         zero_rows_from(values.index(1), end - last)
-        if TAIL > 0:
+        if TAIL_TILE > 0:
             zero_rows_from(values_tail.index(1), end - last)
     debug_barrier()
-    _fetch(tiles, bars, descriptors, column, 2, count, begin, last, TAIL)
+    _fetch(tiles, mbarriers, descriptors, column, 2, count, begin, last, TAIL_TILE)
     p = as_dot_operand(p, dtype, ACC)
     for index in range(1, count):
         slot = index % 2
-        mbarrier.wait(bars.index(slot), index // 2 & 1)
-        score = _scores(q, q_tail, tiles, slot, SCORES, TAIL)
+        mbarrier.wait(mbarriers.index(slot), index // 2 & 1)
+        score = _scores(q, q_tail, tiles, slot, SCORES, TAIL_TILE)
         acc = warpgroup_mma(p, values.index(slot), acc, is_async=True)
-        if TAIL > 0:
-            p_tail = gl.convert_layout(p, gl.DotOperandLayout(0, ACC_TAIL, 2), assert_trivial=True)
+        if TAIL_TILE > 0:
+            p_tail = gl.convert_layout(p, gl.DotOperandLayout(0, ACC_TAIL, 2))
             acc_tail = warpgroup_mma(p_tail, values_tail.index(slot), acc_tail, is_async=True)
             score = warpgroup_mma_wait(2, deps=[score])
         else:
             score = warpgroup_mma_wait(1, deps=[score])
-        m_i, l_i, weight, old = softmax(score, scale, m_i, l_i, RUNNING)
-        if TAIL > 0:
+        m_i, l_i, next_p, alpha = softmax(score, scale, m_i, l_i, RUNNING)
+        if TAIL_TILE > 0:
             acc, acc_tail, p = warpgroup_mma_wait(0, deps=[acc, acc_tail, p])
         else:
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         debug_barrier()
-        _fetch(tiles, bars, descriptors, column, index + 2, count, begin, last, TAIL)
+        _fetch(tiles, mbarriers, descriptors, column, index + 2, count, begin, last, TAIL_TILE)
         if RUNNING:
-            acc *= gl.convert_layout(old, gl.SliceLayout(1, ACC))[:, None]
-            if TAIL > 0:
-                acc_tail *= gl.convert_layout(old, gl.SliceLayout(1, ACC_TAIL))[:, None]
-        p = as_dot_operand(weight, dtype, ACC)
+            acc *= gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
+            if TAIL_TILE > 0:
+                acc_tail *= gl.convert_layout(alpha, gl.SliceLayout(1, ACC_TAIL))[:, None]
+        p = as_dot_operand(next_p, dtype, ACC)
     slot = count % 2
-    mbarrier.wait(bars.index(slot), count // 2 & 1)
+    mbarrier.wait(mbarriers.index(slot), count // 2 & 1)
     acc = warpgroup_mma(p, values.index(slot), acc)
-    if TAIL > 0:
-        p_tail = gl.convert_layout(p, gl.DotOperandLayout(0, ACC_TAIL, 2), assert_trivial=True)
+    if TAIL_TILE > 0:
+        p_tail = gl.convert_layout(p, gl.DotOperandLayout(0, ACC_TAIL, 2))
         acc_tail = warpgroup_mma(p_tail, values_tail.index(slot), acc_tail)
     return gl.convert_layout(gl.sum(l_i, axis=1), gl.SliceLayout(1, ACC)), acc, acc_tail
 
 
 @gluon.jit
-def _scores(q, q_tail, tiles, slot, SCORES: gl.constexpr, TAIL: gl.constexpr):
+def _scores(q, q_tail, tiles, slot, SCORES: gl.constexpr, TAIL_TILE: gl.constexpr):
     """Q·Kᵀ with a tile of keys, in flight."""
     keys, _, keys_tail, _ = tiles
     score = start_scores(q, keys.index(slot), SCORES)
-    if TAIL > 0:
+    if TAIL_TILE > 0:
         columns = keys_tail.index(slot).permute((1, 0))
         score = warpgroup_mma(q_tail, columns, score, is_async=True)
     return score
 
 
 @gluon.jit
-def _fetch(tiles, bars, descriptors, column, index, count, begin, last, TAIL: gl.constexpr):
+def _fetch(
+    tiles, mbarriers, descriptors, column, index, count, begin, last, TAIL_TILE: gl.constexpr
+):
     """Starts the copies of one tile's keys and of the values before it, where these exist."""
     keys, values, _, values_tail = tiles
     _, value_tiles, _, value_tails = descriptors
     slot = index % 2
-    bar = bars.index(slot)
+    arrived = mbarriers.index(slot)
     at = begin + (index - 1) * keys.shape[1]
     before = gl.where(index == 1, last, at - keys.shape[1])
-    VALUES: gl.constexpr = _num_bytes(value_tiles, value_tails, TAIL)
-    mbarrier.expect(bar, VALUES, pred=index == count)
-    _fetch_keys(tiles, bar, descriptors, column, at, slot, index < count, VALUES, TAIL)
+    TILE_BYTES: gl.constexpr = keys.shape[1] * (keys.shape[2] + TAIL_TILE) * _ITEM_BYTES
+    mbarrier.expect(arrived, 2 * TILE_BYTES, pred=index < count)
+    mbarrier.expect(arrived, TILE_BYTES, pred=index == count)
+    _fetch_keys(tiles, arrived, descriptors, column, at, slot, index < count, TAIL_TILE)
     tma.async_copy_global_to_shared(
-        value_tiles, [before, column], bar, values.index(slot), pred=index <= count
+        value_tiles, [before, column], arrived, values.index(slot), pred=index <= count
     )
-    if TAIL > 0:
+    if TAIL_TILE > 0:
         tma.async_copy_global_to_shared(
-            value_tails, [before, column + value_tiles.block_type.shape[1]], bar,
+            value_tails, [before, column + keys.shape[2]], arrived,
             values_tail.index(slot), pred=index <= count,
         )  # fmt: skip
 
 
 @gluon.jit
-def _fetch_keys(
-    tiles, bar, descriptors, column, at, slot, wanted, MORE: gl.constexpr, TAIL: gl.constexpr
-):
-    """Starts the copies of one tile's keys; the mbarrier also expects `MORE` bytes."""
+def _fetch_keys(tiles, arrived, descriptors, column, at, slot, wanted, TAIL_TILE: gl.constexpr):
+    """Starts the copies of one tile's keys."""
     keys, _, keys_tail, _ = tiles
     key_tiles, _, key_tails, _ = descriptors
-    mbarrier.expect(bar, _num_bytes(key_tiles, key_tails, TAIL) + MORE, pred=wanted)
-    tma.async_copy_global_to_shared(key_tiles, [at, column], bar, keys.index(slot), pred=wanted)
-    if TAIL > 0:
+    tma.async_copy_global_to_shared(key_tiles, [at, column], arrived, keys.index(slot), pred=wanted)
+    if TAIL_TILE > 0:
         tma.async_copy_global_to_shared(
-            key_tails, [at, column + key_tiles.block_type.shape[1]], bar, keys_tail.index(slot),
-            pred=wanted,
+            key_tails, [at, column + keys.shape[2]], arrived, keys_tail.index(slot), pred=wanted
         )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _num_bytes(main, tail, has_tail):
-    return main.block_type.nbytes + (tail.block_type.nbytes if has_tail else 0)

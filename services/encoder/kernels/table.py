@@ -17,8 +17,8 @@ from services.encoder.kernels import plain
 
 _KERNELS = "services.encoder.kernels"
 _HALF = (torch.bfloat16, torch.float16)
-_HOPPER_HEAD_DIMS = (64, 72, 80)
-_HOPPER_SHARED_MEMORY = 62 << 10  # bytes of a CTA with the largest of these heads
+HOPPER_HEAD_DIMS = (64, 72, 80)
+HOPPER_SHARED_MEMORY = 62 << 10  # bytes of a CTA with the widest of these heads
 _FLASH_CAPABILITY = (8, 0)
 
 
@@ -128,10 +128,10 @@ def _without_hopper(facts: TowerFacts) -> str:
 def _without_hopper_attention(facts: TowerFacts) -> str:
     if why := _without_hopper(facts):
         return why
-    if facts.head_dim not in _HOPPER_HEAD_DIMS:
+    if facts.head_dim not in HOPPER_HEAD_DIMS:
         return f"it has no kernel for head_dim {facts.head_dim}"
-    if facts.device.shared_memory_bytes < _HOPPER_SHARED_MEMORY:
-        return f"it needs {_HOPPER_SHARED_MEMORY} bytes of shared memory"
+    if facts.device.shared_memory_bytes < HOPPER_SHARED_MEMORY:
+        return f"it needs {HOPPER_SHARED_MEMORY} bytes of shared memory"
     return ""
 
 

@@ -1,6 +1,7 @@
 """What the tower's kernel table picks, for devices that need not be here."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from services.common.model_spec import TowerSpec
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride, parse_overrides
 from services.encoder.kernels.ops import Ops
-from services.encoder.kernels.table import TowerFacts, resolve
+from services.encoder.kernels.segments import BatchSegments
+from services.encoder.kernels.table import HOPPER_SHARED_MEMORY, TowerFacts, resolve
 from tests.tower import cpu_ops
 
 TWO_B = TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
 EIGHT_B = TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24))
+RESERVED_SHARED_MEMORY = 1024  # bytes of each CTA that the driver takes
 OPERATIONS = {
     "pack_patches", "add_layer_norm", "layer_norm", "rotary", "ragged_attention", "linear_gelu",
     "linear_add",
@@ -93,3 +96,34 @@ def test_a_kernel_that_fails_at_warm_up_gives_way(
     assert torch.equal(rotated, cpu_ops(TWO_B).rotary(x, angles.cos(), angles.sin()))
     assert "rotary: triton failed" in caplog.text and "out of resources" in caplog.text
     assert picked(found)["rotary"] == "plain"
+
+
+@pytest.mark.parametrize("spec", [TWO_B, EIGHT_B], ids=["2B", "8B"])
+@pytest.mark.parametrize("device", KNOWN_DEVICES.values(), ids=KNOWN_DEVICES)
+def test_kernels_of_ours_compile_and_fit(device: DeviceFacts, spec: TowerSpec) -> None:
+    """What the table picks of Triton and Gluon, for GPUs that are not here."""
+    pytest.importorskip("triton")
+    from tests.gpu_compiler import compiled_launches
+
+    ops, heads = Ops(table(spec, device)), spec.num_heads
+    head_dim, grouped = spec.hidden_size // heads, 4 * spec.hidden_size
+    zeros = partial(torch.zeros, dtype=torch.bfloat16)
+    cos = torch.zeros(256, head_dim // 2)
+    x, wide = zeros(256, spec.hidden_size), zeros(64, grouped)
+    with compiled_launches(device) as launched:
+        ops.pack_patches(torch.zeros(256 * 768, dtype=torch.uint8), [(1, 16, 16)], 16, 2, x.dtype)
+        ops.add_layer_norm(x, x, zeros(x.shape[1]), zeros(x.shape[1]), 1e-6)
+        ops.layer_norm(wide, zeros(grouped), zeros(grouped), 1e-6)
+        ops.rotary(zeros(256, 3, heads, head_dim)[:, :2], cos, cos)
+        if picked(ops.table)["ragged_attention"] == "hopper":
+            for rows in (256, 4096):
+                query, key, value = zeros(rows, 3, heads, head_dim).unbind(1)
+                segments = BatchSegments([rows - 100, 100], torch.device("cpu"))
+                ops.ragged_attention(query, key, value, segments)
+    assert len(launched) == (6 if device.is_hopper else 4)
+    for launch in launched:
+        assert launch.shared_bytes + RESERVED_SHARED_MEMORY <= device.shared_memory_bytes
+    if device.is_hopper:  # two CTAs of attention share an SM; the table knows what they need
+        attention = [launch for launch in launched if "attention" in launch.name]
+        needed = max(launch.shared_bytes for launch in attention) + RESERVED_SHARED_MEMORY
+        assert needed <= HOPPER_SHARED_MEMORY and 2 * needed <= device.shared_memory_bytes

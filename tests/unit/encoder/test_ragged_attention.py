@@ -21,6 +21,7 @@ from services.encoder.kernels.segments import (
     count_blocks,
     list_work,
 )
+from services.encoder.kernels.table import HOPPER_HEAD_DIMS
 from tests.gpu_compiler import compile_for_hopper, copies_see_their_barriers
 
 CPU = torch.device("cpu")
@@ -72,19 +73,21 @@ def test_few_rows_have_small_blocks_so_that_no_sm_is_idle() -> None:
 
 def compiled(dtype: str, head_dim: int, block: int) -> Any:
     tiles: dict[str, str] = {}
-    constants: dict[str, Any] = {"HEADS": 16, "HEAD_DIM": head_dim, "BLOCK_M": block}
+    tail_columns = 16 if head_dim > 64 else 0
+    constants = {
+        "HEADS": 16, "HEAD_DIM": head_dim, "BLOCK_M": block, "TAIL_TILE": tail_columns
+    }  # fmt: skip
     for name, rows in (("query", block), ("key", 64), ("value", 64)):
         main, tail = hopper_attention._MAIN_LAYOUT, hopper_attention._TAIL_LAYOUT
         tiles[f"{name}_tiles"] = f"tensordesc<{dtype}[{rows}, 64],{main!r}>"
-        if head_dim > 64:
+        tiles[f"{name}_tails"] = tiles[f"{name}_tiles"]
+        if tail_columns:
             tiles[f"{name}_tails"] = f"tensordesc<{dtype}[{rows}, 16],{tail!r}>"
-        else:
-            constants[f"{name}_tails"] = None
     pointers = {"work_ptr": "*i32", "out_ptr": f"*{dtype}", "scale": "fp32"}
     return compile_for_hopper(ragged_attention_kernel, {**tiles, **pointers}, constants)
 
 
-@pytest.mark.parametrize("head_dim", hopper_attention.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 @pytest.mark.parametrize(("dtype", "block"), [("bf16", 64), ("bf16", 128), ("fp16", 128)])
 def test_the_kernel_compiles_for_hopper(dtype: str, block: int, head_dim: int) -> None:
     """Two CTAs share an SM, so that the GEMMs of one overlap the softmax of the other."""
