@@ -285,4 +285,4 @@ async def test_a_text_model_is_refused_at_start(model_dir: Path, tmp_path: Path)
     )  # fmt: skip
     _, log = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 2
-    assert "Qwen3ForCausalLM has no vision tower" in log.decode()
+    assert "(Qwen3ForCausalLM) is a text model: it has no vision tower" in log.decode()
