@@ -143,14 +143,14 @@ def ragged_attention_kernel(  # noqa: ANN201 - nothing
         descriptors = (key_tiles, value_tiles, key_tails, value_tails)
         tiles = (keys, values, keys_tail, values_tail)
         l_i, acc, acc_tail = _attend(
-            query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end, scale,
-            TAIL, TAIL_TILE, RUNNING=False,
+            query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end,
+            scale, TAIL, TAIL_TILE, RUNNING=False,
         )  # fmt: skip
         if overflows(l_i, size, query.dtype):
             reset_mbarriers(mbarriers)
             l_i, acc, acc_tail = _attend(
-                query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end, scale,
-                TAIL, TAIL_TILE, RUNNING=True,
+                query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end,
+                scale, TAIL, TAIL_TILE, RUNNING=True,
             )  # fmt: skip
         debug_barrier()
         place = (first.to(gl.int64) * HEADS + head) * HEAD_DIM
