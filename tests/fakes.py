@@ -1,4 +1,4 @@
-"""An encoder and a decoder that speak the real protocol and compute nothing.
+"""An encoder and a decoder with the real protocol and no computation.
 
 Each is a real gRPC server; tests set what it does. Kept in step with proto/*.proto.
 """
@@ -13,10 +13,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.common import rpc
 from services.common.errors import TriptychError
 from services.common.pb import decoder_pb2, decoder_pb2_grpc, encoder_pb2, encoder_pb2_grpc
+from services.common.tracing import TRACEPARENT
 
 
 class _Health(health.aio.HealthServicer):
-    """The standard service, which can also fall silent."""
+    """The standard service, which can also stop answering."""
 
     silent = False
 
@@ -63,8 +64,8 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
 
     Attributes:
         before: awaited before each answer; may sleep, or raise a TriptychError to be sent.
-        requests: all that came.
-        num_cancelled: calls that the caller gave up.
+        requests: all requests so far.
+        num_cancelled: calls that the caller cancelled.
     """
 
     def __init__(self, **description: object) -> None:
@@ -81,6 +82,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.before: Callable[[encoder_pb2.EncodeRequest], Awaitable[None]] | None = None
         self.requests: list[encoder_pb2.EncodeRequest] = []
         self.request_ids: list[str] = []
+        self.traceparents: list[str] = []
         self.asked: set[tuple[str, bytes]] = set()  # request id, image key
         self.known: set[bytes] = set()
         self.num_tokens_error = 0
@@ -96,6 +98,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.requests.append(request)
         metadata = dict(context.invocation_metadata())
         self.request_ids.append(metadata.get(rpc.REQUEST_ID, ""))
+        self.traceparents.append(metadata.get(TRACEPARENT, ""))
         self.asked.add((self.request_ids[-1], request.image_key))
         try:
             if self.before is not None:

@@ -262,6 +262,7 @@ class Attempts:
 
     async def _encode(self, key: bytes, pod: EncoderPod, index: int) -> None:
         request, image = self._request, self._request.images[index]
+        num_tokens = request.prompt.image_lengths[index]
         start = time.monotonic()
         try:
             with span("encode call", encoder=pod.address, patches=math.prod(image.grid)):

@@ -26,6 +26,7 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.threads import INLINE_BYTES
+from services.common.tracing import TRACEPARENT, span
 from services.gateway.admission import Admission
 from services.gateway.attempts import Attempts, PreparedRequest
 from services.gateway.clients.decoders import DecoderPool
@@ -153,9 +154,8 @@ class ChatService:
         """
         decoder = self._decoder(request.model)
         conversation = self._conversation(request)
-        start = time.monotonic()
-        ids = await self._render(conversation, decoder.max_model_len)
-        timings.record("tokenize", time.monotonic() - start)
+        with span("tokenize"), timings.measure("tokenize"):
+            ids = await self._render(conversation, decoder.max_model_len)
         # Before images are loaded. Each has at least one token, as its placeholder here.
         resolve_sampling(
             request, self.defaults,
@@ -163,10 +163,10 @@ class ChatService:
             max_model_len=decoder.max_model_len,
             vocab_size=decoder.vocab_size,
         )  # fmt: skip
-        start = time.monotonic()
-        images = await self._read_images(conversation, hold)
-        if images:
-            timings.record("fetch", time.monotonic() - start)
+        images: list[Image] = []
+        if conversation.images:
+            with span("fetch", num_images=len(conversation.images)), timings.measure("fetch"):
+                images = await self._read_images(conversation, hold)
         prompt = self.prompts.expand(ids, [image.grid for image in images])
         sampling = resolve_sampling(
             request, self.defaults,
@@ -366,9 +366,11 @@ class ChatEndpoint:
             with self._admission.slot() as slot, self._metrics.running.track_inprogress():
                 exchange = Exchange(scope, receive, send)
                 body = await read_body(scope, receive, slot.hold)
-                outcome = await exchange.while_connected(
-                    self._serve(exchange, body, timings, slot.hold)
-                )
+                with span("chat", _trace_parent(scope), request_id=exchange.request_id) as root:
+                    outcome = await exchange.while_connected(
+                        self._serve(exchange, body, timings, slot.hold)
+                    )
+                    root.set(outcome=outcome)
         except TriptychError as error:
             outcome = error.code
             if isinstance(error, Overloaded):
@@ -480,6 +482,10 @@ class ChatEndpoint:
             num_later = usage.completion_tokens - len(completion.choices)
             if "total" in seconds and num_later > 0:
                 metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
+
+
+def _trace_parent(scope: Scope) -> str:
+    return dict(scope["headers"]).get(TRACEPARENT.encode(), b"").decode("latin-1")
 
 
 async def _parse(body: bytes) -> ChatRequest:

@@ -1,6 +1,8 @@
 """What the gateway measures: the timings of one request, and the metrics of all requests."""
 
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -27,6 +29,13 @@ class Timings:
     def record(self, stage: str, seconds: float) -> None:
         """Records a stage; the longest of several records counts."""
         self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+
+    @contextmanager
+    def measure(self, stage: str) -> Generator[None]:
+        """Records how long the block takes, if it succeeds."""
+        start = time.monotonic()
+        yield
+        self.record(stage, time.monotonic() - start)
 
     def milliseconds(self) -> dict[str, float]:
         """For the response."""

@@ -95,6 +95,8 @@ class EncoderPod(Pod):
     ) -> Encoded:
         """Makes an image's embedding available at this encoder.
 
+        The call carries the running task's request id and trace context.
+
         Args:
             key: the image key.
             image: the encoded file.
