@@ -76,17 +76,18 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
-        prompts=PromptBuilder(spec, tokenizer, template),
+        prompts=PromptBuilder(
+            spec, tokenizer, template, max_images=settings.max_images_per_request
+        ),
         images=images,
         defaults=SamplingDefaults.of_model(spec),
         encoders=encoders,
         decoders=decoders,
         metrics=metrics,
-        max_images=settings.max_images_per_request,
         request_timeout_s=settings.request_timeout_s,
     )
     admission = Admission(settings.max_concurrent_requests)
-    warm_up = _warm_up(service, warm_up_rounds)
+    warm_up = _warm_up(service, warm_up_rounds, images=settings.max_images_per_request > 0)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -116,7 +117,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     return Gateway(middleware, admission, service, metrics, warm_up)
 
 
-def _warm_up(service: ChatService, rounds: int) -> WarmUp:
+def _warm_up(service: ChatService, rounds: int, *, images: bool) -> WarmUp:
     """The warm-up of the same service, with metrics that nobody reads."""
     unused = GatewayMetrics()
     return WarmUp(
@@ -124,5 +125,5 @@ def _warm_up(service: ChatService, rounds: int) -> WarmUp:
         service.model_name,
         service.ready,
         rounds=rounds,
-        images=service.images is not None and service.max_images > 0,
+        images=images and service.images is not None,
     )

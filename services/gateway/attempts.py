@@ -27,7 +27,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
-from services.common.tracing import Span, span, start_span
+from services.common.tracing import Span, start_span
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderDescription, EncoderPod, EncoderPool
 from services.gateway.images import Image
@@ -263,12 +263,12 @@ class Attempts:
     async def _encode(self, key: bytes, pod: EncoderPod, index: int) -> None:
         request, image = self._request, self._request.images[index]
         num_tokens = request.prompt.image_lengths[index]
-        start = time.monotonic()
+        timeout_s = min(self._encode_timeout_s, request.remaining_s())
+        attributes = {"encoder": pod.address, "patches": math.prod(image.grid)}
         try:
-            with span("encode call", encoder=pod.address, patches=math.prod(image.grid)):
-                timeout_s = min(self._encode_timeout_s, request.remaining_s())
+            with request.timings.measure("encode", span_name="encode call", **attributes):
                 done = await pod.encode(key, image.data, image.grid, timeout_s=timeout_s)
-            if done.num_tokens != request.prompt.image_lengths[index]:
+            if done.num_tokens != num_tokens:
                 raise InternalError("an encoder returned an embedding of the wrong size")
         except InvalidRequest as error:
             error.param = image.param
@@ -276,7 +276,6 @@ class Attempts:
         except TriptychError as error:
             self._mailbox.put(_RetryableFailure(error, "encoder", pod.address))
         else:
-            request.timings.record("encode", time.monotonic() - start)
             self._encoded[key] = pod.address
             self._metrics.encodes.labels(done.source).inc()
             for other_index, other in enumerate(self._keys):

@@ -7,7 +7,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -26,17 +26,16 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.threads import INLINE_BYTES
-from services.common.tracing import TRACEPARENT, span
 from services.gateway.admission import Admission
 from services.gateway.attempts import Attempts, PreparedRequest
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
-from services.gateway.detokenizer import Choice, Detokenizer
+from services.gateway.detokenizer import Choice, create_choices
 from services.gateway.exchange import Exchange, read_body
-from services.gateway.images import Image, ImageReader
+from services.gateway.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.openai import ChatRequest, parse_chat_request
-from services.gateway.prompt import Conversation, PromptBuilder, read_conversation
+from services.gateway.prompt import Draft, PromptBuilder
 from services.gateway.responses import (
     DONE,
     AssistantMessage,
@@ -131,7 +130,6 @@ class ChatService:
     encoders: EncoderPool
     decoders: DecoderPool
     metrics: GatewayMetrics
-    max_images: int
     request_timeout_s: float
     encode_timeout_s: float = 60.0
     _threads: ThreadPoolExecutor = field(
@@ -153,21 +151,20 @@ class ChatService:
             TriptychError: the request cannot be served.
         """
         decoder = self._decoder(request.model)
-        conversation = self._conversation(request)
-        with span("tokenize"), timings.measure("tokenize"):
-            ids = await self._render(conversation, decoder.max_model_len)
+        with timings.measure("tokenize"):
+            draft = await self._draft(request, decoder.max_model_len)
         # Before images are loaded. Each has at least one token, as its placeholder here.
         resolve_sampling(
             request, self.defaults,
-            prompt_tokens=len(ids),
+            prompt_tokens=len(draft.token_ids),
             max_model_len=decoder.max_model_len,
             vocab_size=decoder.vocab_size,
         )  # fmt: skip
         images: list[Image] = []
-        if conversation.images:
-            with span("fetch", num_images=len(conversation.images)), timings.measure("fetch"):
-                images = await self._read_images(conversation, hold)
-        prompt = self.prompts.expand(ids, [image.grid for image in images])
+        if draft.images:
+            with timings.measure("fetch"):
+                images = await self._read_images(draft.images, hold)
+        prompt = self.prompts.expand(draft, [image.grid for image in images])
         sampling = resolve_sampling(
             request, self.defaults,
             prompt_tokens=len(prompt.token_ids),
@@ -183,7 +180,7 @@ class ChatService:
             wait_for_sources=bool(request.include_stage_times),
             encode_sources=[None] * len(images),
         )  # fmt: skip
-        return Completion(request, prepared, self._choices(request))
+        return Completion(request, prepared, create_choices(request, self.tokenizer))
 
     async def answer(
         self, completion: Completion, on_restart: Callable[[], None] | None = None
@@ -206,7 +203,7 @@ class ChatService:
             nonlocal started
             started = False
             completion.cached_tokens = None
-            completion.choices = self._choices(completion.request)
+            completion.choices = create_choices(completion.request, self.tokenizer)
             assert on_restart is not None
             on_restart()
 
@@ -238,10 +235,9 @@ class ChatService:
                 unreadable.
         """
         decoder = self._decoder(request.model)
-        conversation = self._conversation(request)
-        ids = await self._render(conversation, decoder.max_model_len)
-        images = await self._read_images(conversation, hold)
-        return self.prompts.expand(ids, [image.grid for image in images]).token_ids.tolist()
+        draft = await self._draft(request, decoder.max_model_len)
+        images = await self._read_images(draft.images, hold)
+        return self.prompts.expand(draft, [image.grid for image in images]).token_ids.tolist()
 
     async def tokenize_text(self, text: str) -> list[int]:
         """Token ids of plain text.
@@ -296,51 +292,25 @@ class ChatService:
             raise Unavailable("no decoder is available", retry_after_s=1)
         return found
 
-    def _conversation(self, request: ChatRequest) -> Conversation:
-        return read_conversation(
-            request, max_images=self.max_images, takes_images=self.images is not None
-        )
-
-    async def _render(self, conversation: Conversation, max_tokens: int) -> list[int]:
+    async def _draft(self, request: ChatRequest, max_tokens: int) -> Draft:
         return await self._off_loop(
-            conversation.num_characters,
-            lambda: self.prompts.render(
-                conversation.messages, conversation.template_options, max_tokens
-            ),
+            request.num_characters, lambda: self.prompts.draft(request, max_tokens)
         )
 
     async def _read_images(
-        self, conversation: Conversation, hold: Callable[[int], None]
+        self, sources: Sequence[ImageSource], hold: Callable[[int], None]
     ) -> list[Image]:
-        if self.images is None or not conversation.images:
+        if self.images is None or not sources:
             return []
         encoder = self.encoders.description()
         if encoder is None:
             raise Unavailable("no encoder is available", retry_after_s=1)
-        return await self.images.read(conversation.images, hold, encoder.max_image_patches)
+        return await self.images.read(sources, hold, encoder.max_image_patches)
 
     async def _off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
         if num_characters <= _INLINE_TOKENIZE_CHARS:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-
-    def _choices(self, request: ChatRequest) -> list[Choice]:
-        include_stop = bool(request.include_stop_str_in_output)
-        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-
-        def detokenizer() -> Detokenizer:
-            return Detokenizer(
-                self.tokenizer,
-                stops=stops,
-                include_stop=include_stop,
-                skip_special_tokens=request.skip_special_tokens is not False,
-                min_tokens=request.min_tokens or 0,
-            )
-
-        return [
-            Choice(index, self.tokenizer, detokenizer(), include_stop)
-            for index in range(request.n or 1)
-        ]
 
 
 class ChatEndpoint:
@@ -366,11 +336,9 @@ class ChatEndpoint:
             with self._admission.slot() as slot, self._metrics.running.track_inprogress():
                 exchange = Exchange(scope, receive, send)
                 body = await read_body(scope, receive, slot.hold)
-                with span("chat", _trace_parent(scope), request_id=exchange.request_id) as root:
-                    outcome = await exchange.while_connected(
-                        self._serve(exchange, body, timings, slot.hold)
-                    )
-                    root.set(outcome=outcome)
+                outcome = await exchange.while_connected(
+                    self._serve(exchange, body, timings, slot.hold)
+                )
         except TriptychError as error:
             outcome = error.code
             if isinstance(error, Overloaded):
@@ -381,6 +349,7 @@ class ChatEndpoint:
             outcome = "cancelled"
             raise
         finally:
+            scope["state"]["outcome"] = outcome
             self._metrics.requests.labels(outcome).inc()
             self._metrics.request.observe(timings.since_arrival())
 
@@ -482,10 +451,6 @@ class ChatEndpoint:
             num_later = usage.completion_tokens - len(completion.choices)
             if "total" in seconds and num_later > 0:
                 metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
-
-
-def _trace_parent(scope: Scope) -> str:
-    return dict(scope["headers"]).get(TRACEPARENT.encode(), b"").decode("latin-1")
 
 
 async def _parse(body: bytes) -> ChatRequest:

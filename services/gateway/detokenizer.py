@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients.decoders import TokenEvent
+from services.gateway.openai import ChatRequest
 from services.gateway.responses import LogprobEntry, TopLogprob, Update
 from services.gateway.tokenizer import ModelTokenizer
 
@@ -185,3 +186,22 @@ class Choice:
     def _token(self, token_id: int) -> tuple[str, list[int]]:
         data = self._tokenizer.token_bytes(token_id)
         return data.decode(errors="replace"), list(data)
+
+
+def create_choices(request: ChatRequest, tokenizer: ModelTokenizer) -> list[Choice]:
+    """A request's choices, before their first token."""
+    include_stop = bool(request.include_stop_str_in_output)
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+
+    def detokenizer() -> Detokenizer:
+        return Detokenizer(
+            tokenizer,
+            stops=stops,
+            include_stop=include_stop,
+            skip_special_tokens=request.skip_special_tokens is not False,
+            min_tokens=request.min_tokens or 0,
+        )
+
+    return [
+        Choice(index, tokenizer, detokenizer(), include_stop) for index in range(request.n or 1)
+    ]

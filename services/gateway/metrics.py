@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.telemetry import LATENCY_BUCKETS
+from services.common.tracing import Attribute, span
 
 
 @dataclass(slots=True)
@@ -31,10 +32,13 @@ class Timings:
         self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
 
     @contextmanager
-    def measure(self, stage: str) -> Generator[None]:
-        """Records how long the block takes, if it succeeds."""
+    def measure(
+        self, stage: str, *, span_name: str = "", **attributes: Attribute
+    ) -> Generator[None]:
+        """Records how long the block takes, if it succeeds; also as a span of the trace."""
         start = time.monotonic()
-        yield
+        with span(span_name or stage, "", **attributes):
+            yield
         self.record(stage, time.monotonic() - start)
 
     def milliseconds(self) -> dict[str, float]:

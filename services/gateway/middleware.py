@@ -1,4 +1,4 @@
-"""ASGI middleware around all routes: request ids, API keys and the access log."""
+"""ASGI middleware around all routes: request ids, traces, API keys and the access log."""
 
 import hashlib
 import logging
@@ -6,14 +6,14 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.telemetry import bind_request_id
-from services.common.tracing import Span, span
+from services.common.tracing import TRACEPARENT, Span, span
 from services.gateway.admission import Admission
 from services.gateway.exchange import JsonResponse
 from services.gateway.responses import error_body
@@ -26,7 +26,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Middleware:
-    """Gives each request an id, checks its API key, and logs its outcome.
+    """Gives each request an id and a span, checks its API key, and logs its outcome.
 
     Args:
         app: the routes.
@@ -52,24 +52,23 @@ class Middleware:
         request_id = _request_id(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})["request_id"] = request_id
         bind_request_id(request_id)
-        if scope["path"] in self._quiet_paths:
-            tracing = nullcontext(Span())
-        else:
-            parent = headers.get(b"traceparent", b"").decode("latin-1")
-            tracing = span(
-                "http request", parent,
-                method=scope["method"], path=scope["path"], request_id=request_id,
-            )  # fmt: skip
-        with tracing as current:
-            current.set(status=await self._serve(scope, receive, send, headers))
+        is_quiet = scope["path"] in self._quiet_paths
+        start = time.monotonic()
+        with nullcontext(Span()) if is_quiet else _request_span(scope, headers) as request_span:
+            status = await self._serve(scope, receive, send, headers)
+            request_span.set(status=status, **_outcome(scope))
+        log.log(
+            logging.DEBUG if is_quiet else logging.INFO,
+            "%s %s %d", scope["method"], scope["path"], status,
+            extra={"fields": {"ms": round((time.monotonic() - start) * 1e3, 1), **_outcome(scope)}},
+        )  # fmt: skip
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]
     ) -> int:
-        """Serves one request and logs it; the HTTP status, 499 if the client has disconnected."""
-        request_id: str = scope["state"]["request_id"]
-        start = time.monotonic()
+        """Answers; returns the response's status, 0 if it never started, 499 after a disconnect."""
         status = 0
+        request_id: str = scope["state"]["request_id"]
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -90,13 +89,6 @@ class Middleware:
         except Exception:
             # Starlette raises the error again after its handler has answered with a 500.
             log.exception("a request failed")
-        finally:
-            level = logging.DEBUG if scope["path"] in self._quiet_paths else logging.INFO
-            elapsed_ms = round((time.monotonic() - start) * 1e3, 1)
-            log.log(
-                level, "%s %s %d", scope["method"], scope["path"], status,
-                extra={"fields": {"ms": elapsed_ms}},
-            )  # fmt: skip
         return status
 
     def _is_authorized(self, path: str, headers: dict[bytes, bytes]) -> bool:
@@ -113,6 +105,20 @@ async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     message = "a valid API key is needed: Authorization: Bearer <key>"
     body = error_body(message, kind="authentication_error", param=None, code="invalid_api_key")
     await JsonResponse(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+
+def _request_span(scope: Scope, headers: Mapping[bytes, bytes]) -> AbstractContextManager[Span]:
+    """The span of a whole request, in the client's trace if it sent a `traceparent`."""
+    return span(
+        "http request", headers.get(TRACEPARENT.encode(), b"").decode("latin-1"),
+        method=scope["method"], path=scope["path"], request_id=scope["state"]["request_id"],
+    )  # fmt: skip
+
+
+def _outcome(scope: Scope) -> dict[str, str]:
+    """A chat request's finish reason or error code: the status of a stream is always 200."""
+    outcome: str | None = scope["state"].get("outcome")
+    return {} if outcome is None else {"outcome": outcome}
 
 
 def _request_id(given: bytes) -> str:

@@ -156,6 +156,17 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     verbosity: _Any | UnsetType = UNSET
     web_search_options: _Any | UnsetType = UNSET
 
+    @property
+    def num_characters(self) -> int:
+        """Length of all text in the messages."""
+        contents = [message.content or "" for message in self.messages]
+        return sum(
+            len(content)
+            if isinstance(content, str)
+            else sum(len(part.text) for part in content if isinstance(part, TextPart))
+            for content in contents
+        )
+
 
 _MAX_NEUTRAL_BYTES = 64
 

@@ -1,7 +1,7 @@
 """A request's messages to the prompt's token ids and positions.
 
-`read_conversation` separates text and images, `PromptBuilder.render` gives ids with one placeholder
-per image, and `PromptBuilder.expand` repeats each placeholder and computes M-RoPE positions.
+`PromptBuilder.draft` renders and tokenizes the messages, with one placeholder per image; once the
+images are loaded, `PromptBuilder.expand` repeats each placeholder and computes M-RoPE positions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,18 @@ class Conversation:
     images: list[ImageSource]
     template_options: dict[str, object]
 
-    @property
-    def num_characters(self) -> int:
-        """Length of all text."""
-        return sum(map(len, message_texts(self.messages)))
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt before its images are loaded.
+
+    Attributes:
+        token_ids: one placeholder per image.
+        images: in order.
+    """
+
+    token_ids: list[int]
+    images: list[ImageSource]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +155,31 @@ def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
 class PromptBuilder:
     """Renders and tokenizes for one model. Thread-safe."""
 
-    def __init__(self, spec: ModelSpec, tokenizer: ModelTokenizer, template: ChatTemplate) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tokenizer: ModelTokenizer,
+        template: ChatTemplate,
+        *,
+        max_images: int = 0,
+    ) -> None:
         self._vision = spec.vision
         self._tokenizer = tokenizer
         self._template = template
+        self._max_images = max_images
+
+    def draft(self, request: ChatRequest, max_tokens: int) -> Draft:
+        """Renders and tokenizes a request's messages.
+
+        Raises:
+            InvalidRequest: the messages do not fit the model or its chat template.
+            ContextLengthExceeded: see `render`.
+        """
+        conversation = read_conversation(
+            request, max_images=self._max_images, takes_images=self._vision is not None
+        )
+        ids = self.render(conversation.messages, conversation.template_options, max_tokens)
+        return Draft(ids, conversation.images)
 
     def render(
         self,
@@ -186,13 +215,13 @@ class PromptBuilder:
                 ids += self._tokenizer.encode_text(piece)
         return ids
 
-    def expand(self, ids: Sequence[int], grids: Sequence[Grid]) -> Prompt:
+    def expand(self, draft: Draft, grids: Sequence[Grid]) -> Prompt:
         """Repeats each placeholder once per token of its image, and computes positions.
 
         Raises:
             InvalidRequest: the template dropped or repeated an image.
         """
-        compact = np.asarray(ids, np.int32)
+        compact = np.asarray(draft.token_ids, np.int32)
         if self._vision is None:
             return Prompt(compact, None, 0, (), ())
         placeholders = np.flatnonzero(compact == self._vision.image_token_id)

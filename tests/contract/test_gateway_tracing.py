@@ -31,23 +31,25 @@ def post(stack, headers: dict[str, str], **fields: object) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_trace_holds_the_request_its_stages_and_the_services(stack, spans, stream):
     post(stack, {"traceparent": PARENT, "x-request-id": "my-id"}, stream=stream)
-    stack.wait(lambda: any(span.name == "chat" for span in spans.get_finished_spans()))
+    stack.wait(lambda: any(span.name == "http request" for span in spans.get_finished_spans()))
     found = {span.name: span for span in spans.get_finished_spans()}
-    assert found.keys() == {"chat", "tokenize", "fetch", "encode"}
+    assert found.keys() == {"http request", "tokenize", "fetch", "encode call", "decode stream"}
     trace_id = int(PARENT.split("-")[1], 16)
     assert {span.context.trace_id for span in found.values()} == {trace_id}
-    chat = found["chat"]
-    assert chat.parent.span_id == int(PARENT.split("-")[2], 16)
-    assert dict(chat.attributes) == {"request_id": "my-id", "outcome": "stop"}
-    for name in ("tokenize", "fetch", "encode"):
-        assert found[name].parent.span_id == chat.context.span_id
-    assert found["encode"].attributes["source"] == "computed"
+    root = found["http request"]
+    assert root.parent.span_id == int(PARENT.split("-")[2], 16)
+    assert dict(root.attributes) == {
+        "request_id": "my-id", "method": "POST", "path": "/v1/chat/completions", "status": 200,
+        "outcome": "stop",
+    }  # fmt: skip
+    for name in found.keys() - {"http request"}:
+        assert found[name].parent.span_id == root.context.span_id
 
     def traceparent(span) -> str:
         return f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01"
 
-    assert stack.encoder.traceparents == [traceparent(found["encode"])]
-    assert stack.decoder.submits[0].traceparent == traceparent(chat)
+    assert stack.encoder.traceparents == [traceparent(found["encode call"])]
+    assert stack.decoder.submits[0].traceparent == traceparent(found["decode stream"])
 
 
 def test_without_tracing_nothing_is_sent(stack):

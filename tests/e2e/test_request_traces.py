@@ -17,6 +17,7 @@ CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 # Span name -> service, for a request with one new image.
 EXPECTED = {
     "http request": "gateway", "encode call": "gateway", "decode stream": "gateway",
+    "tokenize": "gateway", "fetch": "gateway",
     "encode": "encoder", "send embedding": "encoder",
     "sequence": "decoder", "fetch embedding": "decoder", "queue": "decoder",
     "transfer": "decoder", "prefill": "decoder", "decode": "decoder",
@@ -71,6 +72,7 @@ def test_one_request_is_one_id_and_one_trace_in_all_services(
     assert parent("http request") == bytes.fromhex("cd" * 8)
     for child, of in (
         ("encode call", "http request"), ("decode stream", "http request"),
+        ("tokenize", "http request"), ("fetch", "http request"),
         ("encode", "encode call"), ("sequence", "decode stream"), ("queue", "sequence"),
         ("prefill", "sequence"), ("decode", "sequence"), ("fetch embedding", "sequence"),
         ("send embedding", "fetch embedding"),

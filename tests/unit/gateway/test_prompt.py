@@ -10,7 +10,7 @@ import pytest
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.model_spec import ModelSpecError
 from services.gateway.chat_template import ChatTemplate, read_template
-from services.gateway.prompt import PromptBuilder
+from services.gateway.prompt import Draft, PromptBuilder
 from services.gateway.tokenizer import ModelTokenizer
 from tests.tiny_tokenizer import ADDED, SPECIAL, added_ids, tokenizer_json
 
@@ -133,7 +133,7 @@ def test_sentinel_in_user_text_changes_nothing(prompts, hf):
 def test_expand_replaces_each_placeholder_by_its_image(prompts):
     ids = prompts.render([user(text("a"), IMAGE, text("b"), IMAGE)], {}, MANY)
     grids = [(1, 4, 6), (1, 2, 2)]
-    prompt = prompts.expand(ids, grids)
+    prompt = prompts.expand(Draft(ids, []), grids)
     pad = added_ids()["<|image_pad|>"]
     assert prompt.image_lengths == (6, 1)
     assert prompt.num_image_tokens == 7
@@ -148,7 +148,7 @@ def test_expand_replaces_each_placeholder_by_its_image(prompts):
 
 
 def test_text_has_no_positions(prompts):
-    prompt = prompts.expand(prompts.render([user(text("a"))], {}, MANY), [])
+    prompt = prompts.expand(Draft(prompts.render([user(text("a"))], {}, MANY), []), [])
     assert prompt.positions is None
     assert prompt.position_delta == 0
 
@@ -157,7 +157,7 @@ def test_count_of_placeholders_must_be_that_of_images(prompts):
     ids = prompts.render([user(IMAGE)], {}, MANY)
     for grids in ([], [(1, 2, 2)] * 2):
         with pytest.raises(InvalidRequest):
-            prompts.expand(ids, grids)
+            prompts.expand(Draft(ids, []), grids)
 
 
 def test_text_that_cannot_fit_is_refused_untokenized(prompts, tokenizer):
