@@ -25,8 +25,8 @@ def split_k_partials(
     shared_memory_bytes: int, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """`[T, K]`, `[N, K]` → `[S, T, N]` float32, which add up to `x @ weight.T + bias`."""
-    num_tokens, num_rows = len(x), len(weight)
-    size = (config.splits, num_tokens, num_rows)
+    num_columns = x.shape[1]
+    size = (-(-num_columns // config.span(num_columns)), len(x), len(weight))
     out = torch.empty(size, dtype=torch.float32, device=x.device)
     _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, swiglu=False)
     return out
@@ -47,13 +47,13 @@ def _launch(
     shared_memory_bytes: int, pdl: bool, *, swiglu: bool,
 ) -> None:  # fmt: skip
     num_tokens, num_columns = x.shape
-    num_rows = len(weight)
+    num_rows, span = len(weight), config.span(num_columns)
     padded = max(16, triton.next_power_of_2(num_tokens))
-    _skinny_gemm_kernel[(num_rows // config.rows, config.splits)](
+    _skinny_gemm_kernel[(num_rows // config.rows, triton.cdiv(num_columns, span))](
         x, weight, bias, out, num_tokens, num_rows, num_columns,
-        TOKENS=padded, ROWS=config.rows, TILE=config.tile, SPAN=num_columns // config.splits,
-        STAGES=config.stages(padded, shared_memory_bytes), BIAS=bias is not None, SWIGLU=swiglu,
-        PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        TOKENS=padded, ROWS=config.rows, TILE=config.tile, SPAN=span,
+        EVEN=num_columns % span == 0, STAGES=config.stages(padded, shared_memory_bytes),
+        BIAS=bias is not None, SWIGLU=swiglu, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -61,7 +61,8 @@ def _launch(
 def _skinny_gemm_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
-    STAGES: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = ROWS // 2
     index = tl.arange(0, ROWS)
@@ -79,7 +80,10 @@ def _skinny_gemm_kernel(
         gdc_wait()
     # Tensor cores want at least 64 rows on one side, which tokens need not have.
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    for at in tl.range(0, SPAN, TILE, num_stages=STAGES):
+    end = SPAN
+    if not EVEN:
+        end = tl.minimum(SPAN, num_columns - split * SPAN)
+    for at in tl.range(0, end, TILE, num_stages=STAGES):
         weight = tl.load(weights + at)
         x = tl.load(inputs + at, mask=inside, other=0.0)
         acc = tl.dot(weight, tl.trans(x), acc)

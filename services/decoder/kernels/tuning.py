@@ -54,7 +54,7 @@ class SkinnyConfig:
         warps: per CTA.
         ctas_per_sm: CTAs whose shared memory is to fit an SM together.
         max_stages: of the pipeline; fewer where shared memory has no room for them.
-        splits: of K; each leaves a partial.
+        splits: of K, at most; each leaves a partial.
     """
 
     rows: int
@@ -63,6 +63,10 @@ class SkinnyConfig:
     ctas_per_sm: int
     max_stages: int
     splits: int = 1
+
+    def span(self, num_columns: int) -> int:
+        """Columns of a split; the last one may have fewer, and there may be one split less."""
+        return -(-num_columns // (self.tile * self.splits)) * self.tile
 
     def stages(self, padded_tokens: int, shared_memory_bytes: int) -> int:
         """Pipeline stages for 2-byte elements; below 2 it does not fit the device."""
@@ -144,8 +148,8 @@ def gemv_config(kind: str, num_rows: int, num_columns: int, num_tokens: int) -> 
     found = _GEMV.get((kind, num_rows, num_columns))
     if found is not None:
         return found[num_tokens - 1]
-    rows = _ROWS[kind][num_tokens - 1]
     tile = _gemv_tile(num_columns)
+    rows = _ROWS[kind][num_tokens - 1] * (2 if tile <= 1024 else 1)
     held = rows * tile * (2 if kind == "norm_swiglu" else 1)
     warps = min(8, max(1, held // (_GEMV_ELEMENTS * _WARP)))
     num_tiles = -(-num_columns // tile)
@@ -153,12 +157,19 @@ def gemv_config(kind: str, num_rows: int, num_columns: int, num_tokens: int) -> 
 
 
 def _gemv_tile(num_columns: int) -> int:
-    """The whole row where its padding to a power of two is small, else a tile that divides it."""
+    """The whole row where its padding to a power of two is small, else the largest tile that pads
+    it little.
+    """
     whole = 1 << (num_columns - 1).bit_length()
-    if whole <= _MAX_TILE and num_columns * 8 >= whole * 7:
+    if whole <= _MAX_TILE and pads_little(num_columns, whole):
         return whole
-    divisors = [tile for tile in (4096, 2048, 1024, 512) if num_columns % tile == 0]
-    return divisors[0] if divisors else min(whole, 2048)
+    found = [tile for tile in (4096, 2048, 1024, 512) if pads_little(num_columns, tile)]
+    return found[0] if found else min(whole, 2048)
+
+
+def pads_little(num_columns: int, tile: int) -> bool:
+    """Whether tiles exceed a row by less than a fourteenth."""
+    return -(-num_columns // tile) * tile * 14 < num_columns * 15
 
 
 def split_k_config(device: DeviceFacts, num_rows: int, num_columns: int) -> SkinnyConfig | None:
@@ -180,27 +191,27 @@ def skinny_swiglu_config(
 def _best_fill(
     device: DeviceFacts, num_rows: int, num_columns: int, most_splits: int
 ) -> SkinnyConfig | None:
-    """The split of K and the CTAs per SM that leave the fewest SMs idle in the last wave; of equal
-    ones the fewest splits, which cost their consumer a read each.
+    """The split of K that divides the CTAs most evenly among the SMs; of equal ones the fewest
+    splits, which cost their consumer a read each. Up to three CTAs share an SM, so that one's
+    prologue hides behind another's loop, as long as three stages fit for the most tokens.
     """
     rows, tile, warps = 64, 128, 4
     if num_rows % rows or num_columns % tile:
         return None
-    best: tuple[float, SkinnyConfig] | None = None
-    for splits in range(1, most_splits + 1):
-        if num_columns // tile % splits:
-            continue
-        for ctas_per_sm in (1, 2, 3):
-            config = SkinnyConfig(rows, tile, warps, ctas_per_sm, 5, splits)
-            if config.stages(16, device.shared_memory_bytes) < 2:
-                continue
-            slots = device.num_sms * ctas_per_sm
-            ctas = num_rows // rows * splits
-            filled = ctas / (-(-ctas // slots) * slots)
-            cost = 1 / filled + 0.02 * splits
-            if best is None or cost < best[0] - 1e-9:
-                best = cost, config
-    return None if best is None else best[1]
+
+    def cost(splits: int) -> float:
+        ctas, num_tiles = num_rows // rows * splits, num_columns // tile
+        idle = -(-ctas // device.num_sms) * device.num_sms / ctas
+        return idle * -(-num_tiles // splits) * splits / num_tiles + 0.02 * splits
+
+    splits = min(range(1, min(most_splits, num_columns // tile) + 1), key=cost)
+    ctas = num_rows // rows * splits
+    for ctas_per_sm in range(min(3, -(-ctas // device.num_sms)), 0, -1):
+        for stage_columns in (tile, tile // 2):  # rather more stages than large ones
+            config = SkinnyConfig(rows, stage_columns, warps, ctas_per_sm, 5, splits)
+            if config.stages(SKINNY_TOKENS, device.shared_memory_bytes) >= 3:
+                return config
+    return None
 
 
 def qk_rope_config(num_tokens: int) -> tuple[int, int]:

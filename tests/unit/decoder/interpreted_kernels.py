@@ -327,7 +327,7 @@ if __name__ == "__main__":
     check_fused([33], 6, 2, 32, has_norm=False)
     check_fused([80], 8, 1, 32, FusedDecodeConfig(heads=4, num_splits=4, tile=16))
     check_fused([80], 4, 2, 32, FusedDecodeConfig(2, 4, 16, tensor_cores=True))
-    for case in ((3, 512, 128, 4, 32), (40, 128, 256, 1, 32), (3, 192, 320, 3, 80)):
+    for case in ((3, 512, 128, 4, 32), (40, 128, 256, 1, 32), (3, 320, 320, 3, 80)):
         check_split_k(*case)
     check_paged([0, 15, 16, 7, 120], 16, 8, 16, 4)
     check_paged([33, 1, 98], 8, 8, 16, 40)  # more CTAs than units

@@ -1,0 +1,139 @@
+"""The decoder's dispatch table for models and devices that are not here, and what calls it."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import kernel_table
+from benchmarks.text_shapes import TEXT_SHAPES
+from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from services.common.nn.dispatch import UnknownOverride
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear
+from services.decoder.kernels import plain, table, tuning
+from services.decoder.kernels.ops import Ops, create_ops
+from services.decoder.kernels.table import KernelFacts, Row
+
+H200 = KNOWN_DEVICES["h200"]
+
+
+def names(facts: KernelFacts, operation: str, tokens: list[int], *, captured: bool) -> list[str]:
+    made = table.resolve(facts)
+    made.is_captured = captured
+    return [made.choose(operation, count).name for count in tokens]
+
+
+def facts_of(shape: str, device: DeviceFacts = H200, **changes: object) -> KernelFacts:
+    return KernelFacts(device, replace(TEXT_SHAPES[shape], **changes), torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", TEXT_SHAPES)
+def test_every_size_has_its_kernels_on_an_h200(shape: str) -> None:
+    facts, sizes = facts_of(shape), [1, 2, 3, 64, 65, 832, 2048]
+    assert names(facts, "norm_linear", sizes, captured=True) == ["gemv"] * 2 + ["unfused"] * 5
+    assert names(facts, "norm_swiglu", sizes[:3], captured=False) == ["gemv", "gemv", "unfused"]
+    assert names(facts, "project", sizes[:5], captured=True) == ["skinny_gemm"] * 4 + ["linear"]
+    found = names(facts, "linear_residual", sizes, captured=True)
+    assert found == ["gemv", "gemv", "unfused", "unfused", "unfused", "gemm", "gemm"]
+    found = names(facts, "linear_residual", [832, 2047, 2048], captured=False)
+    assert found == ["unfused", "unfused", "gemm"]
+    assert names(facts, "linear_swiglu", [64, 65], captured=False) == ["skinny_gemm", "silu_mul"]
+
+
+def test_the_2b_keeps_the_constants_it_was_measured_with() -> None:
+    config = tuning.split_k_config(H200, 4096, 2048)
+    assert config is not None and (config.splits, config.stages(64, 232448)) == (2, 5)
+    config = tuning.skinny_swiglu_config(H200, 12288, 2048)
+    assert config is not None and (config.splits, config.stages(16, 232448)) == (1, 3)
+    assert tuning.gemv_config("linear_residual", 2048, 6144, 2) == tuning.GemvConfig(4, 8192, 0, 4)
+
+
+@pytest.mark.parametrize("shape", TEXT_SHAPES)
+@pytest.mark.parametrize("device", KNOWN_DEVICES)
+def test_splits_of_k_leave_few_sms_idle(shape: str, device: str) -> None:
+    facts = facts_of(shape, KNOWN_DEVICES[device])
+    gpu = facts.device
+    shapes = [(facts.qkv_size, facts.text.hidden_size), *facts.residual_shapes]
+    for rows, columns in shapes:
+        config = tuning.split_k_config(gpu, rows, columns)
+        assert config is not None
+        assert columns % config.tile == 0 and rows % config.rows == 0
+        ctas = rows // config.rows * -(-columns // config.span(columns))
+        assert ctas / (-(-ctas // gpu.num_sms) * gpu.num_sms) > (0.75 if device == "h200" else 0.65)
+        assert config.stages(64, gpu.shared_memory_bytes) >= 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "operation", "reason"),
+    [
+        (facts_of("8b", KNOWN_DEVICES["a100"]), "norm_linear", "programmatic dependent launch"),
+        (facts_of("8b", DeviceFacts("cpu")), "qk_rope_cache", "needs a GPU"),
+        (facts_of("8b", replace(H200, has_triton=False)), "rms_norm", "needs Triton"),
+        (facts_of("8b", KNOWN_DEVICES["b200"]), "linear_swiglu", "needs Hopper's wgmma"),
+        (facts_of("8b", mlp_bias=True), "linear_swiglu", "needs an MLP without biases"),
+        (facts_of("8b", hidden_size=4090), "project", "does not divide into tiles"),
+        (
+            replace(facts_of("8b"), weight_format="fp8_block"), "norm_linear",
+            "needs unquantized weights, not fp8_block",
+        ),
+        (replace(facts_of("8b"), num_ranks=2), "linear_residual", "on one rank"),
+        (replace(facts_of("8b"), dtype=torch.float32), "project", "not torch.float32"),
+        (
+            facts_of("8b", rope=replace(TEXT_SHAPES["8b"].rope, rotary_dim=64)), "qk_rope_cache",
+            "needs rotary_dim 64 to be head_dim 128",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_says_why(facts: KernelFacts, operation: str, reason: str) -> None:
+    made = table.resolve(facts)
+    assert any(reason in why for (of, _), why in made.rejected.items() if of == operation)
+    last = [row.name for row in table.ROWS if row.operation == operation][-1]
+    assert made._operations[operation][-1].name == last
+
+
+def test_the_table_prints_for_every_shape_and_device(capsys: pytest.CaptureFixture[str]) -> None:
+    kernel_table.main(["--shape", "all", "--device", "all", "--kernels", "greedy=plain"])
+    printed = capsys.readouterr().out
+    assert printed.count("norm_linear") == len(TEXT_SHAPES) * len(KNOWN_DEVICES)
+    assert "8b, bfloat16, plain weights, on A100 (a100)" in printed
+    assert "triton: plain was asked for" in printed
+
+
+def test_a_wrong_setting_is_an_error_that_names_it() -> None:
+    text, cpu = TEXT_SHAPES["2b"], torch.device("cpu")
+    for wrong in ("norm=plain", "norm_linear=fast", "norm_linear=gemv"):
+        with pytest.raises(UnknownOverride, match=wrong.partition("=")[0]):
+            create_ops(cpu, text, torch.float32, overrides=wrong)
+    assert create_ops(cpu, text, torch.float32, overrides="plain").max_fused_context(1) == 0
+
+
+def test_a_kernel_that_fails_while_warming_up_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Even one that others call: the composed operation ends with the next implementation."""
+    asked: list[str] = []
+
+    def fails(x: torch.Tensor, layer: Linear) -> torch.Tensor:
+        asked.append("fails")
+        raise RuntimeError("out of shared memory")
+
+    row: Row = Row("project", "broken", lambda _: fails)
+    facts = facts_of("2b", DeviceFacts("cpu"))
+    ops = Ops(table.resolve(facts, rows=[row, *table.ROWS]))
+    norm, layer = RMSNorm(8, 1e-6), Linear(8, 4)
+    norm.weight.data.fill_(1.0)
+    layer.weight.data.normal_()
+    x = torch.randn(3, 8)
+    expected = plain.norm_linear(x, norm.weight, norm.eps, layer.weight)
+    with caplog.at_level(logging.WARNING), ops.warming_up():
+        kernels = ops.for_tokens(3)
+        for _ in range(2):
+            found, residual = kernels.norm_linear(None, x, norm, layer)
+            assert torch.equal(found, expected) and residual is x
+    assert len(caplog.records) == 1 and "project: broken failed" in caplog.text
+    assert len(asked) == 2, "the step at hand asks twice, a later one does not"
+    found, _ = ops.for_tokens(3).norm_linear(None, x, norm, layer)
+    assert torch.equal(found, expected) and len(asked) == 2
+    assert ops.table.calls() == {("rms_norm", "plain"): 1, ("project", "linear"): 1}
