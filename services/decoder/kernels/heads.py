@@ -82,11 +82,6 @@ class ProjectedHeads(HeadTransform):
         tensors = (self.qkv, *(self.norms or ()), *self.rope, self.kv_cache, self.rows)
         return all(tensor.is_contiguous() for tensor in tensors)
 
-    @property
-    def num_parts(self) -> int:
-        """Former name of `num_splits`."""
-        return self.num_splits
-
 
 def kv_rows(slot_mapping: Tensor, block_size: int) -> Tensor:
     """`[T]` slots → `[2, T]` int64: where keys and values go, see `write_kv`.
