@@ -23,7 +23,6 @@ from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
-from services.decoder.engine.sampling import SamplingTable
 from services.decoder.engine.staging import Staging
 from services.decoder.kernels.ops import PlainOps
 from tests.decoder_harness import Harness, write_checkpoint
@@ -176,23 +175,22 @@ def test_sampling_agrees_with_the_cpu(penalized: bool) -> None:
         for n in range(96)
     ]
     logits = torch.randn(96, 8192, generator=torch.Generator().manual_seed(0)) * 3
+    masked = np.arange(0, 96, 7)
+    masks = np.random.default_rng(0).integers(-(2**31), 2**31, (len(masked), 256), np.int32)
     results: list[list[list[int]]] = []
     for device, ops in ((torch.device("cpu"), PlainOps()), (GPU, PlainOps()), (GPU, fused())):
-        table, staging = SamplingTable(96, 8192), Staging(1 << 20, device)
+        staging, sampler = Staging(1 << 20, device), Sampler(96, 8192, device, ops)
         for row, one in enumerate(params):
-            table.set(row, one)
-        sampler = Sampler(96, 8192, device, ops)
-        for row in range(96):
-            sampler.start_row(
-                row, np.array([1, 2], np.int32), np.arange(0, 8192, 2, dtype=np.int32)
-            )
+            seen = np.array([1, 2], np.int32), np.arange(0, 8192, 2, dtype=np.int32)
+            sampler.start_row(row, one, *seen)
         results.append([])
         for generated in range(3):
             staging.begin()
-            plan = table.plan(np.arange(96), np.full(96, generated), staging)
-            assert plan is not None and plan.has_penalties == penalized
+            rows, before = np.arange(96), np.full(96, generated)
+            inputs = sampler.prepare(rows, before, staging, masked, masks)
+            assert inputs is not None and (inputs.seen is not None) == penalized
             staging.upload()
-            sampled = sampler.sample(logits.to(device), plan, staging)
+            sampled = sampler.sample(logits.to(device), inputs)
             results[-1].append(sampled.token_ids.tolist())
     assert results[0] == results[1] == results[2]
 

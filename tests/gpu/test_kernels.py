@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests import draws, penalties
+from tests import sampling_twins
 from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
 
 pytest.importorskip("triton")
@@ -289,10 +290,11 @@ def test_greedy_agrees_with_its_twin(vocab_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "few", "far"])
 @pytest.mark.parametrize("vocab_size", [151_936, 50_000, 40])
-def test_draws_are_those_of_the_distribution(
-    vocab_size: int, kind: str, dtype: torch.dtype
+@pytest.mark.parametrize("masked", [False, True])
+def test_samples_are_those_of_the_distribution(
+    vocab_size: int, kind: str, dtype: torch.dtype, masked: bool
 ) -> None:
-    logits = torch.randn(len(draws.ROWS), vocab_size, device=CUDA) * 3
+    logits = torch.randn(len(sampling_twins.ROWS), vocab_size, device=CUDA) * 3
     if kind == "ties":
         logits = logits.round()
     elif kind == "equal":
@@ -301,10 +303,21 @@ def test_draws_are_those_of_the_distribution(
         logits[:, 7:] = -torch.inf
     elif kind == "far":
         logits = logits * 300 - 5000
-    draws.check(fused().draw, logits.to(dtype), draws.ROWS, vocab_size)
+    allowed = None
+    if masked:
+        allowed = np.random.default_rng(vocab_size).random(logits.shape) < 0.3
+        allowed[:, 3] = True  # one that all kinds may have
+    rows = sampling_twins.ROWS
+    sampling_twins.check(fused().sample, logits.to(dtype), rows, vocab_size, allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_whose_tokens_are_all_masked_fails_alone(dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 151_936, device=CUDA).to(dtype)
+    sampling_twins.check_masked_out(fused().sample, logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [151_936, 50_001, 40])
 def test_penalties_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> None:
-    penalties.check(fused(), vocab_size, dtype, CUDA)
+    sampling_twins.check_penalties(fused(), vocab_size, dtype, CUDA)

@@ -19,10 +19,10 @@ from services.decoder.engine.graphs import (
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParams
 from services.decoder.engine.sampler import Sampled, Sampler
-from services.decoder.engine.sampling import SamplingPlan, SamplingTable
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import RowStart, Step, StepOutput
 from services.decoder.engine.step_inputs import RowTable, StepInputs
+from services.decoder.kernels.sampling import SamplingInputs
 from services.decoder.kernels.tuning import MAX_CAPTURED_CHUNKS
 from services.decoder.models.base import CausalLM, VisualInput
 
@@ -46,7 +46,7 @@ class DevicePendingStep:
 
     token_ids: Tensor  # [B] int32, host
     logprobs: tuple[Tensor, Tensor, Tensor] | None  # host, as SampledLogprobs
-    plan: SamplingPlan | None
+    sampling: SamplingInputs | None
     event: torch.cuda.Event | None
     _output: StepOutput | None = field(default=None, init=False)
 
@@ -61,13 +61,13 @@ class DevicePendingStep:
         return self._output
 
     def _logprobs(self) -> dict[int, list[Logprobs]]:
-        if self.logprobs is None or self.plan is None:
+        if self.logprobs is None or self.sampling is None:
             return {}
         chosen, top_ids, top = (part.tolist() for part in self.logprobs)
         return {
             index: [Logprobs(chosen[place], top_ids[place][:count], top[place][:count])]
             for place, (index, count) in enumerate(
-                zip(self.plan.logprob_indices, self.plan.logprob_counts, strict=True)
+                zip(self.sampling.logprob_rows, self.sampling.logprob_counts, strict=True)
             )
         }
 
@@ -107,7 +107,6 @@ class ModelRunner:
         self._table = RowTable(info.max_num_sequences + 1, max_blocks)
         self._scratch_row = info.max_num_sequences
         self._table.blocks[self._scratch_row] = info.num_blocks
-        self._sampling = SamplingTable(info.max_num_sequences, info.vocab_size)
         self._sampler = Sampler(info.max_num_sequences, info.vocab_size, state.device, model.ops)
         self._staging = Staging(_staging_bytes(info, max_blocks), state.device)
         self._dtype = state.kv_cache.dtype
@@ -116,28 +115,28 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> DevicePendingStep:
         """Launches a step; see `step.Runner`."""
-        if len(step.masked):
-            raise NotImplementedError("token masks")
         if step.row_starts:
             self._start_rows(step.row_starts)
         self._table.update(step)
         inputs = step_inputs.lay_out(step, self._table, self.info.block_size)
         graphs, inputs = self._graphs_for(inputs)
         self._stage(inputs, graphs)
-        plan = self._sampling.plan(step.rows[step.samples], step.generated, self._staging)
+        sampling = self._sampler.prepare(
+            step.rows[step.samples], step.generated, self._staging, step.masked, step.token_masks
+        )
         self._staging.upload()
         if graphs is not None:
             count = len(step.samples)
             logits, token_ids = (out[:count] for out in graphs.replay(inputs))
-            if plan is not None:
-                return self._sample(inputs, logits, plan)
+            if sampling is not None:
+                return self._sample(inputs, logits, sampling)
             return self._copy_back(Sampled(token_ids, None), None)
         if len(step.samples) == 0:
             self._forward(inputs)
             # The step still reads the arena, which may be reused once its result is there.
             return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, self._mark())
         hidden = self._forward(inputs, self._staging.device(inputs.places.sampled_tokens))
-        return self._sample(inputs, self._model.logits(hidden), plan)
+        return self._sample(inputs, self._model.logits(hidden), sampling)
 
     def close(self) -> None:
         """Releases the arena; the process may go on without the runner."""
@@ -197,17 +196,18 @@ class ModelRunner:
         logits = torch.zeros(
             (num_rows, self.info.vocab_size), dtype=self._dtype, device=self._state.device
         )
-        rows = np.zeros(num_rows, np.int64)
+        rows, one = np.zeros(num_rows, np.int64), np.zeros(1, np.int32)
+        words = -(-self.info.vocab_size // 32)
+        masks = np.full((1, words), -1, np.int32)
         for params in _WARM_UP_PARAMS:
-            self._sampling.set(0, params)
-            if params.has_penalties:
-                self._sampler.start_row(0, np.zeros(1, np.int32), np.zeros(1, np.int32))
-            self._staging.begin()
-            plan = self._sampling.plan(rows, rows, self._staging)
-            self._staging.upload()
-            assert plan is not None
-            self._copy_back(self._sampler.sample(logits, plan, self._staging), plan).result()
-        self._sampling.set(0, SamplingParams())
+            self._sampler.start_row(0, params, one, one)
+            for masked in (np.empty(0, np.int64), np.zeros(1, np.int64)):
+                self._staging.begin()
+                inputs = self._sampler.prepare(rows, rows, self._staging, masked, masks)
+                self._staging.upload()
+                assert inputs is not None
+                self._copy_back(self._sampler.sample(logits, inputs), inputs).result()
+        self._sampler.start_row(0, SamplingParams())
 
     def _graphs_for(self, step: StepInputs) -> tuple[StepGraphs | None, StepInputs]:
         """The graphs that run the step, and the step padded for them."""
@@ -232,11 +232,9 @@ class ModelRunner:
 
     def _start_rows(self, starts: list[RowStart]) -> None:
         for start in starts:
-            self._sampling.set(start.row, start.sampling)
-            if start.sampling.has_penalties:
-                prompt = np.frombuffer(start.prompt_token_ids, np.int32)
-                completion = np.frombuffer(start.completion_token_ids, np.int32)
-                self._sampler.start_row(start.row, prompt, completion)
+            prompt = np.frombuffer(start.prompt_token_ids, np.int32)
+            completion = np.frombuffer(start.completion_token_ids, np.int32)
+            self._sampler.start_row(start.row, start.sampling, prompt, completion)
 
     def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Runs an uploaded step eagerly; see `CausalLM.forward` for `rows`."""
@@ -259,20 +257,20 @@ class ModelRunner:
         return self._images.read(step.images, self._staging.device(step.places.visual_rows))
 
     def _sample(
-        self, step: StepInputs, logits: Tensor, plan: SamplingPlan | None
+        self, step: StepInputs, logits: Tensor, sampling: SamplingInputs | None
     ) -> DevicePendingStep:
         """Samples tokens, keeps them for the next step, copies them to the host."""
-        if plan is None:
+        if sampling is None:
             sampled = Sampled(self._model.ops.greedy(logits), None)
         else:
-            sampled = self._sampler.sample(logits, plan, self._staging)
+            sampled = self._sampler.sample(logits, sampling)
         rows = self._staging.device(step.places.sampled_rows)
         rows = rows[: len(sampled.token_ids)]  # without padding
         # A row that failed may be in the next step already: any valid id will do for it.
         self._state.last_tokens.index_copy_(0, rows, sampled.token_ids.clamp(min=0))
-        return self._copy_back(sampled, plan)
+        return self._copy_back(sampled, sampling)
 
-    def _copy_back(self, sampled: Sampled, plan: SamplingPlan | None) -> DevicePendingStep:
+    def _copy_back(self, sampled: Sampled, sampling: SamplingInputs | None) -> DevicePendingStep:
         parts = sampled.logprobs
         token_ids = self._to_host(sampled.token_ids)
         logprobs = None
@@ -282,7 +280,7 @@ class ModelRunner:
                 self._to_host(parts.top_ids),
                 self._to_host(parts.top),
             )
-        return DevicePendingStep(token_ids, logprobs, plan, self._mark())
+        return DevicePendingStep(token_ids, logprobs, sampling, self._mark())
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event behind all that is launched."""
@@ -301,8 +299,8 @@ class ModelRunner:
 
 
 def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
-    """The most a step's arrays take: per token, per chunk, and the blocks of all sequences."""
-    per_token, per_row = 52, 320
+    """The most a step's arrays take: per token, and per chunk with its blocks and token mask."""
+    per_token, per_row = 52, 320 + 4 * -(-info.vocab_size // 32)
     rows = info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1  # see step_inputs.pad_mixed
     tokens = max(info.max_batched_tokens, rows)
     return tokens * per_token + rows * (per_row + 4 * max_blocks) + _MOST_ELSE_BYTES

@@ -1,6 +1,6 @@
 """The most likely token of each row of logits, in two small kernels.
 
-The plain twin is `services.decoder.kernels.ops.greedy`; of equal logits the lowest id wins.
+The plain twin is `services.decoder.kernels.sampling.greedy`; of equal logits the lowest id wins.
 """
 
 import torch
@@ -33,13 +33,13 @@ def _split_kernel(
     token = split * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     value = tl.load(logits_ptr + row * vocab_size + token, mask=inside, other=0.0).to(tl.float32)
-    # Infinite or NaN: nothing compares below infinity but finite numbers.
-    broken = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1)) > 0
+    # Infinite or NaN: only finite numbers compare below infinity.
+    not_finite = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1)) > 0
     value = tl.where(inside, value, float("-inf"))
     top = tl.max(value)
     found = tl.min(tl.where((value == top) & inside, token, 2147483647))
-    tl.store(best_ptr + row * SPLITS + split, tl.where(broken, float("inf"), top))
-    tl.store(id_ptr + row * SPLITS + split, tl.where(broken, -1, found))
+    tl.store(best_ptr + row * SPLITS + split, tl.where(not_finite, float("inf"), top))
+    tl.store(id_ptr + row * SPLITS + split, tl.where(not_finite, -1, found))
 
 
 @triton.jit
@@ -48,6 +48,6 @@ def _merge_kernel(best_ptr, id_ptr, out_ptr, SPLITS: tl.constexpr):
     split = tl.arange(0, SPLITS)
     best = tl.load(best_ptr + row * SPLITS + split)
     token = tl.load(id_ptr + row * SPLITS + split)
-    # A broken part has +inf and id -1: it wins, and says so.
+    # A split that is not finite has +inf and id -1, and so decides the result.
     found = tl.min(tl.where(best == tl.max(best), token, 2147483647))
     tl.store(out_ptr + row, found)

@@ -15,8 +15,8 @@ from services.common.nn.dispatch import CapturedCalls, KernelTable, Resolved, pa
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.kernels import table
-from services.decoder.kernels.draw_params import DrawParams, Penalties
 from services.decoder.kernels.heads import ProjectedHeads, Rotary
+from services.decoder.kernels.sampling import SamplingInputs
 from services.decoder.kernels.table import KernelFacts
 
 log = logging.getLogger(__name__)
@@ -191,28 +191,28 @@ class Ops:
 
     # Sampling.
 
-    def penalize(self, logits: Tensor, penalties: Penalties) -> Tensor:
+    def penalize(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
         """Repetition penalty over prompt and completion, frequency and presence penalty over the
         completion, in float32.
 
         Args:
-            logits: `[B, vocab_size]`, contiguous; left as they are.
-            penalties: of the same rows.
+            logits: `[B, vocab_size]`, contiguous; left unchanged.
+            inputs: of the same rows, with `seen`.
         """
-        return self.table.call("penalize", logits, penalties)
+        return self.table.call("penalize", logits, inputs)
 
-    def count_tokens(self, token_ids: Tensor, penalties: Penalties) -> None:
-        """Adds token ids, `[B]` int32, to what rows with penalties have seen; below zero: none."""
-        self.table.call("count_tokens", token_ids, penalties)
+    def count_tokens(self, token_ids: Tensor, inputs: SamplingInputs) -> None:
+        """Counts token ids, `[B]` int32, as seen by rows with penalties; ids below zero are not."""
+        self.table.call("count_tokens", token_ids, inputs)
 
-    def draw(self, logits: Tensor, params: DrawParams) -> Tensor | None:
-        """A token for each row of logits `[B, vocab_size]`, contiguous, as `engine.sampler` says;
-        None: the sampler draws in torch.
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        """One token per row of logits `[B, vocab_size]`, contiguous, as `kernels.sampling` says,
+        under the rows' token masks. Logits of minus infinity are allowed if `inputs` has a bias.
 
         Returns:
-            `[B]` int32; -1 where a row is not finite.
+            `[B]` int32; `NOT_FINITE` or `ALL_MASKED` where a row fails.
         """
-        return self.table.call("draw", logits, params)
+        return self.table.call("sample", logits, inputs)
 
     def greedy(self, logits: Tensor) -> Tensor:
         """`[B, vocab_size]` → `[B]` int32: the most likely ids, the lowest of equal ones; -1 where

@@ -1,7 +1,7 @@
-"""Penalties for what a row has seen, in one pass over its logits, and the count of what it sees.
+"""Penalties for the tokens that a row has seen, in one pass over its logits, and their counts.
 
-The plain twins are `services.decoder.kernels.ops.penalize` and `count_tokens`; logits are the same,
-bit for bit.
+The plain twins are `kernels.sampling.penalize` and `count_tokens`; logits are the same, bit for
+bit.
 """
 
 import torch
@@ -9,16 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.decoder.kernels.draw_params import Penalties
 from services.decoder.kernels.launching import launch
+from services.decoder.kernels.sampling import SamplingInputs
 
 _BLOCK = 2048
-_ROWS = 128  # that a program counts for
+_ROWS = 128  # of one program instance
 
 
-def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
+def penalize(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     """See `ops.Ops.penalize`."""
-    (num_rows, vocab_size), (seen, rows, floats) = logits.shape, penalties
+    (num_rows, vocab_size), rows, floats = logits.shape, inputs.rows, inputs.floats
+    seen = inputs.seen
+    assert seen is not None
     assert logits.is_contiguous() and seen.is_contiguous() and floats.is_contiguous()
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     launch(
@@ -29,9 +31,10 @@ def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
     return out
 
 
-def count_tokens(token_ids: Tensor, penalties: Penalties) -> None:
+def count_tokens(token_ids: Tensor, inputs: SamplingInputs) -> None:
     """See `ops.Ops.count_tokens`."""
-    num_rows, (seen, rows, floats) = len(token_ids), penalties
+    num_rows, seen, rows, floats = len(token_ids), inputs.seen, inputs.rows, inputs.floats
+    assert seen is not None
     launch(
         _count_kernel, (triton.cdiv(num_rows, _ROWS), 1, 1),
         (token_ids, seen, rows, floats, num_rows), VOCAB=seen.shape[1], ROWS=_ROWS, num_warps=4,
@@ -40,7 +43,7 @@ def count_tokens(token_ids: Tensor, penalties: Penalties) -> None:
 
 @triton.jit
 def _penalties(floats_ptr, index, num_rows, inside):
-    """Of repetition, presence and frequency, and whether there is any."""
+    """Repetition, presence and frequency penalty, and whether there is any."""
     repetition = tl.load(floats_ptr + 3 * num_rows + index, mask=inside, other=1.0)
     presence = tl.load(floats_ptr + 4 * num_rows + index, mask=inside, other=0.0)
     frequency = tl.load(floats_ptr + 5 * num_rows + index, mask=inside, other=0.0)

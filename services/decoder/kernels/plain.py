@@ -1,6 +1,7 @@
 """The decoder's operations in plain torch: the specification, and the path of CPUs.
 
-Functions are the plain twins of kernels in this folder; their boundaries are the fusions'.
+Functions are the plain twins of kernels in this folder; their boundaries are the fusions'. For
+sampling see `sampling`.
 """
 
 import torch
@@ -9,21 +10,16 @@ from torch.nn import functional as F
 
 from services.common.nn import layers
 from services.common.nn.layers import rms_norm, silu_and_mul
-from services.decoder.kernels.draw_params import DrawParams, Penalties
 from services.decoder.kernels.heads import ProjectedHeads, Rotary, kv_rows, write_kv
 
 __all__ = [
     "add_rms_norm",
-    "count_tokens",
-    "draw",
     "fused_decode_attention",
-    "greedy",
     "linear",
     "linear_residual",
     "linear_swiglu",
     "norm_linear",
     "norm_swiglu",
-    "penalize",
     "pick_tokens",
     "qk_rope_cache",
     "reduce_split_k",
@@ -154,35 +150,3 @@ def fused_decode_attention(heads: ProjectedHeads, block_ids: Tensor, seq_lens: T
         query[:, :, None], keys, values, attn_mask=inside[:, None, None], enable_gqa=True
     )
     return attended.flatten(1)
-
-
-# Sampling.
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """See `Ops.greedy`."""
-    finite = torch.isfinite(logits.sum(-1, dtype=torch.float32))
-    return logits.argmax(-1).masked_fill(~finite, -1).to(torch.int32)
-
-
-def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
-    """See `Ops.penalize`."""
-    logits, seen = logits.float(), penalties.seen[penalties.rows]
-    repetition, presence, frequency = penalties.floats[3:, :, None]
-    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits, count = torch.where(seen > 0, scaled, logits), seen >> 1
-    return logits - frequency * count - presence * (count > 0)
-
-
-def count_tokens(token_ids: Tensor, penalties: Penalties) -> None:
-    """See `Ops.count_tokens`."""
-    repetition, presence, frequency = penalties.floats[3:]
-    has_any = (repetition != 1) | (presence != 0) | (frequency != 0)
-    places = penalties.rows, token_ids.clamp(min=0).long()
-    counts = 2 * (has_any & (token_ids >= 0)).int()
-    penalties.seen.index_put_(places, counts, accumulate=True)
-
-
-def draw(logits: Tensor, params: DrawParams) -> Tensor | None:
-    """See `Ops.draw`: the sampler does it in torch."""
-    return None

@@ -21,7 +21,7 @@ from services.common.nn.dispatch import Implementation, Kernel, KernelTable, Tok
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, add_product
-from services.decoder.kernels import attention_tuning, plain, tuning
+from services.decoder.kernels import attention_tuning, plain, sampling, tuning
 from services.decoder.kernels.attention_tuning import AttentionFacts
 from services.decoder.kernels.tuning import SkinnyConfig, SwigluGemmConfig
 
@@ -385,10 +385,10 @@ def _greedy(facts: KernelFacts) -> Kernel:
     return greedy.greedy
 
 
-def _draw(facts: KernelFacts) -> Kernel:
-    from services.decoder.kernels import draw
+def _sample(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import top_k_top_p_sampling
 
-    return draw.draw
+    return top_k_top_p_sampling.sample
 
 
 def _penalties(name: str) -> Callable[[KernelFacts], Kernel]:
@@ -488,13 +488,13 @@ ROWS: Sequence[Row] = (
     Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),
     Row("logits", "plain", _plain(plain.linear)),
     Row("greedy", "triton", _greedy, _triton),
-    Row("greedy", "plain", _plain(plain.greedy)),
+    Row("greedy", "plain", _plain(sampling.greedy)),
     Row("penalize", "triton", _penalties("penalize"), _triton),
-    Row("penalize", "plain", _plain(plain.penalize)),
+    Row("penalize", "plain", _plain(sampling.penalize)),
     Row("count_tokens", "triton", _penalties("count_tokens"), _triton),
-    Row("count_tokens", "plain", _plain(plain.count_tokens)),
-    Row("draw", "triton", _draw, _triton),
-    Row("draw", "plain", _plain(plain.draw)),
+    Row("count_tokens", "plain", _plain(sampling.count_tokens)),
+    Row("sample", "triton", _sample, _triton),
+    Row("sample", "plain", _plain(sampling.sample)),
 )  # fmt: skip
 
 

@@ -11,19 +11,19 @@ from services.common.model_spec import RopeSpec
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
-from services.decoder.engine.sampling import SamplingTable
 from services.decoder.engine.staging import Staging
 from services.decoder.kernels import (
     add_norm,
-    draw,
     gemv,
     greedy,
     penalties,
     plain,
+    sampling,
     silu_mul,
     skinny_gemm,
     step_entry,
     swiglu_gemm,
+    top_k_top_p_sampling,
     tuning,
 )
 from services.decoder.kernels.attention_tuning import (
@@ -40,8 +40,7 @@ from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
 from services.decoder.kernels.tuning import GemvConfig, SkinnyConfig, SwigluGemmConfig
 from services.decoder.models.rope import RotaryEmbedding
-from tests import draws
-from tests import penalties as penalties_agree
+from tests import sampling_twins
 
 PLAIN = PlainOps()
 BLOCK_SIZE, EPS = 16, 1e-6
@@ -184,7 +183,7 @@ def check_rows(count: int, width: int) -> None:
     logits = torch.randn(count + 4, width)
     logits[0, 3], logits[1, 5], logits[2, -1] = torch.nan, torch.inf, 100.0
     logits[3] = 0.5  # all equal: the first wins
-    assert torch.equal(greedy.greedy(logits), plain.greedy(logits))
+    assert torch.equal(greedy.greedy(logits), sampling.greedy(logits))
 
 
 def check_gemv(count: int, width: int, rows: int, config: GemvConfig | None) -> None:
@@ -249,18 +248,21 @@ def check_swiglu_gemm(count: int, columns: int, rows: int) -> None:
     close(found, plain.linear_swiglu(x, weight))
 
 
-def check_draws() -> None:
-    """With fewer parts: the interpreter runs one program after the other."""
-    draw._PARTS, draw._BLOCK = 2, 32
-    rows = [draws.ROWS[index] for index in (1, 2, 4, 6, 9)]
-    draws.check(draw.draw, torch.randn(5, 70).half() * 2, rows, 0)
-    draws.check(draw.draw, (torch.randn(5, 70) * 2).round(), rows, 1)  # many are equal
+def check_sampling() -> None:
+    """With fewer splits: the interpreter runs one program instance after the other."""
+    top_k_top_p_sampling._SPLITS, top_k_top_p_sampling._BLOCK = 2, 32
+    rows = [sampling_twins.ROWS[index] for index in (1, 2, 4, 6, 9)]
+    sample = top_k_top_p_sampling.sample
+    sampling_twins.check(sample, torch.randn(5, 70).half() * 2, rows, 0)
+    equal = (torch.randn(5, 70) * 2).round()
+    sampling_twins.check(sample, equal, rows, 1, np.random.default_rng(0).random((5, 70)) < 0.3)
+    sampling_twins.check_masked_out(sample, torch.randn(5, 70))
 
 
-class Drawing(PlainOps):
-    """Plain but for the draw and what comes before it."""
+class SamplingOps(PlainOps):
+    """Plain but for sampling and penalties."""
 
-    draw = staticmethod(draw.draw)
+    sample = staticmethod(top_k_top_p_sampling.sample)
     penalize = staticmethod(penalties.penalize)
     count_tokens = staticmethod(penalties.count_tokens)
 
@@ -268,27 +270,26 @@ class Drawing(PlainOps):
 def check_sampler(logits: Tensor, params: list[SamplingParams]) -> None:
     """The same tokens by the kernels and by torch, one step after the other."""
     found: list[list[list[int]]] = []
-    for ops in (PLAIN, Drawing()):
+    for ops in (PLAIN, SamplingOps()):
         rows, (count, vocab_size) = np.arange(len(logits)), logits.shape
-        table, staging = SamplingTable(count, vocab_size), Staging(1 << 20, torch.device("cpu"))
+        staging = Staging(1 << 20, torch.device("cpu"))
         sampler = Sampler(count, vocab_size, torch.device("cpu"), ops)
         for row, one in enumerate(params):
-            table.set(row, one)
-            sampler.start_row(row, np.array([1, 2], np.int32), np.empty(0, np.int32))
+            sampler.start_row(row, one, np.array([1, 2], np.int32))
         found.append([])
         for step in range(2):
             staging.begin()
-            plan = table.plan(rows, np.full(count, step), staging)
+            inputs = sampler.prepare(rows, np.full(count, step), staging)
             staging.upload()
-            assert plan is not None
-            found[-1].append(sampler.sample(logits.roll(step, 0), plan, staging).token_ids.tolist())
+            assert inputs is not None
+            found[-1].append(sampler.sample(logits.roll(step, 0), inputs).token_ids.tolist())
     assert found[0] == found[1]
 
 
 if __name__ == "__main__":
-    check_draws()
+    check_sampling()
     for dtype in (torch.float16, torch.float32):
-        penalties_agree.check(Drawing(), 70, dtype, torch.device("cpu"))
+        sampling_twins.check_penalties(SamplingOps(), 70, dtype, torch.device("cpu"))
     many = [
         SamplingParams(temperature=0.7, top_k=20, top_p=0.8, seed=1),
         SamplingParams(temperature=1.2, top_p=0.95, min_p=0.1, seed=2, top_logprobs=1),

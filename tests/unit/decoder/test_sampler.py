@@ -9,13 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.sampler import Sampled, Sampler, by_rank, part_width
-from services.decoder.engine.sampling import SamplingTable, uniforms
+from services.decoder.engine.sampler import Sampled, Sampler, uniforms
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels.draw_params import DrawParams
 from services.decoder.kernels.ops import PlainOps
-from services.decoder.kernels.plain import greedy
-from tests.draws import distribution
+from services.decoder.kernels.sampling import (
+    ALL_MASKED,
+    SamplingInputs,
+    by_rank,
+    greedy,
+    sample,
+    split_width,
+)
+from tests import sampling_twins
+from tests.sampling_twins import distribution, mask_of
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50
@@ -23,22 +29,37 @@ NONE = np.empty(0, np.int32)
 
 
 class Bench:
-    """Table, sampler and staging for rows 0 .. len(params) - 1."""
+    """Sampler and staging for rows 0 .. len(params) - 1."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int = VOCAB_SIZE) -> None:
-        self.table = SamplingTable(len(params), vocab_size)
         self.sampler = Sampler(len(params), vocab_size, CPU, PlainOps())
         self.staging = Staging(1 << 22, CPU)
         for row, one in enumerate(params):
-            self.table.set(row, one)
+            self.sampler.start_row(row, one)
 
-    def draw(self, logits: torch.Tensor, rows: list[int], generated: list[int]) -> Sampled:
+    def prepare(
+        self, rows: list[int], generated: list[int], masks: dict[int, np.ndarray] | None = None
+    ) -> SamplingInputs | None:
         self.staging.begin()
-        plan = self.table.plan(np.array(rows), np.array(generated), self.staging)
+        masked = np.array(sorted(masks or {}), np.int64)
+        words = np.stack([masks[i] for i in masked.tolist()]) if masks else None
+        inputs = self.sampler.prepare(
+            np.array(rows), np.array(generated), self.staging, masked, words
+        )
         self.staging.upload()
-        if plan is None:
+        return inputs
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        generated: list[int],
+        masks: dict[int, np.ndarray] | None = None,
+    ) -> Sampled:
+        inputs = self.prepare(rows, generated, masks)
+        if inputs is None:
             return Sampled(greedy(logits), None)
-        return self.sampler.sample(logits, plan, self.staging)
+        return self.sampler.sample(logits, inputs)
 
 
 def draw(params: list[SamplingParams], logits: torch.Tensor, generated: int = 0) -> list[int]:
@@ -90,13 +111,13 @@ def test_frequencies_are_the_distribution(params: SamplingParams) -> None:
         (SamplingParams(temperature=1.0, top_k=VOCAB_SIZE), False, False),
     ],
 )
-def test_a_plan_says_what_is_to_be_looked_for(
+def test_inputs_say_which_searches_are_needed(
     params: SamplingParams, has_top_k: bool, has_top_p: bool
 ) -> None:
     bench = Bench([params, SamplingParams()])
-    bench.staging.begin()
-    plan = bench.table.plan(np.arange(2), np.zeros(2, np.int64), bench.staging)
-    assert plan is not None and (plan.has_top_k, plan.has_top_p) == (has_top_k, has_top_p)
+    inputs = bench.prepare([0, 1], [0, 0])
+    assert inputs is not None
+    assert (inputs.has_top_k, inputs.has_top_p) == (has_top_k, has_top_p)
 
 
 def test_temperature_zero_and_almost_zero_are_greedy() -> None:
@@ -172,7 +193,7 @@ def test_ranks_are_by_logit_then_id() -> None:
 def test_ranks_of_few_among_many_are_those_of_a_sort(
     vocab_size: int, count: int, kind: str
 ) -> None:
-    assert part_width(vocab_size, count) > 0
+    assert split_width(vocab_size, count) > 0
     generator = torch.Generator().manual_seed(count)
     logits = torch.randn(3, vocab_size, generator=generator)
     if kind == "ties":
@@ -195,7 +216,7 @@ def test_penalties_follow_vllm() -> None:
     )
     bench = Bench([params])
     prompt, completion = [1, 2, 2], [2, 3, 3]
-    bench.sampler.start_row(0, np.array(prompt, np.int32), np.array(completion, np.int32))
+    bench.sampler.start_row(0, params, np.array(prompt, np.int32), np.array(completion, np.int32))
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 1:5] = torch.tensor([3.0, -1.0, 4.0, 2.2])
     # 1: 3 / 1.5 = 2. 2: -1 * 1.5 - 0.3 - 0.4. 3: 4 / 1.5 - 0.6 - 0.4 = 1.67. 4: untouched.
@@ -212,7 +233,7 @@ def test_counts_of_a_row_start_anew() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 7] = 0.5
     for _ in range(2):
-        bench.sampler.start_row(0, np.array([7], np.int32), NONE)
+        bench.sampler.start_row(0, params, np.array([7], np.int32), NONE)
         assert bench.draw(logits, [0], [0]).token_ids.tolist() == [7]
         assert bench.draw(logits, [0], [1]).token_ids.tolist() != [7]
 
@@ -264,22 +285,22 @@ def test_a_row_that_is_not_finite_fails_alone(value: float, plain: bool) -> None
     assert tokens == [expected[0], -1, expected[2]]
 
 
-class DrawingOps(PlainOps):
-    """Draws the most likely token of each row, as a GPU would."""
+class ArgmaxOps(PlainOps):
+    """Samples the most likely token of each row, as a kernel on a GPU could."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[DrawParams] = []
+        self.asked: list[SamplingInputs] = []
 
-    def draw(self, logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-        self.asked.append(params)
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        self.asked.append(inputs)
         broken = torch.isnan(logits) | (logits.abs() == torch.inf)
-        if params.forbids:
+        if inputs.bias is not None:
             broken &= logits != -torch.inf
         return logits.argmax(-1).masked_fill(broken.any(-1), -1).to(torch.int32)
 
 
-def test_a_draw_by_a_kernel_is_taken_as_it_is() -> None:
+def test_the_tokens_of_a_kernel_are_taken_as_they_are() -> None:
     waiting = SamplingParams(temperature=1.0, min_tokens=9, stop_token_ids=(4,))
     liked = SamplingParams(temperature=0.8, top_k=3, top_p=0.9, presence_penalty=3.0)
     plain = SamplingParams(temperature=1.0, top_logprobs=2)
@@ -287,19 +308,78 @@ def test_a_draw_by_a_kernel_is_taken_as_it_is() -> None:
     logits[:, 4], logits[:, 7] = 5.0, 4.0
     for broken in (False, True):
         bench = Bench([waiting, liked, plain])
-        bench.sampler._ops = ops = DrawingOps()
-        bench.sampler.start_row(1, np.array([4], np.int32), NONE)
+        bench.sampler._ops = ops = ArgmaxOps()
+        bench.sampler.start_row(1, liked, np.array([4], np.int32), NONE)
         logits[2, 0] = torch.nan if broken else 0.0
         tokens = [bench.draw(logits, [0, 1, 2], [n] * 3).token_ids for n in range(2)]
         assert tokens[0].dtype == torch.int32
-        # The second one's first token counts against itself from then on.
+        # The second row's first token counts against itself from then on.
         last = -1 if broken else 4
         assert [t.tolist() for t in tokens] == [[7, 4, last], [7, 7, last]]
-        assert all(params.forbids for params in ops.asked)
-        bench.sampler._ops = ops = DrawingOps()
+        assert all(inputs.bias is not None for inputs in ops.asked)
+        bench.sampler._ops = ops = ArgmaxOps()
         sampled = bench.draw(logits[1:], [2, 2], [0, 0])
-        assert sampled.token_ids.tolist() == [4, last] and not ops.asked[0].forbids
+        assert sampled.token_ids.tolist() == [4, last] and ops.asked[0].bias is None
         assert sampled.logprobs is not None and torch.isfinite(sampled.logprobs.chosen[0])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_plain_samples_are_those_of_the_distribution(masked: bool) -> None:
+    allowed = np.random.default_rng(3).random((len(sampling_twins.ROWS), 3000)) < 0.2
+    logits = torch.randn(allowed.shape, generator=torch.Generator().manual_seed(1)) * 3
+    for one in (logits, logits.round()):
+        sampling_twins.check(sample, one, sampling_twins.ROWS, 5, allowed if masked else None)
+    sampling_twins.check_masked_out(sample, logits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_mask_decides_for_its_own_row_alone(data: st.DataObject) -> None:
+    """Greedy or not, with penalties and biases: a masked row has an allowed token, as if all others
+    were forbidden by bias; a row without a mask has the token it has alone.
+    """
+    num = data.draw(st.integers(1, 6))
+    params = [
+        SamplingParams(
+            temperature=data.draw(st.sampled_from([0.0, 0.8])),
+            top_k=data.draw(st.sampled_from([0, 1, 7])),
+            top_p=data.draw(st.sampled_from([1.0, 0.6])),
+            frequency_penalty=data.draw(st.sampled_from([0.0, 0.5])),
+            seed=data.draw(st.integers(0, 99)),
+        )
+        for _ in range(num)
+    ]
+    logits = logits_for(num, data.draw(st.integers(0, 1000)))
+    chooser = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    allowed = {}
+    for row in range(num):
+        if data.draw(st.booleans()):
+            allowed[row] = chooser.random(VOCAB_SIZE) < data.draw(st.sampled_from([0.0, 0.1, 0.7]))
+    masks = {row: mask_of(one) for row, one in allowed.items()}
+    rows = list(range(num))
+    found = Bench(params).draw(logits, rows, [3] * num, masks).token_ids.tolist()
+    for row, one in enumerate(params):
+        fields = {name: getattr(one, name) for name in one.__struct_fields__}
+        if row in allowed:
+            forbidden = np.flatnonzero(~allowed[row]).tolist()
+            fields["logit_bias"] = dict.fromkeys(forbidden, -math.inf)
+        (alone,) = Bench([SamplingParams(**fields)]).draw(logits[row : row + 1], [0], [3]).token_ids
+        assert found[row] == alone
+        if row in allowed:
+            assert allowed[row][found[row]] if allowed[row].any() else found[row] == ALL_MASKED
+
+
+def test_logprobs_are_of_the_logits_without_the_mask() -> None:
+    logits = logits_for(1)
+    allowed = np.zeros(VOCAB_SIZE, np.bool_)
+    allowed[[3, 9]] = True
+    bench = Bench([SamplingParams(top_logprobs=2)])
+    sampled = bench.draw(logits, [0], [0], {0: mask_of(allowed)})
+    best = 3 if logits[0, 3] > logits[0, 9] else 9
+    assert sampled.token_ids.tolist() == [best] and sampled.logprobs is not None
+    raw = logits.log_softmax(-1)
+    assert torch.allclose(sampled.logprobs.chosen, raw[:, best])
+    assert sampled.logprobs.top_ids[0].tolist() == raw[0].topk(2).indices.tolist()
 
 
 def test_many_rows_are_drawn_in_parts() -> None:
