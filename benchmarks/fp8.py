@@ -42,7 +42,7 @@ def make(rows: int, columns: int, block: bool) -> Fp8Weight:
     """A random weight; scales differ by a factor of 4."""
     values = torch.empty(rows, columns, dtype=E4M3, device="cuda")
     for part in values.split(8192):
-        part.copy_(torch.randn(part.shape, device="cuda") * 100)
+        part.copy_((torch.randn(part.shape, device="cuda") * 100).clamp(-448, 448))
     size = (-(-rows // 128), columns // 128) if block else (rows, 1)
     scale = torch.rand(size, device="cuda") * 3e-4 + 1e-4
     return Fp8Weight(values, scale, *((128, 128) if block else (1, columns)))

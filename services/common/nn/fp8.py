@@ -75,7 +75,8 @@ def quantize_activations(x: Tensor, block_columns: int) -> tuple[Tensor, Tensor]
     padding = -columns % block_columns
     blocks = F.pad(x.float(), (0, padding)).view(num_tokens, -1, block_columns)
     amax = blocks.abs().amax(-1, keepdim=True)
-    scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+    # Not by a Python number: CUDA would multiply by its rounded reciprocal.
+    scale = torch.where(amax > 0, amax / torch.full_like(amax, E4M3_MAX), 1.0)
     values = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
     return values.view(num_tokens, -1)[:, :columns], scale[..., 0]
 

@@ -190,9 +190,11 @@ def load_dummy(
         elif parameter.dtype in FLOATS:
             parameter.data.normal_(mean, deviation, generator=generator)
         elif parameter.dtype.is_floating_point:
+            largest = torch.finfo(parameter.dtype).max  # beyond it, FP8 has NaN only
             for rows in parameter.data.split(_DUMMY_ROWS):
                 wide = torch.empty(rows.shape, device=device)
-                rows.copy_(wide.normal_(mean, deviation, generator=generator))
+                wide.normal_(mean, deviation, generator=generator)
+                rows.copy_(wide.clamp_(-largest, largest))
         else:
             raise CheckpointError(f"no dummy values for {name} of dtype {parameter.dtype}")
     _process(module)
