@@ -76,16 +76,30 @@ def make_float_workspace(device: torch.device) -> Tensor:
 
 
 class FlashInferDecode:
-    """One new token of each sequence."""
+    """One new token of each sequence.
+
+    Args:
+        facts: of the model and the device.
+        sizes: of the engine.
+        device: a GPU.
+        scratch: see `make_float_workspace`.
+        tensor_cores: which of its kernels; None: as tuned.
+    """
 
     def __init__(
-        self, facts: AttentionFacts, sizes: AttentionSizes, device: torch.device, scratch: Tensor
+        self,
+        facts: AttentionFacts,
+        sizes: AttentionSizes,
+        device: torch.device,
+        scratch: Tensor,
+        *,
+        tensor_cores: bool | None = None,
     ) -> None:
         self._facts, self._sizes, self._device, self._scratch = facts, sizes, device, scratch
         # Decodes and chunks of one step are planned before either runs: a workspace each.
         self._workspaces = _Workspaces(sizes.max_num_sequences, device)
-        tuned = size_class(facts.group_size, facts.head_dim)
-        self._tensor_cores = tuned.flashinfer_tensor_cores
+        tuned = size_class(facts.group_size, facts.head_dim).flashinfer_tensor_cores
+        self._tensor_cores = tuned if tensor_cores is None else tensor_cores
         self._eager = BatchDecodeWithPagedKVCacheWrapper(
             scratch, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2"
         )

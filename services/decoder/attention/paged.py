@@ -22,9 +22,10 @@ from services.common.nn.dispatch import PLAIN, KernelTable
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.attention.table import DECODE, FLASHINFER, HOPPER, PAGED, PREFILL
-from services.decoder.kernels.attention_tuning import MIN_EAGER_TOKENS, AttentionFacts
+from services.decoder.kernels.attention_tuning import AttentionFacts
 from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
 from services.decoder.kernels.prefill_attention import PrefillAttention, PrefillChunk
+from services.decoder.kernels.tuning import LAUNCH_HIDING_TOKENS
 
 # What runs a part of a step: its queries `[n, num_heads, head_dim]`, the layer's KV cache and the
 # result, as the queries.
@@ -104,7 +105,7 @@ class PagedBackend:
             return None
         chunks = self._chunks(step)
         if not captured and self._flashinfer_prefill is not None:
-            hides_launches = step.num_tokens >= MIN_EAGER_TOKENS
+            hides_launches = step.num_tokens >= LAUNCH_HIDING_TOKENS
             if not (hides_launches and kernel.is_faster_than_fa3(chunks)):
                 return None
         return kernel.list_work(chunks, kernel.count_work(step.num_tokens, len(chunks)))
@@ -174,7 +175,7 @@ class PagedBackend:
     def _choose_decode(self, metadata: AttentionMetadata, *, captured: bool) -> str:
         if metadata.work is not None and self._paged is not None:
             return PAGED  # beside our own prefill kernel it costs least, however few there are
-        hides_launches = captured or len(metadata.slot_mapping) >= MIN_EAGER_TOKENS
+        hides_launches = captured or len(metadata.slot_mapping) >= LAUNCH_HIDING_TOKENS
         if not hides_launches and self._flashinfer_decode is not None:
             return FLASHINFER
         with self.table.for_graph() if captured else nullcontext():

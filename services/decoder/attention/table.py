@@ -10,12 +10,12 @@ from typing import TypeVar
 
 from services.common.nn.dispatch import PLAIN, Implementation, TokenRange
 from services.decoder.kernels.attention_tuning import (
-    MIN_EAGER_TOKENS,
     AttentionFacts,
     paged_decode_obstacle,
     prefill_obstacle,
     size_class,
 )
+from services.decoder.kernels.tuning import LAUNCH_HIDING_TOKENS
 
 FactsT = TypeVar("FactsT")
 DECODE, PREFILL = "decode_attention", "prefill_attention"
@@ -73,7 +73,7 @@ def _paged_sequences(facts: AttentionFacts) -> TokenRange:
     tuned = size_class(facts.group_size, facts.head_dim)
     return TokenRange(
         tuned.paged_min_sequences,
-        condition=f"sequences, captured or >= {MIN_EAGER_TOKENS} tokens; any beside {HOPPER}",
+        condition=f"sequences, captured or >= {LAUNCH_HIDING_TOKENS} tokens; any beside {HOPPER}",
     )
 
 
@@ -81,5 +81,5 @@ def _prefill_tokens(facts: AttentionFacts) -> TokenRange:
     if flashinfer_obstacle(facts):
         return TokenRange()
     return TokenRange(
-        condition=f"captured, or >= {MIN_EAGER_TOKENS} tokens of which few are cached"
+        condition=f"captured, or >= {LAUNCH_HIDING_TOKENS} tokens of which few are cached"
     )

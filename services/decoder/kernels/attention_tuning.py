@@ -5,15 +5,12 @@ were measured on an H200 for group 2 and head_dim 128 (Qwen3-VL-2B: 16 query and
 other classes are extrapolated from it until `benchmarks/tune_attention.py` has been run for them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from services.common.nn.device import DeviceFacts
 
-# Below this many tokens an eager step waits for its launches. Triton's take the host longer than
-# flashinfer's, so that eager steps with fewer tokens use flashinfer's kernels.
-MIN_EAGER_TOKENS = 2048
 FUSED_MAX_SEQUENCES = 2  # with more, separate kernels are faster
 _MMA_ROWS = 16  # query rows of a tensor-core instruction
 _SHARED_MEMORY_RESERVE = 8 << 10  # what a compiled kernel needs beside its tiles
@@ -91,81 +88,82 @@ class PagedDecodeConfig:
         return self.tile_rows // self.kv_heads
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SizeClass:
-    """Tuned constants of a group size and head dimension.
+    """Tuned constants of a group size and head dimension. None: by a rule, see the functions below.
 
     Attributes:
         measured: on an H200; else extrapolated.
+        fused: by number of sequences, from one: for 8 key heads and 132 SMs.
         fused_max_context: longest context, the new token included, for which the fused kernel is
-            faster than separate ones, by number of sequences.
-        fused_heads: see `FusedDecodeConfig.heads`; None: the largest power of two that divides the
-            group, up to 4.
-        fused_tensor_cores: see `FusedDecodeConfig`.
-        fused_tile: likewise.
+            faster than separate ones, by number of sequences, from one.
+        paged: for 8 key heads and 227 KiB of shared memory.
         paged_min_sequences: number of sequences from which the paged kernel in a graph is faster
             than flashinfer's.
-        paged_tile_rows: see `PagedDecodeConfig`.
         flashinfer_tensor_cores: whether flashinfer's decode uses its tensor-core kernel.
     """
 
-    measured: bool
-    fused_max_context: tuple[tuple[int, int], ...] = ((1, 4096), (2, 2048))
-    fused_heads: int | None = None
-    fused_tensor_cores: bool = False
-    fused_tile: int = 64
+    measured: bool = False
+    fused: tuple[FusedDecodeConfig, ...] | None = None
+    fused_max_context: tuple[int, ...] = (4096, 2048)
+    paged: PagedDecodeConfig | None = None
     paged_min_sequences: int = 48
-    paged_tile_rows: int = 64
     flashinfer_tensor_cores: bool = True
 
 
-# (group, head_dim) → constants. With one or two query heads per key head, flashinfer's CUDA-core
-# decode is up to a sixth faster than its tensor-core one (H200).
+# (group, head_dim) → constants, as `benchmarks/tune_attention.py` prints them. Contexts longer than
+# `fused_max_context` are faster through flashinfer, which keeps more reads in flight. With one or
+# two query heads per key head, flashinfer's CUDA-core decode is up to a sixth faster than its
+# tensor-core one.
 _CLASSES: dict[tuple[int, int], SizeClass] = {
-    (2, 128): SizeClass(measured=True, fused_heads=2, flashinfer_tensor_cores=False),
-    (1, 128): SizeClass(measured=False, fused_heads=1, flashinfer_tensor_cores=False),
-    (4, 128): SizeClass(measured=False, fused_heads=4),
-    (8, 128): SizeClass(measured=False, fused_heads=8, fused_tensor_cores=True),
+    (2, 128): SizeClass(
+        measured=True,
+        fused=(FusedDecodeConfig(2, 32, 64, False, 4), FusedDecodeConfig(2, 16, 64, False, 4)),
+        fused_max_context=(4096, 2048),
+        paged=PagedDecodeConfig(8, 64, 4, alone=(1, 5)),
+        paged_min_sequences=48,
+        flashinfer_tensor_cores=False,
+    ),
+    (1, 128): SizeClass(flashinfer_tensor_cores=False),
+    (4, 128): SizeClass(),
+    (8, 128): SizeClass(),
 }
 
 
 def size_class(group_size: int, head_dim: int) -> SizeClass:
-    """Constants of a size class; one without a row gets a rule's."""
-    found = _CLASSES.get((group_size, head_dim))
-    if found is not None:
-        return found
-    return SizeClass(
-        measured=False,
-        # A group that is no power of two would be read once per head without padding.
-        fused_heads=group_size,
-        fused_tensor_cores=group_size > 4 or group_size == 3,
-        fused_tile=32 if head_dim > 128 else 64,
-    )
+    """Constants of a size class; those of an unlisted one are extrapolated."""
+    return _CLASSES.get((group_size, head_dim), SizeClass())
 
 
 def fused_decode_config(facts: AttentionFacts, num_sequences: int) -> FusedDecodeConfig:
-    """For a step of so many decodes: two CTAs per SM, as far as whole powers of two allow."""
-    tuned = size_class(facts.group_size, facts.head_dim)
-    heads = tuned.fused_heads or facts.group_size
-    ctas = max(facts.num_heads // heads, 1) * num_sequences
-    splits = max(2 * facts.device.num_sms // ctas, 1)
+    """For a step of this many decodes.
+
+    The rule: a CTA has all query heads of a key head, as FMAs up to four, and there are two CTAs
+    per SM, as far as powers of two allow.
+    """
+    group, device = facts.group_size, facts.device
+    tuned = size_class(group, facts.head_dim).fused
+    if tuned is not None and (facts.num_kv_heads, device.num_sms) == (8, 132):
+        return tuned[num_sequences - 1]
+    splits = max(2 * device.num_sms // (facts.num_kv_heads * num_sequences), 1)
     splits = min(max(1 << (splits.bit_length() - 1), 4), 64)
-    return FusedDecodeConfig(heads, splits, tuned.fused_tile, tuned.fused_tensor_cores)
+    tile = 32 if facts.head_dim > 128 else 64
+    return FusedDecodeConfig(group, splits, tile, tensor_cores=group == 3 or group > 4)
 
 
 def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
-    """Key heads that fill the rows of an MMA, and stages that fit the shared memory of an SM."""
-    tuned = size_class(facts.group_size, facts.head_dim)
-    kv_heads = 1
-    while (
-        2 * kv_heads * facts.group_size <= _MMA_ROWS
-        and facts.num_kv_heads % (2 * kv_heads) == 0
-        and kv_heads < 8
+    """The tuned configuration, with as many stages and CTAs as fit the shared memory of an SM.
+
+    The rule: as many key heads, up to eight, as fill the rows of an MMA.
+    """
+    tuned = size_class(facts.group_size, facts.head_dim).paged or PagedDecodeConfig(8)
+    kv_heads = tuned.kv_heads
+    while kv_heads > 1 and (
+        kv_heads * facts.group_size > _MMA_ROWS or facts.num_kv_heads % kv_heads
     ):
-        kv_heads *= 2
-    default = PagedDecodeConfig(kv_heads, tuned.paged_tile_rows)
+        kv_heads //= 2
     width = 1 << (facts.head_dim - 1).bit_length()
-    stage_bytes = 2 * default.tile_rows * width * facts.dtype.itemsize
+    stage_bytes = 2 * tuned.tile_rows * width * facts.dtype.itemsize
     room = facts.device.shared_memory_bytes
 
     def fitting(ctas: int, stages: int) -> tuple[int, int]:
@@ -175,12 +173,12 @@ def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
             return fitting(ctas - 1, stages)
         return ctas, min(stages, most // stage_bytes + 1)
 
-    return PagedDecodeConfig(
-        kv_heads,
-        tuned.paged_tile_rows,
-        alone=fitting(*default.alone),
-        beside_few=fitting(*default.beside_few),
-        beside_many=fitting(*default.beside_many),
+    return replace(
+        tuned,
+        kv_heads=kv_heads,
+        alone=fitting(*tuned.alone),
+        beside_few=fitting(*tuned.beside_few),
+        beside_many=fitting(*tuned.beside_many),
     )
 
 

@@ -54,7 +54,7 @@ class FusedDecodeAttention:
         self._facts = facts
         self._configs = {n: configure(facts, n) for n in range(1, FUSED_MAX_SEQUENCES + 1)}
         tuned = size_class(facts.group_size, facts.head_dim)
-        self._max_context = {} if fused_decode_obstacle(facts) else dict(tuned.fused_max_context)
+        self._max_contexts = () if fused_decode_obstacle(facts) else tuned.fused_max_context
         rows = facts.num_heads * max(n * one.num_splits for n, one in self._configs.items())
         self._acc = torch.empty((rows, facts.head_dim), dtype=torch.float32, device=device)
         self._m_l = torch.empty((2, rows), dtype=torch.float32, device=device)
@@ -64,7 +64,8 @@ class FusedDecodeAttention:
 
     def max_context(self, num_sequences: int) -> int:
         """The longest context, the new token included, for which it is the fastest; 0: never."""
-        return self._max_context.get(num_sequences, 0)
+        limits = self._max_contexts
+        return limits[num_sequences - 1] if num_sequences <= len(limits) else 0
 
     def __call__(self, heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
         """q/k norm (if the model has it), rotation, the write to the KV cache and attention.
