@@ -9,8 +9,8 @@ compilation or launch fails is dropped, and the call goes to the next one.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -174,6 +174,7 @@ class KernelTable(Generic[FactsT]):
         self.is_warming_up = False
         self._operations: dict[str, list[Resolved]] = {}
         self._graphs: list[CapturedCalls] = []
+        self._included: list[KernelTable[Any]] = []
 
     @classmethod
     def resolve(
@@ -222,6 +223,19 @@ class KernelTable(Generic[FactsT]):
                 why = table.rejected.get((operation, wanted), "there is no such implementation")
                 raise UnknownOverride(f"{operation}={wanted}: {why}")
         return table
+
+    def include(self, other: "KernelTable[Any]") -> None:
+        """Shows and counts another table's operations with this one's, which are others; both warm
+        up and are captured together.
+        """
+        self._included.append(other)
+        self._operations |= other._operations
+        self.rejected |= other.rejected
+        other.rejected = self.rejected
+
+    @property
+    def operations(self) -> Collection[str]:
+        return self._operations.keys()
 
     def usable(self, operation: str) -> list[Resolved]:
         """Implementations of an operation that can run here, in order of preference."""
@@ -281,7 +295,10 @@ class KernelTable(Generic[FactsT]):
         before = {entry: entry.num_calls for entry in self._entries()}
         was, self.is_warming_up = self.is_warming_up, True
         try:
-            yield
+            with ExitStack() as stack:
+                for other in self._included:
+                    stack.enter_context(other.warming_up())
+                yield
         finally:
             self.is_warming_up = was
             for entry in self._entries():
@@ -307,7 +324,10 @@ class KernelTable(Generic[FactsT]):
         """Implementations are chosen as they are for a CUDA graph."""
         was, self.is_captured = self.is_captured, True
         try:
-            yield
+            with ExitStack() as stack:
+                for other in self._included:
+                    stack.enter_context(other.for_graph())
+                yield
         finally:
             self.is_captured = was
 

@@ -1,6 +1,7 @@
 """Attention backends by name: `sdpa`, the plain one, and `paged`, that of GPUs."""
 
 import importlib.util
+from collections.abc import Mapping
 
 import torch
 
@@ -45,12 +46,24 @@ def attention_facts(
 
 
 def create_backend(
-    name: str, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype
+    name: str,
+    sizes: AttentionSizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    overrides: Mapping[str, str] | None = None,
 ) -> AttentionBackend:
     """Makes a backend; kernel libraries are imported only now.
 
+    Args:
+        name: of `BACKENDS`, or "auto".
+        sizes: of the model and the engine.
+        device: of the model.
+        dtype: of queries and the KV cache.
+        overrides: see `dispatch.parse_overrides`; operations of other tables are ignored.
+
     Raises:
         ValueError: no such backend, or it does not fit the device or dtype.
+        UnknownOverride: an implementation does not exist or cannot run here.
     """
     if resolve(name, device, dtype) == "sdpa":
         return SdpaBackend(sizes, device, dtype)
@@ -61,7 +74,10 @@ def create_backend(
     from services.decoder.attention.paged import PagedBackend
 
     facts = attention_facts(sizes, device, dtype)
-    table = KernelTable.resolve(implementations(_itself), facts)
+    rows = implementations(_itself)
+    own = {row.operation for row in rows} | {"*"}
+    chosen = {key: value for key, value in (overrides or {}).items() if key in own}
+    table = KernelTable.resolve(rows, facts, chosen)
     return PagedBackend(facts, sizes, device, table)
 
 

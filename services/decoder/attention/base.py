@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.common.nn.dispatch import KernelTable
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
@@ -76,6 +78,7 @@ class AttentionBackend(Protocol):
     """One implementation of paged attention.
 
     Attributes:
+        table: its implementations; None: it has one.
         reads_block_tables: it wants `block_tables`; otherwise it wants `block_ids`.
         captures: steps of decodes alone can be captured as CUDA graphs.
         captures_prompts: so can steps of one prompt's chunk alone.
@@ -83,9 +86,18 @@ class AttentionBackend(Protocol):
     """
 
     reads_block_tables: bool
-    captures: bool
-    captures_prompts: bool
-    captures_mixed: bool
+
+    @property
+    def table(self) -> KernelTable[Any] | None: ...
+
+    @property
+    def captures(self) -> bool: ...
+
+    @property
+    def captures_prompts(self) -> bool: ...
+
+    @property
+    def captures_mixed(self) -> bool: ...
 
     def captures_chunks(self, step: StepLengths) -> bool:
         """Whether a captured step is the faster one for the step's chunks."""

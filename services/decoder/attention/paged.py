@@ -34,19 +34,18 @@ _Run = Callable[[Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What runs the step's decodes and its chunks.
+    """What runs the step's decodes and its chunks, by name of the implementation; None: there are
+    none.
 
     Attributes:
-        decode: None: our own kernel, or there are no decodes.
-        prefill: None: our own kernel, or there are no chunks.
-        paged: decodes run by our own kernel.
-        work: of our own prefill kernel, see `list_work`.
+        run_decodes: unless it is our own kernel.
+        run_chunks: likewise.
     """
 
-    decode: _Run | None = None
-    prefill: _Run | None = None
-    paged: bool = False
-    work: Tensor | None = None
+    decode: str | None = None
+    prefill: str | None = None
+    run_decodes: _Run | None = None
+    run_chunks: _Run | None = None
 
 
 class PagedBackend:
@@ -68,7 +67,7 @@ class PagedBackend:
         device: torch.device,
         table: KernelTable[Any],
     ) -> None:
-        self.table = table
+        self.table: KernelTable[Any] = table
         self._facts = facts
         self._plain = SdpaBackend(sizes, device, facts.dtype)
         decode, prefill = self._names(DECODE), self._names(PREFILL)
@@ -85,11 +84,25 @@ class PagedBackend:
                 self._flashinfer_prefill = flashinfer.FlashInferPrefill(
                     facts, sizes, device, scratch
                 )
+        self._entries = {
+            (operation, entry.name): entry
+            for operation in (DECODE, PREFILL)
+            for entry in table.usable(operation)
+        }
 
-        self.captures = self._paged is not None or self._flashinfer_decode is not None
-        # Only our own kernels need no plan.
-        self.captures_prompts = self._hopper is not None
-        self.captures_mixed = self._paged is not None and self._hopper is not None
+    @property
+    def captures(self) -> bool:
+        return self._paged is not None or self._flashinfer_decode is not None
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Only our own kernel needs no plan."""
+        return self._hopper is not None
+
+    @property
+    def captures_mixed(self) -> bool:
+        """Only our own kernels need no plan."""
+        return self._paged is not None and self._hopper is not None
 
     def captures_chunks(self, step: StepLengths) -> bool:
         if self._hopper is None:
@@ -115,23 +128,29 @@ class PagedBackend:
         decodes, work = metadata.num_decodes, metadata.work
         metadata.wants_keys_values = work is not None
         has_chunks = decodes < len(metadata.seq_lens)
-        chosen = self._choose_decode(metadata, captured=captured) if decodes else PAGED
-        num_blocks = -(-metadata.seq_lens // self._facts.block_size)
-        decode = prefill = None
-        if chosen == FLASHINFER:
-            assert self._flashinfer_decode is not None
-            wrapper = self._flashinfer_decode.plan(metadata, num_blocks, captured=captured)
-            decode = _runs(wrapper)
-        elif chosen == PLAIN:
-            decode = self._plan_plain(_decodes_of(metadata), num_blocks[:decodes])
-        if has_chunks and work is None:
-            assert not captured
-            if self._flashinfer_prefill is not None:
-                prefill = _runs(self._flashinfer_prefill.plan(metadata, num_blocks))
-            else:
+        decode = self._choose_decode(metadata, captured=captured) if decodes else None
+        prefill = None
+        if has_chunks:
+            library = PLAIN if self._flashinfer_prefill is None else FLASHINFER
+            prefill = library if work is None else HOPPER
+            assert not captured or prefill == HOPPER
+        run_decodes = run_chunks = None
+        if decode in (FLASHINFER, PLAIN) or prefill in (FLASHINFER, PLAIN):
+            num_blocks = -(-metadata.seq_lens // self._facts.block_size)
+            if decode == FLASHINFER:
+                run_decodes = self._plan_decodes(metadata, num_blocks, captured=captured)
+                if run_decodes is None:
+                    return self.plan(metadata, captured=captured)
+            elif decode == PLAIN:
+                run_decodes = self._plan_plain(_decodes_of(metadata), num_blocks[:decodes])
+            if prefill == FLASHINFER:
+                run_chunks = self._plan_chunks(metadata, num_blocks)
+                if run_chunks is None:
+                    return self.plan(metadata, captured=captured)
+            elif prefill == PLAIN:
                 part = _chunks_of(metadata, int(num_blocks[:decodes].sum()))
-                prefill = self._plan_plain(part, num_blocks[decodes:])
-        return _Plan(decode, prefill, bool(decodes) and chosen == PAGED, work)
+                run_chunks = self._plan_plain(part, num_blocks[decodes:])
+        return _Plan(decode, prefill, run_decodes, run_chunks)
 
     def forward(
         self,
@@ -144,8 +163,9 @@ class PagedBackend:
         decodes, block_ids = metadata.num_decodes, metadata.block_ids
         output = torch.empty_like(query)
         # Decodes are bound by memory and chunks by tensor cores: run concurrently, they take less.
-        concurrent = plan.paged and plan.work is not None
-        if plan.paged:
+        concurrent = plan.decode == PAGED and plan.prefill == HOPPER
+
+        def run_paged() -> None:
             assert self._paged is not None
             self._paged(
                 query[:decodes],
@@ -155,22 +175,86 @@ class PagedBackend:
                 out=output[:decodes],
                 beside_prefill=concurrent,
             )
-        elif plan.decode is not None:
-            plan.decode(query[:decodes], kv_cache, output[:decodes])
-        if plan.work is not None:
-            assert keys_values is not None and self._hopper is not None
+
+        def run_hopper() -> None:
+            assert keys_values is not None and metadata.work is not None
+            assert self._hopper is not None
             self._hopper(
                 query,
                 keys_values,
                 kv_cache,
                 block_ids,
-                plan.work,
+                metadata.work,
                 out=output,
                 beside_decode=concurrent,
             )
-        elif plan.prefill is not None:
-            plan.prefill(query[decodes:], kv_cache, output[decodes:])
+
+        def run_decodes() -> None:
+            assert plan.run_decodes is not None
+            plan.run_decodes(query[:decodes], kv_cache, output[:decodes])
+
+        def run_chunks() -> None:
+            assert plan.run_chunks is not None
+            plan.run_chunks(query[decodes:], kv_cache, output[decodes:])
+
+        done = True
+        if plan.decode is not None:
+            run = run_paged if plan.decode == PAGED else run_decodes
+            done = self._succeeds(DECODE, plan.decode, run)
+            self._entries[DECODE, plan.decode].num_calls += 1
+        if done and plan.prefill is not None:
+            run = run_hopper if plan.prefill == HOPPER else run_chunks
+            done = self._succeeds(PREFILL, plan.prefill, run)
+            self._entries[PREFILL, plan.prefill].num_calls += 1
+        if not done:
+            if self._hopper is None:
+                metadata.work = None
+            metadata.plan = self.plan(metadata)
+            return self.forward(query, kv_cache, metadata, keys_values)
         return output
+
+    def _succeeds(self, operation: str, name: str, run: Callable[[], None]) -> bool:
+        """Runs an implementation; False: it failed while kernels warm up, and is not used again."""
+        entry = self._entries[operation, name]
+        try:
+            run()
+        except Exception as error:
+            if not (self.table.is_warming_up and self.table.drop(entry, error)):
+                raise
+            usable = {DECODE: self._names(DECODE), PREFILL: self._names(PREFILL)}
+            self._paged = self._paged if PAGED in usable[DECODE] else None
+            self._hopper = self._hopper if HOPPER in usable[PREFILL] else None
+            if FLASHINFER not in usable[DECODE]:
+                self._flashinfer_decode = None
+            if FLASHINFER not in usable[PREFILL]:
+                self._flashinfer_prefill = None
+            return False
+        return True
+
+    def _plan_decodes(
+        self, metadata: AttentionMetadata, num_blocks: npt.NDArray[np.int32], *, captured: bool
+    ) -> _Run | None:
+        """Flashinfer's plan; None: it failed while kernels warm up, and is not used again."""
+        planned: list[_Run] = []
+
+        def plan() -> None:
+            assert self._flashinfer_decode is not None
+            wrapper = self._flashinfer_decode.plan(metadata, num_blocks, captured=captured)
+            planned.append(_of_wrapper(wrapper))
+
+        return planned[0] if self._succeeds(DECODE, FLASHINFER, plan) else None
+
+    def _plan_chunks(
+        self, metadata: AttentionMetadata, num_blocks: npt.NDArray[np.int32]
+    ) -> _Run | None:
+        """As `_plan_decodes`."""
+        planned: list[_Run] = []
+
+        def plan() -> None:
+            assert self._flashinfer_prefill is not None
+            planned.append(_of_wrapper(self._flashinfer_prefill.plan(metadata, num_blocks)))
+
+        return planned[0] if self._succeeds(PREFILL, FLASHINFER, plan) else None
 
     def _choose_decode(self, metadata: AttentionMetadata, *, captured: bool) -> str:
         if metadata.work is not None and self._paged is not None:
@@ -209,7 +293,7 @@ class PagedBackend:
         return run
 
 
-def _runs(wrapper: Any) -> _Run:  # noqa: ANN401 - flashinfer's
+def _of_wrapper(wrapper: Any) -> _Run:  # noqa: ANN401 - flashinfer's
     def run(query: Tensor, kv_cache: Tensor, out: Tensor) -> None:
         wrapper.run(query, kv_cache, out=out)
 

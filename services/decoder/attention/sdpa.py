@@ -31,6 +31,7 @@ class SdpaBackend:
     """See `base.AttentionBackend`; for "rows" of the pool, `base.write_kv`."""
 
     reads_block_tables = True
+    table = None
     captures = captures_prompts = captures_mixed = False
 
     def __init__(self, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> None:

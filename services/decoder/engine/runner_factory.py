@@ -13,6 +13,7 @@ from torch import nn
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
+from services.common.nn.dispatch import parse_overrides
 from services.common.nn.fp8 import set_kernels
 from services.common.nn.linear import Linear
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
@@ -91,7 +92,13 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     dtype = resolve_dtype(options.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = create_backend(options.attention_backend, _sizes(spec, options, limit), device, dtype)
+    backend = create_backend(
+        options.attention_backend,
+        _sizes(spec, options, limit),
+        device,
+        dtype,
+        parse_overrides(options.kernels),
+    )
     model = _load(spec, backend, options, device, dtype)
     text = spec.text
     shape = KVCacheShape(
@@ -183,7 +190,12 @@ def _load(
         raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
     # Which kernels can read the weights is known once these are loaded.
     model.ops = create_ops(
-        device, spec.text, dtype, weight_format=_weight_format(model), overrides=options.kernels
+        device,
+        spec.text,
+        dtype,
+        weight_format=_weight_format(model),
+        overrides=options.kernels,
+        attention=backend.table,
     )
     set_kernels(model, model.ops.table)
     return model.eval()

@@ -228,6 +228,7 @@ def create_ops(
     *,
     weight_format: str = table.UNQUANTIZED,
     overrides: str = "",
+    attention: KernelTable[Any] | None = None,
 ) -> Ops:
     """The operations of a model on a device of this machine; logs the table.
 
@@ -237,12 +238,17 @@ def create_ops(
         dtype: of weights, activations and the KV cache.
         weight_format: of the linear layers, see `LinearMethod`.
         overrides: see `dispatch.parse_overrides`.
+        attention: the attention backend's table, to be shown and counted with this one.
 
     Raises:
         UnknownOverride: an override names what does not exist or cannot run here.
     """
     facts = KernelFacts(DeviceFacts.of(device), text, dtype, weight_format)
-    resolved = table.resolve(facts, parse_overrides(overrides))
+    others = () if attention is None else attention.operations
+    chosen = {of: name for of, name in parse_overrides(overrides).items() if of not in others}
+    resolved = table.resolve(facts, chosen)
+    if attention is not None:
+        resolved.include(attention)
     for operation, used, unused in resolved.rows():
         log.info("kernels of %s: %s%s", operation, used, f"; not {unused}" if unused else "")
     return Ops(resolved)

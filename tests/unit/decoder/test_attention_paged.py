@@ -43,7 +43,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "make_float_workspace", lambda device: None)
     monkeypatch.setattr(module, "FlashInferDecode", lambda *_: fake_decode())
     monkeypatch.setattr(module, "FlashInferPrefill", lambda *_: fake_prefill())
-    monkeypatch.setattr("services.decoder.attention.paged._runs", lambda wrapper: wrapper)
+    monkeypatch.setattr("services.decoder.attention.paged._of_wrapper", lambda wrapper: wrapper)
     yield
     sys.modules.pop(name, None)
 
@@ -170,6 +170,39 @@ def test_an_override_is_used_for_any_step() -> None:
         table_of(facts_of(flashinfer=False), decode_attention="flashinfer")
 
 
+def test_what_fails_while_kernels_warm_up_is_not_used_again() -> None:
+    """On a CPU our kernels fail, and so does flashinfer's fake."""
+    facts = facts_of(heads=6, kv_heads=2, dim=64)
+    backend = backend_of(facts)
+    assert backend.captures_mixed
+    pool, query = torch.randn(40, 2, BLOCK_SIZE, 2, 64), torch.randn(52, 6, 64)
+    step = Step(50, [(2, 0)])
+    own = torch.randn(52, 4, 64)
+    pool = torch.randn(7 * 50 + 1, 2, BLOCK_SIZE, 2, 64)
+    metadata = step.metadata(backend.list_work(step, captured=True))
+    metadata.plan = backend.plan(metadata, captured=True)
+    with backend.table.warming_up():
+        found = backend.forward(query, pool, metadata, own)
+    assert [entry.name for entry in backend.table.usable("decode_attention")] == ["plain"]
+    assert [entry.name for entry in backend.table.usable("prefill_attention")] == ["plain"]
+    assert not (backend.captures or backend.captures_prompts or backend.captures_mixed)
+    twin = backend_of(facts, decode_attention="plain", prefill_attention="plain")
+    again = step.metadata()
+    again.plan = twin.plan(again)
+    torch.testing.assert_close(found, twin.forward(query, pool, again))
+    backend.forward(query, pool, metadata)
+    assert backend.table.calls() == {
+        ("decode_attention", "plain"): 1, ("prefill_attention", "plain"): 1,
+    }  # fmt: skip
+    # A failure later on is an error.
+    fresh = backend_of(facts)
+    metadata = step.metadata(fresh.list_work(step, captured=True))
+    metadata.plan = fresh.plan(metadata, captured=True)
+    with pytest.raises(Exception, match=r"."):
+        fresh.forward(query, pool, metadata, own)
+    assert fresh.captures_mixed
+
+
 @pytest.mark.parametrize(("decodes", "chunks"), [(3, []), (0, [(7, 30)]), (2, [(5, 0), (1, 16)])])
 def test_the_plain_implementation_is_sdpa(decodes: int, chunks: list[tuple[int, int]]) -> None:
     facts = facts_of(heads=6, kv_heads=2, dim=32)
@@ -209,13 +242,15 @@ def test_the_table_says_what_each_gpu_uses() -> None:
 def planned(backend: PagedBackend, step: Step, captured: bool) -> tuple[str | None, str | None]:
     metadata = step.metadata(backend.list_work(step, captured=captured))
     plan = backend.plan(metadata, captured=captured)
-    assert metadata.wants_keys_values == (plan.work is not None)
-    if plan.work is not None:
-        tokens = plan.work[:, 1] * (plan.work[:, 7] == 0)
+    decode, prefill = plan.decode, plan.prefill
+    assert metadata.wants_keys_values == (prefill == "hopper")
+    if prefill == "hopper":
+        assert metadata.work is not None and plan.run_chunks is None
+        tokens = metadata.work[:, 1] * (metadata.work[:, 7] == 0)
         assert int(tokens.sum()) == sum(new for new, _ in step.chunks)
-        assert plan.prefill is None
-    prefill: Any = LIST if plan.work is not None else plan.prefill
+    names: Any = {"paged": OURS, "hopper": LIST}
+    runs: Any = {"decode": plan.run_decodes, "prefill": plan.run_chunks}
     return (
-        OURS if plan.paged else plan.decode,
-        prefill if prefill is None or isinstance(prefill, str) else "plain",
-    )  # pyright: ignore[reportReturnType]
+        runs["decode"] if decode == "flashinfer" else names.get(decode, decode),
+        runs["prefill"] if prefill == "flashinfer" else names.get(prefill, prefill),
+    )
