@@ -1,0 +1,17 @@
+"""Counters of the engine become increments of the front's metrics."""
+
+from services.encoder.engine.messages import EngineStats
+from services.encoder.metrics import EncoderMetrics
+
+
+def test_kernel_calls_are_counted_by_operation_and_implementation() -> None:
+    metrics = EncoderMetrics()
+    metrics.observe_batch(EngineStats(1, 64, {"rotary=triton": 24}))
+    metrics.observe_batch(EngineStats(3, 192, {"rotary=triton": 48, "rotary=plain": 5}))
+
+    def value(implementation: str) -> float | None:
+        labels = {"operation": "rotary", "implementation": implementation}
+        return metrics.registry.get_sample_value("encoder_kernel_calls_total", labels)
+
+    assert value("triton") == 48 and value("plain") == 5
+    assert metrics.registry.get_sample_value("encoder_batch_patches_sum") == 192
