@@ -4,10 +4,10 @@
     python -m benchmarks.encode --model DIR --engine
     python -m benchmarks.encode --shape 8b --table l40s
 
-Attention: one layer, each implementation that runs here, from a captured graph. Tower: from uint8
-pixels on the device to all features, eagerly and as a captured graph; `host` is the host's time for
-the eager launches. Engine: from JPEG bytes through the preprocessing pool, the batches and the
-copies into the arena, with a fixed number of images in flight.
+Layer: the operations of one block, from a captured graph each. Tower: from uint8 pixels on the
+device to all features, eagerly and as a captured graph; `host` is the host's time for the eager
+launches. Engine: from JPEG bytes through the preprocessing pool, the batches and the copies into
+the arena, with a fixed number of images in flight.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,10 @@ from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.model_spec import TowerSpec
+from services.common.nn import launches
 from services.common.nn.device import KNOWN_DEVICES
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
+from services.common.nn.linear import multiply
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
@@ -62,7 +65,7 @@ from services.encoder.settings import EncoderSettings
 
 # Measured on an H200 with large GEMMs; see benchmarks/LOG.md.
 FLOPS = 790e12  # bf16
-_ATTENTION_CALLS = 24  # of a graph
+_CALLS = 24  # of one operation in a graph
 
 SHAPES = {
     "2b": TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17)),
@@ -163,30 +166,66 @@ def timed(bench: Bench, run: Callable[[], object], repeats: int) -> tuple[float,
     return statistics.median(taken), min(host)
 
 
-def measure_attention(bench: Bench, side: int, batch: int, repeats: int) -> None:
-    """Prints a row per implementation."""
-    tower, (_, height, width) = bench.tower, bench.grid(side)
-    patches = height * width
-    shape = batch * patches, 3, tower.num_heads, tower.hidden_size // tower.num_heads
-    query, key, value = torch.randn(shape, device=bench.device, dtype=bench.dtype).unbind(1)
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a block, with the work that its floor is made of."""
+
+    name: str
+    run: Callable[[], object]
+    flops: float = 0.0
+    num_bytes: float = 0.0
+
+
+def block_operations(bench: Bench, side: int, batch: int) -> list[Operation]:
+    """Those of one block, and attention by each implementation that runs here."""
+    tower, ops, (_, height, width) = bench.tower, bench.model.ops, bench.grid(side)
+    patches, hidden, inner = height * width, tower.hidden_size, tower.intermediate_size
+    count, head_dim = batch * patches, hidden // tower.num_heads
+    random = functools.partial(torch.randn, device=bench.device, dtype=bench.dtype)
+    x, residual = random(2, count, hidden).unbind()
+    wide, bias = random(count, inner), random(hidden)
+    qkv = random(count, 3, tower.num_heads, head_dim)
+    angles = torch.rand(count, head_dim // 2, device=bench.device)
+    project, up, down = random(3 * hidden, hidden), random(inner, hidden), random(hidden, inner)
+    up_bias, qkv_bias = random(inner), random(3 * hidden)
     segments = BatchSegments([patches] * batch, bench.device)
+    moved = x.numel() * x.itemsize
+    square, rectangle = 2.0 * count * hidden**2, 2.0 * count * hidden * inner
+    other, rotated = x.clone(), qkv.clone()  # overwritten
+    output, norm = project[:hidden], (bias, bias, 1e-6)
+    operations = [
+        Operation("linear, qkv", lambda: multiply(x, project, qkv_bias), 3 * square),
+        Operation("linear_add, proj", lambda: ops.linear_add(x, output, bias, residual), square),
+        Operation("linear_gelu, fc1", lambda: ops.linear_gelu(x, up, up_bias), rectangle),
+        Operation("linear_add, fc2", lambda: ops.linear_add(wide, down, bias, residual), rectangle),
+        Operation("add_layer_norm", lambda: ops.add_layer_norm(other, x, *norm), 0, 4 * moved),
+        Operation("layer_norm", lambda: ops.layer_norm(x, *norm), 0, 2 * moved),
+        Operation("rotary", lambda: ops.rotary(rotated[:, :2], angles, angles), 0, 4 * moved),
+    ]
     for name in ("hopper", "torch_varlen"):
-        kernels = f"ragged_attention={name}"
-        settings = bench.settings.model_copy(update={"kernels": kernels})
-        try:
-            ops = create_ops(tower, settings, bench.device, bench.dtype)
-        except UnknownOverride:
-            continue
-        attend = functools.partial(ops.ragged_attention, query, key, value, segments)
-        attend()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(_ATTENTION_CALLS):
-                attend()
-        taken, _ = timed(bench, graph.replay, repeats)
-        taken /= _ATTENTION_CALLS
-        rate = batch * attention_flops(tower, patches) / taken
-        print(f"{side:6} {batch:6} {name:>12} {taken * 1e6:8.1f} {rate / 1e12:8.0f}", flush=True)
+        settings = bench.settings.model_copy(update={"kernels": f"ragged_attention={name}"})
+        with suppress(UnknownOverride):
+            attend = create_ops(tower, settings, bench.device, bench.dtype).ragged_attention
+            run = functools.partial(attend, *qkv.unbind(1), segments)
+            flops = batch * attention_flops(tower, patches)
+            operations.append(Operation(f"attention, {name}", run, flops))
+    return operations
+
+
+def measure_layer(bench: Bench, side: int, batch: int, repeats: int) -> None:
+    """Prints a row per operation of one block."""
+    for operation in block_operations(bench, side, batch):
+        with launches.captured(), bench.model.ops.table.for_graph():
+            operation.run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(_CALLS):
+                    operation.run()
+        taken = timed(bench, graph.replay, repeats)[0] / _CALLS
+        rate = f"{operation.flops / taken / 1e12:8.0f} TFLOP/s"
+        if operation.num_bytes:
+            rate = f"{operation.num_bytes / taken / 1e9:8.0f} GB/s"
+        print(f"{side:6} {batch:6} {operation.name:>24} {taken * 1e6:8.1f} {rate}", flush=True)
 
 
 def measure_tower(bench: Bench, side: int, batch: int, repeats: int) -> None:
@@ -337,11 +376,11 @@ def main() -> None:
     stream = torch.cuda.stream(torch.cuda.Stream(bench.device)) if cuda else None
     with torch.inference_mode(), stream or torch.inference_mode():
         if cuda:
-            print("attention, one layer: µs, TFLOP/s")
-            print(f"{'side':>6} {'batch':>6} {'kernel':>12} {'us':>8} {'TFLOP/s':>8}")
+            print("one layer: µs per operation")
+            print(f"{'side':>6} {'batch':>6} {'operation':>24} {'us':>8} {'rate':>8}")
             for side in sides:
                 for batch in batches:
-                    measure_attention(bench, side, batch, arguments.repeats)
+                    measure_layer(bench, side, batch, arguments.repeats)
         print("tower, uint8 on the device: ms per batch")
         print(
             f"{'side':>6} {'batch':>6} {'eager':>8} {'host':>8} {'graph':>8} {'images/s':>9} "
