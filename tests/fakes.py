@@ -49,11 +49,11 @@ class _FakeServer:
         return self.address
 
     async def drain(self) -> None:
-        """Says NOT_SERVING and goes on."""
+        """Reports NOT_SERVING and continues."""
         await self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self) -> None:
-        """Ends at once; running calls break."""
+        """Stops at once; running calls fail."""
         if self.server is not None:
             server, self.server = self.server, None
             await server.stop(None)

@@ -30,7 +30,7 @@ def _stack(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
 
 @pytest.fixture
 def stack(_stack) -> Iterator[GatewayStack]:
-    """One encoder and one decoder, as new."""
+    """One encoder and one decoder, reset."""
     _stack.reset()
     yield _stack
     _stack.wait(lambda: _stack.gateway.admission.num_running == 0)
@@ -49,7 +49,7 @@ def _pair(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
 
 @pytest.fixture
 def pair(_pair) -> Iterator[GatewayStack]:
-    """Two encoders and two decoders, as new."""
+    """Two encoders and two decoders, reset."""
     _pair.reset()
     yield _pair
     _pair.wait(lambda: _pair.gateway.admission.num_running == 0)

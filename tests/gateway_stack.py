@@ -1,4 +1,4 @@
-"""The real gateway on a real port, over fake services, in a thread with its own event loop."""
+"""The real gateway on a real port, with fake services, in a thread with its own event loop."""
 
 import asyncio
 import concurrent.futures
@@ -61,7 +61,7 @@ class GatewayStack:
         num_decoders: int = 1,
         generation: dict[str, object] | None = None,
         text_only: bool = False,
-        warm_up_rounds: int = 0,  # tests count what the services are asked
+        warm_up_rounds: int = 0,  # tests count requests to the services
         **settings: object,
     ) -> None:
         self.thread = thread
@@ -116,7 +116,7 @@ class GatewayStack:
         ) == len(self.decoders)
 
     def reset(self) -> None:
-        """Fakes as new; dead ones come back at their address."""
+        """Resets the fakes; restarts stopped ones at their address."""
 
         async def reset() -> None:
             for fake in (*self.encoders, *self.decoders):

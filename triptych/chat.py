@@ -29,7 +29,7 @@ class Answer:
         finish_reason: `stop` or `length`.
         usage: as the server counted, or empty.
         stage_times_ms: as the server measured, or empty.
-        images: what the server says of each image, or empty.
+        images: the server's report on each image, or empty.
     """
 
     text: str = ""
@@ -42,7 +42,7 @@ class Answer:
 
 
 def image_part(image: str) -> dict[str, Any]:
-    """The content part for a URL (given on as it is) or a file (sent as a data URL).
+    """The content part for a URL (passed on) or a file (sent as a data URL).
 
     Raises:
         AskError: the file cannot be read.
@@ -68,12 +68,12 @@ def ask(url: str, body: dict[str, Any], on_text: Callable[[str], None] = lambda 
     """Posts a chat completion and streams the answer.
 
     Args:
-        url: where the API lives, without `/v1`.
-        body: the request; streaming and usage are switched on here.
-        on_text: receives each piece of text as it comes.
+        url: of the API, without `/v1`.
+        body: the request; `stream` and usage are set here.
+        on_text: receives each piece of text as it arrives.
 
     Raises:
-        AskError: nobody answers, the answer is an error, or the stream ends before its end.
+        AskError: no answer, an error, or a stream that breaks off.
     """
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     answer = Answer()
@@ -105,7 +105,7 @@ def first_model(url: str) -> str:
     """The name of the first model served at `url`.
 
     Raises:
-        AskError: nobody answers, or no model is served.
+        AskError: no answer, or no model is served.
     """
     connection = _connect(url)
     try:

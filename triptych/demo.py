@@ -27,8 +27,8 @@ class Totals:
 
     Attributes:
         images: distinct ones.
-        encodes: images that ran through the vision tower, by the encoders' own counters.
-        repeats: questions on images that had been shown before.
+        encodes: images that the vision tower computed, by the encoders' counters.
+        repeats: questions about images of earlier questions.
         repeat_encodes: encodes during those; must be zero.
     """
 
@@ -40,7 +40,7 @@ class Totals:
 
 
 def demo() -> int:
-    """Starts the stack, asks, stops; returns 0 when every question was answered."""
+    """Starts the stack, asks, stops; returns 0 if every question was answered."""
     console = Console(highlight=False, soft_wrap=True)
     start = time.monotonic()
     try:
@@ -122,21 +122,20 @@ def _times(answer: Answer) -> str:
     first = f"{1e3 * answer.ttft_s:.0f} ms to the first word, " if answer.ttft_s else ""
     encode = answer.stage_times_ms.get("encode")
     stages = f" (encode {encode:.0f} ms)" if encode is not None else ""
-    return f"{first}{1e3 * answer.total_s:.0f} ms in all{stages}"
+    return f"{first}{1e3 * answer.total_s:.0f} ms in total{stages}"
 
 
 def _encoder_work(encodes: int) -> str:
     if encodes:
         return f"the encoder ran on {encodes} new image{'s' if encodes > 1 else ''}"
-    return "[green]the encoder was skipped[/]: nothing new to see"
+    return "[green]the encoder was skipped[/]: no new image"
 
 
 def _introduce(console: Console) -> None:
     console.print("[bold]Triptych[/]: gateway, encoder and decoder as separate processes\n")
     console.print(
-        "The model is a tiny Qwen3-VL of our own that knows a world of coloured shapes, numbers\n"
-        "and short words. It is a demonstration and a test instrument; real checkpoints load\n"
-        "through the same code.\n"
+        "The model is a tiny Qwen3-VL, trained for this repository on coloured shapes, numbers\n"
+        "and short words. Real checkpoints load through the same code.\n"
     )
 
 
@@ -147,8 +146,8 @@ def _conclude(console: Console, totals: Totals, elapsed_s: float) -> None:
     table.add_row("images encoded", f"{totals.encodes} (counted by the encoder)")
     table.add_row("questions on known images", str(totals.repeats))
     table.add_row("encodes for them", str(totals.repeat_encodes))
-    console.print("\n", table, f"\nStopped. {elapsed_s:.1f} s in all.", sep="")
+    console.print("\n", table, f"\nStopped. {elapsed_s:.1f} s in total.", sep="")
     if totals.repeat_encodes:
-        console.print("[red]an image that was known was encoded again[/]")
+        console.print("[red]a known image was encoded again[/]")
     else:
         console.print("Serve it yourself: [cyan]make serve[/], then open the chat page.")

@@ -1,4 +1,4 @@
-"""Questions that the supervisor asks a child: are you ready, what have you counted?"""
+"""Readiness checks and metrics of the stack's processes."""
 
 import asyncio
 import urllib.request

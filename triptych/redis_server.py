@@ -1,4 +1,4 @@
-"""A Redis of our own: in memory, bounded, reachable through a Unix socket only by this user."""
+"""A private Redis: in memory, bounded, on a Unix socket that only this user can open."""
 
 import functools
 import shutil
@@ -19,8 +19,8 @@ def redis_spec(directory: Path, log_path: Path) -> ChildSpec | None:
     """The server process, or None where no `redis-server` is installed.
 
     Args:
-        directory: private to this user; holds the socket. Nothing else is ever written.
-        log_path: where its output goes.
+        directory: private to this user; for the socket. Nothing else is written.
+        log_path: for its output.
     """
     binary = shutil.which("redis-server")
     if binary is None:

@@ -118,7 +118,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
 
 def _warm_up(service: ChatService, rounds: int, *, images: bool) -> WarmUp:
-    """The warm-up of the same service, with metrics that nobody reads."""
+    """The warm-up of the same service, with metrics that are not exported."""
     unused = GatewayMetrics()
     return WarmUp(
         ChatEndpoint(replace(service, metrics=unused), Admission(1), unused),

@@ -64,7 +64,7 @@ _Parts = Annotated[list[TextPart | ImagePart], Meta(min_length=1, max_length=MAX
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """One turn. Clients echo the fields after `content` from our own answers."""
+    """One turn. Clients echo the fields after `content` from earlier responses."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | _Parts | None = None

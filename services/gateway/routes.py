@@ -106,7 +106,7 @@ class Routes:
         return JsonResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: the services are healthy, the warm-up is done, and no shutdown has begun."""
+        """Readiness: the services are healthy, the warm-up is done, and it is not draining."""
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)
         if not self._service.ready():

@@ -45,7 +45,7 @@ def encoded(width: int, height: int, form: str = "PNG", mode: str = "RGB", **opt
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that says a size and holds nothing."""
+    """A PNG with a size and no pixels."""
     chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
@@ -241,7 +241,7 @@ def bad_images() -> Iterator[Row]:
 
 
 def bad_bodies() -> Iterator[Row]:
-    """Not the JSON we want."""
+    """Bodies that are not valid JSON."""
     for index, raw in enumerate(
         [
             b"", b"x", b"null", b"[]", b"5", b'"x"', b"{", b"}", b"{}", b'{"model":', b"\xff\xfe",

@@ -233,7 +233,7 @@ def test_a_client_that_offers_http2_keeps_its_body(stack):
 def test_a_head_that_is_too_long_is_refused(stack, head):
     with socket.create_connection(("127.0.0.1", stack.port), PATIENCE_S) as connection:
         answer = b" 400 "
-        with suppress(ConnectionError):  # it may close before it has had all
+        with suppress(ConnectionError):  # it may close before it has read everything
             connection.sendall(head)
             answer = connection.recv(64)
         assert b" 400 " in answer
@@ -292,7 +292,7 @@ def test_metrics(stack):
         assert name in text
 
 
-def test_page_loads_nothing_from_elsewhere(stack):
+def test_page_loads_nothing_external(stack):
     with stack.client() as client:
         response = client.get("/")
     assert response.headers["content-type"].startswith("text/html")
@@ -301,7 +301,7 @@ def test_page_loads_nothing_from_elsewhere(stack):
         assert forbidden not in response.text.replace("http://www.w3.org", "")
 
 
-# Clients that go away
+# Clients that disconnect
 
 
 def send_raw(stack, body: dict) -> socket.socket:
@@ -364,7 +364,7 @@ def test_disconnect_in_the_body_frees_the_slot(stack):
     assert least(seconds, 1) < 1
 
 
-def test_slow_reader_holds_up_nobody(stack):
+def test_slow_reader_delays_no_other_request(stack):
     stack.decoder.reply = stack.tokenizer.encode_text("hello " * 500)
     stack.decoder.tokens_per_event = 10
     connection = send_raw(stack, {"model": MODEL, "messages": HELLO, "stream": True})

@@ -78,12 +78,12 @@ def test_an_image_cannot_be_tokenized(stack):
     assert response.json()["error"]["message"] == "the model takes no images"
 
 
-def test_the_models_list_is_as_ever(stack):
+def test_the_models_list_names_it(stack):
     listed = httpx2.get(f"{stack.url}/v1/models", timeout=PATIENCE_S).json()
     assert [model["id"] for model in listed["data"]] == ["tiny"]
 
 
-def test_not_ready_without_a_decoder(loop_thread, tmp_path):
+def test_decoder_addresses_are_needed(tmp_path):
     with pytest.raises(SettingsError, match="GATEWAY_DECODER_ADDRESSES"):
         GatewaySettings.from_environment({"GATEWAY_MODEL": str(tmp_path)})
 

@@ -50,7 +50,7 @@ def test_hostile_input(stack, given, status, param):
 # What looks hostile and is not
 
 
-PICTURES = {
+IMAGES = {
     "1x1": encoded(1, 1), "1xN": encoded(1, 200), "animated": encoded(20, 20, "GIF", "P"),
     "cmyk": encoded(30, 30, "JPEG", "CMYK"), "16 bit": encoded(30, 30, "PNG", "I;16"),
     "1 bit": encoded(30, 30, "PNG", "1"), "alpha": encoded(30, 30, "PNG", "RGBA"),
@@ -59,9 +59,9 @@ PICTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("raw", PICTURES.values(), ids=PICTURES.keys())
-def test_odd_picture_reaches_the_encoder(stack, raw):
-    """The gateway reads headers; what is behind them is the encoder's to judge."""
+@pytest.mark.parametrize("raw", IMAGES.values(), ids=IMAGES.keys())
+def test_odd_image_reaches_the_encoder(stack, raw):
+    """The gateway reads headers only; the encoder decodes the rest."""
     stack.decoder.before = lambda _: asyncio.sleep(0.05)
     assert post(stack, data(raw)).status_code == 200
     assert len(stack.encoder.requests) == 1

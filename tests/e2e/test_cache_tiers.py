@@ -44,7 +44,7 @@ def test_restarted_services_encode_nothing_again(cluster: Cluster) -> None:
     wait_until(lambda: num_stored(cluster) > stored, PATIENCE_S, "the entry is in Redis")
     cluster.restart(*cluster.encoders, *cluster.decoders)
     assert cluster.ask(QUESTION, png(2)) == first
-    assert cluster.num_encodes() == 0  # counters start anew with the process
+    assert cluster.num_encodes() == 0  # counters restart with the process
 
 
 def test_100_simultaneous_requests_for_a_new_image_encode_it_once(cluster: Cluster) -> None:

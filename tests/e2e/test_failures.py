@@ -28,7 +28,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    """Whole again, whatever the test before did to it. Each test has images of its own."""
+    """Restored after each test. Each test has images of its own."""
     shared.restore()
     return shared
 
@@ -54,7 +54,7 @@ def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
     with ThreadPoolExecutor(4) as pool:
         asked = {seed: pool.submit(cluster.ask, QUESTION, png(seed)) for seed in expected}
         time.sleep(0.5)
-        assert not all(answer.done() for answer in asked.values()), "nobody chose it"
+        assert not all(answer.done() for answer in asked.values()), "no request uses it"
         encoder.kill()
         assert {seed: answer.result() for seed, answer in asked.items()} == expected
 
@@ -92,7 +92,7 @@ def test_a_decoder_that_dies_before_the_first_token_costs_a_retry(cluster: Clust
     with ThreadPoolExecutor(6) as pool:
         asked = {seed: pool.submit(cluster.ask, QUESTION, png(seed)) for seed in expected}
         time.sleep(0.5)
-        assert not all(answer.done() for answer in asked.values()), "nobody chose it"
+        assert not all(answer.done() for answer in asked.values()), "no request uses it"
         decoder.kill()
         assert {seed: answer.result() for seed, answer in asked.items()} == expected
 

@@ -1,4 +1,4 @@
-"""Slots and bytes are bounded and come back, whatever happens."""
+"""Slots and bytes are bounded and returned, also after errors."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ async def test_full_refuses_at_once_and_recovers():
     assert admission.num_running == 0
 
 
-async def test_slot_comes_back_after_an_error():
+async def test_slot_is_returned_after_an_error():
     admission = Admission(1)
     for _ in range(3):
         with pytest.raises(ValueError, match="x"), admission.slot() as slot:

@@ -11,7 +11,7 @@ from services.gateway.routes import Routes
 from services.gateway.settings import GatewaySettings
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
-# Never sent: the client is gone; no service knows a caller's limit; the gateway asks elsewhere.
+# Never sent: the client has disconnected; the gateway retries elsewhere.
 INTERNAL = {"cancelled", "embedding_unavailable"}
 
 
@@ -32,7 +32,14 @@ def test_routes_are_described():
         assert f"`{method} {route.path.replace(':path', '')}`" in TEXT
 
 
-def test_bounds_are_the_codes():
+def test_every_metric_is_described():
+    families = {f.name + ("_total" if f.type == "counter" else "")
+                for f in GatewayMetrics().registry.collect()}  # fmt: skip
+    assert len(families) == 11
+    assert not [name for name in families if f"`{name}`" not in TEXT]
+
+
+def test_bounds_equal_those_in_the_code():
     for number in (openai.MAX_MESSAGES, openai.MAX_PARTS, openai.MAX_LOGIT_BIAS):
         assert str(number) in TEXT
     for name in ("max_images_per_request", "max_concurrent_requests", "request_timeout_s"):

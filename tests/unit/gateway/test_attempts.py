@@ -1,4 +1,4 @@
-"""The failure contract: each request ends once, and one broken pod is nobody's problem."""
+"""The failure contract: each request ends exactly once, and one broken pod fails no request."""
 
 import asyncio
 import itertools
@@ -36,7 +36,7 @@ def new_image() -> str:
 
 
 def serving(pair):
-    """The encoder that the last image went to first, and the other one."""
+    """The encoder that got the last image first, and the other one."""
     first = next(e for e in pair.encoders if e.requests)
     return first, next(e for e in pair.encoders if e is not first)
 
@@ -54,7 +54,7 @@ def error(response, status: int) -> dict:
 # Encoders
 
 
-def test_equal_images_meet_at_one_encoder(pair):
+def test_equal_images_go_to_one_encoder(pair):
     url = new_image()
     for _ in range(6):
         answer(pair.chat(messages=asking(url)))
@@ -122,7 +122,7 @@ def test_no_encoder_left_is_503_and_never_an_answer_without_the_image(pair):
     pair.wait(lambda: not any(d.running for d in pair.decoders))
 
 
-def test_image_that_the_encoder_refuses_is_the_callers_fault_at_once(pair):
+def test_image_that_the_encoder_refuses_is_a_400_without_retry(pair):
     for encoder in pair.encoders:
         encoder.before = raising(InvalidImage("truncated"))
     for decoder in pair.decoders:
@@ -150,7 +150,7 @@ def test_decoder_that_cannot_get_an_embedding_names_the_encoder_to_avoid(pair):
     assert len(second.requests) == 1
 
 
-def test_only_encoder_is_asked_once_more_for_a_lost_embedding(stack):
+def test_only_encoder_is_retried_once_for_a_lost_embedding(stack):
     attempts = itertools.count(1)
 
     async def before(_):
@@ -183,7 +183,7 @@ def test_late_encode_failure_after_the_first_token_is_no_failure(stack):
 # Decoders
 
 
-def test_full_encoders_say_when_to_come_back(pair):
+def test_full_encoders_say_when_to_retry(pair):
     for encoder in pair.encoders:
         encoder.before = raising(Overloaded("full", retry_after_s=7))
     for decoder in pair.decoders:
@@ -218,7 +218,7 @@ def test_no_decoder_left_is_503(pair):
     assert all(len(d.submits) == 1 for d in pair.decoders)
 
 
-def test_decoders_own_bug_is_500_and_not_spread(pair):
+def test_decoder_bug_is_500_and_not_retried(pair):
     for decoder in pair.decoders:
         decoder.before = raising(InternalError("object at 0x7f00aa11bb22"))
     found = error(pair.chat(), 500)
@@ -244,13 +244,13 @@ def test_decoder_lost_in_mid_stream_ends_with_an_error_event(pair, how):
     if how == "die":
         pair.wait(pair.all_healthy)
     assert error(pair.chat(), 503)["code"] == "unavailable"
-    assert sum(len(d.submits) for d in pair.decoders) == 3  # each of the two was asked
+    assert sum(len(d.submits) for d in pair.decoders) == 3  # both decoders got it
     if how == "die":
         pair.wait(pair.all_healthy)
 
 
 @pytest.mark.parametrize("how", ["die", "fail"])
-def test_decoder_lost_in_mid_answer_costs_a_retry_where_nothing_was_shown(pair, how):
+def test_decoder_lost_in_mid_answer_costs_a_retry_without_streaming(pair, how):
     def lose(decoder):
         decoder.delay_s = 0.02
         decoder.die_after = 2 if how == "die" else None
@@ -303,7 +303,7 @@ def test_hanging_request_ends_at_its_deadline(pair):
         pair.gateway.service.request_timeout_s = 10
 
 
-def test_dead_pods_come_back(pair):
+def test_restarted_pods_are_used_again(pair):
     for fake in (*pair.encoders, *pair.decoders):
         pair.thread.run(fake.stop())
     pair.wait(lambda: not pair.gateway.service.ready())

@@ -44,7 +44,7 @@ def test_each_character_of_unicode_in_several_places():
         assert fast.encode(text) == encoding.ids
 
 
-# Pieces that the pattern cuts, that NFC joins, and that are merged in several ways.
+# Pieces that the pattern splits, that NFC joins, or that merge in several ways.
 PIECES = (
     "'s", "'LL", "'\u017f", " ", "  ", "\n", "\r\n", "\t", "\u3000", "\u0085", "\x1c", "aaa",
     "ab", "abab", "the", " the", "picture", "0", "12", "½", "é", "e\u0301", "\u0323\u0307", "가",
@@ -89,7 +89,7 @@ def test_a_long_run_of_white_space_goes_to_the_reference(definition, reference, 
         assert tokenizer.encode_text(text) == reference.encode(text, add_special_tokens=False).ids
 
 
-def test_a_run_that_would_end_the_stack_is_no_trouble():
+def test_a_run_that_would_overflow_the_stack_is_encoded():
     tokenizer = ModelTokenizer(json.loads(DEFINITIONS["demo"]))
     assert tokenizer.encode_text(" " * 1_500_000)
 
@@ -125,7 +125,7 @@ def with_prefix_space(definition: dict) -> dict:
 
 
 def test_a_pair_that_merging_does_not_arrive_at_is_refused():
-    """The case that the proof is about: the two libraries differ on the token's own text."""
+    """The case that the proof excludes: the two libraries differ on the token's own text."""
     definition = json.loads(tokenizer_json())
     vocab = {t: i for t, i in definition["model"]["vocab"].items() if len(t) == 1}
     first = len(vocab)
@@ -138,7 +138,7 @@ def test_a_pair_that_merging_does_not_arrive_at_is_refused():
     assert BytePairs.of(listed) is not None
 
 
-def test_what_was_refused_is_still_tokenized(definition):
+def test_a_refused_definition_is_still_tokenized(definition):
     model = definition["model"]
     made = changed(definition, vocab={**model["vocab"], "zqzq": len(model["vocab"])})
     reference = Tokenizer.from_str(json.dumps({**made, "added_tokens": []}))

@@ -1,11 +1,11 @@
-"""What the services are told of a request, and how its choices end."""
+"""What the gateway sends to the services, and how choices end."""
 
 from tests.gateway_fixtures import asking, image_url
 
-# What the services are told
+# Requests to the services
 
 
-def test_the_decoder_is_told_everything(stack):
+def test_the_decoder_gets_every_field(stack):
     first, second = image_url(300, 200), image_url(64, 64)
     response = stack.chat(
         messages=asking(first, second, first), temperature=0.5, seed=3, max_tokens=9,
@@ -30,7 +30,7 @@ def test_the_decoder_is_told_everything(stack):
     assert stack.encoder.request_ids == [one.request_id] * 2
 
 
-def test_text_touches_no_encoder(stack):
+def test_text_calls_no_encoder(stack):
     body = stack.chat().json()
     assert body["choices"][0]["message"]["content"] == "A red circle."
     assert stack.decoder.submits[0].positions == b""

@@ -1,4 +1,4 @@
-"""Pods: which are known, which are well, which gets the work, and how a stream's end is felt."""
+"""Pods: name resolution, health, load balancing, and broken streams."""
 
 import asyncio
 import collections
@@ -34,7 +34,7 @@ async def until(condition):
 
 
 async def take_all(mailbox, choices=1):
-    """Events until as many ends."""
+    """Events until this many choices have ended."""
     events = []
     async with asyncio.timeout(PATIENCE_S):
         while sum(event.is_last for event in events) < choices:
@@ -43,7 +43,7 @@ async def take_all(mailbox, choices=1):
 
 
 def in_loop(test):
-    """Runs a test in the one loop that gRPC lives in."""
+    """Runs a test in the event loop of gRPC's asyncio side."""
 
     def run(loop_thread):
         loop_thread.run(test())
@@ -52,15 +52,15 @@ def in_loop(test):
     return run
 
 
-class StillPod(Pod):
-    """A pod that nobody dials."""
+class UnconnectedPod(Pod):
+    """A pod without a connection."""
 
     def __init__(self, address):
         self.address, self.num_in_flight, self.healthy = address, 0, True
 
 
-def test_equal_keys_meet_and_different_ones_spread():
-    some = [StillPod(f"10.0.0.{i}:1") for i in range(4)]
+def test_equal_keys_get_one_pod_and_different_ones_spread():
+    some = [UnconnectedPod(f"10.0.0.{i}:1") for i in range(4)]
     chosen = [pick(some, b"%d" % i) for i in range(2000)]
     assert [pick(some[::-1], b"%d" % i) for i in range(2000)] == chosen
     counts = collections.Counter(pod.address for pod in chosen)
@@ -70,8 +70,8 @@ def test_equal_keys_meet_and_different_ones_spread():
     assert moved == counts[some[3].address]
 
 
-def test_a_key_that_everybody_wants_overflows_to_others():
-    some = [StillPod(f"10.0.0.{i}:1") for i in range(4)]
+def test_a_hot_key_overflows_to_other_pods():
+    some = [UnconnectedPod(f"10.0.0.{i}:1") for i in range(4)]
     for _ in range(400):
         pick(some, b"hot").num_in_flight += 1
     loads = sorted(pod.num_in_flight for pod in some)
@@ -83,7 +83,7 @@ async def test_names_are_resolved_into_pods(monkeypatch):
     answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.3"], OSError("no DNS"), ["10.0.0.3"]]
     closed = []
 
-    class Known(StillPod):
+    class Known(UnconnectedPod):
         connected = True
 
         async def check(self):
@@ -109,19 +109,19 @@ async def test_names_are_resolved_into_pods(monkeypatch):
     assert len(closed) == 4
 
 
-async def test_a_pod_that_was_just_being_let_go_is_closed_with_the_rest(monkeypatch):
+async def test_a_pod_that_is_being_removed_is_closed_with_the_rest(monkeypatch):
     answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2"]]
-    letting_go, closed = asyncio.Event(), set()
+    removing, closed = asyncio.Event(), set()
 
-    class Slow(StillPod):
+    class Slow(UnconnectedPod):
         connected = True
 
         async def check(self):
             return pods.PodState.SERVING
 
         async def close(self):
-            if not letting_go.is_set():
-                letting_go.set()
+            if not removing.is_set():
+                removing.set()
                 await asyncio.sleep(60)
             closed.add(self.address)
 
@@ -132,7 +132,7 @@ async def test_a_pod_that_was_just_being_let_go_is_closed_with_the_rest(monkeypa
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     known = PodSet(["dns:///encoder:50051"], Slow)
     await known.start()
-    await letting_go.wait()
+    await removing.wait()
     await known.close()
     assert closed == {"10.0.0.1:50051", "10.0.0.2:50051"}
 
@@ -230,7 +230,7 @@ async def test_failures_keep_their_code_and_the_encoder_to_avoid():
 
 @in_loop
 async def test_silent_pod_loses_its_calls_to_others():
-    """As a stopped process: the connection stands, and nobody answers."""
+    """Like a stopped process: the connection stays open without answers."""
     fake = FakeEncoder()
     pool = EncoderPool([await fake.start()])
     original = pods.CHECK_TIMEOUT_S, pods.CHECK_PERIOD_S
@@ -277,26 +277,26 @@ async def test_encoders_of_another_kind_are_not_mixed():
 
 
 @in_loop
-async def test_an_answer_that_fails_as_its_asker_leaves_is_not_reported_as_lost():
+async def test_an_error_after_the_caller_was_cancelled_is_not_reported_as_unretrieved():
     reported = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     pod = EncoderPod("127.0.0.1:1")
 
-    async def leave_as_it_fails():
+    async def cancel_as_it_fails():
         answer = asyncio.get_running_loop().create_future()
         pod._encode = lambda request, **_: answer
         asked = asyncio.ensure_future(pod.encode(b"key", b"", (1, 2, 2), timeout_s=1.0))
         await asyncio.sleep(0.01)
         answer.set_exception(Unavailable("gone"))
-        await asyncio.sleep(0)  # it has failed, and the asker does not know yet
+        await asyncio.sleep(0)  # it has failed, and the caller has not run yet
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
         pod._encode = None
 
-    await leave_as_it_fails()
+    await cancel_as_it_fails()
     assert pod.num_in_flight == 0
-    gc.collect()  # what nobody has asked for is reported when it is thrown away
+    gc.collect()  # unretrieved exceptions are reported on deallocation
     await asyncio.sleep(0)
     asyncio.get_running_loop().set_exception_handler(None)
     assert not reported

@@ -1,4 +1,4 @@
-"""Text comes out whole: characters, stop strings, and the same however tokens are grouped."""
+"""Whole characters, stop strings, and the same text however tokens are grouped."""
 
 import random
 
@@ -97,7 +97,7 @@ def test_grouping_changes_neither_text_nor_count(tokenizer):
             assert other[1].matched_stop == first[1].matched_stop
 
 
-def test_nothing_of_a_stop_string_is_handed_out_early():
+def test_nothing_of_a_stop_string_is_returned_early():
     matcher = StopMatcher(["END"])
     assert [matcher.feed(c) for c in "aENxE"] == ["a", "", "", "ENx", ""]
     assert matcher.flush() == "E"

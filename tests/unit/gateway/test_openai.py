@@ -1,4 +1,4 @@
-"""Requests: what is taken, what is refused and by which name; and the sampling that follows."""
+"""Requests: accepted fields, refused fields by name, and the resulting sampling parameters."""
 
 import json
 
@@ -22,7 +22,7 @@ def sampling(**fields):
     return resolve_sampling(parse(**fields), DEFAULTS, **LIMITS)
 
 
-def test_fields_without_effect_are_taken():
+def test_fields_without_effect_are_accepted():
     found = parse(
         user="u", metadata={"a": [1, {"b": None}]}, store=True, service_tier="auto",
         safety_identifier="x", prompt_cache_key="k", prompt_cache_retention="24h",
@@ -32,7 +32,7 @@ def test_fields_without_effect_are_taken():
     assert found.user == "u" and found.stream
 
 
-def test_unserved_fields_may_say_what_happens_anyway():
+def test_unserved_fields_may_have_their_default_values():
     found = parse(
         tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"],
         functions=None, function_call="auto", audio=None, reasoning_effort=None, verbosity=None,
@@ -77,7 +77,7 @@ def test_defaults_are_the_models():
     assert not found.HasField("top_logprobs")
 
 
-def test_given_fields_overrule_the_defaults():
+def test_given_fields_override_the_defaults():
     found = sampling(
         temperature=0, top_p=0.5, top_k=-1, min_p=0.1, repetition_penalty=1, seed=-1,
         presence_penalty=-2, frequency_penalty=2, logit_bias={"5": -100, "999": 1.5},

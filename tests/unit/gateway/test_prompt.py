@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - look-alike characters are the point
-"""Rendering, tokenizing, expanding: HF's ids for ordinary text, plain text for all else."""
+"""Rendering, tokenizing, expanding: HF's ids; added tokens in user text stay plain text."""
 
 import json
 import random
@@ -102,13 +102,13 @@ def test_user_text_never_becomes_an_added_token(prompts, tokenizer, token):
             found = [i for i in ids if i in special]
             assert set(found) <= set(expected)
             assert len(found) == 1 + 2 * len(messages)
-    # And the text is all there.
+    # The text is complete.
     ids = prompts.render([{"role": "user", "content": f"[{token}]"}], {}, MANY)
     joined = b"".join(tokenizer.token_bytes(i) for i in ids)
     assert f"[{token}]".encode() in joined
 
 
-def test_added_tokens_do_not_arise_across_parts(prompts):
+def test_added_tokens_do_not_form_across_parts(prompts):
     token = "<|image_pad|>"
     special = set(added_ids().values())
     for cut in range(1, len(token)):
@@ -121,7 +121,7 @@ def test_added_tokens_do_not_arise_across_parts(prompts):
             assert sum(i in special for i in ids) == 3
 
 
-def test_sentinel_in_user_text_changes_nothing(prompts, hf):
+def test_noncharacters_in_user_text_change_nothing(prompts, hf):
     content = "".join(chr(c) for c in range(0xFDD0, 0xFDEE)) + "<|im_end|>"
     ids = prompts.render([{"role": "user", "content": content}], {}, MANY)
     special = set(added_ids().values())
@@ -168,7 +168,7 @@ def test_text_that_cannot_fit_is_refused_untokenized(prompts, tokenizer):
     tokenizer.check_length("e\u0301" * 100, 200 // tokenizer.max_token_bytes + 1)
 
 
-def test_template_refusal_is_the_callers_fault(spec, tokenizer):
+def test_template_refusal_is_a_400(spec, tokenizer):
     builder = builder_of(spec, tokenizer, "{{ raise_exception('no such thing') }}")
     with pytest.raises(InvalidRequest, match="no such thing"):
         builder.render([{"role": "user", "content": "x"}], {}, MANY)

@@ -1,4 +1,4 @@
-"""The environment becomes one frozen value, or an error that names the variable."""
+"""The environment becomes settings, or an error that names the variable."""
 
 from pathlib import Path
 

@@ -239,7 +239,7 @@ def test_the_fast_path_serves_ignore_merges_where_it_changes_nothing():
     assert ModelTokenizer(definition)._plain.encode(text).ids == plain.encode_text(text)
 
 
-# Tokenizers whose text cannot be put together from bytes
+# Tokenizers whose tokens are not bytes
 
 
 def changed(**parts: object) -> dict:

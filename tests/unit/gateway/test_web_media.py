@@ -1,4 +1,4 @@
-"""Pictures from the web: vetted hosts, bounded bytes, and errors that say whose fault it is."""
+"""Images from the web: checked hosts, bounded bytes, and an error per cause."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from services.gateway.web_media import WebMedia, is_public, parse_url
 
 @contextlib.asynccontextmanager
 async def origin(*answers: bytes, pause_s: float = 0.0):
-    """An HTTP server that sends canned answers, and the requests it got."""
+    """An HTTP server with fixed answers; keeps the requests it got."""
     requests: list[bytes] = []
 
     handlers: set[asyncio.Task] = set()
@@ -113,7 +113,7 @@ def test_odd_url_is_refused(url):
         parse_url(url)
 
 
-def test_plain_urls_are_taken():
+def test_plain_urls_are_accepted():
     for url in (
         "http://example.com", "https://a-b.example.com:8443/p?q=1#f", "http://93.184.216.34/x",
         "http://[2606:4700::1111]/x", "http://bücher.example/x", "HTTP://EXAMPLE.COM/",
@@ -153,10 +153,10 @@ async def test_default_resolver_refuses_loopback_by_any_name():
 
 async def test_body_is_fetched_and_the_host_header_kept():
     async with origin(ok(b"abc")) as (port, requests), web() as (media, looked_up):
-        assert await media.fetch(f"http://pictures.example:{port}/a?b=c") == b"abc"
-        assert looked_up == ["pictures.example"]
+        assert await media.fetch(f"http://images.example:{port}/a?b=c") == b"abc"
+        assert looked_up == ["images.example"]
         assert requests[0].startswith(b"GET /a?b=c HTTP/1.1\r\n")
-        assert f"Host: pictures.example:{port}".encode() in requests[0]
+        assert f"Host: images.example:{port}".encode() in requests[0]
         assert b"identity" in requests[0]
 
 
@@ -171,8 +171,8 @@ async def test_redirects_are_followed_a_few_times():
         assert len(requests) == 4
 
 
-async def test_each_hop_is_vetted():
-    """The first name is public; where it leads is not."""
+async def test_each_redirect_is_checked():
+    """The first host is public, the redirect's is not."""
     async with origin(redirect("http://inner.example/")) as (port, requests):
         hosts = {"outer.example": ["93.184.216.34"], "inner.example": ["10.0.0.1"]}
 
@@ -199,7 +199,7 @@ async def test_each_hop_is_vetted():
 
 
 async def test_second_look_up_cannot_rebind():
-    """The address that was vetted is the one that is dialled."""
+    """The checked address is the dialled one."""
     answers = iter([["93.184.216.34"], ["127.0.0.1"]])
 
     async def resolver(host, port):
@@ -272,7 +272,7 @@ async def test_slow_drip_ends_at_the_deadline():
         assert asyncio.get_running_loop().time() - start < 2
 
 
-async def test_nobody_there_is_retryable():
+async def test_a_refused_connection_is_retryable():
     async with origin(b"") as (port, _):
         pass
     async with web() as (media, _):

@@ -1,4 +1,4 @@
-"""URLs to bytes: bounds before work, no way into our own network, text never fetched."""
+"""Image URLs to bytes and grids: bounds before work, and files in one directory alone."""
 
 import base64
 import io
