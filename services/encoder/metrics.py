@@ -47,7 +47,7 @@ class EncoderMetrics:
         )
         self.queue_images = gauge("queue_images", "Images queued or being encoded.")
         self.queue_patches = gauge("queue_patches", "Patches queued or being encoded.")
-        self.cache_bytes = gauge("cache_used_bytes", "Bytes of the arena in use.")
+        self.cache_bytes = gauge("embedding_cache_bytes", "Bytes of the arena in use.")
         self.batch_images = histogram("batch_images", "Images per batch.", _BATCH_IMAGES)
         self.batch_patches = histogram("batch_patches", "Patches per batch.", _BATCH_PATCHES)
         self._stages = histogram(

@@ -65,7 +65,7 @@ class GatewayMetrics:
         self.rejections = counter(
             "gateway_rejections", "Requests refused: the gateway is full or draining", "reason"
         )
-        self.stage = histogram("gateway_stage_seconds", "Time of one request's stage", "stage")
+        self.stage = histogram("gateway_stage_seconds", "Time of a request in a stage", "stage")
         self.ttft = histogram("gateway_ttft_seconds", "Time to first token, from arrival")
         self.tpot = histogram(
             "gateway_tpot_seconds", "Mean time per output token of a request, after its first"
