@@ -7,6 +7,8 @@ front.
 
 import logging
 import sys
+import time
+from collections.abc import Callable
 
 import torch
 from msgspec import structs
@@ -17,7 +19,7 @@ from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
 from services.common.telemetry import setup_logging
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import EngineInfo, FrontMessage, Shutdown
+from services.decoder.engine.messages import EngineInfo, FrontMessage, KernelCalls, Shutdown
 from services.decoder.engine.runner_factory import ModelRunner, RunnerOptions, create_runner
 from services.decoder.settings import DecoderSettings
 
@@ -26,19 +28,28 @@ log = logging.getLogger("services.decoder.engine")
 # An idle engine with a GPU polls this long before its thread blocks: somewhat longer than a client
 # needs to send its next request, or an encoder to encode an image.
 _AWAKE_S = 0.05
+_KERNEL_CALLS_PERIOD_S = 1.0
 
 
-def run(engine: Engine, channel: EngineChannel[FrontMessage], *, awake_s: float = 0.0) -> None:
+def run(
+    engine: Engine,
+    channel: EngineChannel[FrontMessage],
+    kernel_calls: Callable[[], dict[str, int]],
+    *,
+    awake_s: float = 0.0,
+) -> None:
     """Serves the front until it sends `Shutdown`.
 
     Args:
         engine: of the model.
         channel: to the front.
+        kernel_calls: the runner's counts, for the front's metrics.
         awake_s: see `EngineChannel.receive`.
 
     Raises:
         ChannelClosed: the front has exited.
     """
+    reported_at = 0.0
     while True:
         if engine.has_work:
             messages = channel.receive(0.0)
@@ -51,6 +62,9 @@ def run(engine: Engine, channel: EngineChannel[FrontMessage], *, awake_s: float 
         done = engine.step()
         if done is not None:
             channel.send(done)
+            if (now := time.monotonic()) - reported_at >= _KERNEL_CALLS_PERIOD_S:
+                reported_at = now
+                channel.send(KernelCalls(kernel_calls()))
 
 
 def runner_options(settings: DecoderSettings) -> RunnerOptions:
@@ -91,7 +105,8 @@ def main() -> int:
         engine = Engine(runner, overlap=on_gpu, out_of_memory=(torch.OutOfMemoryError,))
         freeze_gc()
         channel.send(ready_message(engine, runner))
-        run(engine, channel, awake_s=_AWAKE_S if on_gpu else 0.0)
+        awake_s = _AWAKE_S if on_gpu else 0.0
+        run(engine, channel, lambda: runner.kernel_calls, awake_s=awake_s)
     except ChannelClosed:
         log.info("the front has exited")
     except (ModelSpecError, ValueError) as error:

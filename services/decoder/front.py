@@ -33,6 +33,7 @@ from services.decoder.engine.messages import (
     EndOfSequence,
     EngineInfo,
     EngineMessage,
+    KernelCalls,
     SequenceEvent,
     StartOfSequence,
     StepDone,
@@ -191,8 +192,13 @@ class DecoderFront:
         try:
             while True:
                 message = await self._channel.receive()
-                if isinstance(message, StepDone):
-                    self._dispatch(message)
+                match message:
+                    case StepDone():
+                        self._dispatch(message)
+                    case KernelCalls():
+                        self._metrics.record_kernel_calls(message.calls)
+                    case _:
+                        pass
         except ChannelClosed:
             self.refuse("the decoder's engine process has ended")
             self._fail_all(Unavailable("the decoder's engine process has ended"))

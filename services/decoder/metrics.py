@@ -64,6 +64,19 @@ class DecoderMetrics:
         self._bytes = counter(
             "embedding_fetch_bytes", "Bytes of embeddings fetched, by path: shm, grpc.", "path"
         )
+        self._kernel_calls = counter(
+            "kernel_calls", "Kernel calls of the model, replayed ones included.",
+            "operation", "implementation",
+        )  # fmt: skip
+        self._kernel_calls_seen: dict[str, int] = {}
+
+    def record_kernel_calls(self, calls: dict[str, int]) -> None:
+        """Records the engine's totals, by "operation=implementation"."""
+        for kernel, total in calls.items():
+            operation, _, implementation = kernel.partition("=")
+            new = total - self._kernel_calls_seen.get(kernel, 0)
+            self._kernel_calls.labels(operation, implementation).inc(new)
+            self._kernel_calls_seen[kernel] = total
 
     def engine_step(self, stats: EngineStats, num_generated: int) -> None:
         """Records one StepDone."""

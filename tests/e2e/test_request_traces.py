@@ -78,6 +78,8 @@ def test_one_request_is_one_id_and_one_trace_in_all_services(
         ("send embedding", "fetch embedding"),
     ):  # fmt: skip
         assert parent(child) == found[of][1].span_id, child
+    for service in (cluster.encoders[0], cluster.decoders[0]):
+        assert service.metric(f"{service.kind}_kernel_calls_total") > 0
     for service in ("gateway", "encoder", "decoder"):
         lines = log_lines(tmp_path, service)
         assert lines, f"no line of the {service} has the request's id"

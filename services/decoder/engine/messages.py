@@ -204,4 +204,10 @@ class StepDone(msgspec.Struct, tag="step"):
     images_wanted: list[ImagesOf] = []
 
 
-EngineMessage = EngineInfo | StepDone
+class KernelCalls(msgspec.Struct, tag="kernels"):
+    """Calls of each kernel so far, replayed ones included; sent about once a second of steps."""
+
+    calls: dict[str, int]  # "operation=implementation" → total
+
+
+EngineMessage = EngineInfo | StepDone | KernelCalls

@@ -112,6 +112,12 @@ class ModelRunner:
         self._dtype = state.kv_cache.dtype
         self.graphs: list[StepGraphs] = []  # captured kinds of steps, see graphs.py
 
+    @property
+    def kernel_calls(self) -> dict[str, int]:
+        """Calls so far by "operation=implementation", replayed ones included."""
+        calls = self._model.ops.table.calls()
+        return {f"{operation}={name}": count for (operation, name), count in calls.items()}
+
     @torch.inference_mode()
     def execute(self, step: Step) -> DevicePendingStep:
         """Launches a step; see `step.Runner`."""
