@@ -16,8 +16,7 @@ REQUEST_ID = "req-e2e-42"
 CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 # Span name -> service, for a request with one new image.
 EXPECTED = {
-    "http request": "gateway", "tokenize": "gateway", "fetch": "gateway",
-    "encode call": "gateway", "decode stream": "gateway",
+    "http request": "gateway", "encode call": "gateway", "decode stream": "gateway",
     "tokenize": "gateway", "fetch": "gateway",
     "encode": "encoder", "send embedding": "encoder",
     "sequence": "decoder", "fetch embedding": "decoder", "queue": "decoder",
