@@ -5,7 +5,7 @@
 Decode: a step's wall time is the mean over many steps of the real engine (schedule, run, sample,
 postprocess), with the context as the mean over its sequences, and beside it the device's own time
 for one captured step and the host's time in each part. Prefill: prompts of several lengths, one at
-a time, or so many at once (`--prompts 1008,8x1008`). `--profile` adds where the time goes, by
+a time, or several at once (`--prompts 1008,8x1008`). `--profile` adds where the time goes, by
 kernel.
 """
 
@@ -69,7 +69,7 @@ def measure_decode(
 ) -> tuple[float, float]:
     """Seconds of a step, and of those the host's in `Engine.step` without the wait for the ids.
 
-    The context is the mean over sequences and timed steps: who starts first has grown meanwhile.
+    The context is the mean over sequences and timed steps: sequences that started first are longer.
     """
     engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
     vocab = runner.info.vocab_size
@@ -107,8 +107,8 @@ def measure_decode(
 
 
 def measure_prefill(runner: ModelRunner, count: int, prompt: int, repeats: int) -> float:
-    """Median seconds from the arrival of so many prompts to all their first tokens, in an idle
-    engine.
+    """Median seconds from the arrival of `count` prompts at an idle engine to all their first
+    tokens.
     """
     engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
     taken = []
@@ -125,7 +125,7 @@ def measure_prefill(runner: ModelRunner, count: int, prompt: int, repeats: int) 
 
 
 def print_profile(title: str, work: Callable[[], object]) -> None:
-    """Where the device's time goes (the processor's, where that is the device), by kernel."""
+    """Prints the time of each kernel (of each operation, without a GPU)."""
     on_gpu = torch.cuda.is_available()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:

@@ -39,6 +39,7 @@ from tests.gpu.decoder_2b import (
     relative,
 )
 from tests.gpu.twins import fused
+from tests.sampling_twins import mask_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -133,6 +134,7 @@ def test_a_batch_agrees_with_one_alone(dummy: Harness) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "params",
     [
@@ -141,12 +143,16 @@ def test_a_batch_agrees_with_one_alone(dummy: Harness) -> None:
         SamplingParams(temperature=1.0, top_k=20, presence_penalty=1.5),
     ],
 )
-def test_execute_waits_for_nothing(dummy: Harness, params: SamplingParams) -> None:
+def test_execute_waits_for_nothing(dummy: Harness, params: SamplingParams, masked: bool) -> None:
     running = [dummy.start(ids, row, params) for row, ids in enumerate(prompts(8))]
     for sequence in running:
         dummy.step(dummy.chunk(sequence))
     dummy.step(*[dummy.chunk(sequence) for sequence in running])
     chunks = [dummy.chunk(sequence) for sequence in running]
+    if masked:  # as the engine has it: the ids of a masked sequence are known, and come last
+        allowed = np.zeros(dummy.runner.info.vocab_size, np.bool_)
+        allowed[1000:1100] = True
+        running[-1].token_mask = mask_of(allowed)
     torch.cuda.set_sync_debug_mode("error")
     try:
         pending = dummy.launch(*chunks)
@@ -154,6 +160,8 @@ def test_execute_waits_for_nothing(dummy: Harness, params: SamplingParams) -> No
         torch.cuda.set_sync_debug_mode("default")
     # In that mode whatever waits for the device raises.
     assert len(pending.result().token_ids) == len(chunks)
+    if masked:
+        assert 1000 <= int(pending.result().token_ids[-1, 0]) < 1100
     dummy.take(pending, chunks)
     for sequence in running:
         dummy.finish(sequence)

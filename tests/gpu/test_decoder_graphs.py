@@ -103,7 +103,7 @@ def test_steps_that_follow_each_other_keep_their_images_apart(
 
 
 def test_a_captured_part_of_a_prompt_is_as_good_as_an_eager_one(dummy: Harness) -> None:
-    """Nobody samples from the first part, and the second attends to it."""
+    """The first part is not sampled, and the second attends to it."""
     token_ids = np.random.default_rng(5).integers(0, 150000, 500).tolist()
     prompt = dummy.start(token_ids)
     assert dummy.launch(dummy.chunk(prompt, 300)).result().token_ids.tolist() == []

@@ -1,4 +1,4 @@
-"""The block manager: who owns which KV block, and which blocks' contents can be used again.
+"""The block manager: owners of KV blocks, and the prefix cache.
 
 Pure Python. A block is free, or owned by one or more sequences. A full block whose token ids are
 known can be registered under its hash. It can then be found until it is given to another sequence,

@@ -1,8 +1,8 @@
 """Steps as CUDA graphs: decodes by bucket of batch size, lone prompts by bucket of length, and
 mixtures of both by bucket of tokens.
 
-A graph reads its inputs where the staging buffer has them on the device, and writes logits to one
-buffer that all graphs of a kind share. All graphs share one memory pool: one runs at a time.
+A graph reads its inputs from the device side of the staging buffer, and writes logits to one buffer
+that all graphs of a kind share. All graphs share one memory pool: one runs at a time.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ def decode_buckets(max_num_sequences: int) -> list[int]:
 
 
 def prompt_buckets(max_num_tokens: int) -> list[int]:
-    """Lengths to capture, up to where launches no longer matter. Above 1,408, tiles of products
-    fit the processors no better in steps of 64.
+    """Lengths to capture, up to where launches no longer matter. Above 1,408, GEMM tiles fill the
+    SMs no better in steps of 64.
     """
     sizes = [*range(64, 1408, 64), *range(1408, MAX_CAPTURED_PROMPT + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
@@ -60,14 +60,14 @@ class StepParts:
     last_tokens: Tensor  # [rows + 1] int32
     staging: Staging
     kv_cache: Tensor
-    graph_pool: Any  # memory that graphs share; torch has no name for it
-    capture_stream: torch.cuda.Stream  # what one stream has left of it, others do not find
+    graph_pool: Any  # memory that graphs share; torch has no type for it
+    capture_stream: torch.cuda.Stream  # one for all: torch's cached memory belongs to a stream
 
 
 class StepGraphs(Protocol):
     """Graphs of one kind of step."""
 
-    masks_images: bool  # images lie in the rows of their tokens, behind a mask
+    masks_images: bool  # image tokens are staged as a mask over all tokens
 
     def pad(self, step: StepInputs) -> StepInputs | None:
         """The step padded to a captured size, or None: it must run eagerly."""
@@ -117,8 +117,8 @@ class _GraphSet:
         Args:
             kind: what it is captured for.
             step: a staged step of that kind.
-            rows: where each sampled token goes.
-            sampled: tokens that are sampled from; None: all.
+            rows: of `last_tokens`, for each sampled token.
+            sampled: indices of the tokens whose logits are sampled; None: all.
         """
         parts, model = self.parts, self.parts.model
         metadata = step_inputs.captured_metadata(step, parts.staging)
@@ -166,7 +166,7 @@ class _GraphSet:
     def _forward(
         self, step: StepInputs, metadata: AttentionMetadata, sampled: Tensor | None
     ) -> Tensor:
-        """Inputs to the states of `sampled`, see CausalLM."""
+        """The hidden states of `sampled`, see CausalLM."""
         parts, visual = self.parts, None
         if step.places.visual_mask is not None and parts.images is not None:
             visual = parts.images.masked(parts.staging.device(step.places.visual_mask))
@@ -190,7 +190,6 @@ class DecodeGraphs(_GraphSet):
         self._scratch_row = scratch_row
 
     def pad(self, step: StepInputs) -> StepInputs | None:
-        """See StepGraphs."""
         count = len(step.seq_lens)
         if step.num_decodes != count or len(step.samples) != count or step.images:
             return None
@@ -209,7 +208,6 @@ class DecodeGraphs(_GraphSet):
             self._capture(kind, step, rows)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """See StepGraphs."""
         kind = _Kind(step.num_decodes, self._is_fused(step))
         if not kind.fused:
             metadata = self._captured[kind].metadata
@@ -221,7 +219,9 @@ class DecodeGraphs(_GraphSet):
 class _ChunkGraphs(_GraphSet):
     """Steps with chunks of prompts, with or without images."""
 
-    masks_images = True
+    def __init__(self, parts: StepParts) -> None:
+        super().__init__(parts)
+        self.masks_images = parts.images is not None
 
     def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
@@ -232,13 +232,13 @@ class _ChunkGraphs(_GraphSet):
         self._capture(_Kind(step.num_tokens), step, rows, sampled)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """See StepGraphs. Attention has its work in the staging buffer, and no plan is due."""
+        """Runs an uploaded step. The attention's work list is staged, so no plan is made."""
         if step.images and self.parts.images is not None:
             self.parts.images.read_in_place(step.images)
         return self._replay(_Kind(step.num_tokens))
 
-    def _gains(self, step: StepInputs) -> bool:
-        """Whether its images can be read, and its chunks are better off in a graph."""
+    def _is_faster(self, step: StepInputs) -> bool:
+        """Whether its images can be read, and a graph is the faster way to run its chunks."""
         if step.images and self.parts.images is None:
             return False
         return self.parts.backend.captures_chunks(step)
@@ -248,8 +248,7 @@ class PromptGraphs(_ChunkGraphs):
     """Steps of one chunk alone."""
 
     def pad(self, step: StepInputs) -> StepInputs | None:
-        """See StepGraphs."""
-        if len(step.seq_lens) != 1 or step.num_decodes or not self._gains(step):
+        if len(step.seq_lens) != 1 or step.num_decodes or not self._is_faster(step):
             return None
         size = self._size(len(step.input_ids))
         return step_inputs.pad_prompt(step, size) if size else None
@@ -260,21 +259,20 @@ class MixedGraphs(_ChunkGraphs):
 
     def __init__(self, parts: StepParts, scratch_row: int) -> None:
         super().__init__(parts)
-        self._scratch_row = scratch_row  # the one behind those of sequences
+        self._scratch_row = scratch_row  # the row after those of sequences
         self._decodes = min(MAX_CAPTURED_DECODES, scratch_row)
 
     def scratch(self, num_tokens: int) -> StepInputs:
-        """A step to capture, of so many tokens, more than the most decodes."""
+        """A step of `num_tokens` tokens to capture, more than the most decodes."""
         lengths = [1] * (self._decodes - 1) + [num_tokens - self._decodes + 1]
         return self._padded(StepInputs.scratch(lengths, self._scratch_row), num_tokens)
 
     def pad(self, step: StepInputs) -> StepInputs | None:
-        """See StepGraphs."""
         if len(step.seq_lens) - step.num_decodes > MAX_CAPTURED_CHUNKS:
             return None
         if max(step.num_decodes, len(step.samples)) > self._decodes:
             return None
-        size = self._size(len(step.input_ids)) if self._gains(step) else None
+        size = self._size(len(step.input_ids)) if self._is_faster(step) else None
         return self._padded(step, size) if size else None
 
     def _padded(self, step: StepInputs, num_tokens: int) -> StepInputs:

@@ -1,10 +1,10 @@
-"""What the decoder's front and its engine say to each other."""
+"""Messages between the decoder's front and its engine process."""
 
 import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How a sequence's tokens are chosen; see proto/decoder.proto for each field's meaning."""
+    """How a sequence's tokens are sampled; proto/decoder.proto explains each field."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -42,7 +42,7 @@ class ImageSpan(msgspec.Struct, frozen=True):
 
 
 class AddSequence(msgspec.Struct, tag="add"):
-    """A sequence to generate. Its images may still be on their way."""
+    """A sequence to generate. Its images may arrive later."""
 
     sequence_id: int  # minted by the front, never reused
     prompt_token_ids: bytes  # int32 [num_tokens]
@@ -60,8 +60,8 @@ class AddSequence(msgspec.Struct, tag="add"):
 
 
 class ImageReady(msgspec.Struct, tag="image"):
-    """A sequence's image is in the arena. It stays there until the engine has read it and says so
-    (`StepDone.images_read`), or the sequence has ended.
+    """A sequence's image is in the arena. It stays there until the engine has read it
+    (`StepDone.images_read`) or the sequence has ended.
     """
 
     sequence_id: int
@@ -85,13 +85,13 @@ class TokenMask(msgspec.Struct, tag="mask"):
 
 
 class AbortSequence(msgspec.Struct, tag="abort"):
-    """Ends a sequence; the engine answers with its last event."""
+    """Ends a sequence; the engine replies with the sequence's last event."""
 
     sequence_id: int
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """The engine ends after this."""
+    """The engine process exits."""
 
 
 FrontMessage = AddSequence | ImageReady | TokenMask | AbortSequence | Shutdown
@@ -139,7 +139,7 @@ class Logprobs(msgspec.Struct, array_like=True):
 
 
 class StartOfSequence(msgspec.Struct, array_like=True):
-    """How a sequence came to its first token; seconds since the engine received it."""
+    """Timings up to a sequence's first token; seconds since the engine received it."""
 
     num_cached_tokens: int
     first_scheduled_s: float
@@ -147,7 +147,7 @@ class StartOfSequence(msgspec.Struct, array_like=True):
 
 
 class EndOfSequence(msgspec.Struct, array_like=True):
-    """Why and how a sequence ended.
+    """How a sequence ended.
 
     `reason` is "stop", "length", "aborted" or "failed"; with "failed", `message` says why.
     """
@@ -168,7 +168,7 @@ class SequenceEvent(msgspec.Struct, array_like=True):
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """Gauges and counters of the engine, sent with each step and when it falls idle."""
+    """Gauges and counters of the engine, sent with each step and when it becomes idle."""
 
     num_running: int
     num_waiting: int
@@ -192,10 +192,10 @@ class StepDone(msgspec.Struct, tag="step"):
 
     Attributes:
         events: new tokens, starts and ends.
-        stats: as they are now.
-        images_read: their places in the arena are not read any more.
-        images_wanted: `ImageReady` is asked for once more: these were read, and what was computed
-            from them is lost.
+        stats: current values.
+        images_read: their arena memory is not read any more.
+        images_wanted: images that were read already and are needed again, because a preempted
+            sequence lost what was computed from them: the front sends `ImageReady` again.
     """
 
     events: list[SequenceEvent]

@@ -28,9 +28,9 @@ from services.decoder.models.base import CausalLM, VisualInput
 
 logger = logging.getLogger(__name__)
 
-# Of a step's arrays, whatever its size: alignment, and the least list of the attention's work.
+# Staging bytes that do not depend on a step's size: alignment, the attention's shortest work list.
 _MOST_ELSE_BYTES = 16 << 10
-# Every branch of the sampler.
+# Together, they run every branch of the sampler.
 _WARM_UP_PARAMS = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_k=20, top_p=0.8, top_logprobs=5),
@@ -42,7 +42,7 @@ _WARM_UP_PARAMS = (
 
 @dataclass(slots=True)
 class DevicePendingStep:
-    """A launched step; its results are on their way to pinned memory of its own."""
+    """A launched step; its results are being copied to pinned memory of its own."""
 
     token_ids: Tensor  # [B] int32, host
     logprobs: tuple[Tensor, Tensor, Tensor] | None  # host, as SampledLogprobs
@@ -74,7 +74,7 @@ class DevicePendingStep:
 
 @dataclass(slots=True)
 class DeviceState:
-    """What lives on the device between steps."""
+    """Tensors that stay on the device between steps."""
 
     device: torch.device
     kv_cache: Tensor  # [num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]
@@ -198,7 +198,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_scratch(self, num_rows: int) -> None:
-        """Runs each way of sampling over rows of meaningless logits."""
+        """Runs every sampling kernel on rows of meaningless logits."""
         logits = torch.zeros(
             (num_rows, self.info.vocab_size), dtype=self._dtype, device=self._state.device
         )

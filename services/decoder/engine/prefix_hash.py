@@ -1,9 +1,9 @@
-"""Names of KV blocks for the prefix cache. Pure Python.
+"""Hashes of KV blocks for the prefix cache. Pure Python.
 
-The keys and values in a block follow from all tokens up to its end, what stands for them (an image
-has the same placeholder id everywhere) and their positions. So a block's name is a hash over its
-parent's name and all of these, of a kind for which nobody can find two inputs with one name. Two
-sequences of different salts share no name.
+The keys and values in a block depend on all tokens up to its end, on the images whose placeholders
+are among them (all images have the same placeholder id), and on positions. So a block's hash covers
+the hash of the block before it and all of these. The hash function is collision-resistant.
+Sequences of different salts share no hash.
 """
 
 import numpy as np
@@ -45,8 +45,8 @@ def extend_hashes(sequence: Sequence, block_size: int, num_blocks: int) -> None:
 def _positions(sequence: Sequence, start: int, end: int, block_size: int) -> list[bytes]:
     """Per block of tokens [start, end): its positions, or nothing where each is the token's index.
 
-    That is so before the first image, with or without positions given: a text prompt and one with
-    a picture share the blocks of their common beginning. An empty list: it is so everywhere.
+    That is the case before the first image, whether positions are given or not: a text prompt and
+    one with an image share the blocks of their common prefix. An empty list: in all blocks.
     """
     if sequence.positions is None and sequence.position_delta == 0:
         return []

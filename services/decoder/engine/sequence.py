@@ -26,7 +26,7 @@ class Sequence:
         sequence_id: unique for the life of the engine.
         token_ids: prompt, then the completion tokens known so far; int32.
         num_prompt_tokens: length of the prompt.
-        positions: int32 `[3, num_prompt_tokens]`, or None: 0.. on each axis.
+        positions: int32 `[3, num_prompt_tokens]`, or None: the token's index on each axis.
         position_delta: token i of the completion, at index j of `token_ids`, has position
             j + position_delta on each axis.
         images: placeholder spans, by offset.

@@ -18,7 +18,7 @@ _DTYPES = {
 
 
 class Staged(NamedTuple):
-    """The place of one array in a staging buffer."""
+    """Where one array is in a staging buffer."""
 
     offset: int
     size_bytes: int
@@ -27,11 +27,11 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """Packs arrays, uploads them, shows them on the device.
+    """Packs arrays, uploads them, and gives views of them on the device.
 
-    On a GPU the host side is pinned and there are several, used in turn: the copy of step n may
-    still wait behind step n - 1 when step n + 1 is packed. The device side is one: kernels and
-    copies follow each other on one stream. On a CPU there is only the host side, one per turn.
+    On a GPU there are several pinned host buffers, used in turn: the copy of step n may still wait
+    for step n - 1 when step n + 1 is packed. There is one device buffer: kernels and copies run in
+    order on one stream. On a CPU there are only the host buffers.
     """
 
     def __init__(self, size_bytes: int, device: torch.device, turns: int = 3) -> None:
@@ -64,7 +64,7 @@ class Staging:
 
         Args:
             array: of one axis at least.
-            room: what comes next lies behind so many elements at least.
+            room: elements to reserve at least, so that the next array's place does not change.
             size: what the last axis is padded to, with `fill`; None: as it is.
         """
         kind, shape, count = array.dtype, array.shape, array.shape[-1]
@@ -74,7 +74,9 @@ class Staging:
         staged = Staged(self._used, num_bytes, kind, shape)
         self._used += -(-max(num_bytes, room * kind.itemsize) // _ALIGNMENT) * _ALIGNMENT
         if self._used > len(self._hosts[0]):
-            raise RuntimeError(f"a step's inputs need {self._used} bytes of staging, too many")
+            raise RuntimeError(
+                f"a step's inputs need {self._used} bytes; the staging buffer is full"
+            )
         target = self.host(staged)
         target[..., :count] = array
         if shape[-1] > count:
@@ -86,7 +88,7 @@ class Staging:
         return np.ndarray(staged.shape, staged.dtype, self._arrays[self._turn], staged.offset)
 
     def upload(self) -> None:
-        """Puts the copy on the stream."""
+        """Enqueues the copy on the stream."""
         if self._events:
             source = self._hosts[self._turn][: self._used]
             self._device_side[: self._used].copy_(source, non_blocking=True)
@@ -99,7 +101,7 @@ class Staging:
         return raw.view(_DTYPES[staged.dtype]).view(staged.shape)
 
     def device_from(self, staged: Staged) -> Tensor:
-        """The array on the device and whatever lies behind it, as elements of its kind."""
+        """The array on the device and all bytes after it, as elements of its dtype."""
         side = self._device_side if self._events else self._hosts[self._turn]
         whole = (len(side) - staged.offset) // staged.dtype.itemsize * staged.dtype.itemsize
         return side[staged.offset : staged.offset + whole].view(_DTYPES[staged.dtype])

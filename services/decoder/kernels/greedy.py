@@ -1,4 +1,4 @@
-"""The most likely token of each row of logits, in two small kernels.
+"""Argmax of each row of logits, in two small kernels.
 
 The plain twin is `services.decoder.kernels.sampling.greedy`; of equal logits the lowest id wins.
 """

@@ -1,6 +1,6 @@
-"""What a step computes before its first layer, in two small Triton kernels.
+"""Token ids and rotary tables of a step, before its first layer, in two small Triton kernels.
 
-Plain torch takes a score of them, of two microseconds each, which is a thirtieth of a lone decode.
+Plain torch needs about twenty launches of two microseconds each, 3 % of a decode step of one token.
 The plain twins are `pick_tokens` and `rope_and_rows` of `services.decoder.kernels.plain`.
 """
 

@@ -22,7 +22,7 @@ def test_tokens_do_not_depend_on_chunks_blocks_or_overlap(overlap, budget, block
         assert harness.engine.stats().num_preemptions > 0
 
 
-def test_an_image_may_go_as_soon_as_the_first_token_is_there():
+def test_an_image_is_released_with_the_first_token():
     harness = Harness(max_batched_tokens=8)
     spans = (ImageSpan(KEYS[0], 3, 12), ImageSpan(KEYS[1], 16, 4))
     harness.add(add_message(1, prompt_of(1, 24), images=spans, max_tokens=20))
@@ -37,7 +37,7 @@ def test_an_image_may_go_as_soon_as_the_first_token_is_there():
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("blocks", range(7, 12))
-def test_who_is_preempted_wants_images_once_more_that_have_gone(overlap, blocks):
+def test_a_preempted_sequence_requests_released_images_again(overlap, blocks):
     num_wanted = 0
     for length in range(8, 13):
         harness = Harness(overlap=overlap, prefix_caching=False, num_blocks=blocks, again_after=3)
@@ -256,7 +256,7 @@ def test_other_exceptions_are_the_callers():
         harness.step()
 
 
-def test_logprobs_go_to_those_who_asked():
+def test_logprobs_are_reported_where_asked_for():
     harness = Harness()
     harness.add(add_message(1, prompt_of(1, 8), max_tokens=2))
     harness.add(add_message(2, prompt_of(2, 8), max_tokens=2, top_logprobs=1))

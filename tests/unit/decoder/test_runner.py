@@ -1,4 +1,4 @@
-"""The runner: a sequence's tokens do not depend on how its work was cut up or who ran beside it."""
+"""The runner: a sequence's tokens do not depend on how its prompt is chunked or on its batch."""
 
 import dataclasses
 from pathlib import Path
@@ -15,11 +15,12 @@ from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner, resolve_device
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.step import Step
+from services.decoder.engine.step import ALL_MASKED, Step
 from services.decoder.engine.step_inputs import StepInputs
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
+from tests.sampling_twins import mask_of
 
-LEVELS, HIDDEN, NUM_TOKENS = 3, 32, 10
+FEATURES, HIDDEN, NUM_TOKENS = 3, 32, 10
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def start(harness: Harness, kind: int, row: int, sampling: SamplingParams | None
         delta = int(positions.max()) + 1 - length
         for offset, count in images:
             token_ids[offset : offset + count] = [95] * count
-            embedding = torch.from_numpy(rng.normal(0, 2, (LEVELS, count, HIDDEN))).float()
+            embedding = torch.from_numpy(rng.normal(0, 2, (FEATURES, count, HIDDEN))).float()
             placed.append((offset, embedding))
     return harness.start(token_ids, row, sampling, positions=positions, delta=delta, images=placed)
 
@@ -202,6 +203,41 @@ def test_sampled_sequences_are_the_same_alone_together_and_preempted(harness: Ha
                 harness.restart(sequence, sequence.row)
     for sequence, tokens in zip(together, expected, strict=True):
         assert completion_of(sequence) == tokens
+        harness.finish(sequence)
+
+
+def test_masked_sequences_have_allowed_tokens_and_change_nothing_for_others(
+    harness: Harness,
+) -> None:
+    """Greedy and sampled rows, with masks for some, none for others, alone and in one batch."""
+    chooser = np.random.default_rng(4)
+    vocab_size = harness.runner.info.vocab_size
+    allowed = {kind: chooser.random((NUM_TOKENS, vocab_size)) < 0.15 for kind in (0, 1, 3, 4)}
+
+    def run(kinds: list[int]) -> dict[int, list[int]]:
+        running = {kind: start(harness, kind, kind, SAMPLED[kind]) for kind in kinds}
+        for number in range(NUM_TOKENS):
+            for kind, sequence in running.items():
+                if kind in allowed:
+                    sequence.token_mask = mask_of(allowed[kind][number])
+            harness.step(*[harness.chunk(sequence) for sequence in running.values()])
+        for sequence in running.values():
+            harness.finish(sequence)
+        return {kind: completion_of(sequence) for kind, sequence in running.items()}
+
+    together = run(list(range(len(SAMPLED))))
+    for kind, tokens in together.items():
+        assert run([kind])[kind] == tokens
+        if kind in allowed:
+            assert all(allowed[kind][number][token] for number, token in enumerate(tokens))
+
+
+def test_a_row_without_an_allowed_token_fails_alone(harness: Harness, alone) -> None:
+    empty, sound = start(harness, 1, 0), start(harness, 2, 1)
+    empty.token_mask = mask_of(np.zeros(harness.runner.info.vocab_size, np.bool_))
+    output = harness.step(harness.chunk(empty), harness.chunk(sound)).result()
+    assert output.token_ids.tolist() == [[ALL_MASKED], [alone[2][0]]]
+    for sequence in (empty, sound):
         harness.finish(sequence)
 
 
@@ -372,11 +408,10 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
 
 
 def mixed_graphs(runner: ModelRunner) -> MixedGraphs:
-    """Of none yet."""
     state = runner._state
     parts = StepParts(
-        runner._model, runner._backend, None, state.last_tokens, runner._staging, state.kv_cache,
-        graph_pool=None, capture_stream=None,
+        runner._model, runner._backend, runner._images, state.last_tokens, runner._staging,
+        state.kv_cache, graph_pool=None, capture_stream=None,
     )  # fmt: skip
     return MixedGraphs(parts, runner._scratch_row)
 

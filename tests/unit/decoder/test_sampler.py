@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.decoder.engine import step
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampled, Sampler, uniforms
 from services.decoder.engine.staging import Staging
+from services.decoder.kernels import sampling
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.sampling import (
     ALL_MASKED,
@@ -120,6 +122,10 @@ def test_inputs_say_which_searches_are_needed(
     assert (inputs.has_top_k, inputs.has_top_p) == (has_top_k, has_top_p)
 
 
+def test_failures_have_the_ids_that_the_engine_knows() -> None:
+    assert (sampling.NOT_FINITE, sampling.ALL_MASKED) == (step.NOT_FINITE, step.ALL_MASKED)
+
+
 def test_temperature_zero_and_almost_zero_are_greedy() -> None:
     logits = logits_for(2)
     for temperature in (0.0, 1e-6):
@@ -227,7 +233,7 @@ def test_penalties_follow_vllm() -> None:
     assert bench.draw(logits, [0], [5]).token_ids.tolist() == [3]
 
 
-def test_counts_of_a_row_start_anew() -> None:
+def test_counts_of_a_row_are_reset() -> None:
     params = SamplingParams(frequency_penalty=1.0)
     bench = Bench([params])
     logits = torch.zeros(1, VOCAB_SIZE)

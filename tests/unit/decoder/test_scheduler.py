@@ -98,7 +98,7 @@ def test_the_latest_admitted_is_preempted_and_comes_back_first():
     third = add(scheduler, 3, 2)
     while not second.block_table:
         step(scheduler)
-        assert not third.block_table or second.block_table, "arrival decides who waits first"
+        assert not third.block_table or second.block_table, "the earlier arrival is admitted first"
     assert second.num_computed_tokens > 0
 
 
@@ -116,7 +116,7 @@ def test_a_preempted_sequence_waits_for_its_ids_in_flight():
     assert step(scheduler, arrive=False) == []
     second.num_in_flight -= 1
     second.token_ids.append(1)
-    # Its first blocks are found again; what follows is computed anew.
+    # Its first blocks are found in the prefix cache; the rest is computed again.
     assert step(scheduler, arrive=False) == [(2, 8, len(second.token_ids) - 8)]
 
 
