@@ -15,11 +15,11 @@ from services.common.image_geometry import ImageLimits
 
 
 class ModelSpecError(ValueError):
-    """The directory is not a model that can be served; the message says which file and why."""
+    """The directory is not a model that can be served; the message names the file and the cause."""
 
 
 class UnsupportedOption(ModelSpecError):
-    """The model needs what is not implemented; the message names the option and what to do."""
+    """The model needs what is not implemented; the message names the option and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class TextSpec:
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
-    """The vision tower."""
+    """The vision tower: patches in, one embedding per `spatial_merge_size`² patches out."""
 
     depth: int
     hidden_size: int
@@ -115,7 +115,6 @@ class TowerSpec:
 
     @property
     def head_dim(self) -> int:
-        """Of the attention."""
         return self.hidden_size // self.num_heads
 
 
@@ -125,7 +124,7 @@ class VisionSpec:
 
     Attributes:
         image_token_id: of a placeholder token in the prompt.
-        limits: what decides an image's grid, and so its number of tokens, from its size alone.
+        limits: from them and an image's size follow its grid and its number of tokens.
     """
 
     tower: TowerSpec
@@ -202,10 +201,10 @@ class ModelSpec:
     """A whole checkpoint directory.
 
     Attributes:
-        directory: where it lies.
-        name: the directory's last name; what `/v1/models` shows unless told otherwise.
+        directory: absolute path.
+        name: last component of the path; the served name unless a setting overrides it.
         architecture: of config.json.
-        vision: None: the model takes text alone, and no encoder exists for it.
+        vision: None: a text model, which has no encoder.
         eos_token_ids: of generation_config.json and config.json, together.
         generation: generation_config.json, for sampling defaults.
     """
@@ -224,7 +223,7 @@ class ModelSpec:
         """`vision` of a model that has one.
 
         Raises:
-            ModelSpecError: it takes text alone.
+            ModelSpecError: it is a text model.
         """
         if self.vision is None:
             raise ModelSpecError(f"{self.directory}: {self.architecture} has no vision tower")
