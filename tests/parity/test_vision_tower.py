@@ -23,7 +23,7 @@ from services.common.model_spec import TowerSpec
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.kernels.ops import Grid
 from services.encoder.kernels.segments import BatchSegments
-from services.encoder.models import grid_tables, qwen3_vl
+from services.encoder.models import positions, qwen3_vl
 from services.encoder.models.base import VisionModel
 from tests.tower import cpu_ops
 
@@ -151,9 +151,9 @@ def test_a_grid_larger_than_the_table(small: Pair) -> None:
 
 def test_the_table_itself_at_its_own_size(small: Pair) -> None:
     side = 8
-    rows, columns = grid_tables.merge_block_order(side, side, 2)
+    rows, columns = positions.merge_block_order(side, side, 2)
     table = small.ours.pos_embed.weight
-    found = grid_tables.interpolate(table, side, side, rows, columns)
+    found = positions.interpolate(table, side, side, rows, columns)
     assert torch.equal(found, table[rows * side + columns])
 
 
@@ -189,13 +189,13 @@ def test_features_come_as_their_blocks_are_done(small: Pair) -> None:
         assert [feature for feature, _ in features] == [1, 2, 0]
 
 
-def test_tables_are_dropped_when_they_take_too_much(small: Pair) -> None:
-    tables = grid_tables.GridTables(small.ours.pos_embed.weight, 32, 2, max_bytes=20_000)
+def test_positions_are_evicted_when_they_take_too_much(small: Pair) -> None:
+    cache = positions.PositionCache(small.ours.pos_embed.weight, 32, 2, max_bytes=20_000)
     frames = [(2 * n, 4) for n in range(1, 9)]
-    whole = tables.of(frames)
-    assert tables._cached_bytes <= 20_000 and len(whole.positions) == sum(h * w for h, w in frames)
-    again = grid_tables.GridTables(small.ours.pos_embed.weight, 32, 2).of(frames)
-    assert torch.equal(whole.positions, again.positions) and torch.equal(whole.cos, again.cos)
+    whole = cache.of(frames)
+    assert cache._cached_bytes <= 20_000 and len(whole.embeddings) == sum(h * w for h, w in frames)
+    again = positions.PositionCache(small.ours.pos_embed.weight, 32, 2).of(frames)
+    assert torch.equal(whole.embeddings, again.embeddings) and torch.equal(whole.cos, again.cos)
 
 
 Break = Callable[[pytest.MonkeyPatch, Pair], Pair]
@@ -209,7 +209,7 @@ def _swap_gelu(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
 
 def _raster_order(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
     patch.setattr(
-        grid_tables, "merge_block_order",
+        positions, "merge_block_order",
         lambda h, w, _: (torch.arange(h * w) // w, torch.arange(h * w) % w),
     )  # fmt: skip
     pair.ours.reset_buffers(torch.device("cpu"))
@@ -228,19 +228,19 @@ def _unrotated(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
 
 def _one_segment(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
     patch.setattr(
-        grid_tables, "BatchSegments", lambda lengths, device: BatchSegments([sum(lengths)], device)
+        positions, "BatchSegments", lambda lengths, device: BatchSegments([sum(lengths)], device)
     )
     return pair
 
 
 @pytest.fixture
-def restored_tables(small: Pair) -> Iterator[None]:
+def restored_positions(small: Pair) -> Iterator[None]:
     small.ours.reset_buffers(torch.device("cpu"))
     yield
     small.ours.reset_buffers(torch.device("cpu"))
 
 
-@pytest.mark.usefixtures("restored_tables")
+@pytest.mark.usefixtures("restored_positions")
 @pytest.mark.parametrize(
     "broken", [_swap_gelu, _raster_order, _other_taps, _unrotated, _one_segment]
 )

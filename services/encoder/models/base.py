@@ -19,14 +19,14 @@ class VisionLayout:
 
     Attributes:
         num_patches: N, rows of the batch.
-        positions: `[N, hidden]`, the position embeddings.
+        embeddings: `[N, hidden]`, of the positions.
         cos: `[N, head_dim / 2]` float32.
         sin: as `cos`.
         segments: of the attention.
     """
 
     num_patches: int
-    positions: Tensor
+    embeddings: Tensor
     cos: Tensor
     sin: Tensor
     segments: Segments
@@ -40,7 +40,7 @@ class StaticVisionLayout(Protocol):
         ...
 
     def set(self, grids: Sequence[Grid]) -> None:
-        """Enqueues the tables of a batch, the first with `max_patches`. Rows behind the batch hold
+        """Enqueues the positions of a batch of at most `max_patches`. Rows behind the batch hold
         undefined values, and no row of the batch reads them.
         """
         ...
@@ -56,7 +56,7 @@ class VisionModel(Protocol):
     def __init__(self, spec: TowerSpec, ops: Ops) -> None: ...
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
-        """Tables of a batch of images or videos, packed in this order."""
+        """The layout of a batch of images or videos, packed in this order."""
         ...
 
     def static_layout(self, max_patches: int, max_segments: int) -> StaticVisionLayout:

@@ -12,7 +12,7 @@ from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
 from services.encoder.kernels.ops import Grid, Ops
 from services.encoder.models.base import VisionLayout
-from services.encoder.models.grid_tables import GridTables, StaticLayout, batch_layout
+from services.encoder.models.positions import PositionCache, StaticLayout, batch_layout
 
 _LAYER_NORM_EPS = 1e-6
 
@@ -45,24 +45,24 @@ class Qwen3VLVisionModel(nn.Module):
         )
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Called when the parameters have been materialized: older tables are void."""
-        self._tables = GridTables(
+        """Called when the parameters have been materialized: cached positions are void."""
+        self._positions = PositionCache(
             self.pos_embed.weight,
             self.spec.hidden_size // self.spec.num_heads,
             self.spec.spatial_merge_size,
         )
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
-        return batch_layout(self._tables, grids)
+        return batch_layout(self._positions, grids)
 
     def static_layout(self, max_patches: int, max_segments: int) -> StaticLayout:
-        return StaticLayout(self._tables, max_patches, max_segments)
+        return StaticLayout(self._positions, max_patches, max_segments)
 
     def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
         # A block may leave its last addition to the next norm, so a tap waits for that norm.
         taps = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
-        hidden = layout.positions  # likewise
+        hidden = layout.embeddings  # likewise
         for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
             normed, hidden = add_norm(added, hidden, block.norm1, self.ops)
             if index - 1 in taps:

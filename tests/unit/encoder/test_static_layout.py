@@ -64,7 +64,7 @@ def test_views_stay_where_they_are(model: Qwen3VLVisionModel) -> None:
     before = layout.rows(64)
     layout.set([(1, 8, 8)])
     after = layout.rows(64)
-    assert before.positions.data_ptr() == after.positions.data_ptr()
+    assert before.embeddings.data_ptr() == after.embeddings.data_ptr()
     assert torch.equal(before.cos, model.layout([(1, 8, 8)]).cos)
 
 

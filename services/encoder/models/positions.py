@@ -1,7 +1,7 @@
-"""What an image's grid alone decides: interpolated position embeddings and 2-D rope angles.
+"""Positions of patches, as an image's grid decides them: interpolated embeddings, 2-D rope angles.
 
-Rows are in merge-block order: the patches of one image token are neighbours. Tables are made once
-per grid and cached; a batch's tables are those of its images, concatenated.
+Rows are in merge-block order: the patches of one image token are neighbours. Positions are computed
+once per grid and cached; a batch's are those of its images, concatenated.
 """
 
 from collections import OrderedDict
@@ -21,31 +21,31 @@ _ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class GridTable:
-    """Tables of one frame of h x w patches.
+class GridPositions:
+    """Positions of the patches of one h x w frame, or of several frames, concatenated.
 
     Attributes:
-        positions: `[h * w, hidden]`.
+        embeddings: `[h * w, hidden]`.
         cos: `[h * w, head_dim / 2]` float32; its first half is the row's angles, its second half
             the column's.
         sin: as `cos`.
     """
 
-    positions: Tensor
+    embeddings: Tensor
     cos: Tensor
     sin: Tensor
 
     @property
     def size_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.positions, self.cos, self.sin))
+        return sum(x.numel() * x.element_size() for x in (self.embeddings, self.cos, self.sin))
 
 
-class GridTables:
-    """An LRU cache of tables by grid, at most `max_bytes` of them (and always one batch's).
+class PositionCache:
+    """An LRU cache of positions by grid, at most `max_bytes` (and always one batch's).
 
     Args:
         table: the learned `[side * side, hidden]` position embeddings; its device and dtype are
-            the tables'.
+            the results'.
         head_dim: of the attention.
         merge_size: patches per image-token side.
     """
@@ -58,23 +58,23 @@ class GridTables:
         self._max_bytes = max_bytes
         quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32)
         self._frequencies = 1.0 / ROPE_THETA ** (quarter / (head_dim // 2))  # [head_dim / 4], host
-        self._cache: OrderedDict[tuple[int, int], GridTable] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], GridPositions] = OrderedDict()
         self._cached_bytes = 0
 
-    def of(self, frames: Sequence[tuple[int, int]]) -> GridTable:
-        """The tables of frames (h, w), packed in this order."""
-        tables = [self._one(height, width) for height, width in frames]
+    def of(self, frames: Sequence[tuple[int, int]]) -> GridPositions:
+        """Positions of frames (h, w), packed in this order."""
+        found = [self._one(height, width) for height, width in frames]
         while self._cached_bytes > self._max_bytes and len(self._cache) > 1:
             self._cached_bytes -= self._cache.popitem(last=False)[1].size_bytes
-        if len(tables) == 1:
-            return tables[0]
-        return GridTable(
-            torch.cat([table.positions for table in tables]),
-            torch.cat([table.cos for table in tables]),
-            torch.cat([table.sin for table in tables]),
+        if len(found) == 1:
+            return found[0]
+        return GridPositions(
+            torch.cat([one.embeddings for one in found]),
+            torch.cat([one.cos for one in found]),
+            torch.cat([one.sin for one in found]),
         )
 
-    def _one(self, height: int, width: int) -> GridTable:
+    def _one(self, height: int, width: int) -> GridPositions:
         found = self._cache.get((height, width))
         if found is not None:
             self._cache.move_to_end((height, width))
@@ -84,7 +84,7 @@ class GridTables:
             [axis[:, None] * self._frequencies for axis in (rows.float(), columns.float())], dim=1
         )
         device = self._table.device
-        made = GridTable(
+        made = GridPositions(
             interpolate(self._table, height, width, rows, columns),
             angles.cos().to(device),
             angles.sin().to(device),
@@ -95,50 +95,50 @@ class GridTables:
 
 
 class StaticLayout:
-    """`models.base.StaticVisionLayout` of a model with these tables.
+    """`models.base.StaticVisionLayout` of a model with these positions.
 
     Args:
-        tables: of the model.
+        cache: of the model.
         max_patches: of a batch.
         max_segments: of a batch.
     """
 
-    def __init__(self, tables: GridTables, max_patches: int, max_segments: int) -> None:
-        self._tables = tables
+    def __init__(self, cache: PositionCache, max_patches: int, max_segments: int) -> None:
+        self._cache = cache
         self._frames: list[tuple[int, int]] = []  # of the batch that is set
-        one = tables.of([(tables.merge_size, tables.merge_size)])
-        self._positions, self._cos, self._sin = (
-            torch.zeros(max_patches, table.shape[1], dtype=table.dtype, device=table.device)
-            for table in (one.positions, one.cos, one.sin)
+        one = cache.of([(cache.merge_size, cache.merge_size)])
+        self._embeddings, self._cos, self._sin = (
+            torch.zeros(max_patches, x.shape[1], dtype=x.dtype, device=x.device)
+            for x in (one.embeddings, one.cos, one.sin)
         )
         self._segments = StaticSegments(max_patches, max_segments, one.cos.device)
 
     def rows(self, num_patches: int) -> VisionLayout:
-        positions, cos, sin = self._positions, self._cos, self._sin
+        embeddings, cos, sin = self._embeddings, self._cos, self._sin
         rows = slice(num_patches)
-        return VisionLayout(num_patches, positions[rows], cos[rows], sin[rows], self._segments)
+        return VisionLayout(num_patches, embeddings[rows], cos[rows], sin[rows], self._segments)
 
     def set(self, grids: Sequence[Grid]) -> None:
         frames = frames_of(grids)
         if frames == self._frames:
             return
         self._frames = []  # until all of it is enqueued
-        table = self._tables.of(frames)
-        size = len(table.positions)
-        self._positions[:size] = table.positions
-        self._cos[:size] = table.cos
-        self._sin[:size] = table.sin
+        found = self._cache.of(frames)
+        size = len(found.embeddings)
+        self._embeddings[:size] = found.embeddings
+        self._cos[:size] = found.cos
+        self._sin[:size] = found.sin
         self._segments.set([height * width for height, width in frames])
         self._frames = frames
 
 
-def batch_layout(tables: GridTables, grids: Sequence[Grid]) -> VisionLayout:
+def batch_layout(cache: PositionCache, grids: Sequence[Grid]) -> VisionLayout:
     """The layout of one batch."""
     frames = frames_of(grids)
-    table = tables.of(frames)
+    found = cache.of(frames)
     lengths = [height * width for height, width in frames]
-    segments = BatchSegments(lengths, table.cos.device)
-    return VisionLayout(sum(lengths), table.positions, table.cos, table.sin, segments)
+    segments = BatchSegments(lengths, found.cos.device)
+    return VisionLayout(sum(lengths), found.embeddings, found.cos, found.sin, segments)
 
 
 def frames_of(grids: Sequence[Grid]) -> list[tuple[int, int]]:
