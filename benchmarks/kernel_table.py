@@ -19,7 +19,8 @@ from services.common.families import read_spec
 from services.common.model_spec import TextSpec
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import parse_overrides
-from services.decoder.kernels.table import UNQUANTIZED, KernelFacts, resolve
+from services.decoder.attention import table as attention_table
+from services.decoder.kernels.table import UNQUANTIZED, KernelFacts, attention_facts, resolve
 
 
 def shapes_named(name: str) -> dict[str, TextSpec]:
@@ -50,13 +51,20 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--weights", default=UNQUANTIZED, help="format of the linear layers")
+    parser.add_argument("--no-flashinfer", action="store_true", help="as if it were not installed")
     parser.add_argument("--kernels", default="", help="as DECODER_KERNELS")
     chosen = parser.parse_args(arguments)
     for shape, text in shapes_named(chosen.shape).items():
         for name, device in devices_named(chosen.device).items():
             facts = KernelFacts(device, text, getattr(torch, chosen.dtype), chosen.weights)
             print(f"{shape}, {chosen.dtype}, {chosen.weights} weights, on {device.name} ({name})")
-            print(resolve(facts, parse_overrides(chosen.kernels)), end="\n\n")
+            overrides = parse_overrides(chosen.kernels)
+            of_attention = attention_facts(facts, has_flashinfer=not chosen.no_flashinfer)
+            attention = attention_table.resolve(of_attention, overrides)
+            others = {of: name for of, name in overrides.items() if of not in attention.operations}
+            table = resolve(facts, others)
+            table.include(attention)
+            print(table, end="\n\n")
 
 
 if __name__ == "__main__":

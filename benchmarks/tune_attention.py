@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.text_shapes import TEXT_SHAPES
 from services.common.nn.device import DeviceFacts
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.kernels import gemv
@@ -42,12 +43,8 @@ from services.decoder.kernels.heads import HeadTransform, ProjectedHeads, kv_row
 from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
 from services.decoder.kernels.prefill_attention import PrefillAttention, PrefillChunk
 from services.decoder.kernels.qk_rope_cache import qk_rope_cache
+from services.decoder.kernels.table import KernelFacts, attention_facts
 
-# name → query heads, key heads, head_dim, hidden size. The 4B has the heads of the 8B.
-SHAPES = {
-    "2b": (16, 8, 128, 2048), "4b": (32, 8, 128, 2560), "8b": (32, 8, 128, 4096),
-    "32b": (64, 8, 128, 5120),
-}  # fmt: skip
 SEQUENCES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 CONTEXT, LONG_CONTEXT, PROMPT, BLOCK_SIZE = 1024, 4096, 1008, 16
 _EPS = 1e-6
@@ -59,7 +56,7 @@ _CUDA = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Case:
-    """A candidate for a step of so many decodes with a context, new tokens included.
+    """A candidate for a step of decodes, whose context includes the new token.
 
     Attributes:
         kind: `fused`, `paged` or `flashinfer`.
@@ -86,12 +83,9 @@ class Timed:
 
 def facts_of(shape: str) -> AttentionFacts:
     """On the GPU of this machine."""
-    heads, kv_heads, dim, _ = SHAPES[shape]
-    return AttentionFacts(
-        device=DeviceFacts.of(_CUDA), dtype=torch.bfloat16, num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=dim, block_size=BLOCK_SIZE,
-        has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
-    )  # fmt: skip
+    facts = KernelFacts(DeviceFacts.of(_CUDA), TEXT_SHAPES[shape], torch.bfloat16)
+    has_flashinfer = importlib.util.find_spec("flashinfer") is not None
+    return attention_facts(facts, block_size=BLOCK_SIZE, has_flashinfer=has_flashinfer)
 
 
 def fused_candidates(facts: AttentionFacts, num_sequences: int) -> list[FusedDecodeConfig]:
@@ -127,7 +121,7 @@ class Step:
 
     def __init__(self, case: Case) -> None:
         self.facts = facts = facts_of(case.shape)
-        hidden = SHAPES[case.shape][3]
+        hidden = TEXT_SHAPES[case.shape].hidden_size
         heads, kv_heads, dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
         count, context = case.num_sequences, case.context
         blocks = -(-context // BLOCK_SIZE) * count
@@ -478,7 +472,7 @@ def _print_rows(
 def main() -> None:
     """Parses the command line, compiles ahead, times."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shapes", default="2b,8b,32b", help="of " + ", ".join(SHAPES))
+    parser.add_argument("--shapes", default="2b,8b,32b", help="of " + ", ".join(TEXT_SHAPES))
     parser.add_argument("--quick", action="store_true", help="tuned configurations only")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile ahead")
     arguments = parser.parse_args()

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 import torch
 
 from services.common.nn.device import DeviceFacts
-from services.common.nn.dispatch import KernelTable
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.attention.table import implementations
+from services.decoder.attention.table import resolve as resolve_table
 from services.decoder.kernels.attention_tuning import AttentionFacts
 
 BACKENDS = ("sdpa", "paged")
@@ -74,12 +73,5 @@ def create_backend(
     from services.decoder.attention.paged import PagedBackend
 
     facts = attention_facts(sizes, device, dtype)
-    rows = implementations(_itself)
-    own = {row.operation for row in rows} | {"*"}
-    chosen = {key: value for key, value in (overrides or {}).items() if key in own}
-    table = KernelTable.resolve(rows, facts, chosen)
+    table = resolve_table(facts, overrides)
     return PagedBackend(facts, sizes, device, table)
-
-
-def _itself(facts: AttentionFacts) -> AttentionFacts:
-    return facts

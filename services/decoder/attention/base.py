@@ -17,7 +17,7 @@ from services.common.nn.dispatch import KernelTable
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """What a backend must know of the model and the engine when it is made."""
+    """Sizes of the model and the engine."""
 
     num_heads: int
     num_kv_heads: int
@@ -28,7 +28,7 @@ class AttentionSizes:
 
 
 class StepLengths(Protocol):
-    """What of a step is known before it is on the device; see `AttentionMetadata`."""
+    """The host's part of `AttentionMetadata`, known before the step is on the device."""
 
     num_tokens: int  # T
     num_decodes: int
@@ -43,22 +43,21 @@ class AttentionMetadata:
     Arrays exist because backends plan on the host; tensors because kernels read them.
 
     Attributes:
-        num_decodes: the first `num_decodes` sequences have exactly one query token; but for
-            padding in a captured step with chunks, which has none.
+        num_decodes: the first `num_decodes` sequences have exactly one query token; in a captured
+            step with chunks, padding among them has none.
         cu_query_lens: `[S + 1]`, host.
         seq_lens: `[S]`, host: context after this step, query tokens included.
         slot_mapping: `[T]` int64, device: where each token's key and value go;
-            block_id * block_size + offset. -1: a padding token, whose key and value are of no use.
+            block_id * block_size + offset; -1: a padding token, which is not stored.
         block_tables: `[S, max_blocks]` int32, device. Empty unless the backend reads it.
-        block_ids: `[sum of blocks]` int32, device: the tables one after the other without their
-            padding; longer in a captured step. Empty unless the backend reads it.
+        block_ids: `[sum of blocks]` int32, device: the sequences' blocks one after the other;
+            longer in a captured step. Empty unless the backend reads it.
         seq_lens_device: `[S]` int32, device.
-        work: what the backend's `list_work` returned, device.
-        plan: what its `plan` returned.
+        work: the result of the backend's `list_work`, device.
+        plan: the result of its `plan`.
         wants_keys_values: `forward` reads the step's own keys and values beside the cache; set by
             `plan`.
-        fused: the step is of a few decodes whose attention is part of a fused operation, and needs
-            no plan.
+        fused: attention is part of `fused_decode_attention` and needs no plan.
     """
 
     num_decodes: int
@@ -78,11 +77,11 @@ class AttentionBackend(Protocol):
     """One implementation of paged attention.
 
     Attributes:
-        table: its implementations; None: it has one.
-        reads_block_tables: it wants `block_tables`; otherwise it wants `block_ids`.
+        table: its dispatch table; None: it has one implementation.
+        reads_block_tables: it reads `block_tables`, else `block_ids`.
         captures: steps of decodes alone can be captured as CUDA graphs.
-        captures_prompts: so can steps of one prompt's chunk alone.
-        captures_mixed: so can steps of decodes and chunks.
+        captures_prompts: steps of one prompt's chunk alone can.
+        captures_mixed: steps of decodes and chunks can.
     """
 
     reads_block_tables: bool
@@ -100,13 +99,12 @@ class AttentionBackend(Protocol):
     def captures_mixed(self) -> bool: ...
 
     def captures_chunks(self, step: StepLengths) -> bool:
-        """Whether a captured step is the faster one for the step's chunks."""
+        """Whether a captured step is faster than an eager one for the step's chunks."""
         ...
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
-        """What kernels of the backend want to read of a step besides lengths and blocks; it goes to
-        the device with them. For equal numbers of tokens and sequences of a captured step, it has
-        one size.
+        """Work items that kernels read beside lengths and blocks; they are uploaded with the step.
+        Captured steps of equal numbers of tokens and sequences have lists of one size.
         """
         ...
 
@@ -115,10 +113,10 @@ class AttentionBackend(Protocol):
 
         Args:
             metadata: the step's layout.
-            captured: the step is a CUDA graph's: of S decodes, or of chunks padded to T tokens
-                behind `num_decodes` decodes, some of which may be padding without a context
-                (`slot_mapping` has the padding, `cu_query_lens` has not). What kernels read must
-                lie where it lay when the graph was captured.
+            captured: the step is a CUDA graph's: S decodes, or chunks padded to T tokens behind
+                `num_decodes` decodes, some of which may be padding without a context
+                (`slot_mapping` has the padding, `cu_query_lens` has not). Kernels must read from
+                the addresses that they had when the graph was captured.
         """
         ...
 
@@ -129,7 +127,7 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         keys_values: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends; the step's keys and values are in the cache already.
+        """Attention; the step's keys and values are in the cache already.
 
         Args:
             query: `[T, num_heads, head_dim]`, rotated.

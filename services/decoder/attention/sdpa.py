@@ -28,7 +28,7 @@ class _Plan:
 
 
 class SdpaBackend:
-    """See `base.AttentionBackend`; for "rows" of the pool, `base.write_kv`."""
+    """See `base.AttentionBackend`. Rows of the pool are those of `heads.write_kv`."""
 
     reads_block_tables = True
     table = None
@@ -38,14 +38,13 @@ class SdpaBackend:
         self._sizes = sizes
 
     def captures_chunks(self, step: StepLengths) -> bool:
-        """See `base.AttentionBackend`."""
         return False
 
     def list_work(self, step: StepLengths, *, captured: bool) -> None:
-        """See `base.AttentionBackend`: nothing beside what `plan` makes."""
+        """Nothing: `plan` makes all that `forward` reads."""
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
-        """Which rows of the pool each sequence reads."""
+        """Finds the rows of the pool that each sequence reads."""
         assert not captured
         device = metadata.block_tables.device
         seq_lens: list[int] = metadata.seq_lens.tolist()
@@ -73,15 +72,14 @@ class SdpaBackend:
         metadata: AttentionMetadata,
         keys_values: Tensor | None = None,
     ) -> Tensor:
-        """See the contract."""
         plan: _Plan = metadata.plan
         flat = kv_cache.view(-1, *kv_cache.shape[-2:])  # [rows, KVH, D]
         output = torch.empty_like(query)
         if plan.num_decodes:
             output[: plan.num_decodes] = self._decode(query[: plan.num_decodes], flat, plan)
-        for part in plan.prefills:
-            output[part.start : part.stop] = self._prefill(
-                query[part.start : part.stop], flat, part
+        for chunk in plan.prefills:
+            output[chunk.start : chunk.stop] = self._prefill(
+                query[chunk.start : chunk.stop], flat, chunk
             )
         return output
 
@@ -95,27 +93,27 @@ class SdpaBackend:
     def _decode(self, query: Tensor, flat: Tensor, plan: _Plan) -> Tensor:
         """All sequences with one query token, padded to the longest context.
 
-        The query heads that share a key head are passed as its queries: `[S, KVH, group, D]`.
+        Query heads that share a key head become its queries: `[S, KVH, group, D]`.
         """
         rows, size = plan.decode_rows, self._sizes.block_size
         grouped = query.unflatten(1, (self._sizes.num_kv_heads, -1))
-        # What is masked is zeroed, too: a freed block may hold NaN, and 0 * NaN is NaN.
+        # Masked values are zeroed, too: a free block may hold NaN, and 0 * NaN is NaN.
         inside = plan.decode_mask[:, 0, 0, :, None, None]
         keys = flat[rows].where(inside, 0.0).transpose(1, 2)
         values = flat[rows + size].where(inside, 0.0).transpose(1, 2)
         attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.decode_mask)
         return attended.flatten(1, 2)
 
-    def _prefill(self, query: Tensor, flat: Tensor, part: _Prefill) -> Tensor:
+    def _prefill(self, query: Tensor, flat: Tensor, chunk: _Prefill) -> Tensor:
         """One sequence's chunk against all of its context."""
         group = self._sizes.num_heads // self._sizes.num_kv_heads
-        keys = flat[part.rows].repeat_interleave(group, dim=1).transpose(0, 1)
-        values = flat[part.rows + self._sizes.block_size].repeat_interleave(group, dim=1)
+        keys = flat[chunk.rows].repeat_interleave(group, dim=1).transpose(0, 1)
+        values = flat[chunk.rows + self._sizes.block_size].repeat_interleave(group, dim=1)
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys[None],
             values.transpose(0, 1)[None],
-            attn_mask=part.mask,
-            is_causal=part.mask is None,
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
         )
         return attended[0].transpose(0, 1)

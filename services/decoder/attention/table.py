@@ -2,13 +2,13 @@
 
 Operations: `decode_attention`, by number of sequences, and `prefill_attention`, by number of
 tokens. `PagedBackend` composes a step of them, so that the rows create nothing. The row of
-`fused_decode_attention` is in `services.decoder.kernels.table`.
+`fused_decode_attention` is in `services.decoder.kernels.table`. Nothing is imported from a kernel's
+module, so that a table can be printed for any device.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
-from services.common.nn.dispatch import PLAIN, Implementation, TokenRange
+from services.common.nn.dispatch import PLAIN, Implementation, KernelTable, TokenRange
 from services.decoder.kernels.attention_tuning import (
     AttentionFacts,
     paged_decode_obstacle,
@@ -17,41 +17,11 @@ from services.decoder.kernels.attention_tuning import (
 )
 from services.decoder.kernels.tuning import LAUNCH_HIDING_TOKENS
 
-FactsT = TypeVar("FactsT")
 DECODE, PREFILL = "decode_attention", "prefill_attention"
 PAGED, HOPPER, FLASHINFER = "paged", "hopper", "flashinfer"
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
-
-def implementations(facts_of: Callable[[FactsT], AttentionFacts]) -> list[Implementation[FactsT]]:
-    """The rows, for a table whose facts have those of attention.
-
-    Args:
-        facts_of: the table's facts → attention's.
-    """
-
-    def row(
-        operation: str,
-        name: str,
-        obstacle: Callable[[AttentionFacts], str],
-        tokens: Callable[[AttentionFacts], TokenRange],
-    ) -> Implementation[FactsT]:
-        return Implementation(
-            operation,
-            name,
-            create=lambda _: None,
-            obstacle=lambda facts: obstacle(facts_of(facts)),
-            tokens=lambda facts: tokens(facts_of(facts)),
-        )
-
-    return [
-        row(DECODE, PAGED, paged_decode_obstacle, _paged_sequences),
-        row(DECODE, FLASHINFER, flashinfer_obstacle, lambda _: TokenRange()),
-        row(DECODE, PLAIN, lambda _: "", lambda _: TokenRange()),
-        row(PREFILL, HOPPER, prefill_obstacle, _prefill_tokens),
-        row(PREFILL, FLASHINFER, flashinfer_obstacle, lambda _: TokenRange()),
-        row(PREFILL, PLAIN, lambda _: "", lambda _: TokenRange()),
-    ]
+Row = Implementation[AttentionFacts]
 
 
 def flashinfer_obstacle(facts: AttentionFacts) -> str:
@@ -70,16 +40,45 @@ def flashinfer_obstacle(facts: AttentionFacts) -> str:
 def _paged_sequences(facts: AttentionFacts) -> TokenRange:
     if flashinfer_obstacle(facts):
         return TokenRange()
-    tuned = size_class(facts.group_size, facts.head_dim)
-    return TokenRange(
-        tuned.paged_min_sequences,
-        condition=f"sequences, captured or >= {LAUNCH_HIDING_TOKENS} tokens; any beside {HOPPER}",
-    )
+    least = size_class(facts.group_size, facts.head_dim).paged_min_sequences
+    where = f"captured or >= {LAUNCH_HIDING_TOKENS} tokens; any beside {HOPPER}"
+    return TokenRange(least, condition=f"sequences, {where}")
 
 
-def _prefill_tokens(facts: AttentionFacts) -> TokenRange:
+def _hopper_tokens(facts: AttentionFacts) -> TokenRange:
     if flashinfer_obstacle(facts):
         return TokenRange()
-    return TokenRange(
-        condition=f"captured, or >= {LAUNCH_HIDING_TOKENS} tokens of which few are cached"
-    )
+    return TokenRange(condition=f"captured, or >= {LAUNCH_HIDING_TOKENS} with few cached ones")
+
+
+def _composed(_: AttentionFacts) -> None:
+    """By `PagedBackend`."""
+
+
+ROWS: Sequence[Row] = (
+    Row(DECODE, PAGED, _composed, paged_decode_obstacle, _paged_sequences),
+    Row(DECODE, FLASHINFER, _composed, flashinfer_obstacle),
+    Row(DECODE, PLAIN, _composed),
+    Row(PREFILL, HOPPER, _composed, prefill_obstacle, _hopper_tokens),
+    Row(PREFILL, FLASHINFER, _composed, flashinfer_obstacle),
+    Row(PREFILL, PLAIN, _composed),
+)
+
+
+def resolve(
+    facts: AttentionFacts, overrides: Mapping[str, str] | None = None
+) -> KernelTable[AttentionFacts]:
+    """The table for a model on a device.
+
+    Args:
+        facts: of both.
+        overrides: see `dispatch.parse_overrides`; operations of other tables are ignored.
+
+    Raises:
+        UnknownOverride: an implementation does not exist or cannot run for these facts.
+    """
+    own = {name: wanted for name, wanted in (overrides or {}).items() if name in _OWN}
+    return KernelTable.resolve(ROWS, facts, own)
+
+
+_OWN = {DECODE, PREFILL, "*"}

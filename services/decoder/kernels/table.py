@@ -68,18 +68,17 @@ class KernelFacts:
         return 2 * self.text.intermediate_size, self.text.hidden_size
 
 
-def attention_facts(facts: KernelFacts, block_size: int = 16) -> AttentionFacts:
-    """Those that attention kernels are chosen by.
-
-    Args:
-        facts: of the model and the device.
-        block_size: tokens of a KV block; no fused operation depends on it.
+def attention_facts(
+    facts: KernelFacts, *, block_size: int = 16, has_flashinfer: bool = False
+) -> AttentionFacts:
+    """Those that attention kernels are chosen by; fused operations depend neither on `block_size`
+    nor on flashinfer.
     """
     text = facts.text
     return AttentionFacts(
         device=facts.device, dtype=facts.dtype, num_heads=text.num_heads,
         num_kv_heads=text.num_kv_heads, head_dim=text.head_dim, block_size=block_size,
-        rotary_dim=text.rope.rotary_dim,
+        rotary_dim=text.rope.rotary_dim, has_flashinfer=has_flashinfer,
     )  # fmt: skip
 
 
@@ -195,6 +194,13 @@ def _swiglu_gemm_tokens(facts: KernelFacts) -> TokenRange:
         is_faster=lambda num_tokens: config.is_faster(num_tokens, rows),
         condition="where tiles fill the SMs",
     )
+
+
+def _fused_decode_sequences(facts: KernelFacts) -> TokenRange:
+    group, head = facts.text.group_size, facts.text.head_dim
+    contexts = attention_tuning.size_class(group, head).fused_max_context
+    limits = ", ".join(str(limit) for limit in contexts)
+    return TokenRange(most=len(contexts), condition=f"of a context up to {limits}")
 
 
 # How they are made: kernels whose arguments are those of `ops.StepKernels` and `ops.Ops`. Modules
@@ -482,7 +488,7 @@ ROWS: Sequence[Row] = (
     Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
     Row(
         "fused_decode_attention", "triton", _fused_decode_attention,
-        _needs(_triton, _fused_decode), _tokens(1, attention_tuning.FUSED_MAX_SEQUENCES),
+        _needs(_triton, _fused_decode), _fused_decode_sequences,
     ),
     Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
     Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),

@@ -110,7 +110,7 @@ def ragged_attention_kernel(  # noqa: ANN201 - nothing
             `value_tails` as well.
         work_ptr: see `segments.list_work`.
         out_ptr: `[N, HEADS, HEAD_DIM]`.
-        scale: of the start_scores, in base 2.
+        scale: of the scores, in base 2.
     """
     MAIN: gl.constexpr = query_tiles.block_type.shape[1]
     TAIL: gl.constexpr = HEAD_DIM - MAIN

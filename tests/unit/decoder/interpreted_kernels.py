@@ -60,9 +60,11 @@ def attention_facts(heads: int, kv_heads: int, dim: int, num_sms: int = 4) -> At
 
 def check_fused(
     lengths: list[int], heads: int, kv_heads: int, dim: int,
-    config: FusedDecodeConfig | None = None, *, has_norm: bool = True,
+    config: FusedDecodeConfig | None = None, *, has_norm: bool = True, num_partials: int = 0,
 ) -> None:  # fmt: skip
-    """One new token of each sequence: normalised, rotated, written to the cache, attended from."""
+    """One new token of each sequence: normalised, rotated, written to the cache, attended from; its
+    projection may be split-K partials.
+    """
     count, sizes = len(lengths), [-(-length // BLOCK_SIZE) for length in lengths]
     block_ids = torch.randperm(sum(sizes), dtype=torch.int32)
     slots = [
@@ -72,6 +74,8 @@ def check_fused(
     rows = kv_rows(torch.tensor(slots), BLOCK_SIZE)
     pool = torch.randn(sum(sizes) + 1, 2, BLOCK_SIZE, kv_heads, dim)
     qkv = torch.randn(count, (heads + 2 * kv_heads) * dim)
+    if num_partials:
+        qkv = torch.randn(num_partials, *qkv.shape)
     weights = (torch.randn(dim), torch.randn(dim)) if has_norm else None
     angles = torch.rand(count, dim // 2) * 6.28
     rope = (angles.cos(), angles.sin())
@@ -326,6 +330,7 @@ if __name__ == "__main__":
     check_fused([33], 4, 2, 48)  # half a head is padded
     check_fused([33], 6, 2, 80)
     check_fused([33], 6, 2, 32, has_norm=False)
+    check_fused([33, 5], 4, 2, 32, num_partials=3)
     check_fused([80], 8, 1, 32, FusedDecodeConfig(heads=4, num_splits=4, tile=16))
     check_fused([80], 4, 2, 32, FusedDecodeConfig(2, 4, 16, tensor_cores=True))
     for case in ((3, 512, 128, 4, 32), (40, 128, 256, 1, 32), (3, 320, 320, 3, 80)):

@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("triton")
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride
+from services.decoder.attention import table
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.attention.paged import PagedBackend
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.attention.table import implementations
 from services.decoder.kernels.attention_tuning import AttentionFacts
 
 BLOCK_SIZE = 16
@@ -59,7 +59,7 @@ def facts_of(
 
 
 def table_of(facts: AttentionFacts, **overrides: str) -> KernelTable[AttentionFacts]:
-    return KernelTable.resolve(implementations(lambda facts: facts), facts, overrides)
+    return table.resolve(facts, overrides)
 
 
 def backend_of(facts: AttentionFacts, **overrides: str) -> PagedBackend:
@@ -226,8 +226,8 @@ def test_the_plain_implementation_is_sdpa(decodes: int, chunks: list[tuple[int, 
 
 def test_the_table_says_what_each_gpu_uses() -> None:
     def names(device: str, operation: str, **sizes: Any) -> list[str]:
-        table = table_of(facts_of(KNOWN_DEVICES[device], **sizes))
-        return [entry.name for entry in table.usable(operation)]
+        resolved = table_of(facts_of(KNOWN_DEVICES[device], **sizes))
+        return [entry.name for entry in resolved.usable(operation)]
 
     for heads, kv_heads in ((16, 8), (32, 8), (64, 8), (40, 8)):
         sizes = {"heads": heads, "kv_heads": kv_heads}
