@@ -145,7 +145,8 @@ class Runner:
         rows, columns = gemm.num_rows, gemm.num_columns
         self.x = torch.randn(num_tokens, columns, device="cuda").bfloat16()
         self.norm = torch.randn(columns, device="cuda").bfloat16()
-        self.residual = torch.randn(num_tokens, rows, device="cuda").bfloat16()
+        self.start = torch.randn(num_tokens, rows, device="cuda").bfloat16()
+        self.residual = self.start.clone()  # what timed launches add to
         weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
         weight.normal_(0.0, columns**-0.5)
         self.weights = [weight, *(weight.clone() for _ in range(copies - 1))]
@@ -158,7 +159,7 @@ class Runner:
         if self.gemm.kind == "norm_swiglu":
             return plain.norm_swiglu(x, self.norm, _EPS, weight)
         if self.gemm.kind == "linear_residual":
-            out = self.residual.clone()
+            out = self.start.clone()
             plain.linear_residual(x, weight, None, out)
             return out
         if self.gemm.kind in ("swiglu", "swiglu_gemm"):
@@ -181,7 +182,7 @@ class Runner:
         if kind == "norm_swiglu":
             return gemv.norm_swiglu(x, self.norm, _EPS, weight, pdl=pdl, config=config)
         if kind == "linear_residual":
-            out = self.residual.clone()
+            out = self.start.clone()
             gemv.linear_residual(x, weight, None, out, pdl=pdl, config=config)
             return out
         return gemv.linear(x, weight, pdl=pdl, config=config)
@@ -234,10 +235,10 @@ def time_us(launch: Callable[[Tensor], object], weights: list[Tensor]) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes per second that a device-to-device copy reads and writes."""
-    source = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+    source = torch.empty(1 << 28, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(source)
-    found = time_us(lambda _: target.copy_(source), [source])
-    return 2 * source.numel() / found * 1e6
+    found = time_us(lambda _: torch.neg(source, out=target), [source])
+    return 8 * source.numel() / found * 1e6
 
 
 def compile_case(case: Case) -> str:
