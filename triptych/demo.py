@@ -1,6 +1,7 @@
 """`make demo`: the whole stack with the demonstration model, asked about the sample images."""
 
 import asyncio
+import json
 import tempfile
 import time
 from collections.abc import Iterable
@@ -14,11 +15,37 @@ from rich.table import Table
 from triptych.chat import Answer, AskError, ask, question_message
 from triptych.plan import Plan, ServeOptions
 from triptych.probes import metric_value
-from triptych.samples import Sample, load_samples
 from triptych.serve import READY_TIMEOUT_S, prepare
 from triptych.stack import Stack, StackError
 
+SAMPLES = Path(__file__).resolve().parents[1] / "demo" / "samples"
 _ENCODED = "encoder_images_encoded_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some images, shown together (or none), and what to ask about them."""
+
+    images: tuple[Path, ...]
+    questions: tuple[str, ...]
+
+
+def load_samples(directory: Path = SAMPLES) -> list[Sample]:
+    """The samples that `samples.json` lists.
+
+    Raises:
+        ValueError: the file is malformed, or an image is missing.
+    """
+    samples: list[Sample] = []
+    try:
+        for entry in json.loads((directory / "samples.json").read_text()):
+            images = tuple(directory / name for name in entry["files"])
+            if missing := [path.name for path in images if not path.is_file()]:
+                raise ValueError(f"missing image {', '.join(missing)}")
+            samples.append(Sample(images, tuple(entry["questions"])))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{directory / 'samples.json'}: {error}") from error
+    return samples
 
 
 @dataclass(slots=True)

@@ -1,18 +1,21 @@
 """`triptych serve`: the whole stack on one machine."""
 
 import asyncio
+import functools
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from triptych.plan import Plan, ServeOptions, plan_stack, takes_images
-from triptych.redis_server import redis_spec, redis_url
+from triptych.probes import redis_ready
 from triptych.stack import ChildSpec, Stack, StackError, run_until_signal
 
 # Loading a large checkpoint and capturing graphs takes minutes on a slow disk.
 READY_TIMEOUT_S = 900.0
+_REDIS_MAX_MEMORY = "1gb"
 
 
 def serve(options: ServeOptions) -> int:
@@ -52,6 +55,31 @@ def prepare(
             report("no redis-server found: embeddings are cached in memory only")
     plan = plan_stack(options, url, os.environ, os.cpu_count() or 1, logs)
     return plan, [*([redis] if redis else []), *plan.children]
+
+
+def redis_url(directory: Path) -> str:
+    """The URL of the server that `redis_spec` runs in this directory."""
+    return f"unix://{directory / 'redis.sock'}"
+
+
+def redis_spec(directory: Path, log_path: Path) -> ChildSpec | None:
+    """The server process, or None if `redis-server` is not installed.
+
+    Args:
+        directory: private to this user; for the socket. Nothing else is written.
+        log_path: for its output.
+    """
+    binary = shutil.which("redis-server")
+    if binary is None:
+        return None
+    socket_path = str(directory / "redis.sock")
+    command = [
+        binary, "--port", "0", "--unixsocket", socket_path, "--unixsocketperm", "700",
+        "--dir", str(directory), "--save", "", "--appendonly", "no",
+        "--maxmemory", _REDIS_MAX_MEMORY, "--maxmemory-policy", "allkeys-lru",
+        "--loglevel", "warning", "--daemonize", "no",
+    ]  # fmt: skip
+    return ChildSpec("redis", command, {}, functools.partial(redis_ready, socket_path), log_path)
 
 
 async def _run(plan: Plan, specs: Sequence[ChildSpec]) -> int:

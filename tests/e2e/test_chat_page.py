@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.browser import Page, open_browser
 from tests.e2e.serve_command import serve_command
-from triptych.samples import SAMPLES
+from triptych.demo import SAMPLES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.serve_command import serve_command
 from tests.noise import PATIENCE_S, least
 from triptych import cli
-from triptych.samples import SAMPLES
+from triptych.demo import SAMPLES
 
 pytestmark = pytest.mark.e2e
 

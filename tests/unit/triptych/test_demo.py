@@ -8,8 +8,8 @@ from rich.console import Console
 
 from tests.unit.triptych.stub_server import StubServer
 from triptych import demo
+from triptych.demo import Sample, load_samples
 from triptych.plan import Plan
-from triptych.samples import Sample, load_samples
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ def test_gpus_are_counted_by_the_environment_first(tmp_path: Path) -> None:
 
 
 def test_a_redis_of_our_own_listens_only_on_its_socket(tmp_path: Path) -> None:
-    from triptych.redis_server import redis_spec, redis_url
+    from triptych.serve import redis_spec, redis_url
 
     spec = redis_spec(tmp_path, tmp_path / "redis.log")
     assert spec is not None
