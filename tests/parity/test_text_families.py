@@ -242,12 +242,13 @@ def test_control_a_dropped_norm(tmp_path: Path) -> None:
     assert Pair(oracle).error(oracle.prompt(23)) > CLEARLY_WRONG
 
 
-def test_a_tied_model_may_carry_its_head(tmp_path: Path) -> None:
+def test_a_checkpoint_may_carry_its_head_and_its_frequencies(tmp_path: Path) -> None:
     oracle = make_text_oracle(CONFIGS["llama-gqa1-biases-tied"](), tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(tensors, path)
     assert Pair(oracle).error(oracle.prompt(23)) < TOLERANCE
 

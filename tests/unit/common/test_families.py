@@ -131,6 +131,11 @@ def test_yarn_rope(tmp_path: Path) -> None:
         original_max_position_embeddings=32768, attention_factor=0.1 * math.log(4) + 1,
     )  # fmt: skip
     assert text.max_position_embeddings == 131072, "the scaled context can be served"
+    del given["original_max_position_embeddings"]
+    rope = read(tmp_path, QWEN3, rope_scaling=given).text.rope
+    assert rope.original_max_position_embeddings == QWEN3["max_position_embeddings"]
+    given |= {"factor": None, "original_max_position_embeddings": 10240}
+    assert read(tmp_path, QWEN3, rope_scaling=given).text.rope.factor == 4.0
 
 
 @pytest.mark.parametrize(
