@@ -5,8 +5,8 @@
 Prints the median of each way, end to end (the call, the copy, every check), beside the floor: one
 copy of the bytes by one thread. "stored": the encoder holds the embedding. "fresh": Encode and
 Fetch of a new image are sent together, and an engine that takes no time makes it; its digest is
-computed while the bytes are on their way. "levels": the engine takes as long as a tower, and gives
-level after level; the time is what comes after its end.
+computed while the bytes are sent. "features": the engine takes as long as a tower and finishes
+feature after feature; the time is what follows its end.
 """
 
 import argparse
@@ -45,11 +45,11 @@ from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
 
-_LEVELS, _HIDDEN = 4, 2048  # of the 2B model
-_TOKEN_BYTES = 2 * _LEVELS * _HIDDEN
+_FEATURES, _HIDDEN = 4, 2048  # of the 2B model
+_TOKEN_BYTES = 2 * _FEATURES * _HIDDEN
 _NUM_SLOTS = 8  # embeddings each arena holds
 _WARM_UP = 2 * _NUM_SLOTS
-# Of an image of 1024 x 1024 on an H200; the levels come after 6, 12, 18 and 24 of its 24 blocks.
+# Of an image of 1024 x 1024 on an H200; the features come after 6, 12, 18 and 24 of its 24 blocks.
 _TOWER_S = 0.0088
 _SLOW = b"slow"  # an image that takes as long
 
@@ -82,9 +82,9 @@ class InstantEngine:
 
     async def _run_tower(self, job_id: int) -> None:
         start = time.monotonic()
-        for part in range(1, _LEVELS + 1):
-            await asyncio.sleep(start + _TOWER_S * part / _LEVELS - time.monotonic())
-            done = part == _LEVELS
+        for part in range(1, _FEATURES + 1):
+            await asyncio.sleep(start + _TOWER_S * part / _FEATURES - time.monotonic())
+            done = part == _FEATURES
             self._done.put_nowait(ImageDone(job_id) if done else FeatureDone([job_id], part))
 
 
@@ -131,8 +131,8 @@ class Reader:
         await self.stub.Encode(pb.EncodeRequest(image_key=key, image=image, grid=grid))
 
     async def fetch(self, key: bytes) -> None:
-        """Brings it here and lets go of it."""
-        spec = EmbeddingSpec("bfloat16", _LEVELS, self.num_tokens, _HIDDEN)
+        """Fetches and releases it."""
+        spec = EmbeddingSpec("bfloat16", _FEATURES, self.num_tokens, _HIDDEN)
         entry = self.arena.try_reserve(key, spec)
         assert entry is not None
         await self.fetcher.fetch(self.address, key, spec, self.arena.view(entry))
@@ -140,7 +140,7 @@ class Reader:
         self.arena.release(entry)
 
     def new_key(self) -> bytes:
-        """An image that nobody has seen."""
+        """An image that no cache has."""
         return next(self.keys).to_bytes(32, "little")
 
     async def stored(self) -> float:
@@ -150,7 +150,7 @@ class Reader:
             for key in self.ready:
                 await self.encode(key)
             await asyncio.sleep(0.05)  # digested
-            for _ in range(20):  # who sleeps deeply wakes up slowly
+            for _ in range(20):  # wakes the core, whose first transfer would be slow
                 await self.stub.Describe(pb.DescribeEncoderRequest())
         key = self.ready.pop(0)
         return await timed(lambda: self.fetch(key))
@@ -164,7 +164,7 @@ class Reader:
 
         return await timed(both)
 
-    async def levels(self) -> float:
+    async def features(self) -> float:
         """Seconds from the end of the tower to having a new one; the call's way there counts."""
         key = self.new_key()
 
@@ -209,7 +209,11 @@ async def measure(mib: int, repeats: int) -> None:
             fetcher = EncoderFetcher(shared_memory=path == "shm")
             stub = pb_grpc.EncoderStub(channel)
             reader = Reader(address, stub, arena, num_tokens, fetcher, keys)
-            kinds = (("stored", reader.stored), ("fresh", reader.fresh), ("levels", reader.levels))
+            kinds = (
+                ("stored", reader.stored),
+                ("fresh", reader.fresh),
+                ("features", reader.features),
+            )
             for kind, once in kinds:
                 times = sorted([await once() for _ in range(_WARM_UP + repeats)][_WARM_UP:])
                 median_s = statistics.median(times)

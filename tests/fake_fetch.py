@@ -32,14 +32,15 @@ class FakeFetchServicer(pb_grpc.EncoderServicer):
         num_calls, num_cancelled: counters.
     """
 
-    def __init__(self, levels: int = 2, hidden: int = 8, chunk_bytes: int = 64) -> None:
+    def __init__(self, num_features: int = 2, hidden: int = 8, chunk_bytes: int = 64) -> None:
         self.fault: str | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_calls = 0
         self.num_cancelled = 0
         self.sizes: dict[bytes, int] = {}
-        self._levels, self._hidden, self._chunk_bytes = levels, hidden, chunk_bytes
+        self._num_features, self._hidden = num_features, hidden
+        self._chunk_bytes = chunk_bytes
 
     async def Fetch(
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
@@ -58,11 +59,11 @@ class FakeFetchServicer(pb_grpc.EncoderServicer):
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
-        spec = EmbeddingSpec("bfloat16", self._levels, self.sizes[key], self._hidden)
+        spec = EmbeddingSpec("bfloat16", self._num_features, self.sizes[key], self._hidden)
         header = pb.FetchHeader(
             image_key=b"x" * 32 if fault == "wrong key" else key,
             dtype=pb.DTYPE_FLOAT16 if fault == "wrong dtype" else DTYPE,
-            num_features=spec.num_features + (fault == "wrong levels"),
+            num_features=spec.num_features + (fault == "wrong features"),
             num_tokens=spec.num_tokens + (fault == "wrong shape"),
             hidden=spec.hidden,
         )
@@ -104,7 +105,7 @@ class FakeFetchServicer(pb_grpc.EncoderServicer):
 
 # Each makes the decoder say EmbeddingUnavailable, by naming the encoder.
 FAULTS = (
-    "error", "wrong key", "wrong dtype", "wrong levels", "wrong shape", "nan", "bit flip",
+    "error", "wrong key", "wrong dtype", "wrong features", "wrong shape", "nan", "bit flip",
     "no header", "missing chunk", "chunk twice", "overlap", "beyond the end", "odd offset", "dies",
     "no trailer", "hang", "hangs in the middle",
 )  # fmt: skip

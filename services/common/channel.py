@@ -22,11 +22,11 @@ Incoming = TypeVar("Incoming")
 
 
 class ChannelClosed(Exception):
-    """The other process is gone."""
+    """The other process has ended or closed the channel."""
 
 
 def create_socket_pair() -> tuple[socket.socket, socket.socket]:
-    """A connected pair with buffers large enough that neither side waits in normal work."""
+    """A connected pair whose buffers are large enough that neither side blocks in normal work."""
     pair = socket.socketpair()
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -49,15 +49,15 @@ class EngineChannel(Generic[Incoming]):
         self._buffer = bytearray()
 
     def receive(self, timeout_s: float | None, *, awake_s: float = 0.0) -> list[Incoming]:
-        """All complete messages at hand.
+        """All complete messages that have arrived.
 
         Args:
-            timeout_s: how long to wait for the first; 0 polls, None waits for ever.
-            awake_s: before that, look for so long without giving the processor away; see
+            timeout_s: how long to wait for the first; 0 polls, None waits without a limit.
+            awake_s: before that, poll this long without yielding the core; see
                 docs/adr/0015-an-engine-stays-awake.md.
 
         Raises:
-            ChannelClosed: the front is gone.
+            ChannelClosed: the front has closed the channel.
         """
         messages = self._split()
         if messages:
@@ -74,10 +74,10 @@ class EngineChannel(Generic[Incoming]):
         return messages
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends one message, waiting while the front is a whole buffer behind.
+        """Sends one message; blocks while the socket's buffer is full.
 
         Raises:
-            ChannelClosed: the front is gone.
+            ChannelClosed: the front has closed the channel.
         """
         body = self._encoder.encode(message)
         try:
@@ -129,7 +129,7 @@ class FrontChannel(Generic[Incoming]):
         """The next message.
 
         Raises:
-            ChannelClosed: the engine is gone.
+            ChannelClosed: the engine process has ended.
         """
         try:
             head = await self._reader.readexactly(_LENGTH.size)

@@ -1,8 +1,8 @@
 """An image's embedding as bytes: its shape, its digest, its stored form.
 
-An embedding is `[levels, num_tokens, hidden]`, C order, little-endian: level 0 the merged output of
-the vision tower, levels 1.. its DeepStack outputs. Level-major, so that a level is contiguous and
-can be sent as soon as it is done.
+An embedding is `[num_features, num_tokens, hidden]`, C order, little-endian: feature 0 is the
+merged output of the vision tower, features 1.. are its DeepStack features. A feature is contiguous,
+so that it can be sent as soon as it is computed.
 """
 
 import struct
@@ -18,13 +18,13 @@ from services.common.image_key import KEY_BYTES
 
 DIGEST_BYTES = 16
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# The least bit pattern that is infinite or NaN, and integers to compare it with.
+# The smallest bit pattern that is infinite or NaN, and the integer types to compare it in.
 _NOT_FINITE = {
     "float32": (np.int32, np.uint32, 0x7F800000),
     "bfloat16": (np.int16, np.uint16, 0x7F80),
     "float16": (np.int16, np.uint16, 0x7C00),
 }
-# Of the digest, which is a tree of two levels, so that threads can make it of parts.
+# The digest is that of its blocks' digests, so that threads can compute blocks in parallel.
 BLOCK_BYTES = 1 << 20
 
 _MAGIC = b"TRPTEMB3"
@@ -44,7 +44,7 @@ class EmbeddingSpec:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """`(levels, num_tokens, hidden)`."""
+        """`(num_features, num_tokens, hidden)`."""
         return (self.num_features, self.num_tokens, self.hidden)
 
     @property
@@ -58,11 +58,11 @@ class CorruptEmbedding(ValueError):
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """Of a tensor's bytes: XXH3 (128 bits) of the XXH3 digests of its blocks, of which the last may
-    be short. Releases the interpreter lock.
+    """XXH3 (128 bits) of the XXH3 digests of the tensor's blocks; the last block may be short.
+    Releases the interpreter lock.
 
-    It tells accidents, at memory's speed. Who can change an embedding on purpose, in Redis say, can
-    change its digest, too, whatever the function.
+    It detects accidents, at the speed of memory. It does not protect against an attacker: write
+    access to an entry in Redis includes its digest.
     """
     whole = TensorDigest(memoryview(data))
     whole.add(0, len(data))
@@ -70,10 +70,10 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 class TensorDigest:
-    """The digest of a tensor whose ranges come in any order. Ranges may be added by any thread.
+    """The digest of a tensor whose ranges arrive in any order. Any thread may add ranges.
 
     Args:
-        data: where the tensor's bytes will be.
+        data: the memory that the tensor's bytes are written to.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -84,7 +84,7 @@ class TensorDigest:
         self._lock = threading.Lock()
 
     def add(self, start: int, stop: int) -> None:
-        """These bytes are there. Digests the blocks that they complete, without the interpreter
+        """These bytes are written. Digests the blocks that they complete, without the interpreter
         lock.
         """
         for index, (first, last) in enumerate(split_blocks(start, stop), start // BLOCK_BYTES):
@@ -99,22 +99,22 @@ class TensorDigest:
         """The digest, once every `add` has returned.
 
         Raises:
-            CorruptEmbedding: the ranges were not the tensor's, each byte once.
+            CorruptEmbedding: the ranges do not cover each byte of the tensor exactly once.
         """
         if any(self._missing):
-            raise CorruptEmbedding("parts are missing, or came twice")
+            raise CorruptEmbedding("ranges are missing, or came twice")
         return xxh3_128_digest(b"".join(self._digests))
 
 
 def split_blocks(start: int, stop: int) -> list[tuple[int, int]]:
-    """Cuts a range where blocks of the tensor begin."""
+    """Cuts a range at the boundaries of the tensor's blocks."""
     first = start // BLOCK_BYTES * BLOCK_BYTES
     cuts = [start, *range(first + BLOCK_BYTES, stop, BLOCK_BYTES), stop]
     return [cut for cut in pairwise(cuts) if cut[0] < cut[1]]
 
 
 def split_evenly(ranges: Sequence[tuple[int, int]], max_parts: int) -> list[list[tuple[int, int]]]:
-    """Ranges for so many threads, in their order."""
+    """Deals ranges out, in order, to at most `max_parts` threads."""
     parts = max(1, min(max_parts, len(ranges)))
     cuts = [len(ranges) * part // parts for part in range(parts + 1)]
     return [list(ranges[begin:end]) for begin, end in pairwise(cuts)]
@@ -123,8 +123,9 @@ def split_evenly(ranges: Sequence[tuple[int, int]], max_parts: int) -> list[list
 def all_finite(data: bytes | memoryview, dtype: str) -> bool:
     """Whether no value is infinite or NaN; releases the interpreter lock.
 
-    Read from the bits (numpy has no bfloat16), in two passes that store nothing: as signed integers
-    the greatest values are the positive ones that are not finite, as unsigned ones the negative.
+    Decided from the bits, because numpy has no bfloat16, in two passes without temporaries: as
+    signed integers the largest values are the positive non-finite ones, as unsigned integers the
+    negative ones.
     """
     signed, unsigned, least = _NOT_FINITE[dtype]
     if not len(data):
@@ -136,7 +137,7 @@ def all_finite(data: bytes | memoryview, dtype: str) -> bool:
 
 
 def pack_header(key: bytes, spec: EmbeddingSpec, tensor_digest: bytes) -> bytes:
-    """The head of a stored entry; the tensor's bytes follow it."""
+    """The header of a stored entry; the tensor's bytes follow it."""
     return _HEADER.pack(
         _MAGIC, key, _DTYPES.index(spec.dtype), spec.num_features, spec.num_tokens, spec.hidden,
         tensor_digest,
@@ -144,7 +145,7 @@ def pack_header(key: bytes, spec: EmbeddingSpec, tensor_digest: bytes) -> bytes:
 
 
 def unpack_header(header: bytes, key: bytes) -> tuple[EmbeddingSpec, bytes]:
-    """Reads the head of a stored entry.
+    """Reads the header of a stored entry.
 
     Returns:
         The spec and the digest of the bytes that must follow.
@@ -154,7 +155,7 @@ def unpack_header(header: bytes, key: bytes) -> tuple[EmbeddingSpec, bytes]:
     """
     if len(header) != STORED_HEADER_BYTES:
         raise CorruptEmbedding("truncated header")
-    magic, stored_key, dtype, levels, num_tokens, hidden, tensor_digest = _HEADER.unpack(header)
+    magic, stored_key, dtype, features, num_tokens, hidden, tensor_digest = _HEADER.unpack(header)
     if magic != _MAGIC or len(key) != KEY_BYTES or stored_key != key or dtype >= len(_DTYPES):
         raise CorruptEmbedding("not the entry of this key")
-    return EmbeddingSpec(_DTYPES[int(dtype)], levels, num_tokens, hidden), tensor_digest
+    return EmbeddingSpec(_DTYPES[int(dtype)], features, num_tokens, hidden), tensor_digest

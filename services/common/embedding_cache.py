@@ -1,6 +1,6 @@
 """Embeddings in Redis. The encoder writes them, the decoder reads them.
 
-Redis is an accelerator: no method raises because of it, and what it may cost a request is bounded.
+Redis is an accelerator: no method raises because of it, and the delay it may cause is bounded.
 A header or a lock takes at most `timeout_s`; the first command that fails or is late opens a
 breaker, after which Redis is skipped at no cost until a background ping succeeds. Nothing read is
 trusted: what does not match its header, its key or its digest is deleted and counted as a miss.
@@ -62,7 +62,7 @@ class CacheCounters:
         hits: headers found.
         misses: headers not found, and bodies that were gone, late or corrupt.
         corrupt: entries that were not what they were said to be (deleted).
-        errors: commands that failed or were late.
+        errors: commands that failed or timed out.
         skipped: commands not sent, because the breaker was open or too many were under way.
         writes: entries stored.
     """
@@ -113,8 +113,8 @@ class RedisCache:
         self._timeout_s = timeout_s
         # Without a socket timeout of its own: `_bounded` bounds connecting and answering together.
         self._redis = _client(Redis, Retry, url, (None, None), socket_read_size=_RANGE_BYTES)
-        # Large values would keep the event loop busy for longer than all else: a thread sends them,
-        # without the interpreter lock.
+        # Sending a large value would block the event loop: a thread does it, without the
+        # interpreter lock.
         timeouts_s = (_CONNECT_TIMEOUT_S, _WRITE_TIMEOUT_S)
         self._blocking = _client(BlockingRedis, BlockingRetry, url, timeouts_s)
         self._writers = ThreadPoolExecutor(_MAX_WRITES, "redis-write")
@@ -198,11 +198,11 @@ class RedisCache:
         return True
 
     async def try_lock(self, key: bytes, owner: bytes, ttl_s: float) -> bool:
-        """Claims the making of an entry among all pods.
+        """Takes the lock on computing an entry, among all pods.
 
         Returns:
-            False: another owner holds the claim. True: it is ours, or Redis cannot tell, in which
-            case two pods may do the same work and store the same result.
+            False: another owner has the lock. True: it is ours, or Redis does not answer; then two
+            pods may do the same work and store the same result.
         """
         try:
             answer = await self._command(
@@ -216,24 +216,24 @@ class RedisCache:
         return answer is not None
 
     async def unlock(self, key: bytes, owner: bytes) -> None:
-        """Gives the claim back if it is still `owner`'s.
+        """Gives the lock back if it is still `owner`'s.
 
-        Look and delete are two commands (no scripting asked of the server): a claim that expires
-        between them costs another pod one needless encode.
+        GET and DEL are two commands, so that the server needs no scripting: a lock that expires
+        between them costs another pod one redundant encode.
         """
         with contextlib.suppress(_Failed, ResponseError):
             if await self._command(self._timeout_s, "GET", _LOCK + key) == owner:
                 await self._command(self._timeout_s, "DEL", _LOCK + key)
 
     async def delete(self, key: bytes) -> None:
-        """Forgets an entry, best effort."""
+        """Deletes an entry, best effort."""
         with contextlib.suppress(_Failed, ResponseError):
             await self._command(self._timeout_s, "UNLINK", _ENTRY + key)
 
     async def connect(self) -> None:
-        """Spares the first request the connecting; called once, at a service's start."""
+        """Connects before the first request; called once, at a service's start."""
         if not await self.ping(_CONNECT_TIMEOUT_S):
-            logging.warning("Redis does not answer; going on without until it does")
+            logging.warning("Redis does not answer; it is skipped until it does")
 
     async def ping(self, timeout_s: float | None = None) -> bool:
         """Whether Redis answers now; never opens or closes the breaker."""
@@ -297,14 +297,14 @@ class RedisCache:
         await self.delete(key)
 
     async def _command(self, timeout_s: float, *command: Any) -> Any:  # noqa: ANN401 - a reply
-        """Sends one small command when its turn comes; raises as `_send`."""
+        """Sends one small command once a permit is free; raises as `_send`."""
         deadline = _now() + timeout_s
         async with self._permit(self._small, deadline):
             return await self._send(deadline - _now(), *command)
 
     @contextlib.asynccontextmanager
     async def _permit(self, permits: asyncio.Semaphore, deadline: float) -> AsyncGenerator[None]:
-        """Raises `_Failed` when the turn does not come in time; that says nothing of Redis."""
+        """Raises `_Failed` if no permit is free in time; that does not open the breaker."""
         if not self.available:
             self.counters.skipped += 1
             raise _Failed
@@ -353,7 +353,7 @@ class RedisCache:
         task.add_done_callback(self._forget)
         try:
             await asyncio.wait({task}, timeout=max(timeout_s, 0.0))
-            # If it was this loop that was late, the reply lies in the socket: let it be read.
+            # If this event loop was late, the reply is in the socket's buffer: let it be read.
             turns = 0
             while not task.done() and turns < 10:
                 turns += 1
@@ -367,7 +367,7 @@ class RedisCache:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._abandoned.discard(task)
         if not task.cancelled():
-            task.exception()  # seen: an abandoned command's error is nobody's
+            task.exception()  # retrieved: asyncio would report an abandoned command's error
 
     def _open_breaker(self) -> None:
         if self._probe is None:
@@ -390,7 +390,7 @@ def _client(
     timeouts_s: tuple[float | None, float | None],
     **options: int,
 ) -> Any:  # noqa: ANN401
-    """redis-py's client of that kind, which tries nothing twice; timeouts to connect, to answer."""
+    """redis-py's client of that kind, without retries; timeouts to connect and to answer."""
     connect_s, answer_s = timeouts_s
     return kind.from_url(
         url,

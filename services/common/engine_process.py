@@ -1,8 +1,8 @@
-"""Starting an engine process and noticing its death.
+"""Starting and stopping an engine process.
 
 A GPU service is two processes: the front (asyncio, gRPC) and the engine, which owns the device. The
-engine is started afresh, not forked: it inherits two descriptors (its channel end and the arena)
-and its settings as JSON on standard input.
+engine is spawned, not forked: it inherits two descriptors, its end of the channel and the arena,
+and reads its settings as JSON from standard input.
 """
 
 import argparse
@@ -20,13 +20,9 @@ from services.common.channel import ChannelClosed, EngineChannel, FrontChannel, 
 Incoming = TypeVar("Incoming")
 
 
-class EngineDied(Exception):
-    """The engine process ended; the service cannot go on."""
-
-
 @dataclass(slots=True)
 class EngineProcess(Generic[Incoming]):
-    """The engine as its front holds it."""
+    """The engine process, as its front sees it."""
 
     process: asyncio.subprocess.Process
     channel: FrontChannel[Incoming]
@@ -67,7 +63,7 @@ class EngineProcess(Generic[Incoming]):
 
 @dataclass(slots=True)
 class EngineEnd:
-    """What an engine process is given at its start."""
+    """What an engine process inherits from its front."""
 
     settings_json: str
     socket: socket.socket
@@ -81,7 +77,7 @@ class EngineEnd:
 def accept() -> EngineEnd:
     """Called first in an engine process: its settings, channel end and arena.
 
-    Signals that end the service are left to the front, so that running work can drain first.
+    Ignores SIGINT and SIGTERM: the front handles them, so that running work can drain first.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -96,4 +92,4 @@ def accept() -> EngineEnd:
     )
 
 
-__all__ = ["ChannelClosed", "EngineDied", "EngineEnd", "EngineProcess", "accept"]
+__all__ = ["ChannelClosed", "EngineEnd", "EngineProcess", "accept"]

@@ -6,8 +6,8 @@
     │   ├── InvalidImage               400
     │   └── ModelNotFound              404
     ├── PayloadTooLarge                413
-    ├── MediaFetchFailed               422  a URL that answered, but not with an image
-    ├── Cancelled                      499  the caller went away (never sent, only logged)
+    ├── MediaFetchFailed               422  a URL answered, but not with an image
+    ├── Cancelled                      499  the caller disconnected (never sent, only logged)
     ├── InternalError                  500
     ├── EmbeddingUnavailable           503  an image's embedding could not be had from one encoder
     ├── Unavailable                    503  no healthy service is left
@@ -95,7 +95,7 @@ class MediaFetchFailed(TriptychError):
 
 
 class Cancelled(TriptychError):
-    """The caller went away."""
+    """The caller disconnected or cancelled."""
 
     code = "cancelled"
     http_status = 499
@@ -103,7 +103,7 @@ class Cancelled(TriptychError):
 
 
 class InternalError(TriptychError):
-    """A bug, or a broken device. The message holds no detail of the process."""
+    """A bug, or a broken device. The message reveals nothing about the process."""
 
 
 class EmbeddingUnavailable(TriptychError):

@@ -1,9 +1,9 @@
 """The image key: the one name of an image's embedding, in every process and in Redis.
 
 Two requests share a key only if they must get the same embedding. So the key covers the encoded
-bytes (not decoded pixels, whose bytes do not tell 30x100 from 100x30, and never a URL or a
-client's id) and everything else that decides the result. Fields are length-prefixed, so that no
-two lists of fields hash alike.
+bytes and everything else that decides the result. It does not cover decoded pixels, whose bytes are
+equal for 30x100 and 100x30, and never a URL or a client's id. Fields are length-prefixed, so that
+different lists of fields have different hashes.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ PREPROCESSING_VERSION = b"exif-transpose/alpha-on-white/bicubic-aa-u8/1"
 
 
 def key_prefix(*, model: str, weights: bytes, vision_config: bytes, dtype: str) -> bytes:
-    """Digest of what an encoder is, the head of its image keys.
+    """Digest of everything that an encoder contributes to its image keys.
 
     Args:
         model: model id and revision.
@@ -42,7 +42,7 @@ def image_key(prefix: bytes, image: bytes, *, grid: tuple[int, int, int], salt: 
         image: the encoded file.
         grid: (t, h, w) in patches before merging; it stands for min and max pixels, which decide
             nothing else.
-        salt: the tenant's; entries of different salts never meet.
+        salt: the tenant's; requests with different salts never share an entry.
 
     Returns:
         32 bytes.

@@ -1,9 +1,9 @@
 """Memory that one process owns and others on the same machine read.
 
-The owner's memory is a memfd with a random name and a sealed size. Who is told its address opens it
-through `/proc`, read-only. The name cannot be mistaken: a pid or a descriptor that was given to
-somebody else meanwhile leads to another name. The seal makes reading safe: what is mapped cannot be
-cut off. An opened memory outlives its owner.
+The owner's memory is a memfd with a random name and a sealed size. A reader that knows its address
+opens it through `/proc`, read-only. The random name detects a pid or descriptor that the kernel has
+reused meanwhile. The sealed size makes reading safe: mapped memory cannot be truncated. A mapped
+memory outlives its owner.
 """
 
 import fcntl
@@ -20,18 +20,18 @@ from blake3 import blake3
 PAGE_BYTES = 4096
 _PREFIX = "triptych-"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# Never waits for, and never becomes, what a wrong descriptor may be: a pipe, a terminal.
+# Safe even if the descriptor is a pipe or a terminal by now: neither blocks nor attaches to it.
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _TOUCH_BYTES = 16 << 20
 
 
 class NotReadable(Exception):
-    """A memory that this process may not, or can no longer, open."""
+    """This process may not open the memory, or the memory no longer exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryAddress:
-    """Where a memory is found on the machine of its owner."""
+    """Where a memory is found on its owner's machine."""
 
     pid: int
     fd: int
@@ -40,8 +40,8 @@ class MemoryAddress:
 
 
 def host_identity() -> bytes:
-    """Equal in processes that can probably open each other's memory: same machine since its last
-    start, same numbers for processes, same user. Empty where that cannot be told.
+    """Equal in processes that can probably open each other's memory: same boot of the same machine,
+    same pid namespace, same user. Empty where that is unknown.
     """
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -52,7 +52,7 @@ def host_identity() -> bytes:
 
 
 def create_memory(size_bytes: int) -> tuple[int, str]:
-    """A new memory of zeros, of that size for ever: its descriptor and its name."""
+    """A new zeroed memory of a sealed size: its descriptor and its name."""
     name = _PREFIX + secrets.token_hex(16)
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
@@ -67,7 +67,7 @@ class ForeignMemory:
         """Opens it.
 
         Raises:
-            NotReadable: it is not there, not ours to read, or not what the address says.
+            NotReadable: it does not exist, is not readable, or is not what the address says.
         """
         self.address = address
         fd = _open(address)
@@ -80,7 +80,7 @@ class ForeignMemory:
             os.close(fd)  # the mapping keeps the memory
 
     def prefault(self) -> None:
-        """Maps what was there when it was opened; for a thread, see `prefault` below."""
+        """Prefaults the pages that existed when it was opened; run it in a thread."""
         _touch(self._memory, self._resident)
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
@@ -89,8 +89,8 @@ class ForeignMemory:
 
 
 def prefault(fd: int, memory: mmap.mmap) -> None:
-    """Maps the pages that exist already into this process, so that their first use finds them:
-    a fault per page costs more than copying it. Makes no new ones. Takes about 0.1 s per GiB.
+    """Maps the pages that exist already into this process, because a page fault costs more than
+    copying the page. Allocates no pages. Takes about 0.1 s per GiB.
     """
     _touch(memory, _resident_ranges(fd, len(memory)))
 
@@ -99,7 +99,7 @@ def _touch(memory: mmap.mmap, ranges: Iterable[tuple[int, int]]) -> None:
     for start, stop in ranges:
         for first in range(start, stop, _TOUCH_BYTES):
             size = min(_TOUCH_BYTES, stop - first)
-            # numpy, because it lets go of the interpreter lock; a fault brings its neighbours.
+            # numpy, because it releases the interpreter lock; a fault maps neighbouring pages, too.
             np.frombuffer(memory, np.uint8, size, first)[::PAGE_BYTES].max()
 
 
@@ -112,7 +112,7 @@ def _open(address: MemoryAddress) -> int:
     except OSError as error:
         raise NotReadable(f"{path}: {error.strerror}") from None
     try:
-        # Asked of what was opened, whatever became of the path since.
+        # Checks the opened file, because the path may have been reused since.
         if (
             not address.name.startswith(_PREFIX)
             or os.readlink(f"/proc/self/fd/{fd}") != name
@@ -120,7 +120,7 @@ def _open(address: MemoryAddress) -> int:
             or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS
         ):
             raise NotReadable(f"{path} is not a memory of that name and size")
-    except OSError as error:  # what cannot have seals is no memfd
+    except OSError as error:  # only a memfd has seals
         os.close(fd)
         raise NotReadable(f"{path}: {error.strerror}") from None
     except NotReadable:
@@ -134,7 +134,7 @@ def _resident_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
     while stop < size_bytes:
         try:
             start = os.lseek(fd, stop, os.SEEK_DATA)
-        except OSError:  # nothing but holes from here on
+        except OSError:  # only holes follow
             return
         stop = os.lseek(fd, start, os.SEEK_HOLE)
         yield start, stop

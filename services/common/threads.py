@@ -1,24 +1,24 @@
-"""Threads beside an event loop, for work that drops the interpreter lock on memory it is lent."""
+"""Threads beside an event loop, for work on borrowed memory that releases the interpreter lock."""
 
 import asyncio
 import os
 from collections.abc import Sequence
 
-# What takes 0.2 to 0.3 ms for so many bytes is done in the event loop: a thread takes longer to
-# begin and to come back from.
+# Work on at most this many bytes takes 0.2 to 0.3 ms and runs in the event loop: handing it to a
+# thread would take longer.
 INLINE_BYTES = 1 << 20
-# More would only wait for memory, and for the interpreter lock between their steps.
+# More threads would compete for memory bandwidth and for the interpreter lock.
 _MAX_THREADS = 4
 
 
 def num_threads() -> int:
-    """Threads that copy or digest at once on this machine."""
+    """How many threads copy or digest in parallel on this machine."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 async def finished(jobs: "Sequence[asyncio.Future[None]]") -> None:
-    """Waits for jobs in threads, and raises the first's error. A cancelled caller still waits until
-    all threads are done, because they use what the caller would give away.
+    """Waits for jobs in threads, and raises the first error. A cancelled caller still waits until
+    all threads are done, because they use memory that the caller is about to release.
     """
     cancelled = False
     while any(not job.done() for job in jobs):
@@ -26,7 +26,8 @@ async def finished(jobs: "Sequence[asyncio.Future[None]]") -> None:
             await asyncio.wait(jobs)
         except asyncio.CancelledError:
             cancelled = True
-    failures = [job.exception() for job in jobs]  # all are seen, so that none is reported as lost
+    # Retrieves all of them, because asyncio reports an exception that is never retrieved.
+    failures = [job.exception() for job in jobs]
     if cancelled:
         raise asyncio.CancelledError
     for failure in failures:

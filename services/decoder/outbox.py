@@ -1,11 +1,11 @@
-"""What waits to be written to one gateway: bounded, and merged while the gateway is slow."""
+"""Events queued for one gateway: bounded, and merged while the gateway reads slowly."""
 
 import asyncio
 
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import Logprobs
 
-# Roughly bytes. A gateway that stands still for ten seconds at 30,000 tokens/s stays below it.
+# Roughly bytes. A gateway that reads nothing for ten seconds at 30,000 tokens/s stays below it.
 MAX_WEIGHT = 32 << 20
 _EVENT_WEIGHT = 100
 _TOKEN_WEIGHT = 8
@@ -15,8 +15,9 @@ _LOGPROBS_WEIGHT = 100
 class Outbox:
     """Events of one stream, in order per sequence.
 
-    While the writer keeps up, each engine step becomes one message. While it does not, a
-    sequence's tokens gather in one event, so that what waits grows by bytes a token.
+    While the writer keeps up, each engine step becomes one message. While it does not, a sequence's
+    tokens are merged into one event, so that the queue grows by a few bytes per token. The writer
+    sees additions after `flush`.
     """
 
     def __init__(self, max_weight: int = MAX_WEIGHT) -> None:
@@ -29,11 +30,11 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether more waits than a gateway may leave unread."""
+        """Whether the gateway has left more unread than it may."""
         return self._weight > self._max_weight
 
     def add_tokens(self, sequence_id: int, token_ids: list[int], logprobs: list[Logprobs]) -> None:
-        """New tokens of a sequence. Nobody is told before `flush`."""
+        """Adds a sequence's new tokens."""
         event = self._event(sequence_id)
         event.token_ids.extend(token_ids)
         self._weight += _TOKEN_WEIGHT * len(token_ids)
@@ -46,11 +47,11 @@ class Outbox:
             self._weight += _LOGPROBS_WEIGHT + 2 * _TOKEN_WEIGHT * len(found.top_token_ids)
 
     def add_start(self, sequence_id: int, started: pb.Started) -> None:
-        """How a sequence came to the token added last. Nobody is told before `flush`."""
+        """Adds the times up to the first token, which was added last."""
         self._event(sequence_id).started.CopyFrom(started)
 
     def add_end(self, sequence_id: int, end: pb.Finished | pb.Failed) -> None:
-        """A sequence's last event. Nobody is told before `flush`."""
+        """Adds a sequence's last event."""
         event = self._event(sequence_id)
         if isinstance(end, pb.Finished):
             event.finished.CopyFrom(end)
@@ -59,7 +60,7 @@ class Outbox:
         del self._open[sequence_id]
 
     def discard_tokens(self) -> None:
-        """Forgets the tokens that wait; ends stay."""
+        """Drops queued tokens; last events stay."""
         message = pb.GenerateEvents()
         for event in self._message.events:
             if event.WhichOneof("end"):
@@ -71,17 +72,17 @@ class Outbox:
         self._weight = _EVENT_WEIGHT * len(message.events)
 
     def flush(self) -> None:
-        """Lets the writer have what waits."""
+        """Wakes the writer."""
         if self._message.events:
             self._wake.set()
 
     def close(self) -> None:
-        """No more will come: `take` gives what waits, then None."""
+        """Nothing more will be added: `take` returns what is queued, then None."""
         self._closed = True
         self._wake.set()
 
     async def take(self) -> pb.GenerateEvents | None:
-        """All that waits, as one message, once there is any; None at the end."""
+        """Waits for events; returns all that are queued as one message, None at the end."""
         while not self._message.events:
             if self._closed:
                 return None

@@ -40,15 +40,15 @@ PREFIX = b"p" * 32
 
 
 def embedding_of(image: bytes, spec: EmbeddingSpec) -> bytes:
-    """What the fake engine makes of an image: decided by its bytes alone."""
+    """What the fake engine computes for an image: its bytes alone decide."""
     seed = int.from_bytes(digest(image)[:4], "little")
     values = np.random.default_rng(seed).normal(size=spec.shape)
     return values.astype(np.float32).tobytes()
 
 
 class FakeEngine:
-    """The far end of the channel. Jobs wait for `gate`, and after each level for `level_gate`; what
-    ran, or would, is in `jobs`.
+    """The far end of the channel. Jobs wait for `gate`, and after each feature for `feature_gate`;
+    `jobs` holds the images that have their place.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -59,9 +59,9 @@ class FakeEngine:
         self.ended: set[int] = set()
         self.gate = asyncio.Event()
         self.gate.set()
-        self.level_gate = asyncio.Event()
-        self.level_gate.set()
-        self.level_delay_s = 0.0
+        self.feature_gate = asyncio.Event()
+        self.feature_gate.set()
+        self.feature_delay_s = 0.0
         self.errors: dict[bytes, tuple[str, str]] = {}
         self.late_errors: dict[bytes, tuple[str, str]] = {}
         self._out: asyncio.Queue[EngineMessage | None] = asyncio.Queue()
@@ -105,13 +105,13 @@ class FakeEngine:
         tokens = job.grid[1] * job.grid[2] // 4
         spec = EmbeddingSpec(LIKE.dtype, LIKE.num_features, tokens, LIKE.hidden)
         data, size = embedding_of(job.image, spec), spec.size_bytes // spec.num_features
-        for level in reversed(range(spec.num_features)):  # the main output comes last
-            start = arena_offset + level * size
-            self.arena.memory[start : start + size] = data[level * size : (level + 1) * size]
-            if level:
-                self._out.put_nowait(FeatureDone([job.job_id], level))
-                await self.level_gate.wait()
-                await asyncio.sleep(self.level_delay_s)
+        for feature in reversed(range(spec.num_features)):  # the merged output comes last
+            start = arena_offset + feature * size
+            self.arena.memory[start : start + size] = data[feature * size : (feature + 1) * size]
+            if feature:
+                self._out.put_nowait(FeatureDone([job.job_id], feature))
+                await self.feature_gate.wait()
+                await asyncio.sleep(self.feature_delay_s)
                 if job.job_id in self.cancelled:
                     return
         if job.image in self.late_errors:

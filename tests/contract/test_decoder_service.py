@@ -225,7 +225,7 @@ async def test_more_than_may_wait_are_refused_at_once():
 
 async def test_a_gateway_that_does_not_read_is_bounded_and_then_cut():
     async with Decoder(max_model_len=4096, num_blocks=4096) as decoder, Gateway(decoder) as other:
-        stream = decoder.front.open_stream()  # nobody takes from its outbox
+        stream = decoder.front.open_stream()  # no writer takes from its outbox
         stream.outbox._max_weight = 20_000
         for number in range(4):
             decoder.front.submit(stream, submit_of(number, prompt_of(number, 4), max_tokens=4000))

@@ -118,7 +118,7 @@ async def test_another_host_gets_chunks(pod: Pod, reader: Reader):
 async def test_memory_that_cannot_be_opened_is_tried_once(
     pod: Pod, reader: Reader, lie: str, caplog: pytest.LogCaptureFixture
 ):
-    """Another container, no permission, a pid that is somebody else's by now."""
+    """Another container, no permission, a pid that was reused."""
     arena = pod.memory.arena
     fd = arena.fd
     setattr(arena, lie, {"name": "triptych-other", "fd": 999_999}[lie])
@@ -187,7 +187,7 @@ async def test_a_reader_that_waits_for_the_encode_is_woken(pod: Pod, reader: Rea
     await encoding
 
 
-async def test_who_does_not_ask_for_it_gets_no_shared_memory(pod: Pod):
+async def test_a_reader_that_names_no_host_gets_no_shared_memory(pod: Pod):
     await pod.encode(b"image", GRID)
     assert await pod.fetch(b"image", GRID) == pod.expected(b"image", GRID)
     assert pod.metrics.shared_fetches._value.get() == 0

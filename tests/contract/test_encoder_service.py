@@ -59,7 +59,7 @@ async def test_encode_then_fetch(pod: Pod) -> None:
 
 
 async def test_a_large_embedding_comes_in_chunks(pod: Pod) -> None:
-    grid = (1, 64, 64)  # 1024 tokens: 512 KiB a level
+    grid = (1, 64, 64)  # 1024 tokens: 512 KiB a feature
     await asyncio.gather(pod.encode(b"large", grid), pod.encode(b"other", grid))
     assert await pod.fetch(b"large", grid) == pod.expected(b"large", grid)
 
@@ -72,7 +72,7 @@ async def test_fetch_before_encode_waits(pod: Pod) -> None:
     assert await fetching == pod.expected(b"image")
 
 
-async def test_fetch_of_what_nobody_encodes_ends_at_its_deadline(pod: Pod) -> None:
+async def test_fetch_of_an_image_without_encode_ends_at_its_deadline(pod: Pod) -> None:
     async def fails() -> None:
         error = await failure(pod.fetch(b"never", timeout_s=0.3))
         assert isinstance(error, errors.EmbeddingUnavailable | errors.DeadlineExceeded)
@@ -110,7 +110,7 @@ async def test_followers_outlive_the_leader(pod: Pod) -> None:
     assert len(pod.engine.jobs) == 1 and not pod.engine.cancelled
 
 
-async def test_a_job_nobody_waits_for_is_cancelled(pod: Pod) -> None:
+async def test_a_job_without_waiters_is_cancelled(pod: Pod) -> None:
     pod.engine.gate.clear()
     calls = [pod.encode(b"image"), pod.encode(b"image")]
     fetching = asyncio.create_task(pod.fetch(b"image"))
@@ -121,7 +121,7 @@ async def test_a_job_nobody_waits_for_is_cancelled(pod: Pod) -> None:
     fetching.cancel()
     await until(lambda: pod.engine.cancelled == {pod.engine.jobs[0].job_id})
     await until(lambda: pod.memory.arena.used_bytes == 0)
-    # Who asks from now on starts anew.
+    # A new caller starts a new encode.
     pod.engine.gate.set()
     assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
     assert await pod.fetch(b"image") == pod.expected(b"image")
@@ -304,7 +304,7 @@ async def test_a_file_is_decoded_while_redis_is_asked(redis_server: RedisServer)
         redis_server.thaw()
         assert (await encoding).source == Response.SOURCE_COMPUTED
         assert len(pod.engine.jobs) == 2 and not pod.engine.waiting
-        # Where Redis has it, the file is let go of.
+        # Where Redis has it, the file is dropped.
         await pod.flush_writes()
     async with run_pod(redis_server.url) as pod:
         assert (await pod.encode(b"image")).source == Response.SOURCE_REDIS

@@ -1,4 +1,4 @@
-"""How an embedding is sent to Redis: by a thread, out of memory that is somebody else's."""
+"""How an embedding is sent to Redis: by a thread, from borrowed memory."""
 
 import asyncio
 from dataclasses import replace
@@ -31,5 +31,5 @@ async def test_a_cancelled_write_lets_go_of_its_memory_before_it_ends(
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
-    data.release()  # nobody reads it any more
+    data.release()  # no thread reads it any more
     redis_server.thaw()

@@ -53,7 +53,7 @@ def test_a_flipped_bit_never_reads_the_same(spec: EmbeddingSpec, place: int, bit
         found = unpack_header(bytes(header), KEY)
     except CorruptEmbedding:
         return
-    # Shape and digest are checked by who reads the body; padding carries nothing.
+    # The reader of the body checks shape and digest; padding carries nothing.
     assert found != (spec, b"d" * DIGEST_BYTES) or 41 <= place < 44
 
 

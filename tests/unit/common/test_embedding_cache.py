@@ -141,7 +141,7 @@ async def test_stopped_is_skipped_then_comes_back(
     assert await timed(load(cache)) < PATIENCE_S  # refused, which is known at once
     assert not cache.available
     assert not await cache.write(KEY, SPEC, digest(data), data)
-    assert await cache.try_lock(KEY, b"me", 1.0)  # nobody can say otherwise
+    assert await cache.try_lock(KEY, b"me", 1.0)  # Redis does not answer
     assert cache.counters.skipped >= 2
     redis_server.start()
     await until(lambda: cache.available)

@@ -149,7 +149,7 @@ async def test_a_cache_that_lies_is_a_miss(lie):
         assert world.observer.missed["redis"] == 1
 
 
-async def test_many_who_want_one_image_cause_one_fetch():
+async def test_many_sequences_with_one_image_cause_one_fetch():
     async with World() as world:
         world.servicers[0].gate.clear()
         tasks = [asyncio.create_task(world.obtain(world.request(1))) for _ in range(20)]
@@ -192,7 +192,7 @@ async def test_an_encoder_that_is_not_there_is_named():
         assert failure.value.encoder_address == "127.0.0.1:1"
 
 
-async def test_who_asked_another_encoder_is_not_failed_by_the_first():
+async def test_a_sequence_of_another_encoder_is_not_failed_by_the_first():
     async with World() as world:
         world.servicers[0].gate.clear()
         world.servicers[0].fault = "error"
@@ -209,7 +209,7 @@ async def test_who_asked_another_encoder_is_not_failed_by_the_first():
         world.assert_unreferenced()
 
 
-async def test_a_cancelled_waiter_harms_nobody_and_the_last_one_ends_the_fetch():
+async def test_a_cancelled_waiter_affects_no_other_and_the_last_one_ends_the_fetch():
     async with World() as world:
         servicer = world.servicers[0]
         servicer.gate.clear()
@@ -235,7 +235,7 @@ async def test_a_cancelled_waiter_harms_nobody_and_the_last_one_ends_the_fetch()
         await world.obtain(world.request(2))
 
 
-async def test_who_comes_while_a_fetch_is_being_cancelled_gets_the_image():
+async def test_a_sequence_that_joins_a_fetch_being_cancelled_gets_the_image():
     async with World() as world:
         world.servicers[0].gate.clear()
         first = asyncio.create_task(world.obtain(world.request(1)))
@@ -259,7 +259,7 @@ async def test_without_room_sequences_wait_in_order():
 
         tasks = [
             asyncio.create_task(want(0, 3, 4)),
-            asyncio.create_task(want(1, 1)),  # there is room for this one, but it is behind
+            asyncio.create_task(want(1, 1)),  # there is room for this one, but another is first
         ]
         await asyncio.sleep(0.02)
         assert order == []
@@ -277,7 +277,7 @@ async def test_without_room_sequences_wait_in_order():
         world.assert_unreferenced()
 
 
-async def test_a_waiter_for_room_that_goes_away_lets_the_next_one_pass():
+async def test_a_cancelled_waiter_for_room_lets_the_next_one_pass():
     async with World(pages=2) as world:
         await world.obtain(world.request(1))
         big = asyncio.create_task(world.obtain(world.request(2), world.request(3)))

@@ -1,4 +1,4 @@
-"""An embedding read level by level while the tower still makes it."""
+"""An embedding read feature by feature while the tower still computes it."""
 
 import asyncio
 import random
@@ -26,28 +26,28 @@ from tests.contract.test_embedding_transport import (
 __all__ = ["pod", "reader"]
 
 KEY = key_of(b"image", GRID)
-LEVEL_BYTES = SPEC.size_bytes // SPEC.num_features  # cuts a block of the digest in two
+FEATURE_BYTES = SPEC.size_bytes // SPEC.num_features  # cuts a block of the digest in two
 
 
-def has_last_level(pod: Pod, reader: Reader, image: bytes) -> bool:
-    """Whether the level that comes first has reached the reader's own memory."""
+def has_last_feature(pod: Pod, reader: Reader, image: bytes) -> bool:
+    """Whether the feature that is computed first has reached the reader's own memory."""
     flight = reader.source._filling.get(key_of(image, GRID))
     if flight is None:
         return False
-    there = bytes(reader.arena.view(flight.entry)[LEVEL_BYTES:])
-    return there == pod.expected(image, GRID)[LEVEL_BYTES:]
+    there = bytes(reader.arena.view(flight.entry)[FEATURE_BYTES:])
+    return there == pod.expected(image, GRID)[FEATURE_BYTES:]
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-async def test_a_level_is_sent_while_the_next_is_made(pod: Pod, *, shared_memory: bool):
-    pod.engine.level_gate.clear()
+async def test_a_feature_is_sent_while_the_next_is_computed(pod: Pod, *, shared_memory: bool):
+    pod.engine.feature_gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
     async with reading(shared_memory=shared_memory) as first, reading() as second:
         getting = [asyncio.create_task(r.get(b"image", pod.address)) for r in (first, second)]
         for each in (first, second):
-            await until(lambda r=each: has_last_level(pod, r, b"image"))
+            await until(lambda r=each: has_last_feature(pod, r, b"image"))
         assert not encoding.done() and not any(get.done() for get in getting)
-        pod.engine.level_gate.set()
+        pod.engine.feature_gate.set()
         expected = pod.expected(b"image", GRID)
         assert await asyncio.gather(*getting) == [expected, expected]
         assert (await encoding).source == pb.EncodeResponse.SOURCE_COMPUTED
@@ -57,14 +57,14 @@ async def test_a_level_is_sent_while_the_next_is_made(pod: Pod, *, shared_memory
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-async def test_work_that_fails_after_a_level_is_unavailable(pod: Pod, *, shared_memory: bool):
+async def test_an_encode_that_fails_midway_is_unavailable(pod: Pod, *, shared_memory: bool):
     pod.engine.late_errors[b"image"] = ("internal_error", "the embedding is not finite")
-    pod.engine.level_gate.clear()
+    pod.engine.feature_gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
     async with reading(shared_memory=shared_memory) as reader:
         getting = asyncio.create_task(reader.get(b"image", pod.address))
-        await until(lambda: has_last_level(pod, reader, b"image"))
-        pod.engine.level_gate.set()
+        await until(lambda: has_last_feature(pod, reader, b"image"))
+        pod.engine.feature_gate.set()
         with pytest.raises(EncoderFailed, match="not finite"):
             await getting
         with pytest.raises(grpc.aio.AioRpcError):
@@ -77,40 +77,40 @@ async def test_work_that_fails_after_a_level_is_unavailable(pod: Pod, *, shared_
         assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
 
 
-async def test_a_reader_that_goes_after_a_level_harms_nobody(pod: Pod, reader: Reader):
-    pod.engine.level_gate.clear()
+async def test_a_reader_that_is_cancelled_midway_affects_no_other(pod: Pod, reader: Reader):
+    pod.engine.feature_gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
     getting = asyncio.create_task(reader.get(b"image", pod.address))
-    await until(lambda: has_last_level(pod, reader, b"image"))
+    await until(lambda: has_last_feature(pod, reader, b"image"))
     getting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await getting
     await until(lambda: reader.arena.used_bytes == 0)
-    pod.engine.level_gate.set()
+    pod.engine.feature_gate.set()
     await encoding
     assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
     assert len(pod.engine.jobs) == 1
     await until(lambda: is_unreferenced(pod))
 
 
-async def test_work_that_nobody_waits_for_any_more_is_given_up_after_a_level(pod: Pod):
-    pod.engine.level_gate.clear()
+async def test_an_encode_without_waiters_is_cancelled_after_a_feature(pod: Pod):
+    pod.engine.feature_gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
     async with reading() as reader:
         getting = asyncio.create_task(reader.get(b"image", pod.address))
-        await until(lambda: has_last_level(pod, reader, b"image"))
+        await until(lambda: has_last_feature(pod, reader, b"image"))
         encoding.cancel()
         getting.cancel()
         await asyncio.gather(getting, return_exceptions=True)
     await until(lambda: bool(pod.engine.cancelled))
-    pod.engine.level_gate.set()
+    pod.engine.feature_gate.set()
     await until(lambda: pod.memory.arena.used_bytes == 0)
     assert not pod.memory._partials
 
 
 async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
     """As gRPC does it now and then."""
-    pod.engine.level_gate.clear()
+    pod.engine.feature_gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
     entered = asyncio.Event()
 
@@ -126,7 +126,7 @@ async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
         reading.cancel()
         await asyncio.sleep(0)
     await asyncio.gather(reading, return_exceptions=True)
-    pod.engine.level_gate.set()
+    pod.engine.feature_gate.set()
     await encoding
     await until(lambda: is_unreferenced(pod))
 
@@ -136,11 +136,11 @@ async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
 async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     pod: Pod, turns: int, attempt: int
 ):
-    """So many turns of the event loop after the work goes on to its end: memory that has been given
-    back is another image's.
+    """After each number of turns of the event loop: memory that has been released is another
+    image's.
     """
     arena = pod.memory.arena
-    pod.engine.level_gate.clear()
+    pod.engine.feature_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
     encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, b"image", GRID))
     await until(lambda: bool(pod.memory._partials))
@@ -151,7 +151,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
             async for _ in reading.ranges():
                 pass
 
-    pod.engine.level_gate.set()
+    pod.engine.feature_gate.set()
     for _ in range(turns):
         await asyncio.sleep(0)
     with pytest.raises(EmbeddingUnavailable):
@@ -162,8 +162,8 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     assert arena.used_bytes == 0 and not pod.memory._partials
 
 
-class SlowClaims:
-    """In the shared tier's place: nothing is found, and claims are given back at leisure."""
+class SlowLocks:
+    """In Redis' place: nothing is found, and locks are given back late."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -176,13 +176,13 @@ class SlowClaims:
 
 
 async def test_a_reader_that_comes_between_failure_and_its_end_holds_nothing(pod: Pod):
-    """The memory is given back before Redis has the claim back."""
-    claims = pod.embeddings._redis = SlowClaims()
-    pod.engine.level_gate.clear()
+    """The memory is released before the lock in Redis is."""
+    locks = pod.embeddings._redis = SlowLocks()
+    pod.engine.feature_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
     encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, b"image", GRID))
     await until(lambda: bool(pod.memory._partials))
-    pod.engine.level_gate.set()
+    pod.engine.feature_gate.set()
     await until(lambda: len(pod.memory.arena) == 0)
 
     async def read() -> None:
@@ -192,7 +192,7 @@ async def test_a_reader_that_comes_between_failure_and_its_end_holds_nothing(pod
     getting = asyncio.create_task(read())
     await asyncio.sleep(0.02)
     assert not getting.done() and not encoding.done()
-    claims.gate.set()
+    locks.gate.set()
     with pytest.raises(EmbeddingUnavailable):
         await getting
     with pytest.raises(TriptychError, match="made to fail"):
@@ -203,7 +203,7 @@ async def test_a_reader_that_comes_between_failure_and_its_end_holds_nothing(pod
 async def come_and_go(
     pod: Pod, readers: list[Reader], rng: random.Random, outcomes: dict[str, int]
 ) -> None:
-    """Encodes and reads one of a few images; sometimes it fails late, or the caller goes away."""
+    """Encodes and reads one of a few images; sometimes it fails late, or the caller cancels."""
     image, reader = b"%d" % rng.randrange(40), rng.choice(readers)
     if rng.random() < 0.15:
         pod.engine.late_errors[image] = ("internal_error", "made to fail")
@@ -228,14 +228,14 @@ async def come_and_go(
 
 async def test_readers_that_come_and_go_leave_nothing_behind(pod: Pod):
     rng, outcomes = random.Random(7), {"read": 0, "gone": 0, "failed": 0}
-    pod.engine.level_delay_s = 0.01
+    pod.engine.feature_delay_s = 0.01
     readers = [Reader(shared_memory=bool(number % 2)) for number in range(4)]
 
-    async def keep_on() -> None:
+    async def repeat() -> None:
         for _ in range(25):
             await come_and_go(pod, readers, rng, outcomes)
 
-    await asyncio.gather(*(keep_on() for _ in range(16)))
+    await asyncio.gather(*(repeat() for _ in range(16)))
     assert min(outcomes.values()) > 10
     for each in readers:
         await each.source.close()
