@@ -180,8 +180,10 @@ class Linear(nn.Module):
             that is not merged has one, named "".
         method: of storing and applying the weights; the loader may change it before the parameters
             have memory (`set_method`).
+        split: what ranks divide among them; None: each has the whole layer.
     """
 
+    split: Dimension | None = None
     weight: nn.Parameter  # its dtype and shape are the method's
     weight_scale: nn.Parameter  # where the method has one
     bias: nn.Parameter | None

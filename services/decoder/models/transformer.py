@@ -5,16 +5,17 @@ between families is data in `TextSpec`: sizes, biases, rope, tied embeddings. Wi
 have three axes; with image embeddings the vision tower's DeepStack features are added to the visual
 tokens after the first decoder layers.
 
-Tensor parallelism. `shard` cuts a module's parameters for one of several ranks: q, k, v, gate and
-up each by rows (heads, for attention), the output and down projections by columns, the head by
+Tensor parallelism. `Linear.split` says how a layer is divided among ranks: q, k, v, gate and up
+each by rows (heads, for attention), the output and down projections by columns, the head by
 vocabulary; norms and the embedding table are whole on each rank. A rank's `o_proj` and `down_proj`
-then give its part of a sum. `row_parallel` is where an all-reduce belongs: between the GEMM and the
-residual addition. One rank is what runs today.
+give a term of a sum, and `row_parallel` is where the all-reduce belongs: between the GEMM and the
+residual addition. The engine runs one rank today.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -79,7 +80,9 @@ class Attention(nn.Module):
             {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=spec.qkv_bias,
         )
+        self.qkv_proj.split = "out"
         self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.o_bias)
+        self.o_proj.split = "in"
         self.eps = spec.rms_norm_eps
         self.q_norm = RMSNorm(spec.head_dim, self.eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, self.eps) if spec.qk_norm else None
@@ -120,7 +123,9 @@ class MLP(nn.Module):
         self.gate_up_proj = MergedLinear(
             spec.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias
         )
+        self.gate_up_proj.split = "out"
         self.down_proj = Linear(size, spec.hidden_size, bias=bias)
+        self.down_proj.split = "in"
 
 
 class DecoderLayer(nn.Module):
@@ -131,9 +136,11 @@ class DecoderLayer(nn.Module):
     x may be None, or split-K partials.
     """
 
-    def __init__(self, spec: TextSpec, backend: AttentionBackend) -> None:
+    def __init__(
+        self, spec: TextSpec, backend: AttentionBackend, all_reduce: AllReduce | None
+    ) -> None:
         super().__init__()
-        self.all_reduce: AllReduce | None = None  # with several ranks
+        self.all_reduce = all_reduce
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.self_attn = Attention(spec, backend)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -163,18 +170,41 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """See `models.base.CausalLM`."""
+    """See `models.base.CausalLM`.
 
-    def __init__(self, spec: ModelSpec, backend: AttentionBackend, ops: Ops) -> None:
+    Args:
+        spec: of the whole model.
+        backend: for this rank's heads.
+        ops: resolved for `num_ranks`.
+        num_ranks: that share the model by tensor parallelism.
+        all_reduce: returns the sum of all ranks' tensors; None: there is one rank. `logits` are
+            those of the rank's part of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        backend: AttentionBackend,
+        ops: Ops,
+        *,
+        num_ranks: int = 1,
+        all_reduce: AllReduce | None = None,
+    ) -> None:
         super().__init__()
         text = spec.text
+        part = rank_spec(text, num_ranks)
         self.ops = ops
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
-        self.layers = nn.ModuleList(DecoderLayer(text, backend) for _ in range(text.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(part, backend, all_reduce) for _ in range(text.num_layers)
+        )
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         tied = text.tie_word_embeddings
-        self.lm_head = None if tied else Linear(text.hidden_size, text.vocab_size)
+        self.lm_head: Linear | None = None
+        if not tied or num_ranks > 1:
+            self.lm_head = Linear(text.hidden_size, text.vocab_size // num_ranks)
+            self.lm_head.split = "out"
         head: dict[str, str] = {} if tied else {"lm_head.": "lm_head."}
         self.weight_map = WeightMap(
             prefixes={"": spec.checkpoint.text_prefix} | head,
@@ -226,3 +256,51 @@ class Transformer(nn.Module):
             return self.ops.logits(hidden, head.weight, out=out)
         found = head(hidden)
         return found if out is None else out.copy_(found)
+
+
+def rank_spec(text: TextSpec, num_ranks: int) -> TextSpec:
+    """What one of several ranks has of the layers.
+
+    Raises:
+        ValueError: heads, MLP or vocabulary cannot be divided equally.
+    """
+    if num_ranks == 1:
+        return text
+    for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
+        if getattr(text, name) % num_ranks:
+            raise ValueError(f"{name} {getattr(text, name)} cannot be divided by {num_ranks} ranks")
+    return replace(
+        text,
+        num_heads=text.num_heads // num_ranks,
+        num_kv_heads=text.num_kv_heads // num_ranks,
+        intermediate_size=text.intermediate_size // num_ranks,
+    )
+
+
+def shard(model: Transformer, rank: int, num_ranks: int) -> dict[str, Tensor]:
+    """A rank's parameters of a loaded model, by their names in the rank's model.
+
+    A bias that follows a sum over ranks is the first rank's; the others have zeros.
+
+    Raises:
+        ValueError: a layer cannot be divided equally, or not without cutting a block of its format.
+    """
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    for path, layer in model.named_modules():
+        if not isinstance(layer, Linear) or layer.split is None:
+            continue
+        for layout in layer.layouts():
+            name, axis = f"{path}.{layout.parameter}", layout.merged_axis
+            whole = found[name]
+            if layout.parameter == "bias" and layer.split == "in":
+                found[name] = torch.zeros_like(whole) if rank else whole
+                continue
+            parts: list[Tensor] = []
+            for part, shape, (start, stop) in layer.regions(layout):
+                region = whole if axis is None else whole.narrow(axis, start, stop - start)
+                size = layer.shards[part] if layer.split == "out" else layer.in_features
+                parts.append(region[layout.shard(shape, size, layer.split, rank, num_ranks)])
+            found[name] = parts[0] if axis is None else torch.cat(parts, dim=axis)
+    if model.lm_head is None:
+        found["lm_head.weight"] = model.embed_tokens.weight.chunk(num_ranks)[rank]
+    return found
