@@ -35,7 +35,6 @@ from services.common.model_spec import TowerSpec
 from services.common.nn import launches
 from services.common.nn.device import KNOWN_DEVICES
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
-from services.common.nn.linear import multiply
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
@@ -194,7 +193,7 @@ def block_operations(bench: Bench, side: int, batch: int) -> list[Operation]:
     other, rotated = x.clone(), qkv.clone()  # overwritten
     output, norm = project[:hidden], (bias, bias, 1e-6)
     operations = [
-        Operation("linear, qkv", lambda: multiply(x, project, qkv_bias), 3 * square),
+        Operation("linear, qkv", lambda: ops.linear(x, project, qkv_bias), 3 * square),
         Operation("linear_add, proj", lambda: ops.linear_add(x, output, bias, residual), square),
         Operation("linear_gelu, fc1", lambda: ops.linear_gelu(x, up, up_bias), rectangle),
         Operation("linear_add, fc2", lambda: ops.linear_add(wide, down, bias, residual), rectangle),

@@ -7,6 +7,7 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
 from services.common.model_spec import TowerSpec
+from services.common.nn import launches
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import UnknownOverride
 from services.encoder.kernels import plain
@@ -137,6 +138,16 @@ def test_linear_gelu_is_the_tanh_form(fused: Ops, rows: int, hidden: int, inner:
     )
     small = (gemm < -2) & (gemm > -4)  # where the two forms differ most, relatively
     assert error(found[small], truth[small]) < 0.5 * error(other[small], truth[small])
+
+
+@pytest.mark.parametrize(("hidden", "out"), [(1024, 3072), (1152, 3456), (4608, 4096)])
+@pytest.mark.parametrize("rows", [4, 1000, 4096])
+def test_linear_agrees_with_its_twin(fused: Ops, rows: int, hidden: int, out: int) -> None:
+    x, weight, bias = random(rows, hidden), random(out, hidden) / 32, random(out)
+    expected = plain.linear(x, weight, bias)
+    with launches.captured(), fused.table.for_graph():
+        found = fused.linear(x, weight, bias)
+    assert error(found, expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(1024, 4096), (1152, 4304)])

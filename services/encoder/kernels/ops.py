@@ -14,7 +14,7 @@ Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
 
 
 class Ops:
-    """What a tower calls besides its plain GEMMs.
+    """What a tower computes with.
 
     Args:
         table: resolved for the tower and the device.
@@ -84,6 +84,16 @@ class Ops:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """As `add_layer_norm`, of x alone."""
         return self.table.call("layer_norm", x, weight, bias, eps)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """`x @ weight.T + bias`.
+
+        Args:
+            x: `[N, in_features]`.
+            weight: `[out_features, in_features]`.
+            bias: `[out_features]`.
+        """
+        return self.table.call("linear", x, weight, bias)
 
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor

@@ -55,6 +55,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """By torch's choice of a GEMM kernel."""
+    return F.linear(x, weight, bias)
+
+
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The GEMM's result is rounded before the GELU."""
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")

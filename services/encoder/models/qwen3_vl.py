@@ -92,6 +92,13 @@ def add_norm(
     return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
 
 
+def project(x: Tensor, layer: Linear, ops: Ops) -> Tensor:
+    """`layer(x)` by the kernel table, if its weights are not quantized."""
+    if layer.is_plain and layer.bias is not None:
+        return ops.linear(x, layer.weight, layer.bias)
+    return layer(x)
+
+
 def project_back(x: Tensor, layer: Linear, residual: Tensor, ops: Ops) -> Tensor | None:
     """`layer(x)`, still to be added to the residual stream; None: it has been added."""
     if layer.is_plain and layer.bias is not None:
@@ -142,7 +149,7 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
         """Rotated queries, rotated keys and values, `[N, heads, head_dim]` each."""
-        parts = self.qkv(x).unflatten(1, (3, self.num_heads, -1))
+        parts = project(x, self.qkv, self.ops).unflatten(1, (3, self.num_heads, -1))
         query, key = self.ops.rotary(parts[:, :2], layout.cos, layout.sin).unbind(1)
         return query, key, parts[:, 2]
 
@@ -190,7 +197,8 @@ class Merger(nn.Module):
     def project(self, normed: Tensor) -> Tensor:
         """The part after the norm; rows may be grouped or not."""
         grouped = normed.reshape(-1, self.grouped_size)
-        return self.linear_fc2(F.gelu(self.linear_fc1(grouped)))
+        inner = F.gelu(project(grouped, self.linear_fc1, self.ops))
+        return project(inner, self.linear_fc2, self.ops)
 
 
 class PatchEmbed(nn.Module):

@@ -19,7 +19,7 @@ EIGHT_B = TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24))
 RESERVED_SHARED_MEMORY = 1024  # bytes of each CTA that the driver takes
 OPERATIONS = {
     "pack_patches", "add_layer_norm", "layer_norm", "rotary", "ragged_attention", "linear_gelu",
-    "linear_add",
+    "linear_add", "linear",
 }  # fmt: skip
 
 
@@ -39,7 +39,8 @@ def test_every_tower_is_fast_on_every_gpu(device: DeviceFacts, spec: TowerSpec) 
     hopper = device.capability == (9, 0)
     found = picked(table(spec, device))
     assert found.pop("ragged_attention") == ("hopper" if hopper else "torch_varlen")
-    assert found.pop("linear_add") == ("cublaslt" if hopper else "plain")
+    for operation in ("linear", "linear_add"):
+        assert found.pop(operation) == ("cublaslt" if hopper else "plain")
     assert found.pop("linear_gelu") == "cublas"
     assert set(found.values()) == {"triton"}
 

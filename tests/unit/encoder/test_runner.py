@@ -125,4 +125,5 @@ def test_calls_are_counted_by_kernel(model: VisionModel) -> None:
     assert counted["ragged_attention=plain"] == SPEC.depth
     assert counted["rotary=plain"] == SPEC.depth
     assert counted["linear_add=plain"] == 2 * SPEC.depth
+    assert counted["linear=plain"] == SPEC.depth + 2 * SPEC.num_features
     assert counted["pack_patches=plain"] == 1
