@@ -1,46 +1,53 @@
-"""The sampling kernels compile for Hopper: the interpreter, which compares them with their twins,
-does not check types.
+"""The sampling kernels compile for each known GPU and fit its shared memory: the interpreter, which
+compares them with their twins, does not check types.
 """
 
-from typing import Any
-
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
-from services.decoder.kernels import penalties
-from services.decoder.kernels import top_k_top_p_sampling as sampling
-from tests.gpu_compiler import compile_for_hopper
+from services.common.nn.device import KNOWN_DEVICES
+from services.decoder.kernels import penalties, top_k_top_p_sampling
+from tests.gpu_compiler import compiled_launches
+from tests.sampling_twins import Row, mask_of, sampling_inputs
 
-TYPES = {
-    "logits_ptr": "*bf16", "masks_ptr": "*i32", "mask_index_ptr": "*i64", "floats_ptr": "*fp32",
-    "top_k_ptr": "*i64", "workspace_ptr": "*fp64", "uniforms_ptr": "*fp64", "seen_ptr": "*i32",
-    "rows_ptr": "*i64", "token_ids_ptr": "*i32", "out_ptr": "*i32", "penalized_ptr": "*fp32",
-}  # fmt: skip
-SIZES = {"VOCAB": 151_936, "SPLITS": 32, "CHUNK": 4752, "SHIFT": 16, "SIZE": 1440}
+VOCAB_SIZE = 151_936
+KERNELS = {"_row_max_kernel", "_threshold_kernel", "_kept_mass_kernel", "_inverse_cdf_kernel"}
+EVERYTHING, NOTHING = Row(1.0, top_k=20, top_p=0.9), Row(1.0)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "constants"),
+    ("gpu", "row", "masked", "dtype"),
     [
-        (sampling._row_max_kernel, {**SIZES, "MASKED": 0, "BLOCK": 512}),
-        (sampling._row_max_kernel, {**SIZES, "MASKED": 1, "BLOCK": 512}),
-        (sampling._threshold_kernel, {**SIZES, "MASKED": 0, "BLOCK": 512, "FIRST": 1}),
-        (sampling._threshold_kernel, {**SIZES, "MASKED": 1, "BLOCK": 512, "FIRST": 1}),
-        (sampling._threshold_kernel, {**SIZES, "MASKED": 0, "BLOCK": 512, "FIRST": 0}),
-        (sampling._threshold_kernel, {**SIZES, "MASKED": 1, "BLOCK": 512, "FIRST": 0}),
-        (sampling._kept_mass_kernel, {**SIZES, "MASKED": 0, "BLOCK": 512, "FIRST": 1}),
-        (sampling._kept_mass_kernel, {**SIZES, "MASKED": 1, "BLOCK": 512, "FIRST": 1}),
-        (sampling._kept_mass_kernel, {**SIZES, "MASKED": 0, "BLOCK": 512, "FIRST": 0}),
-        (sampling._kept_mass_kernel, {**SIZES, "MASKED": 1, "BLOCK": 512, "FIRST": 0}),
-        (sampling._inverse_cdf_kernel, {**SIZES, "MASKED": 0, "BLOCK": 8192}),
-        (sampling._inverse_cdf_kernel, {**SIZES, "MASKED": 1, "BLOCK": 8192}),
-        (penalties._penalize_kernel, {"VOCAB": 151_936, "BLOCK": 2048}),
-        (penalties._count_kernel, {"VOCAB": 151_936, "ROWS": 128}),
+        *[(gpu, EVERYTHING, True, torch.bfloat16) for gpu in KNOWN_DEVICES],
+        ("h200", EVERYTHING, False, torch.bfloat16),
+        ("h200", EVERYTHING, True, torch.float32),
+        ("h200", NOTHING, True, torch.bfloat16),
     ],
 )
-def test_sampling_kernels_compile(kernel: Any, constants: dict[str, int]) -> None:
-    names = [name for name in kernel.arg_names if name not in constants]
-    types = {name: TYPES.get(name, "i32") for name in names}
-    warps = 8 if constants.get("BLOCK") == 8192 else 4
-    compiled = compile_for_hopper(kernel, types, constants, num_warps=warps)
-    assert "ld.global" in compiled.asm["ptx"]
+def test_sampling_kernels_compile(gpu: str, row: Row, masked: bool, dtype: torch.dtype) -> None:
+    facts = KNOWN_DEVICES[gpu]
+    mask = mask_of(np.ones(VOCAB_SIZE, np.bool_)) if masked else None
+    inputs = sampling_inputs(
+        [row] * 2, np.full(2, 0.5), VOCAB_SIZE, torch.device("cpu"), masks=[mask, None]
+    )
+    logits = torch.zeros(2, VOCAB_SIZE, dtype=dtype)
+    with compiled_launches(facts) as launches:
+        top_k_top_p_sampling.sample(logits, inputs)
+    expected = KERNELS if row is EVERYTHING else KERNELS - {"_threshold_kernel"}
+    assert {launch.name for launch in launches} == expected
+    assert all(launch.shared_bytes <= facts.shared_memory_bytes for launch in launches)
+    assert all("ld.global" in launch.ptx for launch in launches)
+
+
+@pytest.mark.parametrize("gpu", KNOWN_DEVICES)
+def test_penalty_kernels_compile(gpu: str) -> None:
+    facts = KNOWN_DEVICES[gpu]
+    inputs = sampling_inputs([NOTHING] * 2, np.full(2, 0.5), VOCAB_SIZE, torch.device("cpu"))
+    inputs = inputs._replace(seen=torch.zeros(2, VOCAB_SIZE, dtype=torch.int32))
+    with compiled_launches(facts) as launches:
+        penalties.penalize(torch.zeros(2, VOCAB_SIZE, dtype=torch.bfloat16), inputs)
+        penalties.count_tokens(torch.zeros(2, dtype=torch.int32), inputs)
+    assert [launch.name for launch in launches] == ["_penalize_kernel", "_count_kernel"]
+    assert all(launch.shared_bytes <= facts.shared_memory_bytes for launch in launches)
