@@ -186,7 +186,6 @@ class Step:
             cu_query_lens=np.arange(count + 1, dtype=np.int32),
             seq_lens=self.seq_lens_cpu,
             slot_mapping=torch.empty(0, dtype=torch.int64),
-            block_tables=torch.empty(0),
             block_ids=self.block_ids,
             seq_lens_device=self.seq_lens,
         )
@@ -363,7 +362,6 @@ def prefill_times(shape: str) -> dict[str, float | str]:
             cu_query_lens=np.array([0, PROMPT], np.int32),
             seq_lens=lengths,
             slot_mapping=torch.empty(0, dtype=torch.int64),
-            block_tables=torch.empty(0),
             block_ids=block_ids,
             seq_lens_device=torch.from_numpy(lengths).to(_CUDA),
         )

@@ -50,9 +50,6 @@ def layout(lengths: list[tuple[int, int]], device: torch.device) -> AttentionMet
     """Sequences of (context, query) tokens, decodes first, blocks shuffled."""
     counts = [-(-context // BLOCK_SIZE) for context, _ in lengths]
     ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
-    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
-    for row, part in enumerate(ids.split(counts)):
-        tables[row, : len(part)] = part
     seq_lens = np.array([context for context, _ in lengths], np.int32)
     queries = [query for _, query in lengths]
     return AttentionMetadata(
@@ -60,7 +57,6 @@ def layout(lengths: list[tuple[int, int]], device: torch.device) -> AttentionMet
         cu_query_lens=np.cumsum([0, *queries]).astype(np.int32),
         seq_lens=seq_lens,
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
-        block_tables=tables.to(device),
         block_ids=ids.to(device),
         seq_lens_device=torch.from_numpy(seq_lens).to(device),
     )

@@ -49,9 +49,8 @@ class AttentionMetadata:
         seq_lens: `[S]`, host: context after this step, query tokens included.
         slot_mapping: `[T]` int64, device: where each token's key and value go;
             block_id * block_size + offset; -1: a padding token, which is not stored.
-        block_tables: `[S, max_blocks]` int32, device. Empty unless the backend reads it.
         block_ids: `[sum of blocks]` int32, device: the sequences' blocks one after the other;
-            longer in a captured step. Empty unless the backend reads it.
+            longer in a captured step.
         seq_lens_device: `[S]` int32, device.
         work: the result of the backend's `list_work`, device.
         plan: the result of its `plan`.
@@ -64,7 +63,6 @@ class AttentionMetadata:
     cu_query_lens: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
     block_ids: torch.Tensor
     seq_lens_device: torch.Tensor
     work: torch.Tensor | None = None
@@ -78,13 +76,10 @@ class AttentionBackend(Protocol):
 
     Attributes:
         table: its dispatch table; None: it has one implementation.
-        reads_block_tables: it reads `block_tables`, else `block_ids`.
         captures: steps of decodes alone can be captured as CUDA graphs.
         captures_prompts: steps of one prompt's chunk alone can.
         captures_mixed: steps of decodes and chunks can.
     """
-
-    reads_block_tables: bool
 
     @property
     def table(self) -> KernelTable[Any] | None: ...

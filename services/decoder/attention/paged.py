@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from services.common.nn.dispatch import PLAIN, KernelTable
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
@@ -57,8 +56,6 @@ class PagedBackend:
         device: a GPU.
         table: has the rows of `attention.table`.
     """
-
-    reads_block_tables = False
 
     def __init__(
         self,
@@ -142,14 +139,14 @@ class PagedBackend:
                 if run_decodes is None:
                     return self.plan(metadata, captured=captured)
             elif decode == PLAIN:
-                run_decodes = self._plan_plain(_decodes_of(metadata), num_blocks[:decodes])
+                run_decodes = self._plan_plain(_decodes_of(metadata))
             if prefill == FLASHINFER:
                 run_chunks = self._plan_chunks(metadata, num_blocks)
                 if run_chunks is None:
                     return self.plan(metadata, captured=captured)
             elif prefill == PLAIN:
                 part = _chunks_of(metadata, int(num_blocks[:decodes].sum()))
-                run_chunks = self._plan_plain(part, num_blocks[decodes:])
+                run_chunks = self._plan_plain(part)
         return _Plan(decode, prefill, run_decodes, run_chunks)
 
     def forward(
@@ -281,10 +278,7 @@ class PagedBackend:
             first_block += -(-context // size)
         return chunks
 
-    def _plan_plain(self, part: AttentionMetadata, num_blocks: npt.NDArray[np.int32]) -> _Run:
-        """By `SdpaBackend`, which reads block tables."""
-        tables = part.block_ids[: int(num_blocks.sum())].split(num_blocks.tolist())
-        part.block_tables = pad_sequence(list(tables), batch_first=True)
+    def _plan_plain(self, part: AttentionMetadata) -> _Run:
         part.plan = self._plain.plan(part)
 
         def run(query: Tensor, kv_cache: Tensor, out: Tensor) -> None:

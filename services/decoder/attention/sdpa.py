@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
 
@@ -30,7 +31,6 @@ class _Plan:
 class SdpaBackend:
     """See `base.AttentionBackend`. Rows of the pool are those of `heads.write_kv`."""
 
-    reads_block_tables = True
     table = None
     captures = captures_prompts = captures_mixed = False
 
@@ -46,13 +46,18 @@ class SdpaBackend:
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
         """Finds the rows of the pool that each sequence reads."""
         assert not captured
-        device = metadata.block_tables.device
+        device, size = metadata.block_ids.device, self._sizes.block_size
         seq_lens: list[int] = metadata.seq_lens.tolist()
         starts: list[int] = metadata.cu_query_lens.tolist()
         decodes = metadata.num_decodes
         longest = max(seq_lens[:decodes], default=0)
         tokens = torch.arange(longest, device=device)
-        decode_rows = self._rows(metadata.block_tables[:decodes], longest)
+        counts: list[int] = (-(-metadata.seq_lens // size)).tolist()
+        blocks = metadata.block_ids[: sum(counts)].split(counts)
+        tables = metadata.block_ids.new_empty(0, 0)
+        if decodes:
+            tables = pad_sequence(list(blocks[:decodes]), batch_first=True)
+        decode_rows = self._rows(tables, longest)
         reachable = tokens < metadata.seq_lens_device[:decodes, None]
         prefills = []
         for index in range(decodes, len(seq_lens)):
@@ -61,7 +66,7 @@ class SdpaBackend:
             if query < context:
                 order = torch.arange(context, device=device)
                 mask = order <= order[context - query :, None]
-            rows = self._rows(metadata.block_tables[index], context)
+            rows = self._rows(blocks[index], context)
             prefills.append(_Prefill(starts[index], starts[index + 1], rows, mask))
         return _Plan(decodes, decode_rows, reachable[:, None, None], prefills)
 

@@ -232,7 +232,6 @@ class ModelRunner:
             self._staging,
             self.info.block_size,
             work=self._backend.list_work(step, captured=graphs is not None),
-            as_tables=self._backend.reads_block_tables,
             masked=graphs is not None and graphs.masks_images,
         )
 

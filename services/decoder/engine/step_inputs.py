@@ -62,7 +62,6 @@ class Places:
     visual_rows: Staged | None  # [V] int64
     visual_mask: Staged | None  # [T] int32, in a captured step with chunks
     block_ids: Staged
-    block_tables: Staged
 
 
 @dataclass(slots=True)
@@ -256,7 +255,6 @@ def stage(
     block_size: int,
     *,
     work: npt.NDArray[np.int32] | None,
-    as_tables: bool,
     masked: bool,
 ) -> StepInputs:
     """Copies a step's arrays into the staging buffer; returns the step, with its places.
@@ -267,16 +265,10 @@ def stage(
         staging: the buffer.
         block_size: tokens per block.
         work: what the attention backend reads besides lengths and blocks, if anything.
-        as_tables: block ids as a table, else one sequence after the other.
         masked: visual tokens as a mask over all tokens, else as a list.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.table_rows)
     last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
-    block_ids, block_tables = np.empty(0, np.int32), np.empty((0, 0), np.int32)
-    if as_tables:
-        block_tables = table.blocks[step.table_rows, : -(-int(step.seq_lens.max()) // block_size)]
-    else:
-        block_ids = _block_ids(step, table, block_size)
     step.places = Places(
         input_ids=staging.add(step.input_ids, size=num_tokens),
         input_rows=staging.add(step.input_rows, size=num_tokens, fill=-1),
@@ -289,8 +281,7 @@ def stage(
         work=None if work is None else staging.add(work),
         visual_rows=_stage_visual_rows(step, staging) if step.images and not masked else None,
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
-        block_ids=staging.add(block_ids),
-        block_tables=staging.add(block_tables),
+        block_ids=staging.add(_block_ids(step, table, block_size)),
     )
     return step
 
@@ -330,7 +321,6 @@ def attention_metadata(step: StepInputs, staging: Staging) -> AttentionMetadata:
         cu_query_lens=step.cu_query_lens,
         seq_lens=step.seq_lens,
         slot_mapping=staging.device(places.slot_mapping),
-        block_tables=staging.device(places.block_tables),
         block_ids=staging.device(places.block_ids),
         seq_lens_device=staging.device(places.seq_lens),
         work=None if places.work is None else staging.device(places.work),

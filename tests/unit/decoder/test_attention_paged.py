@@ -91,7 +91,6 @@ class Step:
             cu_query_lens=self.cu_query_lens,
             seq_lens=self.seq_lens,
             slot_mapping=torch.zeros(self.num_tokens, dtype=torch.int64),
-            block_tables=torch.empty(0),
             block_ids=torch.arange(num_blocks, dtype=torch.int32),
             seq_lens_device=torch.from_numpy(self.seq_lens),
             work=None if work is None else torch.from_numpy(work),
@@ -215,11 +214,7 @@ def test_the_plain_implementation_is_sdpa(decodes: int, chunks: list[tuple[int, 
     metadata.plan = backend.plan(metadata)
     found = backend.forward(query, pool, metadata)
     sdpa = SdpaBackend(AttentionSizes(6, 2, 32, BLOCK_SIZE, 8, 16), CPU, torch.float32)
-    counts = (-(-step.seq_lens // BLOCK_SIZE)).tolist()
-    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    for row, ids in enumerate(metadata.block_ids.split(counts)):
-        tables[row, : len(ids)] = ids
-    twin = replace(metadata, block_tables=tables)
+    twin = replace(metadata)
     twin.plan = sdpa.plan(twin)
     torch.testing.assert_close(found, sdpa.forward(query, pool, twin))
 

@@ -21,11 +21,11 @@ SIZES = AttentionSizes(6, 2, 16, BLOCK_SIZE, max_num_sequences=8, max_num_blocks
 def layout(lengths: list[tuple[int, int]], seed: int = 0) -> AttentionMetadata:
     """Sequences of (context, query) tokens on shuffled blocks."""
     order = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(seed)).tolist()
-    tables = torch.zeros(len(lengths), 16, dtype=torch.int32)
+    tables: list[Tensor] = []
     slots: list[int] = []
-    for index, (context, query) in enumerate(lengths):
+    for context, query in lengths:
         blocks = [order.pop() for _ in range(-(-context // BLOCK_SIZE))]
-        tables[index, : len(blocks)] = torch.tensor(blocks)
+        tables.append(torch.tensor(blocks, dtype=torch.int32))
         slots += [
             blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE
             for t in range(context - query, context)
@@ -38,8 +38,7 @@ def layout(lengths: list[tuple[int, int]], seed: int = 0) -> AttentionMetadata:
         cu_query_lens=np.cumsum([0, *queries]).astype(np.int32),
         seq_lens=seq_lens,
         slot_mapping=torch.tensor(slots),
-        block_tables=tables,
-        block_ids=torch.empty(0, dtype=torch.int32),
+        block_ids=torch.cat(tables),
         seq_lens_device=torch.from_numpy(seq_lens),
     )
 
@@ -48,9 +47,10 @@ def expected(query: Tensor, pool: Tensor, metadata: AttentionMetadata) -> Tensor
     """Softmax written out, in float64, one token and head at a time."""
     out = torch.zeros_like(query, dtype=torch.float64)
     group = query.shape[1] // pool.shape[3]
+    tables = metadata.block_ids.split((-(-metadata.seq_lens // BLOCK_SIZE)).tolist())
     for s, context in enumerate(metadata.seq_lens.tolist()):
         start, stop = metadata.cu_query_lens[s : s + 2].tolist()
-        tokens = pool[metadata.block_tables[s].long()].double()  # [blocks, 2, size, KVH, D]
+        tokens = pool[tables[s].long()].double()  # [blocks, 2, size, KVH, D]
         keys, values = tokens.transpose(0, 1).flatten(1, 2)[:, :context]
         for t in range(start, stop):
             reach = context - (stop - 1 - t)
@@ -128,11 +128,7 @@ def test_unused_pool_contents_do_not_matter() -> None:
     query = torch.randn(7, 6, 16)
     key, value = torch.randn(2, 7, 2, 16)
     write_kv(pool, kv_rows(metadata.slot_mapping, BLOCK_SIZE), key, value)
-    used = {
-        int(b)
-        for s, n in enumerate(metadata.seq_lens.tolist())
-        for b in metadata.block_tables[s, : -(-n // BLOCK_SIZE)]
-    }
+    used = set(metadata.block_ids.tolist())
     unused = [b for b in range(NUM_BLOCKS) if b not in used]
     pool[unused] = 1e4
     backend = create_backend("sdpa", SIZES, CPU, torch.float32)
@@ -164,7 +160,7 @@ def test_the_backend_of_gpus_is_refused_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("contexts", [[1], [4], [9, 1], [30, 17, 5]])
-def test_attention_of_few_is_rotation_and_then_attention(contexts: list[int]):
+def test_fused_decode_attention_is_rotation_and_then_attention(contexts: list[int]):
     metadata = layout([(context, 1) for context in contexts])
     heads, kv_heads, dim = SIZES.num_heads, SIZES.num_kv_heads, SIZES.head_dim
     count = len(contexts)
@@ -178,8 +174,7 @@ def test_attention_of_few_is_rotation_and_then_attention(contexts: list[int]):
     projected = HeadTransform(weights, 1e-6, rope, pool, rows).of(qkv)
     query = plain.qk_rope_cache(replace(projected, kv_cache=written))
     truth = expected(query, written, metadata).flatten(1)
-    counts = [-(-context // BLOCK_SIZE) for context in contexts]
-    block_ids = torch.cat([t[:n] for t, n in zip(metadata.block_tables, counts, strict=True)])
-    found = plain.fused_decode_attention(projected, block_ids, metadata.seq_lens_device)
+    attend = plain.fused_decode_attention
+    found = attend(projected, metadata.block_ids, metadata.seq_lens_device)
     assert torch.equal(pool, written)
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)

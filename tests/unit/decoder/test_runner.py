@@ -422,7 +422,6 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
 ) -> None:
     """Whatever the step: its work, its mask, and its block ids, of which there are any number."""
     runner = harness.runner
-    monkeypatch.setattr(runner._backend, "reads_block_tables", False)
     monkeypatch.setattr(
         runner._backend,
         "list_work",
@@ -434,7 +433,7 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
     step = graphs._padded(StepInputs.scratch(lengths, runner._scratch_row), 64)
     staged = runner._stage(step, graphs).places
     for field in dataclasses.fields(staged):
-        if field.name not in ("block_ids", "block_tables"):
+        if field.name != "block_ids":
             place = getattr(staged, field.name)
             assert place == getattr(captured, field.name), field.name
             assert (place is None) == (field.name == "visual_rows"), field.name
