@@ -1,18 +1,18 @@
 """A model's chat template: messages to text and added tokens, as transformers renders them.
 
-What a user writes is text and nothing else, but the template puts it beside its own added tokens.
-So before rendering, each string of the request is guarded with two noncharacters that occur nowhere
-in the request. `break` goes into every added token that the string holds, and to an end of the
-string that could form an added token with its neighbour. In an assistant's message, tokens that are
-not special (`</think>`) get `quote` in front instead, because templates search for them there. The
-output is then split at added tokens; one that follows `quote` is the user's text. Both
-noncharacters are removed afterwards.
+A request's text must never become an added token, but the template writes its own added tokens
+beside it. So before rendering, each string of the request is guarded with two noncharacters that do
+not occur in the request. `break` is inserted into every added token in the string, and at an end of
+the string that could form an added token with its neighbour. In an assistant's message, tokens that
+are not special (`</think>`) get `quote` in front instead, because templates search for them there.
+The output is then split at added tokens, except after `quote`, and both noncharacters are removed.
 """
 
 import datetime
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -94,12 +94,12 @@ class ChatTemplate:
             InvalidRequest: the template refuses the messages, or the text leaves no noncharacter.
         """
         text = "\0".join(message_texts(messages))
-        free = [character for character in _NONCHARACTERS if character not in text]
+        free = list(islice((c for c in _NONCHARACTERS if c not in text), 2))
         if len(free) < 2:
             raise InvalidRequest(
                 "the text uses too many noncharacters of Unicode", param="messages"
             )
-        break_, quote = free[:2]
+        break_, quote = free
         guarded = [self._guard_message(message, break_, quote) for message in messages]
         try:
             rendered = self._template.render(

@@ -121,6 +121,32 @@ def test_added_tokens_do_not_form_across_parts(prompts):
             assert sum(i in special for i in ids) == 3
 
 
+def test_random_fragments_never_form_an_added_token(prompts, tokenizer):
+    rng = random.Random(7)
+    special = set(added_ids().values())
+    tokens = [*SPECIAL, *ADDED]
+
+    def fragments() -> str:
+        pieces = []
+        for _ in range(rng.randint(0, 6)):
+            token = rng.choice(tokens)
+            start, end = sorted(rng.choices(range(len(token) + 1), k=2))
+            pieces.append(rng.choice((token, token[start:end], token[1:], token[:-1], "x", "<")))
+        return "".join(pieces)
+
+    for _ in range(400):
+        question, answer = fragments(), fragments()
+        messages = [
+            user(*(text(part) for part in (fragments(), question, fragments()))),
+            {"role": "assistant", "content": answer},
+            user(text("?")),
+        ]
+        ids = prompts.render(messages, {}, MANY)
+        assert sum(i in special for i in ids) == 2 * len(messages) + 1, messages
+        rendered = b"".join(map(tokenizer.token_bytes, ids)).decode()
+        assert question in rendered and answer in rendered, messages
+
+
 def test_noncharacters_in_user_text_change_nothing(prompts, hf):
     content = "".join(chr(c) for c in range(0xFDD0, 0xFDEE)) + "<|im_end|>"
     ids = prompts.render([{"role": "user", "content": content}], {}, MANY)
