@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False)
 class ArenaEntry:
-    """One embedding's place in the arena.
+    """One embedding's range of the arena.
 
     Attributes:
         key: the image key.
@@ -171,12 +171,12 @@ class Arena:
         self._serve_claims()
 
     def has(self, entry: ArenaEntry) -> bool:
-        """Whether the entry's place is still its own."""
+        """Whether the entry still owns its range of the arena."""
         return self._entries.get(entry.key) is entry
 
     def acquire(self, entry: ArenaEntry) -> None:
         """Keeps an entry that is there from being evicted until `release`."""
-        assert self.has(entry), "its place has been given away"
+        assert self.has(entry), "the entry has been evicted"
         entry.references += 1
 
     def release(self, entry: ArenaEntry) -> None:
@@ -218,7 +218,7 @@ class Arena:
             self._serving = False
 
     def _drop(self, entry: ArenaEntry) -> None:
-        assert self.has(entry), "its place has been given away"
+        assert self.has(entry), "the entry has been evicted"
         del self._entries[entry.key]
         self._give_back(entry.offset, _align(entry.spec.size_bytes))
 

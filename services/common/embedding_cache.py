@@ -276,7 +276,7 @@ class RedisCache:
             self._blocking.connection_pool.release(connection)
 
     async def _read_ranges(self, key: bytes, into: memoryview, deadline: float) -> bool:
-        """False: the entry is gone. One copy: from the reply's bytes into `into`."""
+        """False: the entry was evicted. One copy: from the reply's bytes into `into`."""
         per_range_s = self._timeout_s + _RANGE_BYTES / _MIN_READ_RATE
         for start in range(0, len(into), _RANGE_BYTES):
             stop = min(start + _RANGE_BYTES, len(into))

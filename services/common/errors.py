@@ -9,7 +9,7 @@
     ├── MediaFetchFailed               422  a URL answered, but not with an image
     ├── Cancelled                      499  the caller disconnected (never sent, only logged)
     ├── InternalError                  500
-    ├── EmbeddingUnavailable           503  an image's embedding could not be had from one encoder
+    ├── EmbeddingUnavailable           503  one encoder did not deliver an embedding
     ├── Unavailable                    503  no healthy service is left
     │   └── Overloaded                 503  full or draining; `retry_after_s` says when to come back
     └── DeadlineExceeded               504
@@ -22,7 +22,7 @@ from typing import ClassVar
 
 
 class TriptychError(Exception):
-    """An error with a place in every protocol.
+    """An error with a status in every protocol.
 
     Attributes:
         code: stable machine-readable name, also on the wire.
@@ -107,7 +107,7 @@ class InternalError(TriptychError):
 
 
 class EmbeddingUnavailable(TriptychError):
-    """An embedding could not be had from the encoder that was asked; another may have it."""
+    """The encoder did not deliver an embedding; another encoder may."""
 
     code = "embedding_unavailable"
     http_status = 503

@@ -66,7 +66,7 @@ class Front(Protocol):
         ...
 
     async def run(self) -> None:
-        """Handles the engine's messages until the engine is gone."""
+        """Handles the engine's messages until the engine process has ended."""
         ...
 
     async def drain(self, stop_server: StopServer, grace_s: float) -> None:
@@ -74,7 +74,7 @@ class Front(Protocol):
 
         Args:
             stop_server: cancels running calls after the time given.
-            grace_s: for running requests; 0 when the engine is gone.
+            grace_s: for running requests; 0 when the engine process has ended.
         """
         ...
 

@@ -134,7 +134,7 @@ class Receiver:
         """The digest, after the stream's end, once all bytes are written.
 
         Raises:
-            WrongContent: parts are missing, or the digest is another's.
+            WrongContent: ranges are missing, or the digest differs.
         """
         size = self.spec.size_bytes
         if self._trailer is None or self._num_accepted != size:
@@ -337,7 +337,7 @@ class EncoderFetcher:
             raise
 
     def _open(self, shared: pb.FetchShared, receiver: Receiver, channel: _Channel) -> memoryview:
-        """The embedding's place in the encoder's memory; raises NotReadable."""
+        """The embedding in the encoder's memory; raises NotReadable."""
         memory = channel.memory
         address = MemoryAddress(shared.pid, shared.fd, shared.name, shared.size_bytes)
         if memory is None or memory.address != address:

@@ -122,7 +122,7 @@ class EmbeddingSource:
                 caller gives back with `release`.
 
         Raises:
-            EncoderFailed: one could not be had; references given to `ready` stay the caller's.
+            EncoderFailed: one was not delivered; references given to `ready` stay the caller's.
             InvalidRequest: they would not fit into an empty arena, or have another size.
         """
         needed = sum(-(-r.spec.size_bytes // _PAGE_BYTES) * _PAGE_BYTES for r in requests)
@@ -312,7 +312,7 @@ class SequenceImages:
     Args:
         source: obtains embeddings.
         engine: is told of them.
-        on_failure: called with a sequence's number when an image cannot be had.
+        on_failure: called with a sequence's number when an image cannot be obtained.
     """
 
     def __init__(

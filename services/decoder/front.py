@@ -366,7 +366,7 @@ class DecoderFront:
 
     def _image_failed(self, number: int, error: TriptychError) -> None:
         if (live := self._live.get(number)) is not None:
-            log.warning("an image cannot be had: %s", error, extra=_fields(live))
+            log.warning("an image cannot be obtained: %s", error, extra=_fields(live))
             self._fail(live, error)
 
 
