@@ -125,8 +125,19 @@ _CLASSES: dict[tuple[int, int], SizeClass] = {
         flashinfer_tensor_cores=False,
     ),
     (1, 128): SizeClass(flashinfer_tensor_cores=False),
-    (4, 128): SizeClass(),
-    (8, 128): SizeClass(),
+    (4, 128): SizeClass(
+        measured=True,
+        fused=(FusedDecodeConfig(2, 16, 64, False, 4), FusedDecodeConfig(4, 16, 64, True, 4)),
+        fused_max_context=(2048, 4096),
+        paged_min_sequences=8,
+    ),
+    (8, 128): SizeClass(
+        measured=True,
+        fused=(FusedDecodeConfig(8, 16, 64, True, 4), FusedDecodeConfig(8, 8, 64, True, 4)),
+        fused_max_context=(4096, 4096),
+        paged=PagedDecodeConfig(2, 64, 4, alone=(2, 3)),
+        paged_min_sequences=4,
+    ),
 }
 
 

@@ -114,22 +114,52 @@ class SwigluGemmConfig:
         return -(-num_tokens // self.tokens) * (num_rows // self.rows)
 
 
-# (kind, rows N, columns K) → by number of tokens. H200, 2B shapes.
+# As `benchmarks/tune_kernels.py` found them on an H200, for the shapes of the 2B, 4B, 8B and 32B.
+# (kind, rows N, columns K) → for one token, for two.
 _GEMV = {
-    ("norm_linear", 4096, 2048): (GemvConfig(8, 2048, 0, 8), GemvConfig(2, 2048, 0, 2)),
-    ("linear", 151936, 2048): (GemvConfig(8, 2048, 0, 8), GemvConfig(2, 2048, 0, 2)),
-    ("norm_swiglu", 12288, 2048): (GemvConfig(2, 2048, 0, 4), GemvConfig(2, 2048, 0, 4)),
-    ("linear_residual", 2048, 2048): (GemvConfig(4, 2048, 0, 8), GemvConfig(4, 2048, 0, 4)),
-    ("linear_residual", 2048, 6144): (GemvConfig(4, 8192, 0, 8), GemvConfig(4, 8192, 0, 4)),
+    ("norm_linear", 4096, 2048): (GemvConfig(4, 1024, 0, 4), GemvConfig(8, 1024, 0, 2)),
+    ("linear_residual", 2048, 2048): (GemvConfig(4, 2048, 0, 4), GemvConfig(4, 2048, 0, 4)),
+    ("norm_swiglu", 12288, 2048): (GemvConfig(4, 512, 0, 2), GemvConfig(4, 2048, 0, 4)),
+    ("linear_residual", 2048, 6144): (GemvConfig(8, 2048, 0, 4), GemvConfig(4, 1024, 0, 4)),
+    ("linear", 151936, 2048): (GemvConfig(4, 1024, 0, 4), GemvConfig(2, 2048, 0, 2)),
+    ("norm_linear", 6144, 2560): (GemvConfig(4, 4096, 0, 4), GemvConfig(8, 512, 0, 4)),
+    ("linear_residual", 2560, 4096): (GemvConfig(4, 1024, 0, 4), GemvConfig(4, 4096, 0, 4)),
+    ("norm_swiglu", 19456, 2560): (GemvConfig(1, 4096, 0, 2), GemvConfig(2, 512, 0, 2)),
+    ("linear_residual", 2560, 9728): (GemvConfig(4, 2048, 3, 8), GemvConfig(4, 1024, 0, 4)),
+    ("linear", 151936, 2560): (GemvConfig(8, 512, 3, 4), GemvConfig(2, 4096, 0, 2)),
+    ("norm_linear", 6144, 4096): (GemvConfig(4, 4096, 0, 4), GemvConfig(4, 512, 0, 2)),
+    ("linear_residual", 4096, 4096): (GemvConfig(8, 1024, 0, 2), GemvConfig(8, 512, 0, 2)),
+    ("norm_swiglu", 24576, 4096): (GemvConfig(1, 4096, 0, 4), GemvConfig(2, 1024, 0, 4)),
+    ("linear_residual", 4096, 12288): (GemvConfig(4, 2048, 0, 2), GemvConfig(4, 2048, 0, 8)),
+    ("linear", 151936, 4096): (GemvConfig(4, 2048, 0, 8), GemvConfig(2, 4096, 0, 4)),
+    ("norm_linear", 10240, 5120): (GemvConfig(2, 8192, 0, 4), GemvConfig(4, 1024, 0, 2)),
+    ("linear_residual", 5120, 8192): (GemvConfig(4, 1024, 3, 4), GemvConfig(2, 2048, 0, 4)),
+    ("norm_swiglu", 51200, 5120): (GemvConfig(1, 8192, 0, 4), GemvConfig(2, 1024, 0, 4)),
+    ("linear_residual", 5120, 25600): (GemvConfig(4, 1024, 0, 2), GemvConfig(2, 2048, 0, 4)),
+    ("linear", 151936, 5120): (GemvConfig(2, 8192, 0, 8), GemvConfig(1, 8192, 0, 4)),
 }
-# (N, K) → configuration of `split_k_partials`. H200, 2B shapes.
+# (N, K) → configuration of `split_k_partials`, the best sum of 16 and 64 tokens.
 _SPLIT_K = {
-    (4096, 2048): SkinnyConfig(64, 128, 4, 1, 5, splits=2),
-    (2048, 2048): SkinnyConfig(64, 128, 4, 1, 5, splits=4),
-    (2048, 6144): SkinnyConfig(64, 128, 4, 1, 5, splits=4),
+    (4096, 2048): SkinnyConfig(64, 128, 4, 1, 6, splits=2),
+    (2048, 2048): SkinnyConfig(64, 128, 4, 1, 6, splits=4),
+    (2048, 6144): SkinnyConfig(64, 128, 4, 1, 6, splits=4),
+    (6144, 2560): SkinnyConfig(64, 64, 4, 3, 6, splits=4),
+    (2560, 4096): SkinnyConfig(64, 128, 4, 1, 6, splits=3),
+    (2560, 9728): SkinnyConfig(64, 128, 4, 1, 6, splits=3),
+    (6144, 4096): SkinnyConfig(64, 64, 4, 3, 6, splits=4),
+    (4096, 4096): SkinnyConfig(64, 128, 4, 1, 5, splits=2),
+    (4096, 12288): SkinnyConfig(64, 128, 4, 1, 6, splits=2),
+    (10240, 5120): SkinnyConfig(64, 64, 4, 4, 6, splits=3),
+    (5120, 8192): SkinnyConfig(64, 128, 4, 2, 6, splits=3),
+    (5120, 25600): SkinnyConfig(64, 128, 4, 2, 6, splits=3),
 }
-# (N, K) → configuration of `linear_swiglu`; N counts gate and up. H200, 2B shapes.
-_SKINNY_SWIGLU = {(12288, 2048): SkinnyConfig(64, 128, 4, 2, 3)}
+# (N, K) → configuration of `linear_swiglu`; N counts gate and up.
+_SKINNY_SWIGLU = {
+    (12288, 2048): SkinnyConfig(64, 128, 4, 2, 3),
+    (19456, 2560): SkinnyConfig(64, 64, 4, 3, 6),
+    (24576, 4096): SkinnyConfig(64, 128, 4, 3, 6),
+    (51200, 5120): SkinnyConfig(128, 64, 8, 2, 6),
+}
 
 _ROWS = {  # per CTA, by kind, for one token and for two
     "norm_linear": (4, 2), "linear": (4, 2), "norm_swiglu": (2, 2), "linear_residual": (4, 4),
