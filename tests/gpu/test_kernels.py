@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from services.common.model_spec import RopeSpec
 from services.common.nn import cublaslt, launches
 from services.common.nn.device import DeviceFacts
-from services.common.nn.linear import Linear, add_product
+from services.common.nn.linear import Linear, linear_add
 from services.decoder.kernels import (
     add_norm,
     gemv,
@@ -50,12 +50,10 @@ def layer(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
 
 @pytest.mark.parametrize("num_tokens", [900, 1024, 1088, 1280, 2048, 3000, 8192])
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 2048), (2048, 2048), (2048, 6144)])
-def test_products_by_chosen_tiles_are_those_of_torch(
-    num_tokens: int, rows: int, columns: int
-) -> None:
+def test_gemms_by_chosen_tiles_are_those_of_torch(num_tokens: int, rows: int, columns: int) -> None:
     x, weight, bias = random(num_tokens, columns), random(rows, columns), random(rows)
     with launches.captured():
-        tile = cublaslt.tile_tokens(num_tokens, rows, columns)
+        tile = cublaslt.tile_tokens(num_tokens, rows, columns, num_sms=DeviceFacts.of(CUDA).num_sms)
         assert (tile == 0) == (columns > 2048 and num_tokens in (2048, 8192))
         found = [cublaslt.linear(x, weight), cublaslt.linear(x, weight, bias)]
         gelu = cublaslt.linear(x, weight, bias, gelu=True)
@@ -67,16 +65,16 @@ def test_products_by_chosen_tiles_are_those_of_torch(
     assert torch.equal(gelu, torch._addmm_activation(bias, x, weight.t(), use_gelu=True))
 
 
-def test_a_graph_of_products_gives_what_they_give_eagerly() -> None:
+def test_a_graph_of_gemms_gives_what_they_give_eagerly() -> None:
     """They share one workspace for tile counters, whatever ran before."""
     x, weights = random(3000, 2048), [random(2048, 2048) / 45 for _ in range(3)]
 
     def chain() -> torch.Tensor:
         found = x
         for weight in weights:
-            product = cublaslt.linear(found, weight)
-            assert product is not None
-            found = product
+            output = cublaslt.linear(found, weight)
+            assert output is not None
+            found = output
         return found
 
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -92,11 +90,11 @@ def test_a_graph_of_products_gives_what_they_give_eagerly() -> None:
 @pytest.mark.parametrize("num_tokens", [700, 900, 3000, 8192])
 @pytest.mark.parametrize(("rows", "columns"), [(2048, 2048), (2048, 6144), (1024, 4096)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_that_add_are_as_exact_as_a_product_and_a_sum(
+def test_gemms_that_add_are_as_exact_as_a_gemm_and_a_sum(
     num_tokens: int, rows: int, columns: int, biased: bool
 ) -> None:
-    """To a hundredth, for chance: the product need not be rounded before it is added, but may be.
-    (Without that rounding the error would be 0.73 to 0.78 of a product's and a sum's here.)
+    """To a hundredth, for chance: the GEMM's output may be rounded before it is added, or not.
+    (Without that rounding the error would be 0.73 to 0.78 of a GEMM's and a sum's here.)
     """
     x, weight = random(num_tokens, columns), random(rows, columns)
     residual, bias = random(num_tokens, rows) * 50, random(rows) if biased else None
@@ -104,7 +102,7 @@ def test_products_that_add_are_as_exact_as_a_product_and_a_sum(
     truth = residual.double() + F.linear(x.double(), weight.double(), wide)
     twin, found = residual + F.linear(x, weight, bias), residual.clone()
     with launches.captured():
-        done = add_product(x, weight, bias, found)
+        done = linear_add(x, weight, bias, found)
     assert done == (num_tokens > 832)
     if done:
         assert error(found, truth) <= 1.01 * error(twin, truth)

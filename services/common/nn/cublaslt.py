@@ -1,8 +1,8 @@
-"""Matrix products on Hopper by cuBLASLt's kernels, with a tile of our choice.
+"""GEMMs on Hopper by cuBLASLt's kernels, with a tile of our choice.
 
 cuBLAS picks a kernel as if time were all; a busy H200 is at its power limit instead, where a kernel
 with another tile needs up to a sixth less energy, and so less time. For a lone prompt the tile is
-chosen so that all tiles fit the processors in whole waves. The sums are in the same order: results
+chosen so that the tiles fill whole waves of CTAs. The sums are in the same order: results
 are bit for bit those of `F.linear`. Where the library refuses a choice (another version, another
 device), callers go on with torch.
 
@@ -52,7 +52,8 @@ def linear(
     gelu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor | None:
-    """`x @ weight.T`, with a bias, and GELU's tanh form of that, rounded once; None: torch shall.
+    """`x @ weight.T`, with a bias, and GELU's tanh form of that, rounded once; None: not done, as
+    torch is as fast.
 
     Args:
         x: `[T, K]`, bfloat16 or float16, on CUDA.
@@ -62,58 +63,60 @@ def linear(
     """
     num_tokens, num_columns = x.shape
     adds_both = residual is not None and bias is not None
-    tile = tile_tokens(num_tokens, len(weight), num_columns, adds_both=adds_both)
-    if tile == 0 or x.itemsize != 2 or not x.is_contiguous():
+    if not are_many(num_tokens) or x.itemsize != 2 or not x.is_contiguous():
         return None
     library = _library()
     if library is None:
         return None
+    shape = (num_tokens, len(weight), num_columns)
+    tile = tile_tokens(*shape, num_sms=library.num_sms, adds_both=adds_both)
+    if tile == 0:
+        return None
     epilogue = _PLAIN if bias is None else _GELU_BIAS if gelu else _WITH_BIAS
     out = x.new_empty(num_tokens, len(weight)) if residual is None else residual
     try:
-        shape = (num_tokens, len(weight), num_columns)
-        product = library.product(shape, x.dtype, epilogue, tile)
-        product.run(x, weight, bias, out, add=residual is not None)
+        gemm = library.gemm(shape, x.dtype, epilogue, tile)
+        gemm.run(x, weight, bias, out, add=residual is not None)
     except Refused as why:
-        _say_once(str(why))
+        _warn_once(str(why))
         return None
     return out
 
 
 def are_many(num_tokens: int) -> bool:
-    """Whether products of so many tokens may be worth a choice."""
-    return num_tokens >= _LEAST_TOKENS and launches.are_free(num_tokens)
+    """Whether a choice of our own may be faster for this many tokens."""
+    return num_tokens >= _LEAST_TOKENS and launches.are_hidden(num_tokens)
 
 
 def tile_tokens(
-    num_tokens: int, num_rows: int, num_columns: int, *, adds_both: bool = False
+    num_tokens: int, num_rows: int, num_columns: int, *, num_sms: int, adds_both: bool = False
 ) -> int:
-    """How many tokens a tile of 128 features has for such a product; 0: cuBLAS shall choose.
+    """Tokens of a tile of 128 features for a GEMM of this shape; 0: cuBLAS' own choice is better.
 
     `adds_both`: a bias and a residual, which torch would add one after the other.
     """
     if not are_many(num_tokens):
         return 0
     is_long = num_columns > _LONG_SUM and not adds_both
-    if is_long and _fills_large_tiles(num_tokens, num_rows):
+    if is_long and _fills_large_tiles(num_tokens, num_rows, num_sms):
         return 0
-    return _cheapest_tile(num_tokens, num_rows)
+    return _cheapest_tile(num_tokens, num_rows, num_sms)
 
 
-def _fills_large_tiles(num_tokens: int, num_rows: int) -> bool:
+def _fills_large_tiles(num_tokens: int, num_rows: int, num_sms: int) -> bool:
     tiles = -(-num_tokens * num_rows // _LARGE_TILE)
-    return launches.share_in_use(tiles) >= _FULL
+    return tiles / (-(-tiles // num_sms) * num_sms) >= _FULL
 
 
 @functools.lru_cache(_MAX_KEPT)
-def _cheapest_tile(num_tokens: int, num_rows: int) -> int:
-    """Tiles run in waves of one per processor; a wave takes as long as its tiles are wide, and a
+def _cheapest_tile(num_tokens: int, num_rows: int, num_sms: int) -> int:
+    """Tiles run in waves of one per SM; a wave takes as long as its tiles are wide, and a
     bit for their end.
     """
 
     def cost(tokens: int) -> int:
         tiles = -(-num_tokens // tokens) * -(-num_rows // _FEATURES)
-        return -(-tiles // launches.PROCESSORS) * (tokens + _END)
+        return -(-tiles // num_sms) * (tokens + _END)
 
     return min(_TILES, key=cost)
 
@@ -130,11 +133,11 @@ class _Checked(Structure):
 
 
 class Refused(Exception):
-    """The library does not do that."""
+    """The library refused a choice."""
 
 
-class _Product:
-    """One product's descriptors. cuBLAS counts columns first: to it, a weight is `[K, N]`."""
+class _Gemm:
+    """One GEMM's descriptors. cuBLAS counts columns first: to it, a weight is `[K, N]`."""
 
     def __init__(
         self, library: "_Library", num_tokens: int, num_rows: int, num_columns: int,
@@ -200,7 +203,7 @@ class _Product:
 
 
 class _Library:
-    """cuBLASLt, which torch has loaded, and the products asked of it so far."""
+    """cuBLASLt, which torch has loaded, and the GEMMs asked of it so far."""
 
     def __init__(self) -> None:
         assert torch.version.cuda is not None
@@ -211,9 +214,10 @@ class _Library:
             function = getattr(self._functions, f"cublasLt{name}")
             function.argtypes, function.restype = types, c_int
         self.handle = self.made("Create")
+        self.num_sms: int = torch.cuda.get_device_properties(None).multi_processor_count
         with torch.inference_mode(False):  # used inside that mode and outside
             self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        self._products: dict[tuple[object, ...], _Product | str] = {}  # or why there is none
+        self._gemms: dict[tuple[object, ...], _Gemm | str] = {}  # or why there is none
 
     def call(self, name: str, *arguments: object) -> None:
         """Calls a function; raises Refused where it does not succeed."""
@@ -232,33 +236,33 @@ class _Library:
         """Sets an attribute to a value of one of ctypes' types."""
         self.call(name, target, attribute, addressof(value), sizeof(value))
 
-    def product(
+    def gemm(
         self, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: int, tile: int
-    ) -> _Product:
-        """The product of so many tokens, rows and columns, made at its first use.
+    ) -> _Gemm:
+        """The GEMM of this shape, `(tokens, rows, columns)`, made at its first use.
 
         Raises:
             Refused: now, or when it was first asked for.
         """
         key = (shape, dtype, epilogue, tile)
-        if (found := self._products.get(key)) is None:
-            if len(self._products) >= _MAX_KEPT:
-                self._forget_all()
+        if (found := self._gemms.get(key)) is None:
+            if len(self._gemms) >= _MAX_KEPT:
+                self._close_all()
             kind = _BF16 if dtype == torch.bfloat16 else _FP16
             try:
-                found = _Product(self, *shape, kind, epilogue, tile)
+                found = _Gemm(self, *shape, kind, epilogue, tile)
             except Refused as why:
                 found = str(why)
-            self._products[key] = found
+            self._gemms[key] = found
         if isinstance(found, str):
             raise Refused(found)
         return found
 
-    def _forget_all(self) -> None:
-        for found in self._products.values():
-            if isinstance(found, _Product):
+    def _close_all(self) -> None:
+        for found in self._gemms.values():
+            if isinstance(found, _Gemm):
                 found.close()
-        self._products.clear()
+        self._gemms.clear()
 
 
 @functools.cache
@@ -268,13 +272,13 @@ def _library() -> _Library | None:
     try:
         return _Library()
     except (OSError, AttributeError, Refused) as why:
-        _say_once(str(why))
+        _warn_once(str(why))
         return None
 
 
 @functools.cache
-def _say_once(why: str) -> None:
-    logging.warning("some products are left to torch: %s", why)
+def _warn_once(why: str) -> None:
+    logging.warning("GEMMs with tiles of our choice are left to torch: %s", why)
 
 
 _POINTER = c_void_p

@@ -242,7 +242,7 @@ class KernelTable(Generic[FactsT]):
         return list(self._operations[operation])
 
     def choose(self, operation: str, num_tokens: int) -> Resolved:
-        """The first implementation that fits so many tokens."""
+        """The first implementation that fits this number of tokens."""
         for entry in self._operations[operation]:
             if entry.tokens.has(num_tokens, captured=self.is_captured):
                 return entry

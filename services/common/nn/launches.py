@@ -1,8 +1,7 @@
-"""Whether launches cost the host anything where they are made.
+"""Capture of CUDA graphs, and whether the host's time for a launch counts.
 
-A step that is captured once and replayed pays for no launch; one that is launched kernel by kernel
-may keep the device waiting for the host. Who chooses between kernels asks here. One thread of a
-process launches.
+A captured step pays for its launches once; a short step that is launched kernel by kernel may keep
+the device waiting for the host. One thread of a process launches.
 """
 
 from collections.abc import Iterator
@@ -11,17 +10,16 @@ from typing import Any
 
 import torch
 
-# Of an H100 or H200, for which tiles are chosen: other devices get them, too, less well.
-PROCESSORS = 132
-# Steps of so many tokens keep the device busy for longer than their launches take.
-_MANY_TOKENS = 2048
+# Steps of at least this many tokens keep the device busy for longer than the host needs to launch
+# them kernel by kernel, so that kernels whose launch takes longer may serve.
+LAUNCH_HIDING_TOKENS = 2048
 
 _captured = False
 
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """What is launched within is for a CUDA graph, or warms up for its capture."""
+    """Launches of the block are captured by a CUDA graph, or warm up for its capture."""
     global _captured
     before, _captured = _captured, True
     try:
@@ -52,11 +50,6 @@ def captured_graph(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:  # noqa: ANN401
     graph.capture_end()
 
 
-def share_in_use(tiles: int) -> float:
-    """Of the processors, while so many tiles, one a processor, go through them in waves."""
-    return tiles / (-(-tiles // PROCESSORS) * PROCESSORS)
-
-
-def are_free(num_tokens: int) -> bool:
-    """Whether a kernel that takes the host longer may serve a step of so many tokens."""
-    return _captured or num_tokens >= _MANY_TOKENS
+def are_hidden(num_tokens: int) -> bool:
+    """Whether a kernel whose launch takes the host longer may serve a step of this many tokens."""
+    return _captured or num_tokens >= LAUNCH_HIDING_TOKENS

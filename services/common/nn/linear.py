@@ -28,7 +28,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def add_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
     """`residual += x @ weight.T + bias` as one kernel, where that takes less time than a product
     and a sum; else False, and nothing is done. It is as exact as these; whether the product is
     rounded before it is added is the library's business.

@@ -77,7 +77,7 @@ class Ops:
         self._kept: dict[tuple[int, bool], StepKernels] = {}
 
     def for_tokens(self, num_tokens: int) -> StepKernels:
-        """The kernels of a layer for so many tokens."""
+        """The kernels of a layer in a step of this many tokens."""
         key = num_tokens, self.table.is_captured
         if (found := self._kept.get(key)) is None:
             if len(self._kept) >= _MAX_KEPT:

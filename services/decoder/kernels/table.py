@@ -20,7 +20,7 @@ from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear, add_product
+from services.common.nn.linear import Linear, linear_add
 from services.decoder.kernels import attention_tuning, plain, sampling, tuning
 from services.decoder.kernels.attention_tuning import AttentionFacts
 from services.decoder.kernels.tuning import SkinnyConfig, SwigluGemmConfig
@@ -311,7 +311,7 @@ def _gemv_logits(facts: KernelFacts) -> Kernel:
 
 def _gemm_residual(facts: KernelFacts) -> Kernel:
     def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
-        if add_product(x, layer.weight, layer.bias, residual):
+        if linear_add(x, layer.weight, layer.bias, residual):
             return None
         return layer(x)
 

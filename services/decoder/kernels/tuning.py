@@ -7,10 +7,8 @@ without a row gets its constants by the rules below, which need the device's fac
 from dataclasses import dataclass
 
 from services.common.nn.device import DeviceFacts
+from services.common.nn.launches import LAUNCH_HIDING_TOKENS as LAUNCH_HIDING_TOKENS
 
-# Steps of at least this many tokens keep the device busy for longer than the host needs to launch
-# them kernel by kernel, so that kernels whose launch takes longer may serve.
-LAUNCH_HIDING_TOKENS = 2048
 # From this many tokens a GEMM that adds to the residual stream beats a GEMM and a fused norm
 # (H200: cuBLAS' own choice is better below).
 RESIDUAL_GEMM_TOKENS = 832

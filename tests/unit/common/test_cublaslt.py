@@ -1,6 +1,6 @@
 """Our calls of cuBLASLt, against functions of its signatures that only take notes.
 
-That the products are right, a GPU test holds.
+A GPU test shows that the results are right.
 """
 
 import ctypes
@@ -51,17 +51,19 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFunctions]:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: fake)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype))
-    for cached in (cublaslt._library, cublaslt._say_once):
+    for cached in (cublaslt._library, cublaslt._warn_once):
         cached.cache_clear()
     yield fake
-    for cached in (cublaslt._library, cublaslt._say_once):
+    for cached in (cublaslt._library, cublaslt._warn_once):
         cached.cache_clear()
 
 
-def test_a_product_is_made_once_and_launched_each_time(functions: FakeFunctions) -> None:
+def test_a_gemm_is_made_once_and_launched_each_time(functions: FakeFunctions) -> None:
     results = [cublaslt.linear(X, WEIGHT, BIAS, gelu=True) for _ in range(3)]
     assert functions.calls["MatmulAlgoCheck"] == 1 and functions.calls["Matmul"] == 3
     assert functions.bias == BIAS.data_ptr()
@@ -112,7 +114,7 @@ def test_without_the_library_all_is_torchs(
         ((1088, 4096, 2048), 136),
         ((1152, 2048, 6144), 144),
         ((1280, 12288, 2048), 160),
-        # The vision tower's, of a picture of 1024².
+        # The vision tower's, of an image of 1024².
         ((4096, 3072, 1024), 152),
         ((4096, 1024, 1024), 128),
         # Left to cuBLAS: few tokens, long sums.
@@ -120,16 +122,16 @@ def test_without_the_library_all_is_torchs(
         ((4096, 1024, 4096), 0),
     ],
 )
-def test_tiles_fit_the_processors(size: tuple[int, int, int], tile: int) -> None:
+def test_tiles_fill_the_sms(size: tuple[int, int, int], tile: int) -> None:
     with launches.captured():
-        assert cublaslt.tile_tokens(*size) == tile
+        assert cublaslt.tile_tokens(*size, num_sms=132) == tile
 
 
 def test_short_eager_steps_are_left_to_cublas() -> None:
-    assert cublaslt.tile_tokens(1024, 2048, 2048) == 0
-    assert cublaslt.tile_tokens(8192, 2048, 2048) > 0
+    assert cublaslt.tile_tokens(1024, 2048, 2048, num_sms=132) == 0
+    assert cublaslt.tile_tokens(8192, 2048, 2048, num_sms=132) > 0
 
 
-def test_what_torch_shall_multiply_is_not_refused_loudly() -> None:
+def test_what_is_left_to_torch_by_design_is_no_warning() -> None:
     x, weight = torch.zeros(4096, 64), torch.zeros(128, 64)  # float32
     assert cublaslt.linear(x, weight) is None
