@@ -237,8 +237,10 @@ class ModelRunner:
 
     def _start_rows(self, starts: list[RowStart]) -> None:
         for start in starts:
-            prompt = np.frombuffer(start.prompt_token_ids, np.int32)
-            completion = np.frombuffer(start.completion_token_ids, np.int32)
+            prompt = completion = None
+            if start.sampling.has_penalties:
+                prompt = np.frombuffer(start.prompt_token_ids, np.int32)
+                completion = np.frombuffer(start.completion_token_ids, np.int32)
             self._sampler.start_row(start.row, start.sampling, prompt, completion)
 
     def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:

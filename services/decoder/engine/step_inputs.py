@@ -110,14 +110,15 @@ def lay_out(step: Step, table: RowTable, block_size: int) -> StepInputs:
     """The inputs of a step; `table` has its updates already."""
     if step.num_from_device == len(step.rows):
         return _decodes_from_device(step, table, block_size)
+    # Plain Python per chunk, as in `Batch.to_step`.
     fed, lengths = step.num_from_device, step.lengths.tolist()
+    rows, starts = step.rows.tolist(), step.starts.tolist()
     *firsts, num_tokens = accumulate(lengths, initial=0)
     decodes = _leading_ones(lengths)
     input_ids, positions = step.token_ids, step.positions
     if fed:
-        rows = step.rows[:fed]
         of_device = np.empty((3, fed), np.int32)
-        of_device[:] = step.starts[:fed] + table.position_delta[rows]
+        of_device[:] = step.starts[:fed] + table.position_delta[step.rows[:fed]]
         input_ids = np.concatenate((np.zeros(fed, np.int32), input_ids))
         positions = np.concatenate((of_device, positions), axis=1)
     inputs = StepInputs(
@@ -128,20 +129,21 @@ def lay_out(step: Step, table: RowTable, block_size: int) -> StepInputs:
         positions=positions,
         slot_mapping=np.empty(num_tokens, np.int64),
         cu_query_lens=np.array([*firsts, num_tokens], np.int32),
-        seq_lens=(step.starts + step.lengths).astype(np.int32),
+        seq_lens=np.array([s + n for s, n in zip(starts, lengths, strict=True)], np.int32),
         table_rows=step.rows,
         samples=step.samples,
         images=[ImageRun(*run) for run in step.images.tolist()],
     )
     if decodes:
-        rows, starts = step.rows[:decodes], step.starts[:decodes]
-        inputs.slot_mapping[:decodes] = table.slots(rows, starts, block_size)
-    inputs.input_rows[:fed] = step.rows[:fed]
+        inputs.slot_mapping[:decodes] = table.slots(
+            step.rows[:decodes], step.starts[:decodes], block_size
+        )
+    if fed:
+        inputs.input_rows[:fed] = step.rows[:fed]
     for index in range(decodes, len(lengths)):
-        start, first, length = int(step.starts[index]), firsts[index], lengths[index]
-        blocks = table.blocks[step.rows[index]]
-        slots = inputs.slot_mapping[first : first + length]
-        _fill_slots(slots, blocks, start, block_size)
+        first = firsts[index]
+        slots = inputs.slot_mapping[first : first + lengths[index]]
+        _fill_slots(slots, table.blocks[rows[index]], starts[index], block_size)
     return inputs
 
 
