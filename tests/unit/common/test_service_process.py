@@ -14,18 +14,18 @@ from services.decoder.__main__ import DECODER
 from services.decoder.settings import DecoderSettings
 from services.encoder.__main__ import ENCODER
 from services.encoder.settings import EncoderSettings
-from tests.tiny_text_model import write_text_model
+from tests.tiny_tokenizer import write_text_model_directory
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
 
 
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text_model(tmp_path_factory.mktemp("text") / "tiny-llama")
+    return write_text_model_directory(tmp_path_factory.mktemp("text") / "tiny-text")
 
 
 def test_an_encoder_refuses_a_text_model_by_name(text_model: Path):
-    with pytest.raises(ModelSpecError, match=r"tiny-llama.*text model"):
+    with pytest.raises(ModelSpecError, match=r"tiny-text.*text model"):
         ENCODER.arena_bytes(EncoderSettings(model=text_model), read_spec(text_model))
 
 
@@ -46,7 +46,7 @@ def start(service: str, **variables: str) -> "subprocess.CompletedProcess[str]":
 def test_a_refused_model_or_setting_is_status_2_and_one_line(text_model: Path):
     refused = start("encoder", ENCODER_MODEL=str(text_model))
     assert refused.returncode == 2
-    assert "tiny-llama" in refused.stderr and "Traceback" not in refused.stderr
+    assert "tiny-text" in refused.stderr and "Traceback" not in refused.stderr
     unknown = start("decoder", DECODER_MODEL=str(text_model), DECODER_PROT="1")
     assert unknown.returncode == 2 and "DECODER_PROT" in unknown.stderr
 
