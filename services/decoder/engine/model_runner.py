@@ -181,7 +181,8 @@ class ModelRunner:
             except torch.OutOfMemoryError:
                 raise
             except Exception:
-                logger.warning("%s: capture failed, these steps run eagerly", graphs, exc_info=True)
+                kind = type(graphs).__name__
+                logger.warning("%s: capture failed, these steps run eagerly", kind, exc_info=True)
             else:
                 self.graphs.insert(0, graphs)
 

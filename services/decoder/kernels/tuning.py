@@ -136,6 +136,7 @@ _GEMV = {
     ("linear_residual", 5120, 25600): (GemvConfig(4, 1024, 0, 2), GemvConfig(2, 2048, 0, 4)),
     ("linear", 151936, 5120): (GemvConfig(2, 8192, 0, 8), GemvConfig(1, 8192, 0, 4)),
 }
+_MEASURED_SMS = 132  # splits and CTAs per SM are those of a device with this many SMs
 # (N, K) → configuration of `split_k_partials`, the best sum of 16 and 64 tokens.
 _SPLIT_K = {
     (4096, 2048): SkinnyConfig(64, 128, 4, 1, 6, splits=2),
@@ -202,7 +203,10 @@ def pads_little(num_columns: int, tile: int) -> bool:
 
 def split_k_config(device: DeviceFacts, num_rows: int, num_columns: int) -> SkinnyConfig | None:
     """The configuration of `split_k_partials`; None: the shape does not divide into tiles."""
-    if device.num_sms == 132 and (found := _SPLIT_K.get((num_rows, num_columns))) is not None:
+    if (
+        device.num_sms == _MEASURED_SMS
+        and (found := _SPLIT_K.get((num_rows, num_columns))) is not None
+    ):
         return found
     return _best_fill(device, num_rows, num_columns, most_splits=8)
 
@@ -211,7 +215,10 @@ def skinny_swiglu_config(
     device: DeviceFacts, num_rows: int, num_columns: int
 ) -> SkinnyConfig | None:
     """The configuration of the skinny `linear_swiglu`; None: as above."""
-    if device.num_sms == 132 and (found := _SKINNY_SWIGLU.get((num_rows, num_columns))) is not None:
+    if (
+        device.num_sms == _MEASURED_SMS
+        and (found := _SKINNY_SWIGLU.get((num_rows, num_columns))) is not None
+    ):
         return found
     return _best_fill(device, num_rows, num_columns, most_splits=1)
 

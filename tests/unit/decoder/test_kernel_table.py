@@ -9,7 +9,7 @@ import torch
 from benchmarks import kernel_table
 from benchmarks.text_shapes import TEXT_SHAPES
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
-from services.common.nn.dispatch import UnknownOverride
+from services.common.nn.dispatch import TokenRange, UnknownOverride
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.kernels import plain, table, tuning
@@ -137,3 +137,32 @@ def test_a_kernel_that_fails_while_warming_up_is_replaced(
     found, _ = ops.for_tokens(3).norm_linear(None, x, norm, layer)
     assert torch.equal(found, expected) and len(asked) == 2
     assert ops.table.calls() == {("rms_norm", "plain"): 1, ("project", "linear"): 1}
+
+
+def test_a_kernel_that_fails_after_warming_up_is_an_error() -> None:
+    """The device may be broken: nothing computed on it is trusted, and the engine ends."""
+
+    def fails(x: torch.Tensor, layer: Linear) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access")
+
+    row: Row = Row("project", "broken", lambda _: fails)
+    ops = Ops(table.resolve(facts_of("2b", DeviceFacts("cpu")), rows=[row, *table.ROWS]))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        ops.for_tokens(3).project(torch.randn(3, 8), Linear(8, 4))
+
+
+def test_a_graph_chooses_its_own_kernels_and_counts_replays() -> None:
+    facts, made = facts_of("2b", DeviceFacts("cpu")), []
+    row: Row = Row(
+        "project", "many", lambda _: lambda x, layer: made.append("many") or layer(x),
+        tokens=lambda _: TokenRange(2, least_eager=2048),
+    )  # fmt: skip
+    ops = Ops(table.resolve(facts, rows=[row, *table.ROWS]))
+    x, layer = torch.randn(3, 8), Linear(8, 4)
+    ops.for_tokens(3).project(x, layer)
+    assert made == []
+    with ops.capturing() as calls:
+        ops.for_tokens(3).project(x, layer)
+    assert made == ["many"]
+    calls.num_replays += 5
+    assert ops.table.calls() == {("project", "linear"): 1, ("project", "many"): 5}
