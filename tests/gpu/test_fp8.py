@@ -5,9 +5,15 @@ quantized to the same values (exactly: the same divisions and roundings), so tha
 W8A8 is no larger.
 """
 
+import json
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.decoder_harness import Harness, write_tensors
+from tests.fp8_checkpoints import FORMATS, write
 from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
@@ -27,7 +33,6 @@ EPS = 1e-6
 
 def make(rows: int, columns: int, block: bool) -> Fp8Weight:
     """Scales differ by a factor of 4, so that a wrong one shows."""
-    # Beyond 448 a conversion gives NaN.
     values = (torch.randn(rows, columns, device=CUDA) * 100).clamp(-448, 448).to(E4M3)
     size = (-(-rows // 128), columns // 128) if block else (rows, 1)
     scale = torch.rand(size, device=CUDA) * 3e-4 + 1e-4
@@ -97,6 +102,59 @@ def test_fused_gemvs_agree_with_their_twins(num_tokens: int, block: bool) -> Non
     expected = residual + fp8.weight_only_linear(x, weight)
     fp8_kernels.gemv_add(x, weight, None, residual, **options())
     assert error(residual, expected) <= TOLERANCE
+
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6, "eos_token_id": 511, "tie_word_embeddings": False, "rope_theta": 1e6,
+}  # fmt: skip
+# Logits may be this much further from float32's, by relative L2, than with plain kernels. Two W8A8
+# computations need not be near each other: where they differ by a rounding to bf16, an activation
+# may become either of two neighbouring e4m3 values (0.14 between bf16 and float32 on a CPU, where
+# quantized activations make a difference of 0.12).
+FURTHER = 1.3
+
+
+def run(directory: Path, length: int, device: torch.device = CUDA, **options: object):
+    """The logits of a prompt in one step, and the calls of the dispatch table."""
+    options = {"max_model_len": 512} | options
+    with closing(Harness(directory, device=str(device), **options)) as harness:
+        sequence = harness.start(list(range(length)))
+        logits = harness.logits(harness.chunk(sequence)).float().cpu()
+        return logits, harness.runner._model.ops.table.calls()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("length", "used"),
+    [
+        (1, {("norm_linear", "fp8_gemv"), ("linear_residual", "fp8_gemv")}),
+        (40, {("project", "fp8_skinny_gemm")}),
+        (300, set()),
+    ],
+)
+def test_a_models_kernels_agree_with_plain_ones(
+    name: str, length: int, used: set, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For many tokens activations are quantized, in the plain run, too."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    write(write_tensors(source), tmp_path / name, name)
+    found, calls = run(tmp_path / name, length)
+    operation = "fp8_channel_linear" if "channel" in name else "fp8_block_linear"
+    if length > fp8.SKINNY_TOKENS:
+        if calls[operation, "scaled_mm"] + calls[operation, "triton_gemm"]:
+            monkeypatch.setattr(fp8, "weight_only_linear", fp8.w8a8_linear)
+    else:
+        assert used <= set(calls)
+    plain, plain_calls = run(tmp_path / name, length, kernels="plain")
+    assert plain_calls[operation, "plain"] == 4 * CONFIG["num_hidden_layers"]
+    monkeypatch.undo()
+    exact, _ = run(tmp_path / name, length, torch.device("cpu"))
+    assert error(found, exact) <= FURTHER * error(plain, exact) < 0.3
 
 
 def test_control_a_wrong_scale_is_seen() -> None:

@@ -1,7 +1,7 @@
 """FP8 checkpoints: our logits are those of Hugging Face's model with dequantized weights.
 
 Weight-only, in float32 on a CPU, the tolerance is that of unquantized models. Matrices have whole
-blocks or partial ones, and merged layers have shards that end inside a block.
+blocks or partial ones, and merged layers have parts that end inside a block.
 """
 
 from collections.abc import Callable, Iterator
@@ -363,7 +363,7 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[str, Te
             r"unexpected tensors: .*layers\.1\.self_attn\.o_proj\.weight_scale_inv$",
         ),
     ],
-    ids=["no-scale", "no-weight", "shape", "dtype", "mixed-shards", "dropped-scale"],
+    ids=["no-scale", "no-weight", "shape", "dtype", "mixed-parts", "dropped-scale"],
 )  # fmt: skip
 def test_files_that_do_not_fit_are_errors(odd: Quantized, change: Callable, message: str) -> None:
     directory, _ = odd.write("fp8-block", change=change)

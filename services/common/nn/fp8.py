@@ -41,7 +41,7 @@ class Fp8Weight:
     Attributes:
         values: `[N, K]` e4m3.
         scale: `[ceil(N / block_rows), ceil(K / block_columns)]` float32.
-        block_rows: rows per scale. 128 per block, or a divisor where the shards of a merged layer
+        block_rows: rows per scale. 128 per block, or a divisor where the parts of a merged layer
             are not multiples of 128 rows; 1 per channel.
         block_columns: columns per scale: 128 per block, K per channel.
     """
@@ -53,7 +53,7 @@ class Fp8Weight:
 
 
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """`[N, K]`: the product in float32, rounded once."""
+    """`[N, K]`: value times scale in float32, rounded once."""
     rows, columns = weight.values.shape
     scale = weight.scale.repeat_interleave(weight.block_rows, 0)[:rows]
     if weight.block_columns < columns:
@@ -155,7 +155,6 @@ class Fp8Linear:
 
     def __init__(self, spec: QuantizationSpec) -> None:
         self.weight_format = spec.format
-        self.operation = f"{spec.format}_linear"
         self.kernels: KernelTable | None = None  # None: weights are dequantized at each call
         rows, columns = spec.block_size
         if spec.format == "fp8_channel":
@@ -178,14 +177,14 @@ class Fp8Linear:
         return self._layouts
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        """Repeats block scales so that a scale covers rows of one shard only."""
+        """Repeats block scales so that a scale covers rows of one part only."""
         if self._block_rows(layer) == self._spec.block_size[0] or self._spec.format != "fp8_block":
             return
         block_rows, scales = self._block_rows(layer), []
-        for shard, _, (start, stop) in layer.regions(self._layouts[1]):
+        for part, _, (start, stop) in layer.regions(self._layouts[1]):
             repeats = self._spec.block_size[0] // block_rows
             scale = layer.weight_scale[start:stop].repeat_interleave(repeats, 0)
-            scales.append(scale[: -(-layer.shards[shard] // block_rows)])
+            scales.append(scale[: -(-layer.parts[part] // block_rows)])
         layer.weight_scale = nn.Parameter(torch.cat(scales), requires_grad=False)
 
     def weight(self, layer: Linear) -> Fp8Weight:
@@ -200,20 +199,11 @@ class Fp8Linear:
         if self.kernels is None or not has_kernels(weight):
             found = weight_only_linear(rows, weight)
         else:
-            found = self.kernels.call(self.operation, rows, weight)
+            found = self.kernels.call(f"{self.weight_format}_linear", rows, weight)
         return found.view(*x.shape[:-1], layer.out_features)
 
     def _block_rows(self, layer: Linear) -> int:
         if self._spec.format == "fp8_channel":
             return 1
-        *before_last, _ = layer.shards.values()
+        *before_last, _ = layer.parts.values()
         return math.gcd(self._spec.block_size[0], *before_last)
-
-
-def set_kernels(module: nn.Module, kernels: KernelTable) -> None:
-    """Quantized layers call the implementations of a table, where it has rows for their format."""
-    operations = {operation for operation, _, _ in kernels.rows()}
-    for layer in module.modules():
-        if isinstance(layer, Linear) and isinstance(layer.method, Fp8Linear):
-            is_there = layer.method.operation in operations
-            layer.method.kernels = kernels if is_there else None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from services.common.nn import cublaslt
+from services.common.nn.dispatch import KernelTable
 
 Dimension = Literal["out", "in"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -108,14 +109,14 @@ class TensorLayout:
             shape: of the whole tensor.
             size: matrix rows (`split` "out") or columns ("in") of the whole module.
             split: the matrix dimension that is divided among the ranks.
-            rank: which part, from 0.
-            world: how many parts.
+            rank: of the shard, from 0.
+            world: number of shards.
 
         Returns:
             A slice per dimension; a tensor without that dimension is whole on each rank.
 
         Raises:
-            ValueError: the parts are not equal, or cut through a block.
+            ValueError: shards would not be equal, or would cut through a block.
         """
         cuts = [slice(0, length) for length in shape]
         for index, axis in enumerate(self.axes):
@@ -136,9 +137,11 @@ class LinearMethod(Protocol):
 
     Attributes:
         weight_format: for dispatch tables: `plain`, `fp8_block` or `fp8_channel`.
+        kernels: the model's dispatch table, if it has rows for `<weight_format>_linear`.
     """
 
     weight_format: str
+    kernels: KernelTable | None
 
     def layouts(self, layer: "Linear") -> tuple[TensorLayout, ...]:
         """The tensors of each module, without the bias."""
@@ -161,6 +164,7 @@ class UnquantizedLinear:
     """`weight` `[out_features, in_features]` in the model's dtype."""
 
     weight_format = "plain"
+    kernels: KernelTable | None = None
 
     def layouts(self, layer: "Linear") -> tuple[TensorLayout, ...]:
         return (_WEIGHT,)
@@ -176,7 +180,7 @@ class Linear(nn.Module):
     """`y = x @ W.T + b`.
 
     Attributes:
-        shards: the checkpoint's modules whose rows follow each other here → their rows. A layer
+        parts: the checkpoint's modules whose rows follow each other here → their rows. A layer
             that is not merged has one, named "".
         method: of storing and applying the weights; the loader may change it before the parameters
             have memory (`set_method`).
@@ -194,12 +198,12 @@ class Linear(nn.Module):
         out_features: int,
         bias: bool = False,
         method: LinearMethod | None = None,
-        shards: Mapping[str, int] | None = None,
+        parts: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.shards = dict(shards or {"": out_features})
+        self.parts = dict(parts or {"": out_features})
         self._has_bias = bias
         self.set_method(method or UnquantizedLinear())
 
@@ -226,14 +230,14 @@ class Linear(nn.Module):
     def regions(
         self, layout: TensorLayout
     ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int]]]:
-        """For each shard: its name, its tensor's shape, and the first and last + 1 index that it
+        """For each part: its name, its tensor's shape, and the first and last + 1 index that it
         fills along the parameter's merged axis.
         """
         start = 0
-        for shard, rows in self.shards.items():
+        for part, rows in self.parts.items():
             shape = layout.shape(rows, self.in_features)
             stop = start + (1 if layout.merged_axis is None else shape[layout.merged_axis])
-            yield shard, shape, (start, stop)
+            yield part, shape, (start, stop)
             start = stop
 
     @property
@@ -268,7 +272,7 @@ class Linear(nn.Module):
 class MergedLinear(Linear):
     """Several modules of the same input as one GEMM.
 
-    Its parameters hold the shards one after the other. The shards are named as the checkpoint
+    Its parameters hold the parts one after the other. The parts are named as the checkpoint
     names them, so the loader knows where each comes from: with
     `self.qkv_proj = MergedLinear(hidden, {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024})` under
     `self_attn`, the rows of `self_attn.qkv_proj.weight` are `self_attn.q_proj.weight`,
@@ -278,8 +282,16 @@ class MergedLinear(Linear):
     def __init__(
         self,
         in_features: int,
-        shards: Mapping[str, int],
+        parts: Mapping[str, int],
         bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        super().__init__(in_features, sum(shards.values()), bias, method, shards)
+        super().__init__(in_features, sum(parts.values()), bias, method, parts)
+
+
+def set_kernels(module: nn.Module, kernels: KernelTable) -> None:
+    """Quantized layers call a dispatch table from now on, where it has rows for their format."""
+    operations = {operation for operation, _, _ in kernels.rows()}
+    for layer in module.modules():
+        if isinstance(layer, Linear) and f"{layer.weight_format}_linear" in operations:
+            layer.method.kernels = kernels

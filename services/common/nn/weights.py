@@ -18,7 +18,7 @@ dtype it gives them (rope frequencies must stay float32 in a bf16 model).
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,10 @@ __all__ = [
     "load_weights", "materialize",
 ]  # fmt: skip
 
+METHODS: Mapping[str, Callable[[QuantizationSpec], LinearMethod]] = {
+    "fp8_block": Fp8Linear,
+    "fp8_channel": Fp8Linear,
+}
 DUMMY_FINGERPRINT = "dummy"
 _DUMMY_ROWS = 8192  # at a time: values of other dtypes are drawn in float32
 
@@ -58,7 +62,7 @@ class WeightMap:
     ignored: frozenset[str] = frozenset()
 
     def checkpoint_name(self, name: str) -> str:
-        """The checkpoint's name for a parameter (or a shard of a merged one)."""
+        """The checkpoint's name for a parameter (or a part of a merged one)."""
         prefix = max((p for p in self.prefixes if name.startswith(p)), key=len, default=None)
         if prefix is None:
             raise KeyError(f"no prefix of the weight map fits parameter {name}")
@@ -129,7 +133,7 @@ def load_weights(
     spec = spec or CheckpointSpec(text_prefix="")
     quantization = spec.quantization
     if quantization is not None:
-        method = Fp8Linear(quantization)
+        method = METHODS[quantization.format](quantization)
         _set_methods(module, checkpoint, weight_map, quantization, method)
     sources = list(_sources(module, weight_map))
     _check(sources, checkpoint, weight_map, spec)
@@ -170,7 +174,7 @@ def load_dummy(
     """
     if quantization is not None:
         assert weight_map is not None
-        method = Fp8Linear(quantization)
+        method = METHODS[quantization.format](quantization)
         for path, layer in _replaceable(module):
             modules = _checkpoint_modules(path, layer, weight_map)
             if all(quantization.applies_to(name) for name in modules):
@@ -190,11 +194,11 @@ def load_dummy(
         elif parameter.dtype in FLOATS:
             parameter.data.normal_(mean, deviation, generator=generator)
         elif parameter.dtype.is_floating_point:
-            largest = torch.finfo(parameter.dtype).max  # beyond it, FP8 has NaN only
+            limit = torch.finfo(parameter.dtype).max  # above, some versions of torch give NaN
             for rows in parameter.data.split(_DUMMY_ROWS):
                 wide = torch.empty(rows.shape, device=device)
                 wide.normal_(mean, deviation, generator=generator)
-                rows.copy_(wide.clamp_(-largest, largest))
+                rows.copy_(wide.clamp_(-limit, limit))
         else:
             raise CheckpointError(f"no dummy values for {name} of dtype {parameter.dtype}")
     _process(module)
@@ -267,19 +271,19 @@ def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def _checkpoint_modules(path: str, layer: Linear, weight_map: WeightMap) -> list[str]:
-    """The checkpoint's names for a layer's shards."""
+    """The checkpoint's names for a layer's parts."""
     return [
-        weight_map.checkpoint_name(_shard_path(path, shard) + ".weight").removesuffix(".weight")
-        for shard in layer.shards
+        weight_map.checkpoint_name(_part_path(path, part) + ".weight").removesuffix(".weight")
+        for part in layer.parts
     ]
 
 
-def _shard_path(path: str, shard: str) -> str:
-    """A shard of a merged layer stands beside it in the checkpoint."""
-    if not shard:
+def _part_path(path: str, part: str) -> str:
+    """A part of a merged layer stands beside it in the checkpoint."""
+    if not part:
         return path
     parent = path.rpartition(".")[0]
-    return f"{parent}.{shard}" if parent else shard
+    return f"{parent}.{part}" if parent else part
 
 
 class _Copier:
@@ -365,8 +369,8 @@ def _sources(module: nn.Module, weight_map: WeightMap) -> Iterator[_Source]:
                 continue
             assert isinstance(child, Linear)
             layout = layouts[name]
-            for shard, part_shape, (start, stop) in child.regions(layout):
-                source = weight_map.checkpoint_name(f"{_shard_path(path, shard)}.{layout.name}")
+            for part, part_shape, (start, stop) in child.regions(layout):
+                source = weight_map.checkpoint_name(f"{_part_path(path, part)}.{layout.name}")
                 axis = layout.merged_axis or 0
                 if layout.merged_axis is None:
                     start, stop = 0, shape[0]

@@ -14,8 +14,7 @@ from torch import nn
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
 from services.common.nn.dispatch import parse_overrides
-from services.common.nn.fp8 import set_kernels
-from services.common.nn.linear import Linear
+from services.common.nn.linear import Linear, set_kernels
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes

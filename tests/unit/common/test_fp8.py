@@ -27,18 +27,18 @@ class Model(nn.Module):
 
 
 def make(directory: Path, rows: dict[str, int], columns: int, name: str) -> dict[str, Tensor]:
-    """Writes one module per shard; returns what their files hold."""
+    """Writes one module per part; returns what their files hold."""
     torch.manual_seed(0)
     spec, block = FORMATS[name]
     files: dict[str, Tensor] = {}
-    for shard, count in rows.items():
-        files[f"{shard}.bias"] = torch.randn(count)
+    for part, count in rows.items():
+        files[f"{part}.bias"] = torch.randn(count)
         weight = torch.randn(count, columns)
         if spec is None:
-            files[f"{shard}.weight"] = weight
+            files[f"{part}.weight"] = weight
         else:
-            files[f"{shard}.weight"], scale = quantize(weight, block)
-            files[f"{shard}.{spec.scale_name}"] = scale
+            files[f"{part}.weight"], scale = quantize(weight, block)
+            files[f"{part}.{spec.scale_name}"] = scale
     save_file(files, directory / "model.safetensors")
     return files
 
@@ -53,11 +53,11 @@ def load(directory: Path, rows: dict[str, int], columns: int, name: str, dtype: 
     return model.merged
 
 
-def meant(files: dict[str, Tensor], shard: str, name: str) -> Tensor:
+def meant(files: dict[str, Tensor], part: str, name: str) -> Tensor:
     spec, block = FORMATS[name]
     if spec is None:
-        return files[f"{shard}.weight"]
-    return unpack(files[f"{shard}.weight"], files[f"{shard}.{spec.scale_name}"], block)
+        return files[f"{part}.weight"]
+    return unpack(files[f"{part}.weight"], files[f"{part}.{spec.scale_name}"], block)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,14 +71,14 @@ def meant(files: dict[str, Tensor], shard: str, name: str) -> Tensor:
         ({"q": 128, "k": 3, "v": 128}, 128),
     ],
 )
-def test_merged_layers_keep_the_scales_of_each_shard(
+def test_merged_layers_keep_the_scales_of_each_part(
     tmp_path: Path, rows: dict[str, int], columns: int, name: str, dtype: torch.dtype
 ) -> None:
     files = make(tmp_path, rows, columns, name)
     layer = load(tmp_path, rows, columns, name, dtype)
     assert layer.weight.dtype == E4M3 and layer.weight_scale.dtype == torch.float32
     assert layer.bias.dtype == dtype
-    whole = torch.cat([meant(files, shard, name) for shard in rows])
+    whole = torch.cat([meant(files, part, name) for part in rows])
     assert fp8.dequantize(layer.method.weight(layer), torch.float32).equal(whole)
     x, bias = torch.randn(7, columns).to(dtype), torch.cat([files[f"{s}.bias"] for s in rows])
     expected = F.linear(x, whole.to(dtype)) + bias.to(dtype)
@@ -124,7 +124,7 @@ def test_shards_of_ranks_add_up_to_the_layer(tmp_path: Path, name: str, world: i
         _cut(files, tmp_path / f"in{rank}", whole, "in", rank, world)
         layer = load(tmp_path / f"in{rank}", rows, columns // world, name, torch.float32)
         by_columns.append(layer(x.chunk(world, -1)[rank]) - layer.bias)
-    found = torch.cat([torch.cat(of_shard, -1) for of_shard in zip(*by_rows, strict=True)], -1)
+    found = torch.cat([torch.cat(of_part, -1) for of_part in zip(*by_rows, strict=True)], -1)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-5)
     total = torch.stack(by_columns).sum(0) + whole.bias
     torch.testing.assert_close(total, expected, atol=1e-3, rtol=1e-5)
@@ -136,9 +136,9 @@ def _cut(
     """Writes what a rank holds."""
     cut = {}
     for layout in layer.layouts():
-        for shard, shape, _ in layer.regions(layout):
-            key = f"{shard}.{layout.name}"
-            size = layer.shards[shard] if split == "out" else layer.in_features
+        for part, shape, _ in layer.regions(layout):
+            key = f"{part}.{layout.name}"
+            size = layer.parts[part] if split == "out" else layer.in_features
             cut[key] = files[key][layout.shard(shape, size, split, rank, world)].contiguous()
     directory.mkdir()
     save_file(cut, directory / "model.safetensors")

@@ -130,7 +130,7 @@ def test_long_lists_of_names_are_capped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [
         lambda path: path.unlink(),
         lambda path: path.write_bytes(b"short"),
@@ -139,9 +139,9 @@ def test_long_lists_of_names_are_capped(tmp_path: Path) -> None:
     ],
     ids=["missing", "short", "garbage", "truncated"],
 )
-def test_a_spoilt_file_is_an_error_that_names_it(tmp_path: Path, spoil) -> None:
+def test_a_corrupt_file_is_an_error_that_names_it(tmp_path: Path, corrupt) -> None:
     save(tmp_path, tensors())
-    spoil(tmp_path / "model.safetensors")
+    corrupt(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         load(tmp_path)
 
