@@ -144,17 +144,14 @@ def tune(shapes: list[tuple[int, int]], facts: DeviceFacts) -> None:
     for rows, columns in shapes:
         weight = make(rows, columns, block=True)
         cold = copies(weight)
-        for num_tokens in (1, 2, 4, 16, 64):
+        for num_tokens in (1, 2, 4, 16, 32, 64):
             x = torch.randn(num_tokens, columns, device="cuda").bfloat16()
             found: list[tuple[float, object]] = []
             for config in _configs(rows, columns, num_tokens):
                 if isinstance(config, GemvConfig):
                     call = partial(fp8_kernels.gemv, x, pdl=facts.supports_pdl, config=config)
                 else:
-                    call = partial(
-                        fp8_kernels.skinny_gemm, x, num_sms=facts.num_sms,
-                        pdl=facts.supports_pdl, config=config,
-                    )  # fmt: skip
+                    call = partial(fp8_kernels.skinny_gemm, x, device=facts, config=config)
                 try:
                     found.append((time_us(call, cold), config))
                 except Exception as problem:  # out of shared memory
@@ -166,9 +163,9 @@ def tune(shapes: list[tuple[int, int]], facts: DeviceFacts) -> None:
 
 def _configs(rows: int, columns: int, num_tokens: int) -> list[GemvConfig | SkinnyConfig]:
     found: list[GemvConfig | SkinnyConfig] = []
-    if num_tokens <= fp8.GEMV_TOKENS:
+    if num_tokens <= 2:
         found += [GemvConfig(high, warps) for high in (2, 4, 8) for warps in (4, 8)]
-    if num_tokens in (1, 4, 16, 64):
+    if num_tokens != 1:
         found += [
             SkinnyConfig(high, splits, stages)
             for high in (64, 128) for splits in (1, 2, 4, 8) for stages in (4, 6)

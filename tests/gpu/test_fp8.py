@@ -131,7 +131,7 @@ def run(directory: Path, length: int, device: torch.device = CUDA, **options: ob
     ("length", "used"),
     [
         (1, {("norm_linear", "fp8_gemv"), ("linear_residual", "fp8_gemv")}),
-        (40, {("project", "fp8_skinny_gemm")}),
+        (20, {("project", "fp8_skinny_gemm")}),
         (300, set()),
     ],
 )

@@ -2,8 +2,8 @@
 
 | name         | tokens | computes    | how                                                        |
 |--------------|--------|-------------|------------------------------------------------------------|
-| gemv         | 1-4    | weight-only | a CTA holds whole rows in registers                        |
-| skinny_gemm  | 5-64   | weight-only | split-K; values become bf16 in registers, for tensor cores |
+| gemv         | 1      | weight-only | a CTA holds whole rows in registers                        |
+| skinny_gemm  | 2-32   | weight-only | split-K; values become bf16 in registers, for tensor cores |
 | scaled_mm    | any    | W8A8        | activations are quantized, then cuBLAS or CUTLASS          |
 | triton_gemm  | any    | W8A8        | the same by a kernel of ours, where cuBLAS has no blocks   |
 | plain        | any    | weight-only | dequantizes the whole weight, then `F.linear`              |
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from services.common.nn.device import DeviceFacts
 from services.common.nn.fp8 import BLOCK, Fp8Weight
 
 _MAX_SPLITS = 8
@@ -52,22 +53,36 @@ class SkinnyConfig:
 
 
 def gemv_config(columns: int, num_tokens: int) -> GemvConfig:
-    """To be confirmed by `benchmarks/fp8.py --tune` on each class of GPUs."""
-    if num_tokens == 1:
-        return GemvConfig(8 if columns <= 4096 else 4, 8)
-    return GemvConfig(4 if columns <= 8192 else 2, 8)
+    """By `benchmarks/fp8.py --tune` on an H200, 8B shapes."""
+    if num_tokens > 2:
+        return GemvConfig(4 if columns <= 8192 else 2, 8)
+    return GemvConfig(8, 4) if columns <= 4096 else GemvConfig(4, 8)
 
 
-def skinny_config(num_rows: int, columns: int, num_sms: int) -> SkinnyConfig:
-    """Splits K until every SM has two CTAs, where K divides."""
+def skinny_config(
+    num_tokens: int, num_rows: int, columns: int, device: DeviceFacts
+) -> SkinnyConfig:
+    """By `benchmarks/fp8.py --tune` on an H200, 8B shapes: K is split while most SMs get no second
+    CTA by that; fewer stages where some SMs get one, so that two fit.
+    """
     rows, splits = 64, 1
+    tiles = -(-num_rows // rows)
     while (
         splits < _MAX_SPLITS
-        and triton.cdiv(num_rows, rows) * splits * 2 <= 2 * num_sms
+        and tiles * splits * 2 <= 1.5 * device.num_sms
         and columns % (splits * 2 * BLOCK) == 0
     ):
         splits *= 2
-    return SkinnyConfig(rows, splits, 5)
+    is_uneven = device.num_sms < tiles * splits <= 2 * device.num_sms
+    # A stage holds bytes of the weight and 16-bit inputs; beside them, one tile is unpacked.
+    stage_bytes = rows * BLOCK + _padded(num_tokens) * BLOCK * 2 + 64
+    fitting = (device.shared_memory_bytes - rows * BLOCK * 2) // stage_bytes
+    return SkinnyConfig(rows, splits, min(4 if is_uneven else 6, fitting))
+
+
+def _padded(num_tokens: int) -> int:
+    """Tensor cores want 16 at least, and a power of two."""
+    return max(16, triton.next_power_of_2(num_tokens))
 
 
 def gemv(x: Tensor, weight: Fp8Weight, *, pdl: bool, config: GemvConfig | None = None) -> Tensor:
@@ -134,17 +149,17 @@ def _launch_gemv(
 
 
 def skinny_gemm(
-    x: Tensor, weight: Fp8Weight, *, num_sms: int, pdl: bool, config: SkinnyConfig | None = None
+    x: Tensor, weight: Fp8Weight, *, device: DeviceFacts, config: SkinnyConfig | None = None
 ) -> Tensor:
     """`[T, K]` → `[T, N]`, weight-only, for up to 64 tokens."""
-    partials = split_k_partials(x, weight, num_sms=num_sms, pdl=pdl, config=config)
+    partials = split_k_partials(x, weight, device=device, config=config)
     if partials.dim() == 2:
         return partials
     out = x.new_empty(partials.shape[1:])
     size = out.numel()
     _reduce_split_k_kernel[(triton.cdiv(size, 1024),)](
-        partials, out, size, SPLITS=len(partials), SIZE=1024, PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
+        partials, out, size, SPLITS=len(partials), SIZE=1024, PDL=device.supports_pdl,
+        num_warps=4, launch_pdl=device.supports_pdl,
     )  # fmt: skip
     return out
 
@@ -154,8 +169,7 @@ def split_k_partials(
     weight: Fp8Weight,
     bias: Tensor | None = None,
     *,
-    num_sms: int,
-    pdl: bool,
+    device: DeviceFacts,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
     """Split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not
@@ -163,19 +177,20 @@ def split_k_partials(
     """
     num_tokens, columns = x.shape
     num_rows = len(weight.values)
-    config = config or skinny_config(num_rows, columns, num_sms)
+    config = config or skinny_config(num_tokens, num_rows, columns, device)
     if config.splits == 1:
         out = x.new_empty(num_tokens, num_rows)
     else:
         size = config.splits, num_tokens, num_rows
         out = torch.empty(size, dtype=torch.float32, device=x.device)
-    is_native, values = _values(weight)
+    is_packed, values = _packed(weight)
     _skinny_kernel[(triton.cdiv(num_rows, config.rows), config.splits)](
         x, values, weight.scale, bias, out, num_tokens, num_rows, columns,
-        TOKENS=max(16, triton.next_power_of_2(num_tokens)), ROWS=config.rows, COLUMNS=BLOCK,
+        TOKENS=_padded(num_tokens), ROWS=config.rows, COLUMNS=BLOCK,
         SPAN=columns // config.splits, STAGES=config.stages, BLOCK_ROWS=weight.block_rows,
-        SCALE_COLUMNS=weight.scale.shape[1], BIAS=bias is not None, NATIVE=is_native, PDL=pdl,
-        num_warps=config.warps, launch_pdl=pdl,
+        SCALE_COLUMNS=weight.scale.shape[1], BIAS=bias is not None, PACKED=is_packed,
+        PURE=device.capability[0] == 10, PDL=device.supports_pdl,
+        num_warps=config.warps, launch_pdl=device.supports_pdl,
     )  # fmt: skip
     return out
 
@@ -254,6 +269,12 @@ def _values(weight: Fp8Weight) -> tuple[bool, Tensor]:
     return is_native, weight.values if is_native else weight.values.view(torch.uint8)
 
 
+def _packed(weight: Fp8Weight) -> tuple[bool, Tensor]:
+    """Whether assembly unpacks the values, and the values; as bytes where it does."""
+    is_packed = weight.values.is_cuda
+    return is_packed, weight.values.view(torch.uint8) if is_packed else weight.values
+
+
 @triton.jit
 def _widen(values, NATIVE: tl.constexpr):
     """e4m3 as float16, exactly. Bytes: sign and exponent move to float16's places, whose bias is 8
@@ -264,6 +285,54 @@ def _widen(values, NATIVE: tl.constexpr):
     else:
         bits = values.to(tl.uint16)
         wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return wide
+
+
+def _unpack_assembly(shift: int, factor: int, dtype: str) -> str:
+    """PTX that makes two registers of two 16-bit floats from four e4m3 bytes, exactly.
+
+    A byte becomes the upper half of 16 bits. Its sign stays, exponent and mantissa move `shift`
+    bits down to their places; `factor`, a power of two, corrects for the exponent's bias, and makes
+    normal numbers of subnormal ones. Ten instructions for four values: the conversions that Triton
+    emits handle 12 values per clock and SM, far below the memory's rate.
+    """
+    halves = [
+        f"""
+        prmt.b32 bytes, $2, 0, {selector};
+        and.b32 value, bytes, 0x7f007f00;
+        shr.b32 value, value, {shift};
+        lop3.b32 value, bytes, 0x80008000, value, 0xEA;
+        fma.rn.{dtype} ${index}, value, factor, zero;"""
+        for index, selector in enumerate(("0x1404", "0x3424"))
+    ]
+    return f"""{{
+        .reg .b32 bytes, value, factor, zero;
+        mov.b32 factor, {factor:#06x}{factor:04x};
+        mov.b32 zero, 0x80008000;{"".join(halves)}
+        }}"""
+
+
+# 2^120 and 2^8: the difference of the exponents' biases.
+_TO_BF16 = tl.constexpr(_unpack_assembly(4, 0x7B80, "bf16x2"))
+_TO_F16 = tl.constexpr(_unpack_assembly(1, 0x5C00, "f16x2"))
+
+
+@triton.jit
+def _unpack(values, dtype: tl.constexpr, PURE: tl.constexpr):
+    """Bytes of e4m3 as bfloat16 or float16.
+
+    If the assembly is declared pure, the compiler moves it behind the change to the tensor cores'
+    layout, where a thread loads two bytes at a time. For Blackwell's data center GPUs it fails to
+    pipeline a loop with impure assembly.
+    """
+    if dtype == tl.float16:
+        wide = tl.inline_asm_elementwise(
+            _TO_F16, "=r,=r,r", [values], dtype=tl.float16, is_pure=PURE, pack=4
+        )
+    else:
+        wide = tl.inline_asm_elementwise(
+            _TO_BF16, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=PURE, pack=4
+        )
     return wide
 
 
@@ -339,13 +408,12 @@ def _skinny_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     token, column = tl.arange(0, TOKENS), split * SPAN + tl.arange(0, COLUMNS)
     is_row, is_token = row < num_rows, (token < num_tokens)[:, None]
-    UNIT: tl.constexpr = 1.0 if NATIVE else 256.0
     weights = weight_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     inputs = x_ptr + token[:, None] * num_columns + column[None, :]
     if BLOCK_ROWS > 1:  # all rows are of one block
@@ -359,13 +427,15 @@ def _skinny_kernel(
     for at in tl.range(0, SPAN, COLUMNS, num_stages=STAGES):
         values = tl.load(weights + at, mask=is_row[:, None], other=0.0)
         x = tl.load(inputs + at, mask=is_token, other=0.0)
-        weight = _widen(values, NATIVE).to(x.dtype)
+        # The interpreter has no assembly.
+        weight = _unpack(values, x.dtype, PURE) if PACKED else values.to(tl.float32)
+        weight = weight.to(x.dtype)
         if BLOCK_ROWS > 1:
-            sums += tl.dot(weight, tl.trans(x)) * (tl.load(scales + at // 128) * UNIT)
+            sums += tl.dot(weight, tl.trans(x)) * tl.load(scales + at // 128)
         else:
             sums = tl.dot(weight, tl.trans(x), sums)
     if BLOCK_ROWS == 1:
-        sums *= (tl.load(scale_ptr + row, mask=is_row, other=0.0) * UNIT)[:, None]
+        sums *= tl.load(scale_ptr + row, mask=is_row, other=0.0)[:, None]
     if BIAS:
         bias = tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
         sums += tl.where(split == 0, bias, 0.0)[:, None]

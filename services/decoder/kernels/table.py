@@ -287,13 +287,11 @@ def _fp8_residual(facts: KernelFacts) -> Kernel:
 def _fp8_project(facts: KernelFacts) -> Kernel:
     from services.common.nn import fp8_kernels
 
-    num_sms, supported = facts.device.num_sms, facts.device.supports_pdl
-
     def project(x: Tensor, layer: Linear) -> Tensor:
         if not isinstance(layer.method, Fp8Linear):
             return layer(x)
         weight = layer.method.weight(layer)
-        return fp8_kernels.split_k_partials(x, weight, layer.bias, num_sms=num_sms, pdl=supported)
+        return fp8_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
 
     return project
 
@@ -439,7 +437,7 @@ ROWS: Sequence[Row] = (
     ),
     Row(
         "norm_linear", "fp8_gemv", lambda facts: _fp8_norm_linear(facts, "norm"),
-        _FUSED_FP8, _tokens(1, tuning.GEMV_TOKENS),
+        _FUSED_FP8, _tokens(1, fp8.GEMV_TOKENS),
     ),
     Row("norm_linear", "unfused", _unfused),
     Row(
@@ -448,7 +446,7 @@ ROWS: Sequence[Row] = (
     ),
     Row(
         "norm_swiglu", "fp8_gemv", lambda facts: _fp8_norm_linear(facts, "norm_swiglu"),
-        _FUSED_FP8, _tokens(1, tuning.GEMV_TOKENS),
+        _FUSED_FP8, _tokens(1, fp8.GEMV_TOKENS),
     ),
     Row("norm_swiglu", "unfused", _unfused),
     Row(
@@ -462,7 +460,7 @@ ROWS: Sequence[Row] = (
     ),
     Row(
         "linear_residual", "fp8_gemv", _fp8_residual, _needs(_FUSED_FP8, _one_rank),
-        _tokens(1, tuning.GEMV_TOKENS),
+        _tokens(1, fp8.GEMV_TOKENS),
     ),
     Row("linear_residual", "unfused", _unfused),
     Row(

@@ -10,11 +10,13 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from services.common.nn import fp8, fp8_kernels
+from services.common.nn.device import DeviceFacts
 from services.common.nn.fp8 import Fp8Weight
 from services.common.nn.layers import rms_norm, silu_and_mul
 from tests.fp8_checkpoints import quantize
 
 EPS = 1e-6
+DEVICE = DeviceFacts("cuda", num_sms=8, shared_memory_bytes=1 << 17)  # K is split
 _convert = interpreter._convert_float
 
 
@@ -38,7 +40,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 def check_weight_only(num_tokens: int, rows: int, columns: int, block: bool) -> None:
     weight, x = make(rows, columns, block), torch.randn(num_tokens, columns)
     expected = fp8.weight_only_linear(x, weight)
-    close(fp8_kernels.skinny_gemm(x, weight, num_sms=4, pdl=False), expected)
+    close(fp8_kernels.skinny_gemm(x, weight, device=DEVICE), expected)
     if num_tokens > 4:
         return
     close(fp8_kernels.gemv(x, weight, pdl=False), expected)
@@ -47,7 +49,7 @@ def check_weight_only(num_tokens: int, rows: int, columns: int, block: bool) -> 
     for bias in (None, torch.randn(rows)):
         added = torch.zeros(rows) if bias is None else bias
         close(fp8_kernels.norm_gemv(x, norm, EPS, weight, bias, pdl=False), normed + added)
-        partials = fp8_kernels.split_k_partials(x, weight, bias, num_sms=4, pdl=False)
+        partials = fp8_kernels.split_k_partials(x, weight, bias, device=DEVICE)
         close(partials.view(-1, num_tokens, rows).sum(0), expected + added)
         if rows % 256 == 0:
             found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, bias, pdl=False)

@@ -28,6 +28,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
         fp8_kernels, "_values",
         lambda w: (is_native, w.values if is_native else w.values.view(torch.uint8)),
     )  # fmt: skip
+    monkeypatch.setattr(fp8_kernels, "_packed", lambda w: (True, w.values.view(torch.uint8)))
     return facts
 
 
@@ -44,7 +45,7 @@ def test_what_the_table_picks_compiles_and_fits(device: DeviceFacts, block: bool
     options = {"pdl": device.supports_pdl}
     launches = []
     with compiled_launches(device) as found:
-        for num_tokens in (1, fp8.GEMV_TOKENS, fp8.SKINNY_TOKENS):
+        for num_tokens in (1, 2, fp8.SKINNY_TOKENS):
             x = torch.empty(num_tokens, columns, dtype=torch.bfloat16)
             table.call(operation, x, weight)
         x = torch.empty(1008, columns, dtype=torch.bfloat16)
@@ -76,6 +77,59 @@ def test_fused_gemvs_compile(device: DeviceFacts) -> None:
 
 
 @pytest.mark.parametrize(
+    ("assembly", "dtype"),
+    [(fp8_kernels._TO_BF16, torch.bfloat16), (fp8_kernels._TO_F16, torch.float16)],
+)
+def test_the_assembly_unpacks_every_value_exactly(assembly, dtype: torch.dtype) -> None:
+    values = torch.arange(256, dtype=torch.uint8)
+    values[values & 0x7F == 0x7F] = 0  # NaN, which a checkpoint has not
+    words = values.view(torch.int32).tolist()
+    found = [half for word in words for half in run_assembly(assembly.value, word, dtype)]
+    assert torch.tensor(found).equal(values.view(E4M3).float())
+
+
+def run_assembly(text: str, word: int, dtype: torch.dtype) -> list[float]:
+    """Runs the instructions on one register of four bytes; four results."""
+    registers: dict[str, int] = {"$2": word & 0xFFFFFFFF}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    def halves(bits: int) -> torch.Tensor:
+        pair = torch.tensor([bits & 0xFFFF, bits >> 16], dtype=torch.int32)
+        return pair.to(torch.uint16).view(dtype).double()
+
+    for line in text.strip("{} \n").split(";"):
+        code, _, operands = line.strip().partition(" ")
+        if not operands or code == ".reg":
+            continue
+        target, *names = [name.strip() for name in operands.split(",")]
+        given = [value(name) for name in names]
+        match code:
+            case "mov.b32":
+                registers[target] = given[0]
+            case "prmt.b32":
+                source = given[0].to_bytes(4, "little") + given[1].to_bytes(4, "little")
+                chosen = [source[given[2] >> 4 * index & 7] for index in range(4)]
+                registers[target] = int.from_bytes(bytes(chosen), "little")
+            case "and.b32":
+                registers[target] = given[0] & given[1]
+            case "shr.b32":
+                registers[target] = given[0] >> given[1]
+            case "lop3.b32":
+                assert given[3] == (0xF0 & 0xCC) | 0xAA, "(a & b) | c"
+                registers[target] = given[0] & given[1] | given[2]
+            case "fma.rn.bf16x2" | "fma.rn.f16x2":
+                exact = halves(given[0]) * halves(given[1]) + halves(given[2])
+                assert exact.to(dtype).double().equal(exact)
+                bits = exact.to(dtype).view(torch.uint16).to(torch.int32)
+                registers[target] = int(bits[0]) | int(bits[1]) << 16
+            case _:
+                raise ValueError(line)
+    return [float(half) for index in range(2) for half in halves(registers[f"${index}"])]
+
+
+@pytest.mark.parametrize(
     ("name", "block", "channel"),
     [
         ("h200", ["gemv", "skinny_gemm", "scaled_mm"], ["gemv", "skinny_gemm", "scaled_mm"]),
@@ -89,6 +143,8 @@ def test_the_table_picks_by_device_and_tokens(
 ) -> None:
     table = table_of(KNOWN_DEVICES[name])
     for operation, expected in (("fp8_block_linear", block), ("fp8_channel_linear", channel)):
-        assert [table.choose(operation, tokens).name for tokens in (1, 64, 1008)] == expected
+        assert [
+            table.choose(operation, tokens).name for tokens in (1, fp8.SKINNY_TOKENS, 1008)
+        ] == expected
     on_cpu = table_of(DeviceFacts("cpu"))
     assert on_cpu.choose("fp8_block_linear", 1).name == "plain"
