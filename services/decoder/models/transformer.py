@@ -298,7 +298,7 @@ def shard(model: Transformer, rank: int, num_ranks: int) -> dict[str, Tensor]:
             parts: list[Tensor] = []
             for part, shape, (start, stop) in layer.regions(layout):
                 region = whole if axis is None else whole.narrow(axis, start, stop - start)
-                size = layer.shards[part] if layer.split == "out" else layer.in_features
+                size = layer.parts[part] if layer.split == "out" else layer.in_features
                 parts.append(region[layout.shard(shape, size, layer.split, rank, num_ranks)])
             found[name] = parts[0] if axis is None else torch.cat(parts, dim=axis)
     if model.lm_head is None:
