@@ -82,7 +82,7 @@ def skinny_config(
 
 def _padded(num_tokens: int) -> int:
     """Tensor cores want 16 at least, and a power of two."""
-    return max(16, triton.next_power_of_2(num_tokens))
+    return max(16, 1 << (num_tokens - 1).bit_length())
 
 
 def gemv(x: Tensor, weight: Fp8Weight, *, pdl: bool, config: GemvConfig | None = None) -> Tensor:
