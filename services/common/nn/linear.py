@@ -30,9 +30,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
-    """`residual += x @ weight.T + bias` as one kernel, where that takes less time than a product
-    and a sum; else False, and nothing is done. It is as exact as these; whether the product is
-    rounded before it is added is the library's business.
+    """`residual += x @ weight.T + bias` as one kernel, where that takes less time than a GEMM and
+    an addition; else False, and nothing is done. It is as exact as these; whether the GEMM's result
+    is rounded before it is added is the library's business.
 
     Args:
         x: `[T, K]`.
