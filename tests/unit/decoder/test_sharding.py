@@ -68,7 +68,6 @@ def logits(model: Transformer, text: TextSpec) -> Tensor:
         cu_query_lens=np.array([0, TOKENS], np.int32),
         seq_lens=np.array([TOKENS], np.int32),
         slot_mapping=torch.arange(TOKENS),
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
         block_ids=torch.arange(blocks, dtype=torch.int32),
         seq_lens_device=torch.tensor([TOKENS], dtype=torch.int32),
     )
