@@ -55,7 +55,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         ModelSpecError: the model directory cannot be served.
         SettingsError: the model takes images, and no encoder address is set.
     """
-    spec = read_spec(settings.model)
+    spec, max_images = read_spec(settings.model), settings.max_images_per_request
     if spec.vision is not None and not settings.encoders:
         raise SettingsError(
             f"GATEWAY_ENCODER_ADDRESSES: needed, because {spec.architecture} takes images"
@@ -71,14 +71,12 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     # A text model has no encoders; addresses that are set are not used.
     encoders = EncoderPool(settings.encoders if spec.vision is not None else ())
     decoders = DecoderPool(settings.decoders)
-    metrics.healthy_pods.labels("encoder").set_function(encoders.num_healthy)
-    metrics.healthy_pods.labels("decoder").set_function(decoders.num_healthy)
+    for kind, pool in (("encoder", encoders), ("decoder", decoders)):
+        metrics.healthy_pods.labels(kind).set_function(pool.num_healthy)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
-        prompts=PromptBuilder(
-            spec, tokenizer, template, max_images=settings.max_images_per_request
-        ),
+        prompts=PromptBuilder(spec, tokenizer, template, max_images=max_images),
         images=images,
         defaults=SamplingDefaults.of_model(spec),
         encoders=encoders,
@@ -87,7 +85,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         request_timeout_s=settings.request_timeout_s,
     )
     admission = Admission(settings.max_concurrent_requests)
-    warm_up = _warm_up(service, warm_up_rounds, images=settings.max_images_per_request > 0)
+    warm_up = _warm_up(service, warm_up_rounds, images=max_images > 0)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:

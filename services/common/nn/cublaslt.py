@@ -36,10 +36,12 @@ _TILE_IDS = {
 _FEATURES = 128  # of a tile
 _TILES = range(64, 169, 8)  # tokens; with more, a tile's end is not hidden behind the next one
 _END = 12  # what the end of a tile costs, in tokens
-# Measured on an H200: with fewer tokens cuBLAS' choice is better, and so it is where its large
-# tiles fill their waves and a long sum hides what they cost at their end.
-_LEAST_TOKENS, _LONG_SUM = 832, 2048
-_LARGE_TILE, _FULL = 128 * 256, 0.9
+# Measured on an H200: with fewer tokens cuBLAS' choice is better, and so it is where a long sum
+# hides the epilogue of its large tiles and these fill enough of their waves. Sums of medium length
+# are faster with tiles of our choice where many tokens keep the GPU at its power limit.
+_LEAST_TOKENS, _MEDIUM_SUM, _LONG_SUM = 832, 2048, 4096
+_POWER_LIMITED_TOKENS = 2048
+_LARGE_TILE, _LONG_FILL, _MEDIUM_FILL = 128 * 256, 0.9, 0.7
 _MAX_KEPT = 4096
 _WORKSPACE_BYTES = 256  # for the tile counters of kernels that schedule tiles dynamically
 
@@ -97,15 +99,20 @@ def tile_tokens(
     """
     if not are_many(num_tokens):
         return 0
-    is_long = num_columns > _LONG_SUM and not adds_both
-    if is_long and _fills_large_tiles(num_tokens, num_rows, num_sms):
-        return 0
+    if not adds_both and num_columns > _MEDIUM_SUM:
+        fill = _large_tile_fill(num_tokens, num_rows, num_sms)
+        if num_columns > _LONG_SUM:
+            if fill >= _LONG_FILL:
+                return 0
+        elif num_tokens < _POWER_LIMITED_TOKENS and fill >= _MEDIUM_FILL:
+            return 0
     return _cheapest_tile(num_tokens, num_rows, num_sms)
 
 
-def _fills_large_tiles(num_tokens: int, num_rows: int, num_sms: int) -> bool:
+def _large_tile_fill(num_tokens: int, num_rows: int, num_sms: int) -> float:
+    """Share of the SMs that cuBLAS' large tiles keep busy."""
     tiles = -(-num_tokens * num_rows // _LARGE_TILE)
-    return tiles / (-(-tiles // num_sms) * num_sms) >= _FULL
+    return tiles / (-(-tiles // num_sms) * num_sms)
 
 
 @functools.lru_cache(_MAX_KEPT)

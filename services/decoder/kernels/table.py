@@ -196,6 +196,10 @@ def _swiglu_gemm_tokens(facts: KernelFacts) -> TokenRange:
     )
 
 
+def _fp8_skinny_tokens(facts: KernelFacts) -> TokenRange:
+    return TokenRange(1, fp8.skinny_tokens(f"{facts.weight_format}_linear", facts.device))
+
+
 def _fused_decode_sequences(facts: KernelFacts) -> TokenRange:
     group, head = facts.text.group_size, facts.text.head_dim
     contexts = attention_tuning.size_class(group, head).fused_max_context
@@ -354,7 +358,7 @@ def _skinny_linear_swiglu(facts: KernelFacts) -> Kernel:
 def _swiglu_gemm(facts: KernelFacts) -> Kernel:
     from services.decoder.kernels import swiglu_gemm
 
-    config = SwigluGemmConfig(facts.device.num_sms)
+    config = tuning.swiglu_gemm_config(facts.device, facts.gate_up_shape[1])
     return lambda x, layer: swiglu_gemm.linear_swiglu(x, layer.weight, config)
 
 
@@ -468,7 +472,7 @@ ROWS: Sequence[Row] = (
         _needs(_SKINNY, _skinny_projections), _tokens(1, tuning.SKINNY_TOKENS),
     ),
     Row(
-        "project", "fp8_skinny_gemm", _fp8_project, _FUSED_FP8, _tokens(1, fp8.SKINNY_TOKENS),
+        "project", "fp8_skinny_gemm", _fp8_project, _FUSED_FP8, _fp8_skinny_tokens,
     ),
     Row("project", "linear", _plain(lambda x, layer: layer(x))),
     Row(

@@ -112,6 +112,13 @@ class SwigluGemmConfig:
         return -(-num_tokens // self.tokens) * (num_rows // self.rows)
 
 
+def swiglu_gemm_config(device: DeviceFacts, num_columns: int) -> SwigluGemmConfig:
+    """For a weight with this many columns: with 4,096, a fourth stage saves 2.7 % of 8,064 tokens'
+    time.
+    """
+    return SwigluGemmConfig(device.num_sms, stages=4 if num_columns >= 4096 else 3)
+
+
 # As `benchmarks/tune_kernels.py` found them on an H200, for the shapes of the 2B, 4B, 8B and 32B.
 # (kind, rows N, columns K) → for one token, for two.
 _GEMV = {

@@ -117,9 +117,14 @@ def test_without_the_library_all_is_torchs(
         # The vision tower's, of an image of 1024².
         ((4096, 3072, 1024), 152),
         ((4096, 1024, 1024), 128),
-        # Left to cuBLAS: few tokens, long sums.
+        # The 8B's: at the power limit also with sums of medium length.
+        ((8064, 4096, 4096), 168),
+        ((8064, 6144, 4096), 128),
+        # Left to cuBLAS: few tokens, medium sums of a lone prompt, long sums.
         ((512, 2048, 2048), 0),
-        ((4096, 1024, 4096), 0),
+        ((1008, 6144, 4096), 0),
+        ((1008, 4096, 4096), 0),
+        ((8064, 4096, 12288), 0),
     ],
 )
 def test_tiles_fill_the_sms(size: tuple[int, int, int], tile: int) -> None:
