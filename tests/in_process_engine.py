@@ -14,7 +14,7 @@ class InProcessEngine:
     """Implements `services.decoder.front.Channel` with an Engine on a FakeRunner.
 
     Attributes:
-        paused: cleared, the engine takes no steps.
+        running: while cleared, the engine takes no steps.
         arena: arena offset → key, kept for the FakeRunner.
     """
 

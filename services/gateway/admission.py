@@ -1,7 +1,8 @@
 """Admission control: a slot per request, and a bound on the bytes that all requests hold.
 
-A request takes its slot before its body is read and returns it in `finally`. A full or draining
-gateway refuses at once; there is no queue here.
+Routes take a slot before they read a request's body, and return it in `finally`; the server drains
+all slots at shutdown. A full or draining gateway refuses at once with `Overloaded`; there is no
+queue here.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""Wiring: from settings to one ASGI application."""
+"""Builds the gateway from its settings: one ASGI application, and the parts that its server drives.
+
+`__main__` calls `create_gateway` once. Settings or a model that cannot be served raise there,
+before the port is open; the services behind it are dialled when the application starts.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -49,7 +53,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
     Args:
         settings: of the service.
-        warm_up_rounds: see `WarmUp`.
+        warm_up_rounds: at most, before the gateway is ready; 0: no warm-up.
 
     Raises:
         ModelSpecError: the model directory cannot be served.

@@ -4,7 +4,8 @@ A request is retried until the client has seen its first token: the failed encod
 excluded and the whole request submitted again, because the client has seen nothing yet and encoding
 is idempotent. A non-streaming request can be restarted even after its first token. Any other
 failure after the first token ends the request. An unreadable image ends it at once, whichever
-service finds out.
+service reports it. `ChatService.answer` runs one `Attempts` per request; it knows no HTTP and no
+text.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class PreparedRequest:
         sampling: of the first choice.
         deadline: on the monotonic clock.
         wait_for_sources: the response has `encode_sources`, so wait briefly for late encode calls.
-        encode_sources: per image: where its embedding was, see proto/encoder.proto; None: unknown.
+        encode_sources: per image, the `Source` of its EncodeResponse in lower case; None: unknown.
     """
 
     request_id: str

@@ -1,5 +1,8 @@
 """Byte-pair encoding by tiktoken, for tokenizer.json files for which it is proven to be equal.
 
+`ModelTokenizer` uses it where `BytePairs.of` and `encode` return a result, and the reference
+everywhere else.
+
 `tokenizers`, the reference, spends most of its time on offsets that are not needed here: 1,000
 words take it 1.3 ms, and tiktoken 0.1 ms. The two differ in what they merge: tokenizers merges a
 pair that tokenizer.json lists; tiktoken merges any pair whose concatenation is a token. They agree

@@ -2,7 +2,8 @@
 
 `ChatService.prepare` does everything that can refuse a request: limits, images, prompt, sampling.
 `ChatService.answer` then runs it on an encoder and a decoder and yields text as it arrives.
-`ChatEndpoint` is the HTTP side of both; all of it runs inside one admission slot.
+`ChatEndpoint` is the HTTP side of both; all of it runs inside one admission slot. Errors are
+`TriptychError`s: an HTTP error before the response has started, the stream's last event afterwards.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ from services.gateway.responses import (
     Usage,
     error_event,
 )
-from services.gateway.sampling import SamplingDefaults, resolve_sampling
+from services.gateway.sampling import SamplingDefaults, limit_completion, resolve_sampling
 from services.gateway.tokenizer import ModelTokenizer
 
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.
@@ -77,7 +78,6 @@ class Completion:
 
     @property
     def timings(self) -> Timings:
-        """Of the request."""
         return self.prepared.timings
 
     def record_start(self, started: pb.Started) -> None:
@@ -154,7 +154,7 @@ class ChatService:
         with timings.measure("tokenize"):
             draft = await self._draft(request, decoder.max_model_len)
         # Before images are loaded. Each has at least one token, as its placeholder here.
-        resolve_sampling(
+        sampling = resolve_sampling(
             request, self.defaults,
             prompt_tokens=len(draft.token_ids),
             max_model_len=decoder.max_model_len,
@@ -165,12 +165,11 @@ class ChatService:
             with timings.measure("fetch"):
                 images = await self._read_images(draft.images, hold)
         prompt = self.prompts.expand(draft, [image.grid for image in images])
-        sampling = resolve_sampling(
-            request, self.defaults,
-            prompt_tokens=len(prompt.token_ids),
-            max_model_len=decoder.max_model_len,
-            vocab_size=decoder.vocab_size,
-        )  # fmt: skip
+        if images:
+            limit_completion(
+                sampling, request,
+                prompt_tokens=len(prompt.token_ids), max_model_len=decoder.max_model_len,
+            )  # fmt: skip
         prepared = PreparedRequest(
             request_id, prompt, images, sampling,
             num_choices=request.n or 1,
@@ -258,6 +257,11 @@ class ChatService:
         return encoder is not None and (decoder.dtype, decoder.num_features, decoder.hidden) == (
             encoder.dtype, encoder.num_features, encoder.hidden,
         )  # fmt: skip
+
+    @property
+    def input_modalities(self) -> list[str]:
+        """What messages may hold: `text`, and `image` for a model with vision."""
+        return ["text"] if self.images is None else ["text", "image"]
 
     @property
     def needs(self) -> str:

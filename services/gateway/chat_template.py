@@ -6,6 +6,9 @@ not occur in the request. `break` is inserted into every added token in the stri
 the string that could form an added token with its neighbour. In an assistant's message, tokens that
 are not special (`</think>`) get `quote` in front instead, because templates search for them there.
 The output is then split at added tokens, except after `quote`, and both noncharacters are removed.
+
+`PromptBuilder` renders with it. Messages that a template refuses are an `InvalidRequest`; a
+template that is missing or not valid is a `ModelSpecError` at start.
 """
 
 import datetime

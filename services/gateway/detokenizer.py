@@ -1,7 +1,8 @@
 """Token ids to text: whole characters only, and nothing of a stop string before it is decided.
 
 The cost per token does not grow with the text: bytes go through an incremental UTF-8 decoder, and
-only text that may still become a stop string is held back.
+only text that may still become a stop string is held back. `ChatService.answer` feeds one `Choice`
+per requested choice. Nothing here fails: bytes that are not UTF-8 become U+FFFD.
 """
 
 import codecs

@@ -1,4 +1,8 @@
-"""One HTTP request on its connection: its body, its answer as JSON or as a stream, its errors."""
+"""One HTTP request on its connection: its body, its answer as JSON or as a stream, its errors.
+
+Endpoints read and write through it; it knows nothing of chat. Starlette calls the handlers at the
+end with errors of endpoints that have not started a response.
+"""
 
 import asyncio
 import logging

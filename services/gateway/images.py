@@ -2,6 +2,7 @@
 
 An `image_url` is a data: URL, a file under one directory, or a web address. Text is never searched
 for URLs. Each kind of URL has its own bound on bytes, checked before the bytes are held.
+`ChatService` reads a request's images here; an error's `param` names the image that caused it.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from services.common.image_key import image_key
 from services.common.threads import INLINE_BYTES
 from services.gateway.web_media import WebMedia
 
-# `detail: low` asks for at most this many pixels; `high` and `auto` mean the model's own limits.
+# `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
 LOW_DETAIL_PIXELS = 512 * 512
 _MAX_CONCURRENT_LOADS = 8
 _MEDIA_TYPES = frozenset(

@@ -1,4 +1,7 @@
-"""What the gateway measures: the timings of one request, and the metrics of all requests."""
+"""What the gateway measures: the timings of one request, and the metrics of all requests.
+
+`chat`, `attempts` and `app` record; `GET /metrics` exports. docs/metrics.md has the table.
+"""
 
 import time
 from collections.abc import Generator

@@ -1,4 +1,8 @@
-"""ASGI middleware around all routes: request ids, traces, API keys and the access log."""
+"""ASGI middleware around all routes: request ids, traces, API keys and the access log.
+
+uvicorn calls it, and it calls the routes. A wrong key is answered here with a 401; an exception
+that a route lets through is logged here, after Starlette has answered with a 500.
+"""
 
 import hashlib
 import logging

@@ -9,6 +9,9 @@ unknown field. Accepted without effect, because they change no answer: `user`, `
 own limits. `min_pixels` and `max_pixels` (in the image, beside it, or for the whole request; also
 as `mm_processor_kwargs`) take precedence and are clamped to the model's limits.
 `include_stage_times: true` adds `stage_times_ms` and `images` to the response or the last chunk.
+
+The endpoints parse bodies with it. It knows no model: what depends on the model is checked by
+`prompt` and `sampling`. All errors are `InvalidRequest`; `param` names the field.
 """
 
 import re
@@ -144,7 +147,7 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     prediction: _Any | UnsetType = UNSET
     parallel_tool_calls: bool | None = None
-    # Refused unless the value asks for the default behaviour.
+    # Refused unless the value means the default behaviour.
     tools: _Any | UnsetType = UNSET
     tool_choice: _Any | UnsetType = UNSET
     functions: _Any | UnsetType = UNSET

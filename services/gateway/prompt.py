@@ -2,6 +2,8 @@
 
 `PromptBuilder.draft` renders and tokenizes the messages, with one placeholder per image; once the
 images are loaded, `PromptBuilder.expand` repeats each placeholder and computes M-RoPE positions.
+`ChatService` calls both; bytes of images are not seen here. Messages that do not fit the model, its
+template or its context are an `InvalidRequest`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -173,7 +175,7 @@ class PromptBuilder:
 
         Raises:
             InvalidRequest: the messages do not fit the model or its chat template.
-            ContextLengthExceeded: see `render`.
+            ContextLengthExceeded: the text is longer than `max_tokens` can be.
         """
         conversation = read_conversation(
             request, max_images=self._max_images, takes_images=self._vision is not None
@@ -198,7 +200,7 @@ class PromptBuilder:
 
         Raises:
             InvalidRequest: the template refuses the messages, or has no such variable.
-            ContextLengthExceeded: see `max_tokens`.
+            ContextLengthExceeded: the text is longer than `max_tokens` can be.
         """
         for name in template_options:
             if name not in self._template.variables:

@@ -1,6 +1,7 @@
 """What the gateway answers, in OpenAI's shapes: whole responses, stream chunks, and errors.
 
 A streamed token costs one small JSON string between two byte strings made once per request.
+`chat` and `exchange` send what is made here; nothing here sends, waits or fails.
 """
 
 import re
@@ -35,7 +36,7 @@ class LogprobEntry(Struct):
 
 
 class Logprobs(Struct):
-    """Of a choice, or of one chunk of it."""
+    """Logprobs of a choice, or of one chunk of it."""
 
     content: list[LogprobEntry]
     refusal: None = None

@@ -1,4 +1,8 @@
-"""All routes: chat, models, tokenization, health, metrics, and the chat page."""
+"""All routes: chat, models, tokenization, health, metrics, and the chat page.
+
+`app` mounts the table. Views translate between HTTP and `ChatService`; errors they raise become
+responses in `exchange`.
+"""
 
 import time
 from collections.abc import Callable, Coroutine
@@ -42,7 +46,7 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 
 
 class Routes:
-    """The views."""
+    """The views of one gateway."""
 
     def __init__(
         self,
@@ -83,15 +87,15 @@ class Routes:
         """Token ids; messages count with all tokens of their images."""
         with self._admission.slot() as slot:
             body = await read_body(request.scope, request.receive, slot.hold)
-            asked = decode_json(_tokenize_decoder, body)
-            if (asked.prompt is None) == (asked.messages is None):
+            parsed = decode_json(_tokenize_decoder, body)
+            if (parsed.prompt is None) == (parsed.messages is None):
                 raise InvalidRequest("give either prompt or messages", param="prompt")
-            if asked.model is not None:
-                self._service.check_model(asked.model)
-            if asked.prompt is not None:
-                tokens = await self._service.tokenize_text(asked.prompt)
+            if parsed.model is not None:
+                self._service.check_model(parsed.model)
+            if parsed.prompt is not None:
+                tokens = await self._service.tokenize_text(parsed.prompt)
             else:
-                chat = ChatRequest(self._service.model_name, asked.messages or [])
+                chat = ChatRequest(self._service.model_name, parsed.messages or [])
                 tokens = await self._service.tokenize(chat, slot.hold)
         return JsonResponse(
             {
@@ -136,4 +140,5 @@ class Routes:
             "created": self._created,
             "owned_by": "triptych",
             "max_model_len": self._service.max_model_len(),
+            "input_modalities": self._service.input_modalities,
         }

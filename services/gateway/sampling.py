@@ -1,4 +1,8 @@
-"""A request's sampling fields, completed by the model's defaults, as the decoder takes them."""
+"""A request's sampling fields, completed by the model's defaults, as the decoder takes them.
+
+`ChatService.prepare` calls it. Fields that contradict each other, the vocabulary or the context are
+an `InvalidRequest`; bounds of single fields are checked by `openai`.
+"""
 
 import math
 import secrets
@@ -56,17 +60,11 @@ def resolve_sampling(
         ContextLengthExceeded: prompt and completion do not fit in the context.
         InvalidRequest: an id outside the vocabulary, or bounds that contradict each other.
     """
-    max_tokens = _max_tokens(request, prompt_tokens, max_model_len)
-    min_tokens = request.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens {min_tokens} is above the {max_tokens} tokens allowed", param="min_tokens"
-        )
     stop_ids = tuple(request.stop_token_ids or ())
     if any(token_id >= vocab_size for token_id in stop_ids):
         raise InvalidRequest(f"ids must be below {vocab_size}", param="stop_token_ids")
     eos = () if request.ignore_eos else defaults.eos_token_ids
-    return SamplingParams(
+    sampling = SamplingParams(
         temperature=_given(request.temperature, defaults.temperature),
         top_k=max(_given(request.top_k, defaults.top_k), 0),
         top_p=_given(request.top_p, defaults.top_p),
@@ -77,10 +75,28 @@ def resolve_sampling(
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         seed=choice_seed(secrets.randbits(64) if request.seed is None else request.seed, 0),
         stop_token_ids=dict.fromkeys((*eos, *stop_ids)),
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
+        min_tokens=request.min_tokens or 0,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
+    limit_completion(sampling, request, prompt_tokens=prompt_tokens, max_model_len=max_model_len)
+    return sampling
+
+
+def limit_completion(
+    sampling: SamplingParams, request: ChatRequest, *, prompt_tokens: int, max_model_len: int
+) -> None:
+    """Sets `max_tokens` to what the request and the context allow after a prompt of that length.
+
+    Raises:
+        ContextLengthExceeded: prompt and completion do not fit in the context.
+        InvalidRequest: `min_tokens` is above the result.
+    """
+    sampling.max_tokens = _max_tokens(request, prompt_tokens, max_model_len)
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens {sampling.min_tokens} is above the {sampling.max_tokens} tokens allowed",
+            param="min_tokens",
+        )
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -89,17 +105,17 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def _max_tokens(request: ChatRequest, prompt_tokens: int, max_model_len: int) -> int:
-    asked = request.max_completion_tokens or request.max_tokens
+    wanted = request.max_completion_tokens or request.max_tokens
     left = max_model_len - prompt_tokens
-    if left < 1 or (asked or 1) > left:
+    if left < 1 or (wanted or 1) > left:
         raise ContextLengthExceeded(
             f"the model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
-            f"{asked or 1} are asked for",
+            f"{wanted or 1} are requested",
             param="messages"
-            if left < 1 or not asked
+            if left < 1 or not wanted
             else ("max_completion_tokens" if request.max_completion_tokens else "max_tokens"),
         )
-    return asked or min(left, DEFAULT_MAX_TOKENS)
+    return wanted or min(left, DEFAULT_MAX_TOKENS)
 
 
 def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:

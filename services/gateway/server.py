@@ -1,4 +1,8 @@
-"""The HTTP server: uvicorn with a limit on headers and a shutdown that drains requests."""
+"""The HTTP server: uvicorn with a limit on headers and a shutdown that drains requests.
+
+`__main__` runs it with what `create_gateway` returned; it knows no routes. A port that is taken
+ends the process.
+"""
 
 import asyncio
 import logging

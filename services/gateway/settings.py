@@ -1,4 +1,8 @@
-"""The gateway's settings, `GATEWAY_<FIELD>` in the environment."""
+"""The gateway's settings, `GATEWAY_<FIELD>` in the environment.
+
+`__main__` reads them and hands them on; a variable that is unknown or malformed is a
+`SettingsError`.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,7 +25,7 @@ class GatewaySettings(ServiceSettings):
         served_model_name: what requests call the model; default: the directory's name.
         encoder_addresses: comma-separated `host:port`, or `dns:///name:port`, which is resolved
             periodically into one address per pod. Not used if the model takes text alone.
-        decoder_addresses: likewise; always needed.
+        decoder_addresses: of the same form; always needed.
         max_concurrent_requests: further requests get a 503.
         max_images_per_request: more images are a 400.
         max_image_bytes: size of one encoded image.

@@ -1,7 +1,8 @@
 """The model's tokenizer: plain text to ids, added tokens by name, ids to bytes.
 
 `encode_text` never returns an added token (`<|im_end|>`, `<|image_pad|>`, `<tool_call>` ...), even
-if the text contains its name; `added` has them.
+if the text contains its name; `added` has them. Prompts are encoded and completions decoded with
+it. A tokenizer.json of another kind than byte-level BPE is a `ModelSpecError` at start.
 """
 
 import json

@@ -308,8 +308,18 @@ async def test_images_wait_for_room_and_all_are_served():
 
 async def test_an_image_that_was_read_makes_room_while_its_answer_is_being_written():
     async with Decoder(arena_pages=1) as decoder, Gateway(decoder) as gateway:
+        engine, batches = decoder.engine, decoder.runner.batches
+
+        def pause(step: Step) -> None:
+            if len(batches) == 5:  # the image has been read; most of the answer is to be written
+                engine.running.clear()
+
+        decoder.runner.on_execute = pause
         await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 1), max_tokens=200))
         await gateway.submit(submit_of(2, prompt_of(2), image_of(decoder, 2), max_tokens=2))
+        await until(lambda: decoder.arena.get(KEYS[2]))
+        decoder.runner.on_execute = None
+        engine.running.set()
         await gateway.until(lambda: len(gateway.ends) == 2)
         assert list(gateway.ends) == [2, 1]
         await until(decoder.is_idle)
@@ -339,7 +349,7 @@ async def _preempt(decoder: Decoder, gateway: Gateway, before_it: Callable[[], N
     assert decoder.metric("decoder_preemptions_total") > 0
 
 
-async def test_who_is_preempted_gets_an_image_once_more_that_is_not_there_any_more():
+async def test_a_preempted_sequence_fetches_an_evicted_image_again():
     async with Decoder(arena_pages=1, num_blocks=14) as decoder, Gateway(decoder) as gateway:
         await _preempt(decoder, gateway, decoder.arena.evict_unreferenced)
         for number in (1, 2):
@@ -348,7 +358,7 @@ async def test_who_is_preempted_gets_an_image_once_more_that_is_not_there_any_mo
         assert decoder.encoder.num_calls == 3
 
 
-async def test_who_is_preempted_and_cannot_get_its_image_again_fails_and_says_so():
+async def test_a_preempted_sequence_whose_image_cannot_be_fetched_again_fails():
     async with Decoder(arena_pages=1, num_blocks=14) as decoder, Gateway(decoder) as gateway:
 
         def lose_the_image() -> None:

@@ -209,7 +209,7 @@ async def test_an_entry_stays_while_it_is_read_and_no_longer(pod: Pod):
     await until(lambda: entry.references == 0)
 
 
-async def test_redis_comes_after_who_reads(
+async def test_writes_to_redis_wait_for_readers(
     redis_server: RedisServer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -80,7 +80,8 @@ def test_an_image_cannot_be_tokenized(stack):
 
 def test_the_models_list_names_it(stack):
     listed = httpx2.get(f"{stack.url}/v1/models", timeout=PATIENCE_S).json()
-    assert [model["id"] for model in listed["data"]] == ["tiny"]
+    (model,) = listed["data"]
+    assert (model["id"], model["input_modalities"]) == ("tiny", ["text"])
 
 
 def test_decoder_addresses_are_needed(tmp_path):

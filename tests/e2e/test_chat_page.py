@@ -83,8 +83,9 @@ def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page) -> None:
     assert SCREENSHOT.read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_images_can_be_attached_and_taken_away(page: Page) -> None:
+def test_several_images_can_be_attached_and_removed(page: Page) -> None:
     names = ("first.png", "second.png", "word.png")
+    assert page.evaluate("document.getElementById('attach').offsetParent !== null")
     page.choose_files("#file", [SAMPLES / name for name in names])
     num_attached(page, 3)
     page.evaluate("document.querySelector('#attached figure:nth-child(3) button').click()")

@@ -9,12 +9,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from services.gateway.tokenizer import ModelTokenizer
+from tests.e2e.browser import open_browser
 from tests.e2e.serve_command import ServeCommand, serve_command
 from tests.gateway_fixtures import asking, image_url
 from tests.noise import PATIENCE_S
 from tests.parity.oracle import Oracle, Prompt
 from tests.parity.text_oracle import make_text_oracle
 from tests.tiny_tokenizer import TEXT_CONFIG, vocab_size, write_conversation_files
+from triptych.demo import SAMPLES
 
 pytestmark = pytest.mark.e2e
 
@@ -101,6 +103,20 @@ def test_an_image_is_refused(command: ServeCommand) -> None:
         "messages[0].content[0]",
         "the model takes no images",
     )
+
+
+def test_the_page_offers_no_images(command: ServeCommand, tmp_path: Path) -> None:
+    with open_browser(tmp_path) as page:
+        page.open(command.url + "/")
+        page.wait_for("document.getElementById('model').textContent.startsWith('tiny-qwen3')")
+        assert page.evaluate("document.getElementById('attach').offsetParent === null")
+        assert "image" not in page.evaluate("document.body.innerText")
+        page.drop_file("main", SAMPLES / "shapes.png")
+        page.type("#text", "How many stars are there?")
+        page.press_enter()
+        page.wait_for("document.querySelector('.turn.assistant .times')")
+        assert page.evaluate("document.querySelectorAll('img').length") == 0
+        assert page.console == []
 
 
 def test_encoder_options_are_refused(oracle: Oracle, tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""The decoders: one stream of commands and events to each pod, shared by all its sequences."""
+"""The decoders: one stream of commands and events to each pod, shared by all its sequences.
+
+`Attempts` chooses a pod and submits to it. A pod that is lost fails its sequences with
+`Unavailable`, so that another pod can serve them.
+"""
 
 import asyncio
 import itertools
@@ -25,7 +29,7 @@ class TokenEvent:
 
     Attributes:
         choice: index of the request's choice.
-        logprobs: one per token id, if the request asks for them.
+        logprobs: one per token id; empty unless they are requested.
         started: with the first tokens.
         finish_reason: `stop` or `length`, with the last tokens.
         error: why the sequence failed; no event follows.

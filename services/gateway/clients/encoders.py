@@ -1,4 +1,8 @@
-"""The encoders: which pod encodes an image, and the call that makes its embedding available."""
+"""The encoders: which pod encodes an image, and the call that makes its embedding available.
+
+`Attempts` assigns a pod to each image and calls it. A pod that is lost fails its calls with
+`Unavailable`, so that another pod can encode the image.
+"""
 
 import asyncio
 from collections import Counter

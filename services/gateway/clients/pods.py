@@ -1,7 +1,9 @@
 """Pods: name resolution, health checks, and which pod gets a piece of work.
 
-An address is `host:port`, used as it is, or `dns:///name:port`, resolved every few seconds into one
-pod per IP address. The other services dial a pod under the same address.
+An address is `host:port`, used literally, or `dns:///name:port`, resolved every few seconds into
+one pod per IP address. The other services dial a pod under the same address. `EncoderPool` and
+`DecoderPool` build on this file; what a pod serves is theirs. A failed lookup keeps the known pods;
+the calls of a pod that cannot be reached fail.
 """
 
 import asyncio
@@ -68,7 +70,7 @@ class Pod:
         raise NotImplementedError
 
     async def connect(self) -> None:
-        """Asks the pod what it serves and opens its stream, if it has one.
+        """Calls the pod's `Describe` and opens its stream, if it has one.
 
         Raises:
             TriptychError: the pod fails or does not answer.

@@ -74,7 +74,7 @@ def test_a_gemm_is_made_once_and_launched_each_time(functions: FakeFunctions) ->
         assert arguments[8] == arguments[10] == result.data_ptr() and arguments[15] == 77
 
 
-def test_what_is_refused_at_first_is_not_asked_for_again(functions: FakeFunctions) -> None:
+def test_a_refused_choice_is_not_tried_again(functions: FakeFunctions) -> None:
     functions.status["MatmulAlgoCheck"] = 15
     assert [cublaslt.linear(X, WEIGHT) for _ in range(3)] == [None] * 3
     assert functions.calls["MatmulAlgoCheck"] == 1 and functions.calls["Matmul"] == 0
@@ -87,7 +87,7 @@ def test_what_is_refused_at_its_launch_is_torchs(functions: FakeFunctions) -> No
     assert cublaslt.linear(X, WEIGHT) is not None
 
 
-def test_descriptors_of_many_sizes_are_given_back(
+def test_descriptors_of_many_sizes_are_released(
     functions: FakeFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cublaslt, "_MAX_KEPT", 4)

@@ -101,7 +101,7 @@ def test_wrong_names_are_errors(overrides: str, message: str) -> None:
         table(overrides)
 
 
-def test_what_cannot_run_cannot_be_asked_for() -> None:
+def test_an_override_that_cannot_run_is_refused() -> None:
     with pytest.raises(UnknownOverride, match="add=fast: needs a GPU"):
         table("add=fast", Facts(has_gpu=False))
 

@@ -45,7 +45,7 @@ def test_every_tower_is_fast_on_every_gpu(device: DeviceFacts, spec: TowerSpec) 
     assert set(found.values()) == {"triton"}
 
 
-def test_all_is_plain_on_a_cpu_and_where_it_is_asked_for() -> None:
+def test_all_is_plain_on_a_cpu_and_by_override() -> None:
     for found in (cpu_ops(TWO_B).table, table(TWO_B, KNOWN_DEVICES["h200"], kernels="plain")):
         assert set(picked(found).values()) == {"plain"}
 

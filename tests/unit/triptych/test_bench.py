@@ -53,7 +53,7 @@ def test_equal_seeds_make_equal_bodies_and_others_differ() -> None:
     assert not set(first) & set(other)
 
 
-def test_images_are_jpeg_of_the_size_asked_for() -> None:
+def test_images_are_jpeg_of_the_requested_size() -> None:
     import io
 
     from PIL import Image
