@@ -57,7 +57,7 @@ system-test:
 # --- running ----------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: system-runtime $(RUNTIME) ## start the stack, ask the demonstration model about pictures, stop
+demo: system-runtime $(RUNTIME) ## start the stack, ask the demonstration model about images, stop
 	@$(BIN)/triptych demo
 
 .PHONY: serve
