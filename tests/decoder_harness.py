@@ -35,8 +35,8 @@ class Harness:
         self.arena = mmap.mmap(-1, ARENA_BYTES)
         self._arena_used = 4096
         chosen = {
-            "device": "cpu", "attention_backend": "sdpa", "block_size": BLOCK_SIZE,
-            "max_num_sequences": 8, "max_batched_tokens": 2048, "kv_cache_bytes": 16 << 20,
+            "device": "cpu", "block_size": BLOCK_SIZE, "max_num_sequences": 8,
+            "max_batched_tokens": 2048, "kv_cache_bytes": 16 << 20,
             "max_model_len": 2048,
         } | options  # fmt: skip
         self.runner: ModelRunner = create_runner(

@@ -74,7 +74,6 @@ def runner_options(settings: DecoderSettings) -> RunnerOptions:
         device=settings.device,
         dtype=settings.dtype,
         load_format=settings.load_format,
-        attention_backend=settings.attention_backend,
         max_num_sequences=settings.max_num_sequences,
         max_batched_tokens=settings.max_batched_tokens,
         max_model_len=settings.max_model_len,

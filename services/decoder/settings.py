@@ -1,6 +1,6 @@
 """The decoder's settings, `DECODER_<FIELD>` in the environment."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -12,7 +12,6 @@ class DecoderSettings(EngineServiceSettings):
     """One frozen value, read at the start and handed to the engine process as JSON.
 
     Attributes:
-        attention_backend: `auto`: the fastest for the device.
         kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.
         max_num_sequences: sequences that run at once; as many again times `QUEUE_FACTOR` may wait.
         max_batched_tokens: most tokens of a step.
@@ -27,7 +26,6 @@ class DecoderSettings(EngineServiceSettings):
 
     port: Port = 50052
     metrics_port: Port = 9102
-    attention_backend: Literal["auto", "sdpa", "paged"] = "auto"
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] = 256
     max_batched_tokens: Annotated[int, Field(ge=1)] = 8192

@@ -43,7 +43,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 def options(**changes: object) -> dict[str, object]:
     return {
-        "device": "cuda:0", "dtype": "bfloat16", "attention_backend": "auto", "block_size": 16,
+        "device": "cuda:0", "dtype": "bfloat16", "block_size": 16,
         "max_num_sequences": 64, "max_batched_tokens": 4096, "max_model_len": 4096,
         "kv_cache_bytes": 8 << 30,
     } | changes  # fmt: skip

@@ -81,10 +81,10 @@ def test_the_paged_backend_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) 
     pool = torch.randn(len(metadata.block_ids) + 1, 2, BLOCK_SIZE, kv_heads, head_dim, device=GPU)
     query = torch.randn(int(metadata.cu_query_lens[-1]), heads, head_dim, device=GPU)
     pool, query = pool.bfloat16(), query.bfloat16()
-    plain = create_backend("sdpa", sizes, GPU, torch.float32)
+    plain = create_backend(sizes, GPU, torch.float32)
     metadata.plan = plain.plan(metadata)
     expected = plain.forward(query.float(), pool.float(), metadata)
-    fast = create_backend("paged", sizes, GPU, torch.bfloat16)
+    fast = create_backend(sizes, GPU, torch.bfloat16)
     metadata.plan = fast.plan(metadata)
     actual = fast.forward(query, pool, metadata)
     assert torch.isfinite(actual).all()
@@ -208,7 +208,7 @@ def test_float32_on_the_gpu_gives_the_cpus_tokens(tmp_path: Path, chunk_size: in
     image = torch.randn(3, 9, 32, generator=torch.Generator().manual_seed(0))
     completions = []
     for device in ("cpu", "cuda:0"):
-        chosen = {"device": device, "dtype": "float32", "attention_backend": "sdpa"}
+        chosen = {"device": device, "dtype": "float32"}
         with closing(Harness(checkpoint, **chosen)) as harness:
             sequence = harness.start(token_ids, images=[(5, image)])
             completions.append(harness.generate(sequence, 12, chunk_size))

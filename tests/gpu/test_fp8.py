@@ -118,8 +118,9 @@ FURTHER = 1.3
 
 
 def run(directory: Path, length: int, device: torch.device = CUDA, **options: object):
-    """The logits of a prompt in one step, and the calls of the dispatch table."""
-    options = {"max_model_len": 512} | options
+    """The logits of a prompt in one step, and the calls of the dispatch table; attention is plain."""
+    plain_attention = "decode_attention=plain,prefill_attention=plain"
+    options = {"max_model_len": 512, "kernels": plain_attention} | options
     with closing(Harness(directory, device=str(device), **options)) as harness:
         sequence = harness.start(list(range(length)))
         logits = harness.logits(harness.chunk(sequence)).float().cpu()

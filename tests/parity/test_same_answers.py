@@ -86,7 +86,7 @@ class Bench:
 
     def engine(self, *, prefix_caching: bool = True, overlap: bool = False, **options) -> Engine:
         chosen = {
-            "device": "cpu", "dtype": "float32", "attention_backend": "sdpa", "block_size": 16,
+            "device": "cpu", "dtype": "float32", "block_size": 16,
             "max_num_sequences": 64, "max_batched_tokens": 8192, "kv_cache_bytes": 64 << 20,
             "max_model_len": 512,
         } | options  # fmt: skip

@@ -1,9 +1,12 @@
-"""Attention of a GPU: each step's decodes and chunks by the implementation that is the fastest.
+"""Attention on a GPU: runs each step's decodes and chunks by the fastest implementation for them.
 
-`services.decoder.attention.table` has the implementations. In a CUDA graph decodes and chunks can
-run by our own kernels, which need no plan; launched one by one, Triton's kernels keep the host
-longer than flashinfer's, so that of eager steps only those with many tokens, which hide it, use
-them.
+`services.decoder.attention.table` has the implementations, and counts their calls. Our own kernels
+need no plan, so a CUDA graph can hold them. Launching Triton's kernels one by one takes the host
+longer than launching flashinfer's, so an eager step uses ours only if it has enough tokens to hide
+that.
+
+An implementation that fails while kernels warm up is dropped, and the step is planned again.
+Later failures are the caller's.
 """
 
 from collections.abc import Callable
@@ -26,19 +29,20 @@ from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
 from services.decoder.kernels.prefill_attention import PrefillAttention, PrefillChunk
 from services.decoder.kernels.tuning import LAUNCH_HIDING_TOKENS
 
-# What runs a part of a step: its queries `[n, num_heads, head_dim]`, the layer's KV cache and the
-# result, as the queries.
+# Runs some of a step's tokens: (queries `[n, num_heads, head_dim]`, the layer's KV cache, output of
+# the same shape).
 _Run = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What runs the step's decodes and its chunks, by name of the implementation; None: there are
-    none.
+    """How a step runs.
 
     Attributes:
-        run_decodes: unless it is our own kernel.
-        run_chunks: likewise.
+        decode: name of the implementation for the decodes; None: the step has none.
+        prefill: the same for the chunks.
+        run_decodes: runs the decodes, unless our own kernel does.
+        run_chunks: the same for the chunks.
     """
 
     decode: str | None = None
@@ -48,7 +52,7 @@ class _Plan:
 
 
 class PagedBackend:
-    """See `base.AttentionBackend`.
+    """A `base.AttentionBackend` that composes a step of the implementations of its table.
 
     Args:
         facts: of the model and the device.
@@ -66,7 +70,7 @@ class PagedBackend:
     ) -> None:
         self.table: KernelTable[Any] = table
         self._facts = facts
-        self._plain = SdpaBackend(sizes, device, facts.dtype)
+        self._plain = SdpaBackend(sizes)
         decode, prefill = self._names(DECODE), self._names(PREFILL)
         self._paged = PagedDecodeAttention(facts, device) if PAGED in decode else None
         self._hopper = PrefillAttention(facts, device) if HOPPER in prefill else None
@@ -244,7 +248,7 @@ class PagedBackend:
     def _plan_chunks(
         self, metadata: AttentionMetadata, num_blocks: npt.NDArray[np.int32]
     ) -> _Run | None:
-        """As `_plan_decodes`."""
+        """The same for the chunks."""
         planned: list[_Run] = []
 
         def plan() -> None:
@@ -267,7 +271,7 @@ class PagedBackend:
         return {entry.name for entry in self.table.usable(operation)}
 
     def _chunks(self, step: StepLengths) -> list[PrefillChunk]:
-        """What the step has after its decodes."""
+        """The step's chunks, which follow its decodes."""
         decodes, size = step.num_decodes, self._facts.block_size
         first_block = int((-(-step.seq_lens[:decodes] // size)).sum()) if decodes else 0
         starts: list[int] = step.cu_query_lens[decodes:].tolist()

@@ -1,13 +1,20 @@
-"""Paged attention in plain torch: the CPU path, the specification, and every backend's oracle."""
+"""Paged attention in plain torch: the path of CPUs, the specification, and the oracle of kernels.
+
+`create_backend` makes it where the dispatch table has nothing else, and `PagedBackend` uses it for
+what no kernel can run.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from services.common.nn.dispatch import KernelTable
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
+from services.decoder.attention.table import DECODE, PREFILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +36,24 @@ class _Plan:
 
 
 class SdpaBackend:
-    """See `base.AttentionBackend`. Rows of the pool are those of `heads.write_kv`."""
+    """A `base.AttentionBackend` without graphs. Rows of the pool are those of `heads.write_kv`.
 
-    table = None
+    Args:
+        sizes: of the model.
+        table: has this implementation alone, and counts its calls; None: they are not counted.
+    """
+
     captures = captures_prompts = captures_mixed = False
 
-    def __init__(self, sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, sizes: AttentionSizes, table: KernelTable[Any] | None = None) -> None:
+        self.table = table
         self._sizes = sizes
 
     def captures_chunks(self, step: StepLengths) -> bool:
         return False
 
     def list_work(self, step: StepLengths, *, captured: bool) -> None:
-        """Nothing: `plan` makes all that `forward` reads."""
+        """None: `plan` makes all that `forward` reads."""
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
         """Finds the rows of the pool that each sequence reads."""
@@ -82,11 +94,18 @@ class SdpaBackend:
         output = torch.empty_like(query)
         if plan.num_decodes:
             output[: plan.num_decodes] = self._decode(query[: plan.num_decodes], flat, plan)
+            self._count(DECODE)
+        if plan.prefills:
+            self._count(PREFILL)
         for chunk in plan.prefills:
             output[chunk.start : chunk.stop] = self._prefill(
                 query[chunk.start : chunk.stop], flat, chunk
             )
         return output
+
+    def _count(self, operation: str) -> None:
+        if self.table is not None:
+            self.table.usable(operation)[-1].num_calls += 1
 
     def _rows(self, block_tables: Tensor, num_tokens: int) -> Tensor:
         """`[..., max_blocks]` → rows of the keys of tokens 0 .. num_tokens - 1."""

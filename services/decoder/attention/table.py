@@ -1,9 +1,9 @@
 """The attention rows of the dispatch table, in order of preference.
 
 Operations: `decode_attention`, by number of sequences, and `prefill_attention`, by number of
-tokens. `PagedBackend` composes a step of them, so that the rows create nothing. The row of
-`fused_decode_attention` is in `services.decoder.kernels.table`. Nothing is imported from a kernel's
-module, so that a table can be printed for any device.
+tokens. `PagedBackend` composes a step of them, so the rows create nothing. The row of
+`fused_decode_attention` is in `services.decoder.kernels.table`. No kernel's module is imported, so
+a table can be printed for any device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +28,8 @@ def flashinfer_obstacle(facts: AttentionFacts) -> str:
     """Why flashinfer cannot serve these facts, or ""."""
     if facts.device.kind != "cuda":
         return "needs a GPU"
+    if not facts.device.has_triton:  # which the backend around it needs
+        return "needs Triton"
     if not facts.has_flashinfer:
         return "needs the package flashinfer-python: pip install 'triptych[gpu]'"
     if facts.dtype.itemsize != 2:
@@ -52,7 +54,7 @@ def _hopper_tokens(facts: AttentionFacts) -> TokenRange:
 
 
 def _composed(_: AttentionFacts) -> None:
-    """By `PagedBackend`."""
+    """The backend composes the operation itself."""
 
 
 ROWS: Sequence[Row] = (

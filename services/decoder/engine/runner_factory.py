@@ -45,7 +45,6 @@ class RunnerOptions:
         device: "cpu", "cuda" or "cuda:N" ("auto": cuda if there is one).
         dtype: "float32", "bfloat16", "float16" ("auto": bfloat16 on a GPU, float32 on a CPU).
         load_format: "auto" (safetensors) or "dummy" (random weights from `seed`).
-        attention_backend: "auto", "sdpa" or "paged".
         max_model_len: prompt + completion tokens of one sequence; None: the model's own limit, or
             what the KV pool holds if that is less.
         memory_fraction: share of the whole card this process may use (GPU).
@@ -58,7 +57,6 @@ class RunnerOptions:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
-    attention_backend: str = "auto"
     block_size: int = 16
     max_num_sequences: int = 256
     max_batched_tokens: int = 8192
@@ -92,7 +90,6 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = create_backend(
-        options.attention_backend,
         _sizes(spec, options, limit),
         device,
         dtype,

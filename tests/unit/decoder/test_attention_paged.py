@@ -213,7 +213,7 @@ def test_the_plain_implementation_is_sdpa(decodes: int, chunks: list[tuple[int, 
     query = torch.randn(step.num_tokens, 6, 32)
     metadata.plan = backend.plan(metadata)
     found = backend.forward(query, pool, metadata)
-    sdpa = SdpaBackend(AttentionSizes(6, 2, 32, BLOCK_SIZE, 8, 16), CPU, torch.float32)
+    sdpa = SdpaBackend(AttentionSizes(6, 2, 32, BLOCK_SIZE, 8, 16))
     twin = replace(metadata)
     twin.plan = sdpa.plan(twin)
     torch.testing.assert_close(found, sdpa.forward(query, pool, twin))

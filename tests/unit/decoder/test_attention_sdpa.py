@@ -1,6 +1,5 @@
-"""The sdpa backend against attention written out token by token, and its registry."""
+"""The sdpa backend against attention written out token by token, and where it is used."""
 
-import importlib.util
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.decoder.attention import create_backend, resolve
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from services.common.nn.dispatch import UnknownOverride
+from services.decoder.attention import create_backend
+from services.decoder.attention.base import AttentionBackend, AttentionMetadata, AttentionSizes
+from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.kernels import plain
 from services.decoder.kernels.heads import HeadTransform, kv_rows, write_kv
 
@@ -67,7 +69,7 @@ def run(metadata: AttentionMetadata, sizes: AttentionSizes, dtype: torch.dtype):
     query = torch.randn(num_tokens, sizes.num_heads, sizes.head_dim).to(dtype)
     key, value = torch.randn(2, num_tokens, sizes.num_kv_heads, sizes.head_dim).to(dtype)
     write_kv(pool, kv_rows(metadata.slot_mapping, BLOCK_SIZE), key, value)
-    backend = create_backend("sdpa", sizes, CPU, dtype)
+    backend = create_backend(sizes, CPU, dtype)
     metadata.plan = backend.plan(metadata)
     return backend.forward(query, pool, metadata), query, pool, (key, value)
 
@@ -131,32 +133,49 @@ def test_unused_pool_contents_do_not_matter() -> None:
     used = set(metadata.block_ids.tolist())
     unused = [b for b in range(NUM_BLOCKS) if b not in used]
     pool[unused] = 1e4
-    backend = create_backend("sdpa", SIZES, CPU, torch.float32)
+    backend = create_backend(SIZES, CPU, torch.float32)
     metadata.plan = backend.plan(metadata)
     assert torch.equal(backend.forward(query, pool, metadata), base)
 
 
-def test_auto_is_sdpa_on_a_cpu() -> None:
-    assert resolve("auto", CPU, torch.float32) == "sdpa"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_has_attention_in_torch(dtype: torch.dtype) -> None:
+    assert isinstance(create_backend(SIZES, CPU, dtype), SdpaBackend)
 
 
-def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: auto, sdpa, paged"):
-        create_backend("fancy", SIZES, CPU, torch.float32)
-
-
-def test_auto_is_sdpa_where_no_kernel_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_attention_in_torch_where_no_kernel_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert resolve("auto", gpu, torch.bfloat16) == "paged"
-    assert resolve("auto", gpu, torch.float32) == "sdpa"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert resolve("auto", gpu, torch.bfloat16) == "sdpa"
+
+    def create(device: DeviceFacts, dtype: torch.dtype, **overrides: str) -> AttentionBackend:
+        monkeypatch.setattr(DeviceFacts, "of", lambda _: device)
+        return create_backend(replace(SIZES, head_dim=64), gpu, dtype, overrides)
+
+    h200 = KNOWN_DEVICES["h200"]
+    assert isinstance(create(h200, torch.float32), SdpaBackend)
+    assert isinstance(create(replace(h200, has_triton=False), torch.bfloat16), SdpaBackend)
+    assert isinstance(create(h200, torch.bfloat16, **{"*": "plain"}), SdpaBackend)
 
 
-def test_the_backend_of_gpus_is_refused_on_a_cpu() -> None:
-    with pytest.raises(ValueError, match="needs a GPU"):
-        create_backend("paged", SIZES, CPU, torch.bfloat16)
+@pytest.mark.parametrize(("name", "reason"), [("paged", "needs Triton"), ("fancy", "fancy")])
+def test_what_cannot_run_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(UnknownOverride, match=reason):
+        create_backend(SIZES, CPU, torch.bfloat16, {"decode_attention": name})
+
+
+def test_calls_are_counted_by_operation() -> None:
+    backend = create_backend(SIZES, CPU, torch.float32)
+    assert backend.table is not None
+    pool = torch.zeros(NUM_BLOCKS, 2, BLOCK_SIZE, SIZES.num_kv_heads, SIZES.head_dim)
+    for lengths in (BATCHES["decodes"], BATCHES["chunk"], BATCHES["mixed"]):
+        metadata = layout(lengths)
+        metadata.plan = backend.plan(metadata)
+        query = torch.zeros(int(metadata.cu_query_lens[-1]), SIZES.num_heads, SIZES.head_dim)
+        backend.forward(query, pool, metadata)
+    assert backend.table.calls() == {
+        ("decode_attention", "plain"): 2, ("prefill_attention", "plain"): 2,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("contexts", [[1], [4], [9, 1], [30, 17, 5]])

@@ -319,7 +319,12 @@ def test_the_pool_bounds_max_model_len(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("dtype", "int8"), ("load_format", "gguf"), ("attention_backend", "x"), ("device", "tpu")],
+    [
+        ("dtype", "int8"),
+        ("load_format", "gguf"),
+        ("kernels", "decode_attention=x"),
+        ("device", "tpu"),
+    ],
 )
 def test_an_unknown_option_is_refused(directory: Path, option: str, value: str) -> None:
     with pytest.raises((ValueError, RuntimeError)):

@@ -52,7 +52,7 @@ class Meeting:
 
 def backend_of(text: TextSpec) -> SdpaBackend:
     sizes = AttentionSizes(text.num_heads, text.num_kv_heads, text.head_dim, BLOCK_SIZE, 4, 8)
-    return SdpaBackend(sizes, CPU, torch.float32)
+    return SdpaBackend(sizes)
 
 
 def ops_of(text: TextSpec, num_ranks: int) -> Ops:
