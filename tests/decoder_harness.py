@@ -47,7 +47,7 @@ class Harness:
         rng = np.random.default_rng(0)
         self._free = rng.permutation(self.runner.info.num_blocks).tolist()
         self._next_id = 0
-        self._started: list[Sequence] = []  # told to the runner with the next step
+        self._started: list[Sequence] = []  # start with the next step
 
     def close(self) -> None:
         """Due on a GPU before the arena is unmapped: it is registered as pinned memory."""
@@ -122,7 +122,7 @@ class Harness:
         return pending
 
     def step_of(self, *chunks: Chunk) -> Step:
-        """The chunks as the runner is told of them, in this order."""
+        """The chunks as a step, in this order."""
         sequences = [chunk.sequence for chunk in chunks]
         num_tokens = sum(chunk.length for chunk in chunks)
         step = Batch(list(chunks), num_tokens, self._started, sequences).to_step()
@@ -149,6 +149,14 @@ class Harness:
             runner._staging.upload()
             rows = None if only is None else torch.tensor(only)
             return runner._model.logits(runner._forward(inputs, rows)).clone()
+
+    def prompt_logits(self, sequence: Sequence, chunk_size: int | None = None) -> Tensor:
+        """`[T, V]` of a whole prompt, computed in chunks; finishes the sequence."""
+        parts: list[Tensor] = []
+        while sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            parts.append(self.logits(self.chunk(sequence, chunk_size)))
+        self.finish(sequence)
+        return torch.cat(parts)
 
     def inputs(self, *chunks: Chunk) -> StepInputs:
         """What the runner makes of a step of these chunks."""

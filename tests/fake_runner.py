@@ -25,7 +25,8 @@ from services.decoder.engine.messages import (
     Logprobs,
     SamplingParams,
 )
-from services.decoder.engine.step import ALL_MASKED, NOT_FINITE, RowStart, Step, StepOutput
+from services.decoder.engine.step import RowStart, Step, StepOutput
+from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 VOCAB_SIZE = 1000
 _GARBAGE = -7  # the entry of a token that was not accepted

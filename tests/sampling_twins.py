@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from services.decoder.engine.messages import SamplingParams
+from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 from services.decoder.kernels.ops import Ops, PlainOps
-from services.decoder.kernels.sampling import ALL_MASKED, NOT_FINITE, SamplingInputs
+from services.decoder.kernels.sampling import SamplingInputs
 
 _LEAST_SHARE = 5e-6  # sums in float32 leave a share's middle by a hundredth of this
 

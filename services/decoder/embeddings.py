@@ -65,7 +65,7 @@ class _Filling:
 
     Attributes:
         flight: writes the bytes; None: not started.
-        address: of the encoder that the flight asks.
+        address: of the encoder that the flight calls.
     """
 
     entry: ArenaEntry
@@ -90,7 +90,7 @@ class EmbeddingSource:
         arena: owned by this event loop.
         fetcher: of encoders.
         cache: Redis; None: there is none.
-        observer: records.
+        observer: counts hits, misses and failures.
     """
 
     arena: Arena
@@ -119,7 +119,7 @@ class EmbeddingSource:
         Args:
             requests: the images.
             ready: called once for each, with a complete entry and a reference to it, which the
-                caller gives back with `release`.
+                caller releases with `release`.
 
         Raises:
             EncoderFailed: one was not delivered; references given to `ready` stay the caller's.
@@ -142,14 +142,14 @@ class EmbeddingSource:
             tasks = [asyncio.create_task(self._wait(hold, not_ready, ready)) for hold in not_ready]
             await asyncio.gather(*tasks)
         finally:
-            # All is given back before anything is awaited, because this may be cancelled again.
+            # Releases come before any await, because this task may be cancelled again.
             for task in tasks:
                 task.cancel()
             self._release_all(not_ready)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def release(self, entry: ArenaEntry) -> None:
-        """Gives back a reference to an entry."""
+        """Releases a reference to an entry."""
         if entry.references == 1 and not entry.committed:
             del self._filling[entry.key]
         self.arena.release(entry)
@@ -215,7 +215,7 @@ class EmbeddingSource:
     # Bytes.
 
     async def _wait(self, hold: _Hold, not_ready: set[_Hold], ready: Ready) -> None:
-        """Waits until the entry is filled, at any sequence's request, and hands it over."""
+        """Waits until the entry is filled, at any sequence's request, and passes it to `ready`."""
         filling, address = hold.filling, hold.request.encoder_address
         assert filling is not None
         joined = filling.flight is not None
@@ -311,7 +311,7 @@ class SequenceImages:
 
     Args:
         source: obtains embeddings.
-        engine: is told of them.
+        engine: receives the sequences and the places of their images.
         on_failure: called with a sequence's number when an image cannot be obtained.
     """
 
@@ -328,7 +328,7 @@ class SequenceImages:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, message: AddSequence, requests: Sequence[ImageRequest]) -> None:
-        """Hands a sequence to the engine and obtains its images, which are distinct."""
+        """Sends a sequence to the engine and obtains its images, which are distinct."""
         if not requests:
             self._engine.send(message)
             return

@@ -1,8 +1,8 @@
 """The engine process: `python -m services.decoder.engine_main`, started by the decoder's front.
 
-It owns the device. It exits with status 0 when the front has exited or asks for it. When the model
-cannot be loaded or the device fails, it logs the reason and exits with status 1, and so does the
-front.
+It owns the device. It exits with status 0 when the front has exited or sends `Shutdown`. When the
+model cannot be loaded or the device fails, it logs the reason and exits with status 1, and so does
+the front.
 """
 
 import logging

@@ -50,7 +50,7 @@ _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH
 
 
 class Channel(EngineSender, Protocol):
-    """What this file needs of `services.common.channel.FrontChannel`."""
+    """The part of `services.common.channel.FrontChannel` that the front uses."""
 
     async def receive(self) -> EngineMessage:
         """The next message; raises ChannelClosed."""
@@ -97,7 +97,7 @@ class DecoderFront:
         engine: the engine's ready message.
         channel: to the engine.
         source: obtains embeddings.
-        metrics: records.
+        metrics: of this service.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class DecoderFront:
     # Life of the process.
 
     async def run(self) -> None:
-        """Hands the engine's events to the gateways.
+        """Forwards the engine's events to the gateways.
 
         Raises:
             ChannelClosed: the engine process has ended; all sequences have failed.

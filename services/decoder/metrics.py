@@ -1,4 +1,4 @@
-"""The decoder's metrics, all recorded in its front process."""
+"""The decoder's metrics, all recorded in its front process, from the engine's messages."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 

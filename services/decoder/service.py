@@ -1,4 +1,7 @@
-"""The decoder's gRPC methods: proto ↔ front."""
+"""The decoder's gRPC methods: converts between proto messages and calls of the front.
+
+Whatever is wrong with a submission is an event of its stream, never an error of the call.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -9,7 +9,7 @@ from services.common.settings import EngineServiceSettings, Port
 
 
 class DecoderSettings(EngineServiceSettings):
-    """One frozen value, read at the start and handed to the engine process as JSON.
+    """One frozen value, read at the start and passed to the engine process as JSON.
 
     Attributes:
         kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.

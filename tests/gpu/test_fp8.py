@@ -118,7 +118,7 @@ FURTHER = 1.3
 
 
 def run(directory: Path, length: int, device: torch.device = CUDA, **options: object):
-    """The logits of a prompt in one step, and the calls of the dispatch table; attention is plain."""
+    """The logits of a prompt in one step with plain attention, and the kernels' calls."""
     plain_attention = "decode_attention=plain,prefill_attention=plain"
     options = {"max_model_len": 512, "kernels": plain_attention} | options
     with closing(Harness(directory, device=str(device), **options)) as harness:

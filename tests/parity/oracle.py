@@ -157,6 +157,13 @@ class Oracle:
         return tokens, torch.cat(out.logits)
 
 
+def largest_difference(actual: Tensor, expected: Tensor) -> float:
+    """Absolute, of finite logits of one shape."""
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    return float((actual - expected).abs().max())
+
+
 def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
     """A Qwen3-VL checkpoint, made with Hugging Face's classes and saved as they do."""
     config = Qwen3VLConfig(

@@ -4,7 +4,7 @@ Weight-only, in float32 on a CPU, the tolerance is that of unquantized models. M
 blocks or partial ones, and merged layers have parts that end inside a block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +25,14 @@ from services.decoder.kernels.table import KernelFacts, Row
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, compressed, write
 from tests.parity.oracle import EOS_ID, VOCAB_SIZE, Oracle, Prompt, Tiny, make_oracle
+from tests.parity.oracle import largest_difference as error
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.parity.text_oracle import make_text_oracle
 
 # isort: split
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # An activation is rounded to 4 significant bits: where two computations differ by float32's
 # rounding alone, it may become either of two neighbours, up to 1/8 apart. The difference here is 0,
@@ -93,11 +96,7 @@ class Quantized:
         if self.oracle.spec.vision:
             images = list(zip(self.prompt.offsets, answer.embeddings, strict=True))
             given = {"positions": answer.positions, "delta": answer.delta, "images": images}
-        sequence = harness.start(self.prompt.token_ids, **given)
-        parts = []
-        while sequence.num_computed_tokens < sequence.num_prompt_tokens:
-            parts.append(harness.logits(harness.chunk(sequence, chunk_size)))
-        return torch.cat(parts)
+        return harness.prompt_logits(harness.start(self.prompt.token_ids, **given), chunk_size)
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -113,19 +112,6 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     return Quantized(SHAPES["whole-blocks"], tmp_path_factory.mktemp("untied"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    assert actual.shape == expected.shape and torch.isfinite(actual).all()
-    return float((actual - expected).abs().max())
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])

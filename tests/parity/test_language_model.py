@@ -6,7 +6,7 @@ rounding. The controls show that the check can fail. A shift of *all* positions 
 is not among them: rotary attention sees differences of positions only, so that changes nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,9 @@ from services.decoder.kernels.table import KernelFacts, Row
 from services.decoder.models import rope
 from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Answer, Oracle, Prompt, make_oracle
+from tests.parity.oracle import largest_difference as error
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 2e-4
 CLEARLY_WRONG = 0.05  # a control must be off by this much, 250 tolerances
@@ -61,12 +64,7 @@ class Pair:
         self, prompt: Prompt, answer: Answer, chunk_size: int | None = None, **changes: object
     ) -> Tensor:
         """All of a prompt's logits, computed in chunks."""
-        sequence = self.start(prompt, answer, **changes)
-        parts = []
-        while sequence.num_computed_tokens < sequence.num_prompt_tokens:
-            parts.append(self.ours.logits(self.ours.chunk(sequence, chunk_size)))
-        self.ours.finish(sequence)
-        return torch.cat(parts)
+        return self.ours.prompt_logits(self.start(prompt, answer, **changes), chunk_size)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -77,20 +75,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair("gqa4-hd64-three-taps", tmp_path_factory.mktemp("deep"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    return float((actual - expected).abs().max())
 
 
 @pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS)

@@ -5,7 +5,7 @@ show that a wrong rope kind, a dropped bias or a dropped norm would be seen.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,10 @@ from services.common.model_spec import RopeSpec, UnsupportedOption
 from services.decoder.engine.sequence import Sequence
 from tests.decoder_harness import Harness
 from tests.parity.oracle import Oracle, Prompt
+from tests.parity.oracle import largest_difference as difference
 from tests.parity.text_oracle import CONFIGS, make_text_oracle
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 2e-4
 CLEARLY_WRONG = 0.05  # a control must be off by this much, 250 tolerances
@@ -37,12 +40,7 @@ class Pair:
 
     def logits(self, prompt: Prompt, chunk_size: int | None = None) -> Tensor:
         """All of a prompt's logits, computed in chunks."""
-        sequence = self.start(prompt)
-        parts = []
-        while sequence.num_computed_tokens < sequence.num_prompt_tokens:
-            parts.append(self.ours.logits(self.ours.chunk(sequence, chunk_size)))
-        self.ours.finish(sequence)
-        return torch.cat(parts)
+        return self.ours.prompt_logits(self.start(prompt), chunk_size)
 
     def error(self, prompt: Prompt, chunk_size: int | None = None) -> float:
         """The largest difference of a prompt's logits from Hugging Face's."""
@@ -52,20 +50,6 @@ class Pair:
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(make_text_oracle(CONFIGS[request.param](), tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def difference(actual: Tensor, expected: Tensor) -> float:
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    return float((actual - expected).abs().max())
 
 
 def test_it_is_a_text_model(pair: Pair) -> None:

@@ -3,7 +3,6 @@
 The tolerance is the language model's own: what the tower rounds differently goes through it, too.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,8 @@ from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Oracle, Prompt, make_oracle
 from tests.parity.test_language_model import LARGE, PROMPTS, TOLERANCE
 from tests.tower import cpu_ops
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Whole:
@@ -51,14 +52,6 @@ class Whole:
 @pytest.fixture(scope="module", params=CONFIGS)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(request.param, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("parts", [*PROMPTS.values(), LARGE], ids=[*PROMPTS, "64 x 96"])

@@ -56,7 +56,7 @@ class _Workspaces:
         self._pinned = _PinnedRing(_INT_WORKSPACE_BYTES)
         self._indices = _PinnedRing(4 * (4 * max_num_sequences + 64))
 
-    def lend(
+    def assign(
         self, wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
     ) -> npt.NDArray[np.int32]:
         """Gives the wrapper its workspace for one plan; returns pinned memory for its indices."""
@@ -118,7 +118,7 @@ class FlashInferDecode:
         """
         count, facts = metadata.num_decodes, self._facts
         wrapper = self._for_graph(count) if captured else self._eager
-        host = self._workspaces.lend(wrapper)
+        host = self._workspaces.assign(wrapper)
         blocks = num_blocks[:count]
         indptr, host = _cumulated(host, blocks)
         last_len, host = _copied(host, metadata.seq_lens[:count] - (blocks - 1) * facts.block_size)
@@ -181,7 +181,7 @@ class FlashInferPrefill:
     ) -> BatchPrefillWithPagedKVCacheWrapper:
         """Plans the step's chunks, which follow its decodes; the wrapper runs them."""
         decodes, facts = metadata.num_decodes, self._facts
-        host = self._workspaces.lend(self._wrapper)
+        host = self._workspaces.assign(self._wrapper)
         starts, blocks = metadata.cu_query_lens[decodes:], num_blocks[decodes:]
         query_indptr, host = _copied(host, starts - starts[0])
         indptr, host = _cumulated(host, blocks)
@@ -212,7 +212,7 @@ def _copied(host: np.ndarray, values: np.ndarray) -> tuple[Tensor, np.ndarray]:
 
 
 def _cumulated(host: np.ndarray, counts: np.ndarray) -> tuple[Tensor, np.ndarray]:
-    """As `_copied`, of the exclusive prefix sums and the total: `[len + 1]`."""
+    """Prefix sums of counts, from 0 to the total, at the start of pinned memory, and the rest."""
     host[0] = 0
     np.cumsum(counts, out=host[1 : len(counts) + 1])
     return torch.from_numpy(host[: len(counts) + 1]), host[len(counts) + 1 :]

@@ -1,7 +1,8 @@
 """What the scheduler planned for one step, and its conversion to the runner's `Step`.
 
-Chunks refer to live sequences, so that the engine finds the sequences again when the step's tokens
-arrive. No other module turns sequences into arrays.
+The scheduler makes a batch and the engine launches it. Chunks refer to live sequences, so that the
+engine finds them again when the step's tokens arrive. No other module turns sequences into arrays.
+Pure: no torch, no device.
 """
 
 from dataclasses import dataclass, field

@@ -25,7 +25,8 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.step import ALL_MASKED, NOT_FINITE, PendingStep, Runner, StepOutput
+from services.decoder.engine.step import PendingStep, Runner, StepOutput
+from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 _FAILURES = {
     NOT_FINITE: "the model's output is not finite",
@@ -196,7 +197,7 @@ class Engine:
             self._blocks.register(chunk.sequence)
 
     def _fail_largest(self, batch: Batch, error: BaseException) -> None:
-        """The step did not fit into the device's memory: one sequence fails, the others go on."""
+        """Fails one sequence of a step that did not fit into the device's memory."""
         largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
         self._scheduler.roll_back(batch)
         detail = f"the device is out of memory: {error}".splitlines()[0]
@@ -257,9 +258,10 @@ class Engine:
                 self._blocks.register(sequence)
 
     def _release_images(self, sequence: Sequence) -> None:
-        """The front may reuse the memory of the sequence's images: its prompt is computed, and no
-        step in flight computes it again, because a preempted sequence is admitted again only after
-        its in-flight tokens have arrived.
+        """Tells the front that it may reuse the memory of the sequence's images.
+
+        The prompt is computed, and no step in flight computes it again, because a preempted
+        sequence is admitted again only after its in-flight tokens have arrived.
         """
         read = list(sequence.image_offsets)
         sequence.image_offsets.clear()

@@ -3,6 +3,9 @@ mixtures of both by bucket of tokens.
 
 A graph reads its inputs from the device side of the staging buffer, and writes logits to one buffer
 that all graphs of a kind share. All graphs share one memory pool: one runs at a time.
+
+`ModelRunner` captures them at warm-up and replays them. The runner launches a step that
+fits no graph eagerly.
 """
 
 from dataclasses import dataclass

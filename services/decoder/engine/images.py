@@ -1,4 +1,8 @@
-"""Image embeddings from the arena to a step's image tokens."""
+"""Image embeddings from the arena to a step's image tokens.
+
+`ModelRunner` reads eager steps' images with it, and the graphs those of captured steps. It knows
+runs of image tokens, not sequences; the engine keeps an image's memory until its step has run.
+"""
 
 import mmap
 from collections.abc import Sequence as Seq

@@ -1,4 +1,7 @@
-"""The paged KV pool: how many blocks fit the memory, and its allocation."""
+"""The paged KV pool: how many blocks fit the memory, and its allocation.
+
+Called by the runner's factory at the start. A budget too small for one sequence is a ValueError.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,8 @@
-"""Messages between the decoder's front and its engine process."""
+"""Messages between the decoder's front and its engine process.
+
+Plain data that crosses a socket as MessagePack; no torch and no gRPC. `services.common.channel`
+sends and checks them.
+"""
 
 import msgspec
 

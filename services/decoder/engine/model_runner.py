@@ -1,4 +1,8 @@
-"""The model runner: steps in, sampled tokens out. The only owner of its device."""
+"""The model runner: steps in, sampled tokens out. The only owner of its device.
+
+The engine calls it, with nothing but a `Step`. An exception of the device is the engine's to
+handle; a kind of step whose CUDA graphs cannot be captured runs eagerly.
+"""
 
 import logging
 from dataclasses import dataclass, field
@@ -152,7 +156,10 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self, decodes: list[int], prompts: list[int], mixed: list[int]) -> None:
         """Captures decode steps of these sizes, lone prompts of these lengths, and mixed steps of
-        these numbers of tokens (GPU).
+        these numbers of tokens. A kind whose capture fails runs eagerly, with a warning.
+
+        Raises:
+            torch.OutOfMemoryError: the graphs do not fit into the device's memory.
         """
         parts = StepParts(
             self._model,
@@ -164,15 +171,14 @@ class ModelRunner:
             torch.cuda.graph_pool_handle(),
             torch.cuda.Stream(),
         )
-        of_decodes = DecodeGraphs(parts, self._scratch_row)
-        of_prompts = PromptGraphs(parts)
-        of_mixed = MixedGraphs(parts, self._scratch_row)
         row = self._scratch_row
-        # The largest first: what they need, all others find in the pool.
+        mixed_graphs, scratch_step = MixedGraphs(parts, row), StepInputs.scratch
+        decode_graphs, prompt_graphs = DecodeGraphs(parts, row), PromptGraphs(parts)
+        # The largest first, so that the smaller ones find their memory in the pool.
         steps = (
-            (of_mixed, (of_mixed.scratch(size) for size in sorted(mixed, reverse=True))),
-            (of_prompts, (StepInputs.scratch([n], row) for n in sorted(prompts, reverse=True))),
-            (of_decodes, (StepInputs.scratch([1] * n, row) for n in sorted(decodes, reverse=True))),
+            (mixed_graphs, (mixed_graphs.scratch(n) for n in sorted(mixed, reverse=True))),
+            (prompt_graphs, (scratch_step([n], row) for n in sorted(prompts, reverse=True))),
+            (decode_graphs, (scratch_step([1] * n, row) for n in sorted(decodes, reverse=True))),
         )
         for graphs, scratch in steps:
             try:
@@ -274,7 +280,7 @@ class ModelRunner:
             sampled = self._sampler.sample(logits, sampling)
         rows = self._staging.device(step.places.sampled_rows)
         rows = rows[: len(sampled.token_ids)]  # without padding
-        # A row that failed may be in the next step already: any valid id will do for it.
+        # A row that failed may be in the next step already, which then needs any valid id.
         self._state.last_tokens.index_copy_(0, rows, sampled.token_ids.clamp(min=0))
         return self._copy_back(sampled, sampling)
 
@@ -291,7 +297,7 @@ class ModelRunner:
         return DevicePendingStep(token_ids, logprobs, sampling, self._mark())
 
     def _mark(self) -> torch.cuda.Event | None:
-        """An event behind all that is launched."""
+        """An event after everything launched so far; None on a CPU."""
         if self._state.device.type != "cuda":
             return None
         event = torch.cuda.Event()

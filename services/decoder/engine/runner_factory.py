@@ -1,4 +1,8 @@
-"""Creates a model runner from options: loads the model, sizes the KV pool, warms up."""
+"""Creates a model runner from options: loads the model, sizes the KV pool, warms up.
+
+The engine process calls it once. A model, device or option that cannot be served is an error here,
+before the first request.
+"""
 
 import logging
 import mmap
@@ -198,7 +202,7 @@ def _load(
 
 
 def _weight_format(model: nn.Module) -> str:
-    """Of the decoder layers' projections: unquantized only if all of them are."""
+    """The format of the decoder layers' projections; unquantized only if all of them are."""
     layers = model.get_submodule("layers")
     found = {part.weight_format for part in layers.modules() if isinstance(part, Linear)}
     return min(found - {UNQUANTIZED}, default=UNQUANTIZED)

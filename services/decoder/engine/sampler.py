@@ -1,4 +1,7 @@
-"""Sampling on the device, for a whole step: each row's parameters, and what penalties count.
+"""Sampling on the device, for a whole step: each row's parameters, and its token counts.
+
+`ModelRunner` owns the sampler. Logits and token ids stay on the device; the host knows all that it
+has to decide before the step is launched.
 
 Order of operations (vLLM's): log-probabilities are taken from the raw logits; then logit bias and
 min_tokens; repetition penalty over prompt and completion, frequency and presence penalty over the
@@ -16,10 +19,10 @@ from torch import Tensor
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import Int32Array, Int64Array
+from services.decoder.kernels import NOT_FINITE
 from services.decoder.kernels.ops import Ops
 from services.decoder.kernels.sampling import (
     FLOATS,
-    NOT_FINITE,
     FloatArray,
     SamplingInputs,
     are_finite,
@@ -31,7 +34,7 @@ GREEDY_TEMPERATURE = 1e-5  # below it, sampling is greedy, as in vLLM
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Of the g rows that asked."""
+    """Log-probabilities of the g rows that request them."""
 
     chosen: Tensor  # [g] float32
     top_ids: Tensor  # [g, n] int32
@@ -42,7 +45,7 @@ class SampledLogprobs:
 class Sampled:
     """A step's tokens, on the device."""
 
-    token_ids: Tensor  # [B] int32; below zero: the row failed, see kernels.sampling
+    token_ids: Tensor  # [B] int32; below zero: the row failed
     logprobs: SampledLogprobs | None
 
 
@@ -64,8 +67,8 @@ class Sampler:
         self._top_k = np.zeros(num_rows, np.int64)
         self._seed = np.zeros(num_rows, np.uint64)
         self._min_tokens = np.zeros(num_rows, np.int64)
-        self._top_logprobs = np.full(num_rows, -1, np.int64)  # -1: none asked for
-        self._plain = np.ones(num_rows, np.bool_)  # greedy and nothing else
+        self._top_logprobs = np.full(num_rows, -1, np.int64)  # -1: none requested
+        self._plain = np.ones(num_rows, np.bool_)  # greedy, without any other option
         self._penalized = np.zeros(num_rows, np.bool_)
         self._bias: dict[int, tuple[Int64Array, FloatArray]] = {}
         self._stops: dict[int, Int64Array] = {}
@@ -79,7 +82,7 @@ class Sampler:
         prompt_ids: Int32Array | None = None,
         completion_ids: Int32Array | None = None,
     ) -> None:
-        """Another sequence has the row; token ids matter if it has penalties."""
+        """Gives the row to another sequence; its token ids are read if it has penalties."""
         self._floats[:, row] = [getattr(params, name) for name in FLOATS]
         greedy = params.temperature < GREEDY_TEMPERATURE
         if greedy:
@@ -126,7 +129,7 @@ class Sampler:
             token_masks: see `Step`.
 
         Returns:
-            None: every row is greedy without anything else.
+            None: every row is greedy, without penalties, biases, masks and log-probabilities.
         """
         if masked is not None and len(masked) == 0:
             masked = None
@@ -254,7 +257,7 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _logprobs(raw: Tensor, token_ids: Tensor, count: int) -> SampledLogprobs:
-    """Of the sampled and the `count` most likely tokens, from the raw logits."""
+    """Those of the sampled and the `count` most likely tokens, from the raw logits."""
     total = raw.logsumexp(-1, keepdim=True)
     chosen = raw.gather(-1, token_ids[:, None]) - total
     values, ids = by_rank(raw, count) if count else (raw[:, :0], token_ids[:, None][:, :0])

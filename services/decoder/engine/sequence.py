@@ -89,7 +89,7 @@ class Sequence:
 
     @classmethod
     def from_message(cls, message: AddSequence) -> "Sequence":
-        """The sequence that the front asks for."""
+        """The sequence that a message of the front describes."""
         token_ids = array("i", message.prompt_token_ids)  # little-endian, as GPUs' machines are
         positions = None
         if message.positions:

@@ -1,4 +1,8 @@
-"""A step's small arrays, packed into one host buffer and moved to the device in one copy."""
+"""A step's small arrays, packed into one host buffer and copied to the device at once.
+
+`ModelRunner` begins a step and uploads it; `step_inputs` and the sampler add arrays. A step whose
+arrays do not fit raises RuntimeError.
+"""
 
 import math
 from typing import Any, NamedTuple

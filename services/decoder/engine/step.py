@@ -19,10 +19,6 @@ from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParam
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-# Ids below zero in `StepOutput.token_ids`: the sequence fails, its batch-mates do not.
-NOT_FINITE = -1  # its logits were not finite
-ALL_MASKED = -2  # its token mask, or a logit bias of minus infinity, left no token
-
 
 class RowStart(msgspec.Struct, array_like=True, frozen=True):
     """A row is given to a sequence, from this step on.
@@ -93,7 +89,7 @@ class Step(msgspec.Struct, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Tokens of the step, T."""
         return self.num_from_device + len(self.token_ids)
 
     def to_bytes(self) -> bytes:
@@ -128,7 +124,8 @@ class StepOutput(NamedTuple):
 
     A runner whose `info.max_tokens_per_step` is 1 yields exactly one token for each. Any other
     yields 0 to `Step.limits`, and has computed keys and values of all of them but the last; of the
-    sequence's tokens, exactly the last is then without. A failed sequence has one id, below zero.
+    sequence's tokens, exactly the last is then without. A failed sequence has one id, `NOT_FINITE`
+    or `ALL_MASKED` of `services.decoder.kernels`.
     """
 
     token_ids: Int32Array  # [B, k]; of each row, the first num_tokens count

@@ -1,4 +1,8 @@
-"""A step's arrays as the model reads them: laid out and padded on the host, uploaded at once."""
+"""A step's arrays as the model reads them: laid out and padded on the host, uploaded at once.
+
+`ModelRunner` and the CUDA graphs use it. Nothing here waits for the device or knows a sequence; all
+lengths and blocks come from the `Step` and the row table.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -148,7 +152,7 @@ def lay_out(step: Step, table: RowTable, block_size: int) -> StepInputs:
 
 
 def _decodes_from_device(step: Step, table: RowTable, block_size: int) -> StepInputs:
-    """`lay_out` of the commonest step in half the time."""
+    """`lay_out` of the most frequent kind of step, in half the time."""
     rows, starts, count = step.rows, step.starts, len(step.rows)
     positions = np.empty((3, count), np.int32)
     positions[:] = starts + table.position_delta[rows]
@@ -330,8 +334,8 @@ def attention_metadata(step: StepInputs, staging: Staging) -> AttentionMetadata:
 
 
 def captured_metadata(step: StepInputs, staging: Staging) -> AttentionMetadata:
-    """As `attention_metadata`, for all steps that are padded to the same size. Their arrays are at
-    the same places on the device, and block ids are last, so that there may be any number of them.
+    """The layout for a CUDA graph, which serves all steps that are padded to the same size. Their
+    arrays are at the same places on the device; block ids come last, in any number.
     """
     metadata = attention_metadata(step, staging)
     metadata.block_ids = staging.device_from(step.places.block_ids)

@@ -1,0 +1,8 @@
+"""The decoder's kernels, their plain twins, and the table that chooses among them.
+
+The two ids are the kernels' contract with the engine, which imports no torch: a token id below zero
+says that the sequence fails, and its batch-mates do not.
+"""
+
+NOT_FINITE = -1  # its logits were not finite
+ALL_MASKED = -2  # its token mask, or a logit bias of minus infinity, left no token

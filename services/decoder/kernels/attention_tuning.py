@@ -1,8 +1,8 @@
 """Facts that attention kernels are chosen by, and their tuned constants by size class.
 
-A size class is the number of query heads per key head (the group) and the head dimension. Constants
-were measured on an H200 for group 2 and head_dim 128 (Qwen3-VL-2B: 16 query and 8 key heads); all
-other classes are extrapolated from it until `benchmarks/tune_attention.py` has been run for them.
+A size class is the number of query heads per key head (the group) and the head dimension. Classes
+marked `measured` were measured on an H200, with 8 key heads and head_dim 128 (the 2B, 4B, 8B and
+32B); others are extrapolated until `benchmarks/tune_attention.py` has been run for them.
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class FusedDecodeConfig:
         heads: query heads of a CTA; all of a group, or a power of two that divides it.
         num_splits: CTAs that share a head's context; a power of two.
         tile: tokens of a K/V tile.
-        tensor_cores: the group is padded to the 16 rows of an MMA; else products are FMAs.
+        tensor_cores: use MMAs, with the group padded to their 16 rows; else FMAs.
         num_warps: of a CTA.
     """
 
@@ -69,9 +69,9 @@ class PagedDecodeConfig:
         tile_rows: rows of a K/V tile, each of one token and one key head.
         num_warps: of a CTA.
         alone: CTAs per SM and pipeline stages where the kernel has the device to itself.
-        beside_few: the same beside prefill attention.
-        beside_many: the same beside prefill attention with more than `few` sequences.
-        few: see there.
+        beside_few: the same beside prefill attention, for up to `few` sequences.
+        beside_many: the same beside prefill attention, for more.
+        few: most sequences for which `beside_few` holds.
     """
 
     kv_heads: int
@@ -207,8 +207,9 @@ class PrefillTuning:
         min_split_tiles: K/V tiles of a split, at least.
         max_cached_share: pairs with cached tokens per pair within the chunk.
         min_captured_pairs: pairs with cached tokens that a captured step may always have.
-        max_captured_pairs: likewise for no new tokens, less `pairs_per_token` for each.
-        pairs_per_token: see there.
+        max_captured_pairs: pairs with cached tokens that a captured step may have, before
+            `pairs_per_token` is subtracted for each new token.
+        pairs_per_token: a captured step may have this many pairs fewer per new token.
     """
 
     ctas_per_sm: int = 2
@@ -226,14 +227,14 @@ PREFILL = PrefillTuning()
 
 
 def fused_decode_obstacle(facts: AttentionFacts) -> str:
-    """Of `fused_decode_attention`."""
+    """Why `fused_decode_attention` cannot serve these facts, or ""."""
     if facts.rotary_dim not in (None, facts.head_dim):
         return f"needs rotary_dim {facts.rotary_dim} to be head_dim {facts.head_dim}"
     return _decode_obstacle(facts)
 
 
 def paged_decode_obstacle(facts: AttentionFacts) -> str:
-    """Of `paged_decode_attention`."""
+    """Why `paged_decode_attention` cannot serve these facts, or ""."""
     if why := _decode_obstacle(facts):
         return why
     tokens = paged_decode_config(facts).tile_tokens
@@ -243,7 +244,7 @@ def paged_decode_obstacle(facts: AttentionFacts) -> str:
 
 
 def prefill_obstacle(facts: AttentionFacts) -> str:
-    """Of `prefill_attention`."""
+    """Why `prefill_attention` cannot serve these facts, or ""."""
     if not facts.device.has_triton or not facts.device.is_hopper:
         return "needs Triton and Hopper's wgmma"
     if facts.dtype.itemsize != 2:

@@ -1,10 +1,10 @@
-"""All of decode attention between two projections, for one or two sequences, as one Triton kernel.
+"""Decode attention and all else between its projections, for one or two sequences, as one kernel.
 
-In small batches attention waits more than it reads: q/k norm with rotation, split-KV attention and
-the merge of the splits would be three launches of a few microseconds each. Here each CTA normalises
-and rotates its own heads and attends to one split of the context; the last CTA of a head to finish
-merges the splits, always in the same order. Keys and values of earlier steps are loaded before the
-projection's result is there, by programmatic dependent launch where the device has it.
+In small batches attention waits longer than it reads: q/k norm with rotation, split-KV attention
+and the merge of the splits would be three launches of a few microseconds each. Here each CTA
+normalises and rotates its own heads and attends to one split of the context; the last CTA of a head
+to finish merges the splits, always in the same order. Keys and values of earlier steps are loaded
+before the projection's result is there, by programmatic dependent launch where the device has it.
 
 The query heads of one key head are one CTA's, so that a K/V tile is loaded once: as FMAs for small
 groups, else on tensor cores with the group padded to the 16 rows of an MMA.
@@ -367,7 +367,7 @@ def _attend_fma(m_i, l_i, acc, q_first, q_second, k_first, k_second, value, insi
 
 @triton.jit
 def _attend_mma(m_i, l_i, acc, q_first, q_second, scale, k_first, k_second, value, inside):
-    """As `_attend_fma`, on tensor cores; `p` is rounded to the values' type."""
+    """One more tile on tensor cores; `p` is rounded to the values' type."""
     score = tl.dot(q_first, tl.trans(k_first))
     score = tl.dot(q_second, tl.trans(k_second), score) * scale
     score = tl.where(inside[None, :], score, float("-inf"))

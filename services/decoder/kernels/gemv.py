@@ -1,8 +1,8 @@
 """Linear layers for one or two tokens, where a decode step is nothing but reading weights.
 
-cuBLAS reaches two thirds of the memory bandwidth on a matrix-vector product. Here a CTA takes a few
-rows of the weight, and fuses the neighbours of the product: the RMSNorm before it, the SwiGLU or
-the residual addition after it. With programmatic dependent launch a kernel starts while the one
+cuBLAS reaches two thirds of the memory bandwidth on a GEMV. Here a CTA takes a few rows of the
+weight, and fuses the operations around the GEMV: the RMSNorm before it, the SwiGLU or the residual
+addition after it. With programmatic dependent launch a kernel starts while the one
 before it ends, and loads its first weights, which depend on nothing, before its input is there.
 Rounding points are the plain twins', in `services.decoder.kernels.plain`.
 """

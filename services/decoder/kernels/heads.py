@@ -45,7 +45,7 @@ class HeadTransform:
     rows: Tensor
 
     def of(self, qkv: Tensor) -> "ProjectedHeads":
-        """Together with the projection's output."""
+        """The transform with the projection's output."""
         return ProjectedHeads(self.norms, self.eps, self.rope, self.kv_cache, self.rows, qkv=qkv)
 
 
@@ -62,23 +62,23 @@ class ProjectedHeads(HeadTransform):
 
     @property
     def num_heads(self) -> int:
-        """Of the query."""
+        """Query heads."""
         num_kv_heads, head_dim = self.kv_cache.shape[-2:]
         return self.qkv.shape[-1] // head_dim - 2 * num_kv_heads
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Tokens, T."""
         return self.qkv.shape[-2]
 
     @property
     def num_splits(self) -> int:
-        """S; 0: `qkv` is the whole sum."""
+        """Split-K partials, S; 0: `qkv` is reduced already."""
         return len(self.qkv) if self.qkv.dim() == 3 else 0
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether all tensors are, as kernels take them."""
+        """Whether all tensors are contiguous, as kernels need them."""
         tensors = (self.qkv, *(self.norms or ()), *self.rope, self.kv_cache, self.rows)
         return all(tensor.is_contiguous() for tensor in tensors)
 

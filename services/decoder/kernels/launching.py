@@ -1,4 +1,7 @@
-"""Launches of Triton's kernels between two steps, where the host's time counts."""
+"""Fast launches of Triton's kernels between two steps, where the device waits for the host.
+
+The sampling kernels use it. Triton's errors of compilation and launch pass through.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +20,18 @@ def launch(
     enable_fp_fusion: bool = True,
     **constants: int,
 ) -> None:
-    """`kernel[grid](*arguments, **constants, ...)`, which takes six times as long to find what it
-    compiled before: between two steps of a single sequence, that would be a quarter of the time.
+    """Does what `kernel[grid](*arguments, **constants, ...)` does in a sixth of the host's time.
+
+    Triton's own lookup of the compiled kernel would be a quarter of the time between two steps of a
+    single sequence.
 
     Args:
-        kernel: whose constants follow its arguments; it is specialized for no integer.
-        grid: the number of programs along each axis.
+        kernel: its constants follow its arguments, and it is specialized for no integer.
+        grid: CTAs along each axis.
         arguments: the first is a tensor; all others always have the same types, and tensors among
             them are aligned.
-        num_warps: of a program.
-        enable_fp_fusion: whether a product may be added without being rounded.
+        num_warps: of a CTA.
+        enable_fp_fusion: whether a multiplication and an addition may become one FMA.
         **constants: all of the kernel's.
     """
     first, values = arguments[0], [constants[name] for name in kernel.arg_names[len(arguments) :]]

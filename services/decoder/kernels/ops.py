@@ -1,4 +1,8 @@
-"""The operations of a step, each by the implementation that the dispatch table has for it."""
+"""The operations of a step: each call goes to the implementation that the dispatch table chooses.
+
+Models and the sampler call them, and know no kernel. An implementation that fails while kernels
+warm up is replaced by the next one; a later failure is the caller's.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -28,8 +32,8 @@ _MAX_KEPT = 4096  # choices of eager steps of different lengths
 class StepKernels:
     """What a decoder layer calls in a step of one number of tokens T. Arguments may be overwritten.
 
-    A GEMM's output may be left as split-K partials, `[S, T, N]` float32, which all takers of one
-    reduce (`plain.reduce_split_k`).
+    A GEMM's output may be left as split-K partials, `[S, T, N]` float32, which its consumer reduces
+    (`plain.reduce_split_k`).
 
     Attributes:
         rms_norm: (x, weight, eps) → `[T, hidden]`.
@@ -38,7 +42,7 @@ class StepKernels:
         linear_swiglu: (x `[T, K]`, layer of gate and up) → `silu(gate) * up`, `[T, N]`.
         norm_linear: (x or partials or None, residual, norm, layer) → the layer's output for the
             norm of the hidden state `x + residual`, and the hidden state.
-        norm_swiglu: as `norm_linear`, for `linear_swiglu`.
+        norm_swiglu: the same with `linear_swiglu`.
         linear_residual: (x, layer, residual) → the layer's output or partials, to be added to the
             residual stream; None: it has been added to `residual` in place.
         qk_rope_cache: see `plain.qk_rope_cache`.
@@ -119,7 +123,7 @@ class Ops:
     def _guarded(
         self, entry: Resolved, kernel: Callable[..., Any], num_tokens: int
     ) -> Callable[..., Any]:
-        """While kernels warm up: one that fails is dropped, and the next one is called."""
+        """For warm-up: a kernel that drops its implementation if it fails, and calls the next."""
 
         def guarded(*arguments: Any) -> Any:  # noqa: ANN401 - the kernel's
             try:
@@ -215,8 +219,8 @@ class Ops:
         return self.table.call("sample", logits, inputs)
 
     def greedy(self, logits: Tensor) -> Tensor:
-        """`[B, vocab_size]` → `[B]` int32: the most likely ids, the lowest of equal ones; -1 where
-        a row is not finite.
+        """`[B, vocab_size]` → `[B]` int32: the most likely ids, the lowest of equal ones;
+        `NOT_FINITE` where a row is not finite.
         """
         return self.table.call("greedy", logits)
 

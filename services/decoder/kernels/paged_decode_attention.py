@@ -2,7 +2,7 @@
 
 A work item is one sequence with some of its key heads; a unit is the tokens of it that one K/V tile
 holds. Units are ordered by sequence, heads and tokens, and each CTA takes an equal range of them,
-which it finds from the context lengths by itself (as in stream-K): nothing is planned on the host,
+which it computes from the context lengths (as in stream-K): nothing is planned on the host,
 and a CUDA graph serves any lengths. A range covers the end of one item, some whole ones and the
 start of another. Whole items are written to the output; the partials of a split item lie in float32
 until the last of its CTAs to finish merges them, in the order of the CTAs.
@@ -192,8 +192,8 @@ def _prefetch(
     ITEMS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the first tiles of a range. The new token's key and value may be among them: those
-    are written to L2, too.
+    """Prefetches the first tiles of a range to L2. Among them may be the new token's key and
+    value, whose writes reach L2, too.
     """
     count = (length + UNIT - 1) // UNIT
     item = within // count

@@ -17,7 +17,7 @@ _ROWS = 128  # of one program instance
 
 
 def penalize(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """See `ops.Ops.penalize`."""
+    """Implements `Ops.penalize`."""
     (num_rows, vocab_size), rows, floats = logits.shape, inputs.rows, inputs.floats
     seen = inputs.seen
     assert seen is not None
@@ -32,7 +32,7 @@ def penalize(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def count_tokens(token_ids: Tensor, inputs: SamplingInputs) -> None:
-    """See `ops.Ops.count_tokens`."""
+    """Implements `Ops.count_tokens`."""
     num_rows, seen, rows, floats = len(token_ids), inputs.seen, inputs.rows, inputs.floats
     assert seen is not None
     launch(

@@ -1,6 +1,6 @@
 """The decoder's operations in plain torch: the specification, and the path of CPUs.
 
-Functions are the plain twins of kernels in this folder; their boundaries are the fusions'. For
+Each function is the plain twin of a kernel in this folder and fuses what the kernel fuses. For
 sampling see `sampling`.
 """
 
@@ -35,14 +35,14 @@ __all__ = [
 
 
 def pick_tokens(known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-    """See `Ops.pick_tokens`."""
+    """Implements `Ops.pick_tokens`."""
     return torch.where(rows >= 0, last_tokens[rows.clamp(min=0)], known)
 
 
 def rope_and_rows(
     positions: Tensor, slots: Tensor, rope: Rotary, dtype: torch.dtype, block_size: int
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """See `Ops.rope_and_rows`."""
+    """Implements `Ops.rope_and_rows`."""
     return rope(positions, dtype), kv_rows(slots, block_size)
 
 
@@ -50,8 +50,8 @@ def rope_and_rows(
 
 
 def reduce_split_k(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A GEMM's output `[T, N]` as it is, or from its split-K partials `[S, T, N]` float32, whose
-    sum is rounded to `dtype`.
+    """A GEMM's output `[T, N]`: as it is, or summed from its split-K partials `[S, T, N]` float32
+    and rounded to `dtype`.
     """
     return output if output.dim() == 2 else output.sum(0).to(dtype)
 
@@ -137,7 +137,16 @@ def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> T
 
 
 def fused_decode_attention(heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
-    """See `Ops.fused_decode_attention`."""
+    """q/k norm, rotation, the write to the KV cache, and attention of one token per sequence.
+
+    Args:
+        heads: of the projection, one token per sequence; its memory may be overwritten.
+        block_ids: the sequences' KV blocks one after the other, int32.
+        seq_lens: `[T]` int32, the new token included.
+
+    Returns:
+        `[T, num_heads * head_dim]`.
+    """
     query = qk_rope_cache(heads)
     kv_cache, block_size = heads.kv_cache, heads.kv_cache.shape[2]
     counts = -(-seq_lens // block_size)

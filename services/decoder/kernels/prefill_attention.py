@@ -272,7 +272,8 @@ def _attend_pass(
     query, query_arrived, keys, k_mbars, values, v_mbars, own_tiles, column, keys_ptr, table_ptr,
     item, has_own, scale, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
-    """As `_attend`, and whether a row sum overflowed: then the pass is repeated with RUNNING.
+    """One pass of `_attend`, and whether a row sum overflowed; then `_attend` repeats the pass with
+    RUNNING.
 
     The step's own tiles come first, the diagonal one before the others, and then the cached ones.
     Keys and values have a double buffer each; the next load is issued as soon as all warps have
@@ -335,7 +336,7 @@ def _attend_own(
     m_i, l_i, acc, p_op, SCORES: gl.constexpr, ACC: gl.constexpr, WIDTH: gl.constexpr,
     RUNNING: gl.constexpr,
 ):  # fmt: skip
-    """Goes on with the chunk's tokens before the diagonal tile. The GEMM of p and the values lags
+    """Continues with the chunk's tokens before the diagonal tile. The GEMM of p and the values lags
     one tile behind: `p_op` is the p of the tile before, on entry and on return.
     """
     TILE: gl.constexpr = query.shape[0]
@@ -366,7 +367,7 @@ def _attend_cached(
     query, keys, values, keys_ptr, table_ptr, begin, end, turn, scale, m_i, l_i, acc, p_op,
     SCORES: gl.constexpr, ACC: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Goes on likewise with cached tokens [begin, end), after `turn` tiles."""
+    """Continues with cached tokens [begin, end), after `turn` tiles."""
     TILE: gl.constexpr = query.shape[0]
     key = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
     values_ptr = keys_ptr + BLOCK_SIZE * WIDTH

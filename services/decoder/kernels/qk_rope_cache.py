@@ -18,7 +18,7 @@ from services.decoder.kernels.tuning import qk_rope_config
 def qk_rope_cache(
     heads: ProjectedHeads, keys_values: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """See the plain twin. Heads rotate whole, and all tensors are contiguous."""
+    """Implements `plain.qk_rope_cache` where heads rotate whole and all tensors are contiguous."""
     assert heads.is_contiguous
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
     num_tokens, num_heads = heads.num_tokens, heads.num_heads
@@ -38,8 +38,9 @@ def qk_rope_cache(
 
 @triton.jit
 def _product(a, b):
-    """One rounding of a * b, as in torch. As a plain product of the narrow type, which the compiler
-    finds it to be, it would become one operation with the sum after it, and not be rounded.
+    """Product of a and b with one rounding, as in torch. The compiler would contract a
+    multiplication in the narrow type and the addition after it to an FMA, which does not round the
+    product.
     """
     return tl.fma(a.to(tl.float32), b.to(tl.float32), 0.0).to(a.dtype)
 
@@ -63,15 +64,6 @@ def turned(one, two, cos, sin):  # noqa: ANN201 - two of the inputs' kind
     first = _product(one, cos).to(tl.float32) - _product(two, sin).to(tl.float32)
     second = _product(two, cos).to(tl.float32) + _product(one, sin).to(tl.float32)
     return first.to(one.dtype), second.to(one.dtype)
-
-
-@triton.jit
-def rotated(  # noqa: ANN201 - two of the inputs' kind
-    first, second, weight_first, weight_second, cos, sin, eps, HALF: tl.constexpr
-):
-    """Heads normalised and rotated, by halves: `[heads, columns]` each, rounded as in torch."""
-    one, two = normed(first, second, weight_first, weight_second, eps, HALF)
-    return turned(one, two, cos, sin)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-NOT_FINITE = -1  # the row's logits were not finite
-ALL_MASKED = -2  # the token mask, or a bias of minus infinity, leaves no token
+from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 _TOP_K_STEPS = (32, 128, 1024)  # candidates are ranked in these sizes; above, all tokens are
 _ROWS_AT_ONCE = 64  # where all tokens are ranked: a few float64 copies of 64 rows of logits
@@ -44,7 +43,7 @@ class SamplingInputs(NamedTuple):
             prompt); None: no row has penalties.
         bias: added to logits: index into B `[n]` int64, token ids `[n]` int64, addends `[n]`
             float32, on the host; None: nothing. Minus infinity forbids a token.
-        logprob_index: `[g]` int64, rows whose log-probabilities are asked for; None: none.
+        logprob_index: `[g]` int64, rows whose log-probabilities are requested; None: none.
         logprob_rows: the same on the host.
         logprob_counts: `[g]`, the number of most likely tokens to report of each.
     """
@@ -67,17 +66,17 @@ class SamplingInputs(NamedTuple):
 
 
 def are_finite(logits: Tensor) -> Tensor:
-    """`[B, V]` → `[B]`."""
+    """Whether all logits of a row are finite: `[B, V]` → `[B]`."""
     return torch.isfinite(logits.sum(-1, dtype=torch.float32))
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """See `Ops.greedy`."""
+    """Implements `Ops.greedy`."""
     return logits.argmax(-1).masked_fill(~are_finite(logits), NOT_FINITE).to(torch.int32)
 
 
 def penalize(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """See `Ops.penalize`."""
+    """Implements `Ops.penalize`."""
     assert inputs.seen is not None
     logits, seen = logits.float(), inputs.seen[inputs.rows]
     repetition, presence, frequency = inputs.floats[3:, :, None]
@@ -87,7 +86,7 @@ def penalize(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def count_tokens(token_ids: Tensor, inputs: SamplingInputs) -> None:
-    """See `Ops.count_tokens`."""
+    """Implements `Ops.count_tokens`."""
     assert inputs.seen is not None
     repetition, presence, frequency = inputs.floats[3:]
     has_any = (repetition != 1) | (presence != 0) | (frequency != 0)
@@ -108,7 +107,7 @@ def mask_tokens(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """See `Ops.sample`. Sums in float64."""
+    """Implements `Ops.sample`; sums in float64."""
     num_rows, vocab_size = logits.shape
     finite = are_finite(logits)
     if inputs.bias is not None:
@@ -153,9 +152,9 @@ def _row_groups(inputs: SamplingInputs, vocab_size: int) -> list[tuple[IntArray,
 def by_rank(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` first tokens by logit, then id: values `[g, count]` and ids `[g, count]` int64.
 
-    A few of many are found in two steps: they all lie in the `count` splits of the vocabulary whose
-    greatest logits come first. (If one were in another split, `count` others would come before it.)
-    So the vocabulary is read once, and a hundredth of it is ranked.
+    A small `count` is found in two steps: all of these tokens lie in the `count` splits of the
+    vocabulary with the greatest maxima, because a token in another split has at least `count`
+    tokens before it. So the vocabulary is read once, and a hundredth of it is ranked.
     """
     vocab_size = logits.shape[-1]
     width = split_width(vocab_size, count)
@@ -178,8 +177,9 @@ def split_width(vocab_size: int, count: int) -> int:
 
 
 def _ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `by_rank`. Each key is unique (the bits of the logit above the id), so that equal logits
-    have one order whichever algorithm ranks them. Adding zero makes the bits of -0.0 those of 0.0.
+    """`by_rank` over all tokens. Each key is unique (the bits of the logit above the id), so equal
+    logits have one order whichever algorithm ranks them. Adding zero makes the bits of -0.0 those
+    of 0.0.
     """
     last = logits.shape[-1] - 1
     bits = (logits + 0.0).contiguous().view(torch.int32)
@@ -213,7 +213,7 @@ def _sample_by_rank(
     top_p: Tensor,
     uniform: Tensor,
 ) -> Tensor:
-    """As `_sample_by_id`, of the tokens kept among the `count` first by rank: `[g]`."""
+    """Inverse CDF over the ids of the tokens kept among the `count` first by rank: → `[g]`."""
     values, ids = by_rank(logits, count)
     scaled = values.double() / temperature
     rank = torch.arange(count, device=logits.device)

@@ -16,7 +16,7 @@ _BLOCK = 256
 
 
 def pick_tokens(known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-    """See `ops.Ops.pick_tokens`."""
+    """Implements `Ops.pick_tokens`."""
     out = torch.empty_like(known)
     _pick_kernel[(triton.cdiv(len(known), _BLOCK),)](
         known, rows, last_tokens, out, len(known), BLOCK=_BLOCK
@@ -28,7 +28,7 @@ def rope_and_rows(
     positions: Tensor, slots: Tensor, rope: Rotary, dtype: torch.dtype, block_size: int, *,
     pdl: bool = False,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:  # fmt: skip
-    """See `ops.Ops.rope_and_rows`."""
+    """Implements `Ops.rope_and_rows`."""
     positions, slots = positions.contiguous(), slots.contiguous()
     count, half = len(slots), len(rope.axis)
     cos, sin = (torch.empty(count, half, dtype=dtype, device=slots.device) for _ in range(2))

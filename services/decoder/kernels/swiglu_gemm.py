@@ -2,7 +2,7 @@
 
 cuBLAS writes gate and up to memory, which for 8,192 tokens takes a tenth of the GEMM's time to read
 again. Here a tile has rows of the gate and the same rows of up, side by side in one accumulator,
-and only the result is written. One CTA per SM goes through the tiles, and asks for the next one's
+and only the result is written. One CTA per SM goes through the tiles, and loads the next tile's
 first columns during the epilogue of the last (`flatten`).
 
 The plain twin is `services.decoder.kernels.plain.linear_swiglu`; the rounding points are the same.

@@ -71,8 +71,8 @@ class KernelFacts:
 def attention_facts(
     facts: KernelFacts, *, block_size: int = 16, has_flashinfer: bool = False
 ) -> AttentionFacts:
-    """Those that attention kernels are chosen by; fused operations depend neither on `block_size`
-    nor on flashinfer.
+    """The facts that select attention kernels. Fused operations depend neither on `block_size` nor
+    on flashinfer.
     """
     text = facts.text
     return AttentionFacts(
@@ -146,7 +146,7 @@ def _no_mlp_bias(facts: KernelFacts) -> str:
 
 
 def _whole_rotation(facts: KernelFacts) -> str:
-    """Heads rotate whole."""
+    """The kernel rotates all of a head."""
     rotary, head = facts.text.rope.rotary_dim, facts.text.head_dim
     return "" if rotary == head else f"needs rotary_dim {rotary} to be head_dim {head}"
 
@@ -263,7 +263,7 @@ def _fp8_norm_linear(facts: KernelFacts, name: str) -> Kernel:
     def norm_linear(
         x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
     ) -> tuple[Tensor, Tensor]:
-        if not isinstance(layer.method, Fp8Linear):  # left so by the files
+        if not isinstance(layer.method, Fp8Linear):  # the checkpoint has it unquantized
             return unquantized(x, residual, norm, layer)
         if x is not None:
             residual = residual + plain.reduce_split_k(x, residual.dtype)
@@ -524,7 +524,7 @@ def _device(facts: KernelFacts) -> DeviceFacts:
 
 
 def plain_facts() -> KernelFacts:
-    """Of a small model on a CPU, where every operation is plain whatever the model."""
+    """Facts of a small model on a CPU, for a table whose operations are plain for any model."""
     text = TextSpec(
         vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1,
         num_kv_heads=1, head_dim=2, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e4, rotary_dim=2),

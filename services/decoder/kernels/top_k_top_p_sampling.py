@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 from services.decoder.kernels.launching import launch
-from services.decoder.kernels.sampling import ALL_MASKED, NOT_FINITE, SamplingInputs
+from services.decoder.kernels.sampling import SamplingInputs
 
 _SPLITS = 32  # for any number of rows, so that a row's sums have one order
 _BLOCK, _WARPS = 512, 4
@@ -42,7 +43,7 @@ _LOW, _HIGH, _ABOVE, _TARGET, _REACHED, _RANK, _EQUALS, _FIELDS = (
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """See `ops.Ops.sample`."""
+    """Implements `Ops.sample`."""
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and inputs.floats.is_contiguous()
     shift = _SHIFTS[logits.dtype]
@@ -62,7 +63,7 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     }  # fmt: skip
     per_block = sizes | {"BLOCK": _BLOCK, "num_warps": _WARPS}
     whole_split = sizes | {"BLOCK": triton.next_power_of_2(chunk), "num_warps": 2 * _WARPS}
-    # Every program reads its row's state first, which several splits share if there are many rows.
+    # A CTA reads its row's state first, so with many rows a CTA takes several splits.
     each = min(_SPLITS, 1 << max(1, num_rows * _SPLITS // _MIN_CTAS).bit_length() - 1)
     first = (*row, int(inputs.bias is not None))
     launch(_row_max_kernel, (num_rows, _SPLITS, 1), first, **per_block)

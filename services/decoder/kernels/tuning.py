@@ -30,8 +30,8 @@ class GemvConfig:
 
     Attributes:
         rows: of the weight, per CTA.
-        tile: elements of a row that are loaded at once, a power of two; at least the row's length:
-            the whole row, before the input is there.
+        tile: elements of a row that are loaded at once, a power of two. If it covers the row, all
+            of the weight is loaded before the input is there.
         stages: of the software pipeline over tiles; 0: the loop is unrolled.
         warps: per CTA.
     """
@@ -221,7 +221,7 @@ def split_k_config(device: DeviceFacts, num_rows: int, num_columns: int) -> Skin
 def skinny_swiglu_config(
     device: DeviceFacts, num_rows: int, num_columns: int
 ) -> SkinnyConfig | None:
-    """The configuration of the skinny `linear_swiglu`; None: as above."""
+    """The skinny `linear_swiglu`'s configuration; None: the shape does not divide into tiles."""
     if (
         device.num_sms == _MEASURED_SMS
         and (found := _SKINNY_SWIGLU.get((num_rows, num_columns))) is not None
@@ -233,9 +233,9 @@ def skinny_swiglu_config(
 def _best_fill(
     device: DeviceFacts, num_rows: int, num_columns: int, most_splits: int
 ) -> SkinnyConfig | None:
-    """The split of K that divides the CTAs most evenly among the SMs; of equal ones the fewest
-    splits, which cost their consumer a read each. Up to three CTAs share an SM, so that one's
-    prologue hides behind another's loop, as long as three stages fit for the most tokens.
+    """The split of K that divides the CTAs most evenly among the SMs. Ties go to fewer splits,
+    because the consumer reads each one. Up to three CTAs share an SM, so that one's prologue hides
+    behind another's loop, as long as three stages fit for the most tokens.
     """
     rows, tile, warps = 64, 128, 4
     if num_rows % rows or num_columns % tile:
@@ -249,7 +249,7 @@ def _best_fill(
     splits = min(range(1, min(most_splits, num_columns // tile) + 1), key=cost)
     ctas = num_rows // rows * splits
     for ctas_per_sm in range(min(3, -(-ctas // device.num_sms)), 0, -1):
-        for stage_columns in (tile, tile // 2):  # rather more stages than large ones
+        for stage_columns in (tile, tile // 2):  # more stages are worth more than larger ones
             config = SkinnyConfig(rows, stage_columns, warps, ctas_per_sm, 5, splits)
             if config.stages(SKINNY_TOKENS, device.shared_memory_bytes) >= 3:
                 return config

@@ -1,4 +1,8 @@
-"""What the runner needs of a language model."""
+"""What the runner needs of a language model: the model's protocol, and its image embeddings.
+
+`engine.images` makes the embeddings' views; a model reads them through `VisualInput` and does not
+know where they are.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,10 +50,10 @@ class Transfer:
 
     @classmethod
     def of(cls, num_features: int) -> "Transfer":
-        """Before the first copy no wait blocks."""
+        """Events on which nothing waits before the first copy."""
         *arrivals, last_read = (torch.cuda.Event(external=True) for _ in range(num_features + 1))
         for event in (*arrivals, last_read):
-            event.record()  # else a graph would not be made to wait for it
+            event.record()  # an event never recorded adds no wait to a graph
         return cls(arrivals, last_read)
 
     def wait_until_read(self) -> None:
@@ -114,7 +118,7 @@ class VisualSegments:
 
 @dataclass(frozen=True, slots=True)
 class VisualMask:
-    """As VisualRows, but in the rows of their tokens: no shape depends on how many are visual."""
+    """Embeddings in the rows of their tokens, so that no shape depends on how many are visual."""
 
     mask: Tensor  # [T, 1] bool: the row is visual
     embeddings: Tensor  # [num_features, T, hidden]; rows of other tokens hold anything
@@ -158,7 +162,7 @@ class CausalLM(Protocol):
             kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`.
             metadata: the step's attention layout.
             visual: embeddings of the step's image tokens.
-            rows: `[R]` int64, the tokens whose states are wanted; None: all.
+            rows: `[R]` int64, the tokens whose hidden states are returned; None: all.
 
         Returns:
             `[R, hidden]`, after the final norm.
@@ -166,7 +170,7 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """`[R, hidden]`, only the rows that need it → `[R, vocab_size]`, in the model's dtype; to
-        `out`, if there is one.
+        """`[R, hidden]` of the rows that are sampled → `[R, vocab_size]`, in the model's dtype;
+        written to `out`, if given.
         """
         ...

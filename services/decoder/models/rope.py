@@ -1,4 +1,7 @@
-"""Rotary position embedding: angles from positions."""
+"""Rotary position embedding: cos and sin of positions, for each kind of rope.
+
+Pure functions of a `RopeSpec`; a kind that is not implemented is refused when the spec is read.
+"""
 
 import math
 
@@ -85,7 +88,7 @@ def _yarn_range(spec: RopeSpec) -> tuple[float, float]:
     """The dimensions between which frequencies change over from unscaled to scaled."""
 
     def dimension(num_rotations: float) -> float:
-        """Which dimension turns so often within the original context."""
+        """The dimension that makes this many rotations within the original context."""
         turns = spec.original_max_position_embeddings / (num_rotations * 2 * math.pi)
         return spec.rotary_dim * math.log(turns) / (2 * math.log(spec.theta))
 

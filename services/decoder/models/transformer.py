@@ -55,7 +55,8 @@ class StepContext:
 def row_parallel(
     x: Tensor, layer: Linear, residual: Tensor, kernels: StepKernels, all_reduce: AllReduce | None
 ) -> Tensor | None:
-    """A projection back to the residual stream: what is to be added to it; None: it is added.
+    """Projects back to the residual stream. Returns what is still to be added to the stream; None:
+    the kernel has added it.
 
     Ranks hold the weight by columns, so each one's output is a term of a sum, which `all_reduce`
     computes before anything is added to the residual stream. Kernels that add it themselves are
@@ -93,7 +94,7 @@ class Attention(nn.Module):
         Args:
             qkv: of `qkv_proj`, `[T, (H + 2 * KVH) * D]` or split-K partials of it.
             kv_cache: `[num_blocks, 2, block_size, KVH, D]`.
-            step: see there.
+            step: shared by all layers.
 
         Returns:
             `[T, H * D]`, before the output projection.
@@ -115,7 +116,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The weights of SwiGLU; how they are applied is the layer's and the kernels' business."""
+    """The weights of SwiGLU, which `DecoderLayer` applies by the step's kernels."""
 
     def __init__(self, spec: TextSpec) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """See `models.base.CausalLM`.
+    """A `models.base.CausalLM`.
 
     Args:
         spec: of the whole model.
@@ -220,7 +221,6 @@ class Transformer(nn.Module):
         visual: VisualInput | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """See CausalLM."""
         residual = F.embedding(input_ids, self.embed_tokens.weight)
         rope, kv_rows = self.ops.rope_and_rows(
             positions, metadata.slot_mapping, self.rope, residual.dtype, kv_cache.shape[3]
@@ -248,7 +248,6 @@ class Transformer(nn.Module):
         return kernels.add_norm(x, residual, self.norm)[0]
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See CausalLM."""
         head = self.lm_head
         if head is None:
             return self.ops.logits(hidden, self.embed_tokens.weight, out=out)

@@ -1,7 +1,12 @@
 """The runner: a sequence's tokens do not depend on how its prompt is chunked or on its batch."""
 
 import dataclasses
+import logging
+import multiprocessing
+from collections.abc import Sequence as Seq
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,17 +15,26 @@ import torch
 
 from services.decoder.engine import step_inputs
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.graphs import MixedGraphs, StepParts
+from services.decoder.engine.graphs import (
+    DecodeGraphs,
+    MixedGraphs,
+    PromptGraphs,
+    StepGraphs,
+    StepParts,
+    _Kind,
+)
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner, resolve_device
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.step import ALL_MASKED, Step
+from services.decoder.engine.step import Step
 from services.decoder.engine.step_inputs import StepInputs
+from services.decoder.kernels import ALL_MASKED
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 from tests.sampling_twins import mask_of
 
 FEATURES, HIDDEN, NUM_TOKENS = 3, 32, 10
+KINDS = (DecodeGraphs, PromptGraphs, MixedGraphs)
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +130,9 @@ def test_any_interleaving_gives_the_same_tokens(
 def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
     harness: Harness, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of an engine (chunks, preemptions, penalties, images) with another rank: it has
+    """Steps of an engine (chunks, preemptions, penalties, images) in another process, which has
     neither scheduler nor sequences, only what each step's bytes say, and the images.
     """
-    other = Harness(directory)
     steps: list[tuple[bytes, list[list[int]]]] = []
     original = harness.runner.execute
 
@@ -156,10 +169,20 @@ def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
                 engine.image_ready(wanted.sequence_id, key, offsets[key])
     harness._started.clear()
     assert engine.stats().num_preemptions > 0
-    other.arena[:] = harness.arena[:]
-    for data, token_ids in steps:
-        assert other.runner.execute(Step.from_bytes(data)).result().token_ids.tolist() == token_ids
-    assert sum(len(token_ids) for _, token_ids in steps) >= 12 * 12
+    sent, expected = zip(*steps, strict=True)
+    threads, spawned = torch.get_num_threads(), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawned, torch.set_num_threads, (threads,)) as other:
+        found = other.submit(run_steps, directory, harness.arena[:], sent).result(120)
+    assert found == list(expected)
+    assert sum(len(token_ids) for token_ids in found) >= 12 * 12
+
+
+def run_steps(directory: Path, arena: bytes, steps: Seq[bytes]) -> list[list[list[int]]]:
+    """The tokens of each step, in a process that has nothing but their bytes and the images."""
+    harness = Harness(directory)
+    harness.arena[:] = arena
+    run = harness.runner.execute
+    return [run(Step.from_bytes(data)).result().token_ids.tolist() for data in steps]
 
 
 def test_two_steps_in_flight_on_reused_rows(harness: Harness, alone) -> None:
@@ -419,6 +442,52 @@ def mixed_graphs(runner: ModelRunner) -> MixedGraphs:
         state.kv_cache, graph_pool=None, capture_stream=None,
     )  # fmt: skip
     return MixedGraphs(parts, runner._scratch_row)
+
+
+@pytest.mark.parametrize("failing", KINDS)
+def test_a_kind_of_step_whose_capture_fails_runs_eagerly(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failing: type[StepGraphs],
+) -> None:
+    """Even if some of its sizes were captured before; the other kinds keep their graphs."""
+    harness = Harness(directory)
+    expected = harness.generate(start_text(harness), 8)
+
+    def capture(self: DecodeGraphs | PromptGraphs | MixedGraphs, step: StepInputs) -> None:
+        if isinstance(self, failing):
+            if self._captured:
+                raise RuntimeError("out of shared memory")
+            self._captured[_Kind(step.num_tokens)] = broken
+
+    broken: Any = None  # a step that replayed it would raise
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    for kind in KINDS:
+        monkeypatch.setattr(kind, "capture", capture)
+    monkeypatch.setattr(harness.runner._backend, "captures_chunks", lambda step: True)
+    with caplog.at_level(logging.WARNING):
+        harness.runner.capture_graphs([1, 2], [64, 128], [64, 128])
+    assert {type(graphs) for graphs in harness.runner.graphs} == set(KINDS) - {failing}
+    assert f"{failing.__name__}: capture failed" in caplog.text
+    assert "out of shared memory" in caplog.text
+    assert harness.generate(start_text(harness, 1), 8) == expected
+
+
+def test_a_capture_without_memory_is_an_error(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The KV pool was sized without room for graphs: steps would fail later, too."""
+
+    def capture(self: MixedGraphs, step: StepInputs) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(MixedGraphs, "capture", capture)
+    with pytest.raises(torch.OutOfMemoryError):
+        Harness(directory).runner.capture_graphs([1], [64], [64])
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 9], [12], [30, 2], [1, 40, 3, 3]])

@@ -8,14 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decoder.engine import step
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampled, Sampler, uniforms
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels import sampling
+from services.decoder.kernels import ALL_MASKED
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.sampling import (
-    ALL_MASKED,
     SamplingInputs,
     by_rank,
     greedy,
@@ -120,10 +118,6 @@ def test_inputs_say_which_searches_are_needed(
     inputs = bench.prepare([0, 1], [0, 0])
     assert inputs is not None
     assert (inputs.has_top_k, inputs.has_top_p) == (has_top_k, has_top_p)
-
-
-def test_failures_have_the_ids_that_the_engine_knows() -> None:
-    assert (sampling.NOT_FINITE, sampling.ALL_MASKED) == (step.NOT_FINITE, step.ALL_MASKED)
 
 
 def test_temperature_zero_and_almost_zero_are_greedy() -> None:
