@@ -11,15 +11,11 @@ import sys
 import tomllib
 from pathlib import Path
 
-import services.gateway
-
 _ROOT = Path(__file__).resolve().parents[1]
 _ABSENT = ("torch", "transformers", "redis")
-# Shared code that the gateway uses.
-_COMMON = (
-    "channel", "embedding", "errors", "families", "families.qwen3", "image_geometry", "image_key",
-    "model_spec", "rpc", "settings", "telemetry",
-)  # fmt: skip
+# Contracts of pyproject.toml whose modules need none of these, and the module that needs Redis.
+_CONTRACTS = ("the gateway and the shared code know no torch", "scheduling is pure")
+_WITH_REDIS = "services.common.embedding_cache"
 _TESTS = (
     "tests/unit/gateway",
     "tests/unit/common/test_channel.py",
@@ -31,20 +27,21 @@ _TESTS = (
 
 
 def modules() -> list[str]:
-    """All of the gateway, what it shares, and the modules that a contract calls pure."""
-    gateway = pkgutil.walk_packages(services.gateway.__path__, "services.gateway.")
+    """The modules that the contracts name, with those inside packages."""
     config = tomllib.loads((_ROOT / "pyproject.toml").read_text())
-    pure = [
-        name
-        for contract in config["tool"]["importlinter"]["contracts"]
-        if contract["name"] == "scheduling is pure"
-        for name in contract["source_modules"]
-    ]
-    return [
-        *(module.name for module in gateway if not module.name.endswith("__main__")),
-        *(f"services.common.{name}" for name in _COMMON),
-        *pure,
-    ]
+    found: list[str] = []
+    for contract in config["tool"]["importlinter"]["contracts"]:
+        if contract["name"] in _CONTRACTS:
+            for name in contract["source_modules"]:
+                if name != _WITH_REDIS:
+                    found += [name, *_inside(name)]
+    return [name for name in found if not name.endswith("__main__")]
+
+
+def _inside(name: str) -> list[str]:
+    """Modules of a package; none of a module."""
+    path = getattr(importlib.import_module(name), "__path__", ())
+    return [module.name for module in pkgutil.walk_packages(path, f"{name}.")]
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ The functions here are the specification of both; `implementations` are the rows
 table, whose kernels are in `fp8_kernels`.
 """
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,8 +136,8 @@ def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Impleme
         return found or ("" if hasattr(F, "scaled_mm") else "needs torch.nn.functional.scaled_mm")
 
     def kernel(name: str, facts: Any) -> Kernel:  # noqa: ANN401
-        from services.common.nn import fp8_kernels
-
+        # By name, as it needs Triton, and imports the types of this file.
+        fp8_kernels = importlib.import_module("services.common.nn.fp8_kernels")
         device = device_of(facts)
         if name == "skinny_gemm":
             return partial(fp8_kernels.skinny_gemm, device=device)
