@@ -2,7 +2,9 @@
 
 A GPU service is two processes: the front (asyncio, gRPC) and the engine, which owns the device. The
 engine is spawned, not forked: it inherits two descriptors, its end of the channel and the arena,
-and reads its settings as JSON from standard input.
+and reads its settings as JSON from standard input. `service_process` starts it, an `engine_main`
+calls `accept`. Its exit status is 0 after the front has closed the channel, `REFUSED` when it
+refuses settings or checkpoint, 1 after any other failure.
 """
 
 import argparse
@@ -16,6 +18,8 @@ from typing import Any, Generic, TypeVar
 
 from services.common.arena import Arena
 from services.common.channel import ChannelClosed, EngineChannel, FrontChannel, create_socket_pair
+
+REFUSED = 2  # exit status
 
 Incoming = TypeVar("Incoming")
 
@@ -92,4 +96,4 @@ def accept() -> EngineEnd:
     )
 
 
-__all__ = ["ChannelClosed", "EngineEnd", "EngineProcess", "accept"]
+__all__ = ["REFUSED", "ChannelClosed", "EngineEnd", "EngineProcess", "accept"]

@@ -2,7 +2,8 @@
 
 It starts the engine process, waits until that is ready, serves gRPC with health checks and
 reflection, and drains on SIGTERM or SIGINT. Exit status: 0 after a signal, 1 when the engine
-process ended by itself, 2 when settings or checkpoint are refused.
+process ended by itself, 2 when settings or checkpoint are refused, by either process. A service's
+`__main__` calls `run_service` with what tells it from the other one.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.arena import Arena
 from services.common.channel import ChannelClosed, FrontChannel
-from services.common.engine_process import EngineProcess
+from services.common.engine_process import REFUSED, EngineProcess
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.process_memory import freeze_gc, raise_malloc_trim_threshold
@@ -92,7 +93,7 @@ class GpuService(Generic[SettingsT]):
         grpc_name: the full name of its gRPC service.
         engine_module: run as the engine process.
         engine_message: union of the messages that the engine sends, its ready message included.
-        shutdown_message: asks the engine to end.
+        shutdown_message: ends the engine.
         settings: their type.
         arena_bytes: size of the embedding arena for this model; may refuse the model with
             ModelSpecError.
@@ -118,7 +119,7 @@ def run_service(service: GpuService[SettingsT]) -> int:
         arena_bytes = service.arena_bytes(settings, read_spec(settings.model))
     except (SettingsError, ModelSpecError) as error:
         print(f"{service.name}: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     raise_malloc_trim_threshold()
     return uvloop.run(serve(service, settings, arena_bytes))
 
@@ -146,7 +147,8 @@ async def serve(service: GpuService[SettingsT], settings: SettingsT, arena_bytes
         return await _serve_front(service, settings, front, stopping)
     except ChannelClosed:
         log.critical("the engine process ended before it was ready; its own log says why")
-        return 1
+        await engine.stop()
+        return REFUSED if engine.process.returncode == REFUSED else 1
     finally:
         with suppress(ChannelClosed, RuntimeError):
             engine.channel.send(service.shutdown_message)

@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from services.common.channel import ChannelClosed, EngineChannel
-from services.common.engine_process import accept
+from services.common.engine_process import REFUSED, accept
 from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
 from services.common.telemetry import setup_logging
@@ -110,7 +110,7 @@ def main() -> int:
         log.info("the front has exited")
     except (ModelSpecError, ValueError) as error:
         log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
-        return 1
+        return REFUSED
     except Exception:
         # After a device error nothing in device memory can be trusted, least of all the KV cache.
         log.critical("the engine failed", exc_info=True)

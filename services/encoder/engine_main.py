@@ -1,4 +1,9 @@
-"""The encoder's engine process: `python -m services.encoder.engine_main`, started by the front."""
+"""The encoder's engine process: `python -m services.encoder.engine_main`, started by the front.
+
+It loads the vision tower, warms it up, says what it serves, and runs the engine's loop. It knows no
+gRPC and no Redis. Settings or a checkpoint that cannot be served end it with exit status 2, any
+other failure with 1; its log says why.
+"""
 
 import functools
 import io
@@ -10,7 +15,7 @@ import time
 import torch
 from PIL import Image
 
-from services.common.engine_process import EngineEnd, accept
+from services.common.engine_process import REFUSED, EngineEnd, accept
 from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_key import key_prefix
@@ -20,11 +25,13 @@ from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import (
     DUMMY_FINGERPRINT,
     Checkpoint,
+    CheckpointError,
     fingerprint,
     load_dummy,
     load_weights,
 )
 from services.common.process_memory import freeze_gc
+from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
 from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.messages import EngineReady, FrontMessage
@@ -49,9 +56,9 @@ def main() -> int:
     setup_logging("encoder-engine", settings.log_level)
     try:
         _run(end, settings)
-    except (ModelSpecError, UnknownOverride) as error:
+    except (CheckpointError, ModelSpecError, SettingsError, UnknownOverride) as error:
         log.critical("%s", error)
-        return 1
+        return REFUSED
     except Exception:
         log.critical("the engine failed", exc_info=True)
         return 1
@@ -106,13 +113,13 @@ def resolve_device(device: str, dtype: str) -> tuple[torch.device, str]:
     """The device and dtype that "auto" stands for here.
 
     Raises:
-        ValueError: CUDA was asked for and there is none.
+        SettingsError: CUDA is set, and there is none.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, and torch finds no CUDA device")
+        raise SettingsError(f"ENCODER_DEVICE is {device}, and torch finds no CUDA device")
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", 0)
     if dtype == "auto":
@@ -176,7 +183,7 @@ def canonical_config(spec: ModelSpec) -> bytes:
     """Canonical JSON of what decides an embedding besides weights and pixels.
 
     Raises:
-        ModelSpecError: the processor's normalization is not the one that is implemented.
+        ModelSpecError: the image processor's normalization is not the one that is implemented.
     """
     vision = json.loads((spec.directory / "config.json").read_text())["vision_config"]
     processor = json.loads((spec.directory / "preprocessor_config.json").read_text())

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ class TokenRange:
         least_eager: fewest tokens of a step that is launched kernel by kernel; for implementations
             whose launch takes the host longer, which a long step hides.
         is_faster: a further condition on the number of tokens.
-        condition: what `is_faster` asks, in words.
+        condition: what `is_faster` tests, in words.
     """
 
     least: int = 1
@@ -183,16 +184,16 @@ class KernelTable(Generic[FactsT]):
         facts: FactsT,
         overrides: Mapping[str, str] | None = None,
     ) -> "KernelTable[FactsT]":
-        """Asks each implementation whether it can run.
+        """Keeps the implementations that can run.
 
         Args:
             implementations: in order of preference; each operation's last one is its specification.
             facts: of the device and the model.
-            overrides: see `parse_overrides`; an implementation that is asked for is used for any
-                number of tokens.
+            overrides: as from `parse_overrides`; an implementation that is named there is used for
+                any number of tokens.
 
         Raises:
-            UnknownOverride: see there.
+            UnknownOverride: an operation or an implementation does not exist, or cannot run.
         """
         table = cls(facts)
         overrides = dict(overrides or {})
@@ -208,7 +209,7 @@ class KernelTable(Generic[FactsT]):
                 wanted = last[entry.operation]
             found = table._operations.setdefault(entry.operation, [])
             if wanted is not None and entry.name != wanted:
-                table.rejected[entry.operation, entry.name] = f"{wanted} was asked for"
+                table.rejected[entry.operation, entry.name] = f"overridden by {wanted}"
             elif why := entry.obstacle(facts):
                 table.rejected[entry.operation, entry.name] = why
             else:
@@ -291,8 +292,11 @@ class KernelTable(Generic[FactsT]):
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Failures inside lead to the next implementation; calls inside are not counted."""
+        """Failures inside lead to the next implementation; calls and replays inside are not
+        counted.
+        """
         before = {entry: entry.num_calls for entry in self._entries()}
+        replays = [graph.num_replays for graph in self._graphs]
         was, self.is_warming_up = self.is_warming_up, True
         try:
             with ExitStack() as stack:
@@ -303,6 +307,9 @@ class KernelTable(Generic[FactsT]):
             self.is_warming_up = was
             for entry in self._entries():
                 entry.num_calls = before[entry]
+            for graph, count in zip_longest(self._graphs, replays, fillvalue=0):
+                assert isinstance(graph, CapturedCalls)
+                graph.num_replays = count
 
     @contextmanager
     def capturing(self) -> Iterator[CapturedCalls]:

@@ -1,4 +1,8 @@
-"""The only owner of the device: pixels in host memory → embeddings in the arena."""
+"""The only owner of the device: pixels in host memory → embeddings in the arena.
+
+The engine's loop launches batches and finishes them; a second thread waits for them. The runner
+knows no queue and no messages. A launch that fails raises, and `recover` frees what it left.
+"""
 
 import math
 import mmap
@@ -194,8 +198,7 @@ class Runner:
                 self._graphs.capture(buckets())
                 fits = self._graphs.fits
                 self._run_each([batch for batch in batches if fits([i.grid for i in batch])])
-        if self._shares_device and batches:  # the largest, whose kernels are loaded now
-            with self._on_stream():
+            if self._shares_device and batches:  # the largest, whose kernels are loaded now
                 start = time.monotonic()
                 self._run_each(batches[-1:])
                 flops = count_flops(spec, [image.grid for image in batches[-1]])

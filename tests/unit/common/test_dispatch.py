@@ -144,9 +144,16 @@ def test_calls_are_counted_with_those_of_replays() -> None:
     graph.num_replays += 3
     made.call("add", [0])
     assert made.calls() == {("add", "fast"): 7, ("add", "plain"): 1, ("norm", "spec"): 3}
+    before = made.calls()
     with made.warming_up():
         made.call("add", [0])
-    assert made.calls()["add", "plain"] == 1
+        graph.num_replays += 1
+        with made.capturing() as other:
+            made.call("add", [0])
+        other.num_replays += 1
+    assert made.calls() == before
+    other.num_replays += 1
+    assert made.calls()["add", "plain"] == 2
 
 
 def test_an_implementation_is_made_when_it_is_used() -> None:

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError
+from services.common.service_process import serve
 from services.decoder.__main__ import DECODER
 from services.decoder.settings import DecoderSettings
 from services.encoder.__main__ import ENCODER
@@ -51,12 +53,18 @@ def test_a_refused_model_or_setting_is_status_2_and_one_line(text_model: Path):
     assert unknown.returncode == 2 and "DECODER_PROT" in unknown.stderr
 
 
-def test_an_engine_that_cannot_start_is_status_1(tmp_path: Path, text_model: Path):
+def test_a_checkpoint_that_the_engine_refuses_is_status_2(tmp_path: Path, text_model: Path):
     for path in text_model.iterdir():
         if path.suffix == ".json":
             (tmp_path / path.name).write_bytes(path.read_bytes())  # no weights
     ended = start("decoder", DECODER_MODEL=str(tmp_path), DECODER_DEVICE="cpu", DECODER_PORT="0",
                   DECODER_METRICS_PORT="0")  # fmt: skip
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     lines = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
     assert any("before it was ready" in line["message"] for line in lines)
+
+
+async def test_an_engine_that_fails_at_start_is_status_1(text_model: Path):
+    settings = DecoderSettings(model=text_model, port=0, metrics_port=0)
+    absent = replace(DECODER, engine_module="services.decoder.absent")
+    assert await serve(absent, settings, 4096) == 1

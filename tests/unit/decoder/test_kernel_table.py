@@ -98,7 +98,7 @@ def test_the_table_prints_for_every_shape_and_device(capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert printed.count("norm_linear") == len(TEXT_SHAPES) * len(KNOWN_DEVICES)
     assert "8b, bfloat16, plain weights, on A100 (a100)" in printed
-    assert "triton: plain was asked for" in printed
+    assert "triton: overridden by plain" in printed
 
 
 def test_a_wrong_setting_is_an_error_that_names_it() -> None:
