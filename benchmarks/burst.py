@@ -2,8 +2,8 @@
 
     python -m benchmarks.burst --url http://127.0.0.1:8000
 
-Text streams run all the time. First they run alone; then so many images, each new and each in a
-request of its own, are sent in one instant, and the streams are watched until the last of these is
+Text streams run all the time. First they run alone; then a number of new images, each in a request
+of its own, are sent at the same time, and the streams are watched until the last of these is
 answered. A gap is the time between two events of one stream.
 """
 

@@ -235,7 +235,7 @@ class TimedConnection(Connection):
     """Notes when content came.
 
     Attributes:
-        arrivals: time and text of each event with content; cleared by whoever sends a request.
+        arrivals: time and text of each event with content; cleared by the sender of a request.
     """
 
     def __init__(self, target: Target) -> None:

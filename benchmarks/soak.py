@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak --url http://127.0.0.1:8000 --seconds 60
 
-Texts and pictures of many sizes, known and new, with all ways of sampling and several choices. A
-request ends as it should with as many tokens as it asked for, with 400 if it has a mistake, or with
-503. Afterwards nothing may be left in work, and questions that were asked alone before the others
+Texts and images of many sizes, known and new, with all ways of sampling and several choices. A
+request ends as it should with as many tokens as it asked for, with a 400 if it has a mistake, or
+with a 503. Afterwards no work may be left, and questions that were asked alone before the others
 get the same answers again.
 """
 
@@ -61,7 +61,7 @@ class Sizes:
     words: int
     tokens: int
     edge: int
-    pictures: int
+    images: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Wish:
 
 
 class Wishes:
-    """The same for the same seed. `known`: pictures that are asked about again and again."""
+    """The same for the same seed. `known`: images that are asked about again and again."""
 
     def __init__(self, model: str, sizes: Sizes, known: Sequence[bytes], seed: int) -> None:
         self._model = model
@@ -90,14 +90,14 @@ class Wishes:
         self._rng = random.Random(seed)
 
     def next(self) -> Wish:
-        """One more; a large picture takes 50 ms."""
+        """One more; a large image takes 50 ms."""
         rng, sizes = self._rng, self._sizes
-        pictures = self._pictures() if rng.random() < 0.5 else []
-        is_broken = bool(pictures) and rng.random() < 0.03
+        images = self._images() if rng.random() < 0.5 else []
+        is_broken = bool(images) and rng.random() < 0.03
         if is_broken:
-            pictures[0] = pictures[0][: len(pictures[0]) // 2]
+            images[0] = images[0][: len(images[0]) // 2]
         text = " ".join(rng.choices(WORDS, k=_up_to(rng, sizes.words)))
-        urls = [data_url(each) for each in pictures]
+        urls = [data_url(each) for each in images]
         fields = chat_fields(self._model, text, _up_to(rng, sizes.tokens), urls)
         for share, kinds in _SAMPLING:
             if rng.random() < share:
@@ -118,16 +118,16 @@ class Wishes:
             rng.uniform(0, 1.5) if leaves else _TIMEOUT_S,
         )
 
-    def _pictures(self) -> list[bytes]:
+    def _images(self) -> list[bytes]:
         rng = self._rng
-        count = _up_to(rng, self._sizes.pictures)
+        count = _up_to(rng, self._sizes.images)
         return [
-            rng.choice(self._known) if rng.random() < 0.4 else picture(rng, self._sizes.edge)
+            rng.choice(self._known) if rng.random() < 0.4 else image(rng, self._sizes.edge)
             for _ in range(count)
         ]
 
 
-def picture(rng: random.Random, edge: int) -> bytes:
+def image(rng: random.Random, edge: int) -> bytes:
     """A JPEG of up to `edge` pixels a side."""
     width, height = (rng.randint(min(16, edge), edge) for _ in range(2))
     return random_image(np.random.default_rng(rng.getrandbits(32)), width, height)
@@ -184,7 +184,7 @@ async def keep_asking(target: Target, wishes: Wishes, record: Record, until: flo
 async def ask_alone(target: Target, model: str, record: Record) -> list[str]:
     """Answers to some questions, one after the other, that no cache knows anything of."""
     rng = random.Random(1)
-    urls = [data_url(picture(rng, 512)) for _ in range(3)]
+    urls = [data_url(image(rng, 512)) for _ in range(3)]
     answers: list[str] = []
     for sampling, shown in (
         ({"temperature": 0}, []),
@@ -223,11 +223,11 @@ def _gauges_in_work(urls: Sequence[str]) -> list[str]:
 
 async def soak(options: argparse.Namespace, target: Target, model: str) -> int:
     """Runs and prints; how much was wrong."""
-    sizes = Sizes(options.words, options.tokens, options.edge, options.pictures)
+    sizes = Sizes(options.words, options.tokens, options.edge, options.images)
     record = Record()
     before = await ask_alone(target, model, record)
     rng = random.Random(0)
-    known = [picture(rng, sizes.edge) for _ in range(_NUM_KNOWN)]
+    known = [image(rng, sizes.edge) for _ in range(_NUM_KNOWN)]
     start = time.monotonic()
     until = start + options.seconds
     clients = [
@@ -268,8 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--clients", type=int, default=64, help="that ask one request after the other")
     add("--words", type=int, default=3000, help="most of a text")
     add("--tokens", type=int, default=400, help="most of an answer")
-    add("--edge", type=int, default=2000, help="most pixels of a picture's side")
-    add("--pictures", type=int, default=8, help="most of a request")
+    add("--edge", type=int, default=2000, help="most pixels of an image's side")
+    add("--images", type=int, default=8, help="most of a request")
     return live.run(soak, parser.parse_args(arguments))
 
 

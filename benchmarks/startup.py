@@ -3,11 +3,11 @@
     python -m benchmarks.startup --shape DIR --work DIR
 
 Writes a checkpoint of random weights in the shape of a model directory (its config and tokenizer),
-forgets the kernel's copy of it, starts `triptych serve` on it, and asks ten new texts and ten new
-pictures, one after the other: the first should take no longer than the tenth. Each has a connection
-of its own, and the client's code has run before, against a server of ours that answers at once:
-what is measured is the server's first time. The last of each kind comes after a pause, as the first
-did: a machine that rests forgets something, too.
+drops it from the page cache, starts `triptych serve` on it, and asks ten new texts and ten new
+images, one after the other: the first should take no longer than the tenth. Each has a connection
+of its own, and the client's code has run before, against a local server that answers at once: what
+is measured is the server's first time. The last of each kind follows a pause, as the first does,
+because an idle machine slows down.
 """
 
 import argparse
@@ -107,13 +107,13 @@ async def first_tokens_s(url: str) -> dict[str, list[float]]:
         practice = Target.from_url(f"http://{host}:{port}")
         for _ in range(_ASKED):
             await _ask(practice, chat_body(model, "", 4, [data_url(random_image(rng, 512))]))
-    times: dict[str, list[float]] = {"text": [], "picture": []}
+    times: dict[str, list[float]] = {"text": [], "image": []}
     for kind, taken in times.items():
         for number in range(_ASKED + 1):
             if number == _ASKED:
                 await asyncio.sleep(_PAUSE_S)
             text = " ".join(words.choices(WORDS, k=200 if kind == "text" else 10))
-            urls = [data_url(random_image(rng, 512))] if kind == "picture" else []
+            urls = [data_url(random_image(rng, 512))] if kind == "image" else []
             taken.append(await _ask(target, chat_body(model, text, 4, urls)))
     return times
 

@@ -50,7 +50,7 @@ class Gemm(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A candidate for a GEMM of so many tokens."""
+    """A candidate for a GEMM of this many tokens."""
 
     gemm: Gemm
     num_tokens: int

@@ -35,7 +35,7 @@ def test_requests_of_all_kinds_end_as_they_should(
         replaced = others.submit(replace)
         services = (cluster.encoders[1], cluster.decoders[1])
         metrics = [f"http://127.0.0.1:{service.metrics_port}/metrics" for service in services]
-        words = "--seconds 20 --clients 24 --words 200 --tokens 60 --edge 400 --pictures 2"
+        words = "--seconds 20 --clients 24 --words 200 --tokens 60 --edge 400 --images 2"
         code = soak.main(["--url", cluster.url, *words.split(), "--metrics", *metrics])
         shown = capsys.readouterr().out
         assert code == 0, shown
