@@ -4,7 +4,8 @@ The front owns the arena: it alone reserves, commits, references and evicts. The
 same memory and reads or writes the byte ranges it is told of; on a GPU it registers the mapping as
 pinned memory. The memory is anonymous (a memfd), so the kernel frees it with the last process that
 maps it, however that one dies. Another service on the same machine may read it: `address` says
-where.
+where. What an entry means is its owner's business. A lack of room is `None` or a wait, never an
+error.
 """
 
 import asyncio
@@ -135,7 +136,7 @@ class Arena:
 
         Args:
             attempt: takes what it needs, all or nothing; an exception of it ends the claim.
-            undo: gives a result back that comes too late, because the caller is cancelled.
+            undo: releases a result that comes too late, because the caller is cancelled.
         """
         if not self._claims and (result := self._try(attempt)) is not None:
             return result
@@ -180,7 +181,7 @@ class Arena:
         entry.references += 1
 
     def release(self, entry: ArenaEntry) -> None:
-        """Gives one reference back. An uncommitted entry without references is dropped."""
+        """Drops one reference. An uncommitted entry without references is removed."""
         assert entry.references > 0, "released more often than acquired"
         entry.references -= 1
         if entry.references == 0:
@@ -220,7 +221,7 @@ class Arena:
     def _drop(self, entry: ArenaEntry) -> None:
         assert self.has(entry), "the entry has been evicted"
         del self._entries[entry.key]
-        self._give_back(entry.offset, _align(entry.spec.size_bytes))
+        self._add_free(entry.offset, _align(entry.spec.size_bytes))
 
     def _take(self, size: int) -> int | None:
         """First fit."""
@@ -233,7 +234,7 @@ class Arena:
                 return offset
         return None
 
-    def _give_back(self, offset: int, size: int) -> None:
+    def _add_free(self, offset: int, size: int) -> None:
         merged: list[tuple[int, int]] = []
         for start, length in sorted([*self._free, (offset, size)]):
             if merged and merged[-1][0] + merged[-1][1] == start:

@@ -2,6 +2,7 @@
 
 Frames on a Unix socket pair: a 4-byte little-endian length, then a MessagePack body that msgspec
 decodes into one of a closed set of structs. No pickle: a frame can only ever become one of them.
+The services define the structs. A process that ends shows as `ChannelClosed` at the other end.
 """
 
 import asyncio

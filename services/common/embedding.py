@@ -2,7 +2,8 @@
 
 An embedding is `[num_features, num_tokens, hidden]`, C order, little-endian: feature 0 is the
 merged output of the vision tower, features 1.. are its DeepStack features. A feature is contiguous,
-so that it can be sent as soon as it is computed.
+so that it can be sent as soon as it is computed. Encoder and decoder both use this file; no torch,
+and no place where embeddings are kept. Bytes that do not match are a `CorruptEmbedding`.
 """
 
 import struct

@@ -1,7 +1,8 @@
 """Messages of `Fetch` on the wire, with one copy of a chunk's bytes on either side.
 
 The bytes are exactly those of `proto/encoder.proto`. protobuf's own code copies a chunk three times
-in each direction, which takes half the time of a transfer.
+in each direction, which takes half the time of a transfer. The encoder's servicer serializes, the
+decoder's fetcher parses; a malformed message is protobuf's `DecodeError`.
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def serialize(part: pb.FetchResponse | WireChunk) -> bytes:
 
 
 def parse(message: bytes) -> pb.FetchResponse | WireChunk:
-    """Reads what `serialize` or protobuf wrote; a chunk's data is a view of `message`.
+    """Reads a message of `serialize` or protobuf; a chunk's data is a view of `message`.
 
     Raises:
         google.protobuf.message.DecodeError: it is not a FetchResponse.

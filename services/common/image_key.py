@@ -3,7 +3,8 @@
 Two requests share a key only if they must get the same embedding. So the key covers the encoded
 bytes and everything else that decides the result. It does not cover decoded pixels, whose bytes are
 equal for 30x100 and 100x30, and never a URL or a client's id. Fields are length-prefixed, so that
-different lists of fields have different hashes.
+different lists of fields have different hashes. The encoder's engine makes the prefix, the gateway
+the keys; encoder and decoder only compare them.
 """
 
 from collections.abc import Iterable

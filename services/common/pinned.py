@@ -1,5 +1,5 @@
 """Host memory that torch did not allocate, registered with CUDA: copies from and to it need not
-wait for the device.
+wait for the device. Both engines register the arena. What CUDA refuses is a RuntimeError.
 """
 
 from typing import Any, cast
@@ -16,7 +16,7 @@ def pin(memory: Tensor) -> None:
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:
-    """Gives the registration back, once no copy of the device uses it."""
+    """Ends the registration, once no copy of the device uses the memory."""
     torch.cuda.synchronize(device)
     _cudart().cudaHostUnregister(memory.data_ptr())
 

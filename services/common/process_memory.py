@@ -1,4 +1,7 @@
-"""Memory settings of a process that serves for long: Python's garbage collector, glibc's malloc."""
+"""Memory settings of a long-running process: Python's garbage collector, glibc's malloc.
+
+Each process calls them once, at its start.
+"""
 
 import ctypes
 import gc

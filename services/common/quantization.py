@@ -1,4 +1,8 @@
-"""What `quantization_config` of a config.json says of the weights. No torch."""
+"""What `quantization_config` of a config.json says of the weights. No torch.
+
+Families call `read_quantization`; `services.common.nn.weights` turns the result into methods of
+linear layers. A format that is not implemented is an `UnsupportedOption` that names it.
+"""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""gRPC construction shared by the services: servers, channels, and errors on the wire."""
+"""gRPC construction shared by the services: servers, channels, metadata, and errors on the wire.
+
+A servicer adopts the caller's request id and trace, and ends a failed call with `abort`; the caller
+gets the same error back from `error_from_rpc`.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Settings: one frozen value per service, read from the environment once, at the door."""
+"""Settings: one frozen value per service, read from the environment once, by its `__main__`.
+
+No other file of a service reads the environment. An unknown, missing or malformed variable is a
+`SettingsError` that names it.
+"""
 
 import os
 from collections.abc import Mapping

@@ -1,5 +1,8 @@
 """Memory that one process owns and others on the same machine read.
 
+`Arena` creates it in an encoder; a decoder's fetcher opens it, and falls back to gRPC on
+`NotReadable`.
+
 The owner's memory is a memfd with a random name and a sealed size. A reader that knows its address
 opens it through `/proc`, read-only. The random name detects a pid or descriptor that the kernel has
 reused meanwhile. The sealed size makes reading safe: mapped memory cannot be truncated. A mapped

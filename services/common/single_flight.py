@@ -1,4 +1,8 @@
-"""Work that is done once, however many callers want its result."""
+"""Work that is done once, however many callers want its result.
+
+The encoder's encodes and the decoder's fetches are such work. The caller keeps the table of keys; a
+failure reaches every waiter.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,4 +1,7 @@
-"""Logging and metrics set-up shared by the services."""
+"""Logs and metrics of a process: JSON lines with the request id, and the metrics port.
+
+The entry points call `setup_logging`; servers bind the id where a request enters a task.
+"""
 
 import json
 import logging

@@ -1,4 +1,8 @@
-"""Threads beside an event loop, for work on borrowed memory that releases the interpreter lock."""
+"""Threads beside an event loop, for work on borrowed memory that releases the interpreter lock.
+
+Pools are their callers'; here is how many threads, from how many bytes on, and how to wait for
+them.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,8 @@
-"""`python -m services.encoder`: the front process. No torch here; the engine process has it."""
+"""`python -m services.encoder`: the front process. No torch here; the engine process has it.
+
+`ENCODER` is what tells this service from the decoder; `service_process` runs it, and decides the
+exit status. `EncoderService` is the one place where the front's objects are created and closed.
+"""
 
 import sys
 from dataclasses import dataclass

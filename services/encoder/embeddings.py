@@ -1,7 +1,8 @@
 """The encoder's embeddings: memory, then Redis, then the engine; one encode per image at a time.
 
 All callers that want one key share the encode in flight; when the last of them leaves, it is
-cancelled. Across pods, a lock in Redis does the same.
+cancelled. Across pods, a lock in Redis does the same. The servicer calls `encode` and `reading`; no
+gRPC and no pixels are seen here. Errors are `TriptychError`s, and a failed encode leaves nothing.
 """
 
 import asyncio
@@ -108,7 +109,7 @@ class Embeddings:
         self._encodes: dict[bytes, _Encode] = {}
         self._queued_patches = 0
         self._s_per_patch = 0.0  # measured on the last image; 0: none yet
-        self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # keys not yet asked for
+        self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
 
     def spec_of(self, grid: Grid) -> EmbeddingSpec:
         """The embedding of an image of that grid."""
@@ -135,11 +136,11 @@ class Embeddings:
     @asynccontextmanager
     async def reading(self, key: bytes, timeout_s: float) -> AsyncGenerator[Reading]:
         """An embedding, held in memory for the block. Waits until its first bytes are about to be
-        written: for an encode in flight, or for one that has not been asked for yet.
+        written: by an encode in flight, or by one that has not been requested yet.
 
         Raises:
             InvalidRequest: no encoder can encode the image.
-            EmbeddingUnavailable: no caller asked for the key in time, or its encode failed.
+            EmbeddingUnavailable: no encode was requested in time, or it failed.
         """
         with _failure_as_unavailable():
             try:
@@ -187,7 +188,7 @@ class Embeddings:
                 # Answered from Redis, or evicted since: now the bytes are needed here.
                 encode = self._start(key, source.image, source.grid, need_bytes=True)
             if encode is None:
-                await self._until_asked_for(key)
+                await self._until_requested(key)
             elif reading := await self._hold_when_written(encode):
                 return reading
 
@@ -208,15 +209,15 @@ class Embeddings:
             raise
         return None
 
-    async def _until_asked_for(self, key: bytes) -> None:
-        """Returns when a caller asks for the key to be encoded."""
-        asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _until_requested(self, key: bytes) -> None:
+        """Returns when an encode of the key starts."""
+        requested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._awaited.setdefault(key, set())
-        waiting.add(asked)
+        waiting.add(requested)
         try:
-            await asked
+            await requested
         finally:
-            waiting.discard(asked)
+            waiting.discard(requested)
             if not waiting and self._awaited.get(key) is waiting:
                 del self._awaited[key]
 
@@ -239,9 +240,9 @@ class Embeddings:
             on_abandoned=lambda: self._remove(encode),
         )
         self._update_gauges()
-        for asked in self._awaited.pop(key, ()):
-            if not asked.done():
-                asked.set_result(None)
+        for requested in self._awaited.pop(key, ()):
+            if not requested.done():
+                requested.set_result(None)
         return encode
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
@@ -262,7 +263,7 @@ class Embeddings:
 
     async def _run(self, encode: _Encode) -> Encoded:
         start = time.monotonic()  # the event loop's clock has a resolution of 1 ms
-        # The image is decoded while Redis is asked, because Redis rarely has it.
+        # The image is decoded during the lookup in Redis, which rarely has the embedding.
         job = self._engine.submit(encode.image, encode.grid)
         try:
             lock = await self._look_up(encode)
@@ -333,7 +334,9 @@ class Embeddings:
 
 @contextmanager
 def _failure_as_unavailable() -> Generator[None]:
-    """What a failed encode is to a reader: another encoder may succeed, unless the image is bad."""
+    """Turns a failed encode into what its readers get: another encoder may succeed, unless the
+    image is bad.
+    """
     try:
         yield
     except (InvalidRequest, EmbeddingUnavailable):

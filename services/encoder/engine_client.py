@@ -1,4 +1,8 @@
-"""The engine process, as the front's event loop sees it: jobs and their ends."""
+"""The engine process, as the front's event loop sees it: jobs and their ends.
+
+`Embeddings` submits images and reserves their memory; nothing is known here of keys or callers.
+When the engine process ends, all jobs fail with `Unavailable`.
+"""
 
 import asyncio
 import itertools
@@ -21,7 +25,7 @@ from services.encoder.engine.messages import (
 
 
 class EngineLink(Protocol):
-    """What this file needs of `services.common.channel.FrontChannel`."""
+    """The part of `services.common.channel.FrontChannel` that is used here."""
 
     async def receive(self) -> EngineMessage:
         """The engine's next message; raises ChannelClosed."""
@@ -95,7 +99,9 @@ class EngineClient:
             self._link.send(PlaceImage(job.job_id, arena_offset))
 
     def cancel(self, job: EngineJob) -> None:
-        """No caller waits for the job. Its future still ends, when the engine has released it."""
+        """Called when no caller waits for the job. Its future still ends, once the engine no longer
+        uses the memory.
+        """
         if job.job_id in self._jobs and not self._died:
             self._link.send(CancelImage(job.job_id))
 

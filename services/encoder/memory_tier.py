@@ -1,5 +1,8 @@
 """The embeddings in this pod's arena: reserving, writing, reading while written, digests.
 
+`Embeddings` and `RedisTier` write here, the servicer reads through `Reading`. No room in time is
+`Overloaded`.
+
 An embedding is written by the engine feature by feature. Readers may have each range as soon as it
 is written; threads digest it meanwhile; `commit` says that all of it is good.
 """
@@ -64,7 +67,7 @@ class MemoryTier:
         return readable
 
     def release(self, entry: ArenaEntry) -> None:
-        """Gives a reference back."""
+        """Drops a reference."""
         self.arena.release(entry)
 
     async def reserve(self, key: bytes, spec: EmbeddingSpec) -> ArenaEntry:
@@ -95,7 +98,7 @@ class MemoryTier:
     # Writing.
 
     def begin(self, entry: ArenaEntry) -> None:
-        """The writer of a held entry begins; `commit` or `abort` follows."""
+        """Called by the writer of a held entry before it writes; `commit` or `abort` follows."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._partials[entry] = _Partial(TensorDigest(self.arena.view(entry)), changed)
 
@@ -122,7 +125,7 @@ class MemoryTier:
         self.arena.commit(entry)
 
     def abort(self, entry: ArenaEntry) -> None:
-        """The writing has failed; the writer still gives its reference back."""
+        """Called when the writing has failed; the writer still releases its reference."""
         self._partials.pop(entry).changed.set_result(None)
 
     # Reading.
@@ -182,7 +185,7 @@ class MemoryTier:
             self._threads.submit(_digest, partial.digest, ranges).add_done_callback(digested)
 
     def _digested(self, entry: ArenaEntry, partial: _Partial, job: Future[None]) -> None:
-        """A job has ended; gives back the reference that `_digest_range` took."""
+        """Called when a job has ended; releases the reference that `_digest_range` took."""
         job.result()  # it raises nothing
         partial.num_digesting -= 1
         self.release(entry)
@@ -238,7 +241,7 @@ def _digest(digest: TensorDigest, ranges: list[Range]) -> None:
 
 def _gaps(ranges: list[Range], size: int) -> list[Range]:
     """What is missing of [0, size)."""
-    edges = [0, *(edge for each in sorted(ranges) for edge in each), size]
+    bounds = [0, *(bound for each in sorted(ranges) for bound in each), size]
     return [
-        (stop, start) for stop, start in zip(edges[::2], edges[1::2], strict=True) if stop < start
+        (stop, start) for stop, start in zip(bounds[::2], bounds[1::2], strict=True) if stop < start
     ]

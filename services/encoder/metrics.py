@@ -1,4 +1,8 @@
-"""The encoder's metrics, all recorded in its front process."""
+"""The encoder's metrics, all recorded in its front process.
+
+Servicer, `Embeddings` and `EngineClient` record; the metrics port exports. docs/metrics.md has the
+table.
+"""
 
 from collections.abc import Sequence
 

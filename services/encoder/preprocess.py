@@ -1,7 +1,8 @@
-"""Encoded image → resized RGB pixels, as the reference processor makes them.
+"""Encoded image → resized RGB pixels, as the reference image processor makes them.
 
-Runs in threads: the decoders and torch's resize release the interpreter lock. Normalization
-and patches are made on the device, from these bytes.
+The engine's pool of threads calls `preprocess`: the decoders and torch's resize release the
+interpreter lock. Normalization and patches are made on the device, from these bytes. Whatever is
+wrong with an image is an `InvalidImage`.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,8 @@
 """The embeddings of all pods: what Redis holds, which pod computes what it lacks, and the
 write-behind of new ones.
+
+`Embeddings` alone uses it. It never fails because of Redis: without an answer this pod computes the
+embedding, and a new one that cannot be written is dropped and counted.
 """
 
 import asyncio
@@ -82,7 +85,7 @@ class RedisTier:
             need_bytes: read it into memory, too.
 
         Returns:
-            A lock, which `unlock` or `put` gives back, where this pod is to compute it.
+            `Found`, or the lock under which this pod computes it, released by `unlock` or `put`.
         """
         if await self._read(key, spec, need_bytes=need_bytes):
             return Found()
@@ -93,12 +96,12 @@ class RedisTier:
         return Lock()
 
     async def unlock(self, key: bytes, lock: Lock) -> None:
-        """The computation has failed."""
+        """Releases the lock of a computation that has failed."""
         if lock.owner:
             await self._cache.unlock(key, lock.owner)
 
     def put(self, entry: ArenaEntry, lock: Lock) -> None:
-        """Queues an entry for writing, and gives the lock back once it is written. If the queue is
+        """Queues an entry for writing, and releases the lock once it is written. If the queue is
         full, or Redis is not available, the entry is dropped and counted.
         """
         full = self._queued_bytes + entry.spec.size_bytes > self._max_queued_bytes
@@ -167,7 +170,7 @@ class RedisTier:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_POLL_S)
             if lock := await self._try_lock(key):
-                # The other pod stored its result before it gave the lock back, or has failed.
+                # The other pod stored its result before it released the lock, or has failed.
                 await self.unlock(key, lock)
                 return await self._read(key, spec, need_bytes=need_bytes)
         return False

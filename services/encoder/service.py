@@ -1,4 +1,8 @@
-"""The encoder's gRPC methods: proto ↔ embeddings. The only file of the encoder that knows gRPC."""
+"""The encoder's gRPC methods: proto ↔ embeddings. The only file of the encoder that knows gRPC.
+
+Gateways call `Encode`, decoders `Fetch`. Requests are checked here; every failure ends its call
+with an error of `services.common.errors`.
+"""
 
 import asyncio
 import logging
@@ -40,7 +44,7 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What this encoder serves; see DescribeEncoderResponse."""
+    """What this encoder serves: the fields of DescribeEncoderResponse, before they are encoded."""
 
     model_name: str
     key_prefix: bytes

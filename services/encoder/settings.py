@@ -14,7 +14,7 @@ class EncoderSettings(EngineServiceSettings):
 
     Attributes:
         kernels: `operation=implementation,...` of `services.encoder.kernels.table`, or `plain`;
-            empty: the fastest that run here.
+            empty: the fastest that run here. One that cannot run is refused at start.
         max_batch_patches: budget of one batch, in patches before merging (4 per image token). A
             larger one keeps a device no busier, and images wait longer for each other.
         max_queued_patches: images beyond this are refused at once; also the largest image.

@@ -1,4 +1,7 @@
-"""Model families by their architecture in config.json. A family: one file and one line here."""
+"""Model families by their architecture in config.json. A family: one file and one line here.
+
+All three services and the command line call `read_spec`; it reads JSON files, never weights.
+"""
 
 import importlib
 from pathlib import Path
@@ -18,7 +21,7 @@ def read_spec(directory: Path | str) -> ModelSpec:
     """Reads the JSON files of a checkpoint directory.
 
     Raises:
-        UnsupportedOption: the model asks for what is not implemented; names the option.
+        UnsupportedOption: the model needs what is not implemented; names the option.
         ModelSpecError: a file is missing or malformed, or the architecture is not served.
     """
     directory = Path(directory).resolve()

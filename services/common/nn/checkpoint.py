@@ -1,6 +1,8 @@
 """A checkpoint's safetensors files, read by name without mapping them into memory.
 
 Bytes go from the file straight into the memory they are meant for: mapped pages would count twice.
+`weights` reads through it; what a tensor means is not known here. A malformed file is a
+`CheckpointError`.
 """
 
 import json

@@ -184,7 +184,7 @@ class _Gemm:
             raise Refused(f"it wants {checked.workspace_bytes} bytes of workspace")
 
     def close(self) -> None:
-        """Gives the descriptors back; kernels under way have read them."""
+        """Destroys the descriptors; kernels under way have read them."""
         for layout in self._layouts:
             self._library.call("MatrixLayoutDestroy", layout)
         self._library.call("MatmulDescDestroy", self._how)
@@ -210,7 +210,7 @@ class _Gemm:
 
 
 class _Library:
-    """cuBLASLt, which torch has loaded, and the GEMMs asked of it so far."""
+    """cuBLASLt, which torch has loaded, and the GEMMs made so far."""
 
     def __init__(self) -> None:
         assert torch.version.cuda is not None
@@ -249,7 +249,7 @@ class _Library:
         """The GEMM of this shape, `(tokens, rows, columns)`, made at its first use.
 
         Raises:
-            Refused: now, or when it was first asked for.
+            Refused: now, or at its first use.
         """
         key = (shape, dtype, epilogue, tile)
         if (found := self._gemms.get(key)) is None:

@@ -1,4 +1,8 @@
-"""What kernels must know of a device; asked once, never written down elsewhere."""
+"""What kernels must know of a device; queried once, never written down elsewhere.
+
+Dispatch tables are resolved from it; the known devices are for tables and compilation without a
+GPU.
+"""
 
 import importlib.util
 from dataclasses import dataclass

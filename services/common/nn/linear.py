@@ -2,7 +2,7 @@
 
 A weight format is one `LinearMethod`: it lays out the tensors that a checkpoint holds for a module.
 From that layout a layer makes its parameters, the loader fills them, and `shard` cuts them for
-tensor parallelism. Layers and models do not change.
+tensor parallelism. Layers and models do not change. A layer's parameters are filled by `weights`.
 """
 
 from collections.abc import Iterator, Mapping

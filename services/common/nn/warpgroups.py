@@ -1,4 +1,7 @@
-"""Attention steps of one warp group, in Gluon, for Hopper; kernels of both engines share them."""
+"""Attention steps of one warp group, in Gluon, for Hopper; kernels of both engines share them.
+
+Device code alone: nothing here is called from Python. Compilation fails where Gluon has no Hopper.
+"""
 
 # ruff: noqa: ANN001, ANN201 - blocks and constants of the kernel's compiler
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false

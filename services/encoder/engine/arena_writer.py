@@ -1,4 +1,8 @@
-"""Copies embeddings from the device into the arena while the tower runs."""
+"""Copies embeddings from the device into the arena while the tower runs.
+
+The runner alone calls it; the front, which reads the arena, learns from the engine's messages what
+is written. Nothing is checked here: the front reserved the ranges.
+"""
 
 import mmap
 from collections.abc import Sequence

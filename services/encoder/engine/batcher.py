@@ -3,7 +3,7 @@
 The oldest image is always in the next batch, so nothing starves: an image waits for at most as many
 batches as there are older ones. Behind it, younger images fill the budget in order, and one that
 does not fit is passed over. An image larger than the budget runs alone. A batch never waits to be
-filled.
+filled. The engine's loop alone uses it.
 """
 
 from collections import OrderedDict

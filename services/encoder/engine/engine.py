@@ -4,6 +4,9 @@ Four kinds of thread share one mailbox. The receiver reads the channel and submi
 pool at once, so the next batch is prepared while the device works; the pool's threads decode and
 resize; the waiter reports when the device is done with a batch; the loop alone uses the batcher and
 the device. The loop and the waiter both send, one at a time.
+
+`engine_main` runs it. It knows neither front nor gRPC, only messages. A bad image ends its own job;
+a batch that fails is split until the image that fails is alone; a broken device ends the process.
 """
 
 import logging

@@ -6,7 +6,8 @@ while later blocks run. A batch is padded to the next captured number of patches
 segment of the attention, so no image is affected. Batches beyond the largest graph run eagerly.
 
 All graphs read one input and one static layout, write one output and share one memory pool: one
-runs at a time, in the order of one stream.
+runs at a time, in the order of one stream. The runner captures at start and replays; a size whose
+capture fails runs eagerly.
 """
 
 import logging
@@ -94,7 +95,7 @@ class TowerGraphs:
         """Enqueues a batch that fits, part after part; yields each part's feature, in new memory.
 
         Args:
-            pixels: flat, see `Ops.pack_patches`.
+            pixels: flat, as for `Ops.pack_patches`.
             grids: of the images.
         """
         size = self._size(grids)

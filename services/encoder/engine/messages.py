@@ -1,4 +1,7 @@
-"""The messages between the encoder's front process and its engine process."""
+"""The messages between the encoder's front process and its engine process.
+
+Front: `engine_client`; engine: `engine/engine.py`. Pure data; `services.common.channel` carries it.
+"""
 
 import msgspec
 

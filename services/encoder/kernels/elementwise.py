@@ -1,4 +1,8 @@
-"""The memory-bound operations in Triton, one pass over memory each; the twins are in `plain`."""
+"""The memory-bound operations in Triton, one pass over memory each; the twins are in `plain`.
+
+`table` imports this file where Triton is; `Ops` calls it through the table and states the
+contracts.
+"""
 
 import triton
 import triton.language as tl

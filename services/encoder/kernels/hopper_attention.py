@@ -1,5 +1,7 @@
 """Ragged attention for Hopper in Gluon: a CTA computes one head of one block of queries.
 
+The kernel table picks it on Hopper, for 16-bit dtypes; its twin is `plain.ragged_attention`.
+
 The pipeline is FlashAttention-3's (https://arxiv.org/abs/2407.08608, section 3.2): the GEMM of one
 tile's probabilities with its values overlaps the softmax of the next tile. Unlike there,
 probabilities are relative to the row max of the first tile instead of a running one, which takes a

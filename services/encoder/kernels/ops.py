@@ -1,4 +1,8 @@
-"""The operations of a vision tower: what each computes, and the call through the kernel table."""
+"""The operations of a vision tower: what each computes, and the call through the kernel table.
+
+Models and the runner call `Ops`; which kernel runs is the table's decision. An implementation that
+fails during the warm-up is replaced by the next one, any later failure is raised.
+"""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -39,7 +43,7 @@ class Ops:
             grids: of the images, t = 1.
             patch_size: pixels per patch side.
             merge_size: patches per image-token side.
-            dtype: of the result; the arithmetic is float32's, as the reference processor's.
+            dtype: of the result; computed in float32, as by the reference image processor.
             out: where the result goes; None: new memory.
 
         Returns:

@@ -13,8 +13,8 @@ from services.encoder.kernels.segments import Segments
 
 
 def pack_patches(images: Tensor, height: int, width: int, merge_size: int, out: Tensor) -> None:
-    """Images of one size: (x / 255 - 0.5) / 0.5 as the reference processor fuses it, in float32,
-    rounded once.
+    """Images of one size: (x / 255 - 0.5) / 0.5 as the reference image processor fuses it, in
+    float32, rounded once.
 
     Args:
         images: `[num_images, height * patch, width * patch, channels]` uint8, contiguous.

@@ -2,7 +2,8 @@
 
 One object describes them for every implementation of ragged attention: lengths on the host,
 `cu_seqlens` on the device (FlashAttention's word), and a list of the work for kernels whose CTAs
-take one block of queries each.
+take one block of queries each. A model's layout creates one per batch, or one in static buffers per
+set of CUDA graphs.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class Segments(Protocol):
 
 
 class BatchSegments:
-    """The segments of one batch. Copies to the device start when they are first asked for."""
+    """The segments of one batch. Copies to the device start at the first use of each."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = lengths

@@ -1,6 +1,8 @@
 """The kernel table of a vision tower: each operation's implementations, the fastest first.
 
-The last one of each operation is its plain twin in `plain`.
+The last one of each operation is its plain twin in `plain`. `engine_main` resolves the table once
+for a tower and a device, without importing a kernel; `ENCODER_KERNELS` overrides its choices, and
+one that names what cannot run is an `UnknownOverride`.
 """
 
 import importlib
@@ -30,7 +32,7 @@ class TowerFacts:
         device: where the tower runs.
         dtype: of weights and activations.
         num_heads: of the attention.
-        head_dim: likewise.
+        head_dim: of the attention.
     """
 
     device: DeviceFacts
@@ -40,7 +42,7 @@ class TowerFacts:
 
     @classmethod
     def of(cls, spec: TowerSpec, device: DeviceFacts, dtype: torch.dtype) -> "TowerFacts":
-        return cls(device, dtype, spec.num_heads, spec.hidden_size // spec.num_heads)
+        return cls(device, dtype, spec.num_heads, spec.head_dim)
 
 
 def resolve(
@@ -50,7 +52,7 @@ def resolve(
 
     Args:
         facts: of both.
-        overrides: see `KernelTable.resolve`.
+        overrides: operation → implementation, as for `KernelTable.resolve`.
     """
     return KernelTable.resolve(IMPLEMENTATIONS, facts, overrides)
 

@@ -1,4 +1,4 @@
-"""The vision models, imported when asked for."""
+"""The vision models by architecture; `engine_main` imports the one that it serves."""
 
 import importlib
 

@@ -1,4 +1,8 @@
-"""What the runner needs of a vision model."""
+"""What the runner needs of a vision model.
+
+A model implements `VisionModel`; runner and graphs know nothing else of it. No model decides which
+kernel runs: it calls `Ops`.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

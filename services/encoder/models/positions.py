@@ -1,7 +1,8 @@
 """Positions of patches, as an image's grid decides them: interpolated embeddings, 2-D rope angles.
 
 Rows are in merge-block order: the patches of one image token are neighbours. Positions are computed
-once per grid and cached; a batch's are those of its images, concatenated.
+once per grid and cached; a batch's are those of its images, concatenated. Vision models build their
+layouts with it.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,8 @@
-"""Qwen3-VL's vision tower. Rounding points are those of HF's modules (transformers 5.17)."""
+"""Qwen3-VL's vision tower. Rounding points are those of HF's modules (transformers 5.17).
+
+`engine_main` builds it on `meta` and fills it; the runner runs `features`. It knows no device: all
+that depends on one is behind `Ops`.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
@@ -48,7 +52,7 @@ class Qwen3VLVisionModel(nn.Module):
         """Called when the parameters have been materialized: cached positions are void."""
         self._positions = PositionCache(
             self.pos_embed.weight,
-            self.spec.hidden_size // self.spec.num_heads,
+            self.spec.head_dim,
             self.spec.spatial_merge_size,
         )
 
@@ -62,7 +66,7 @@ class Qwen3VLVisionModel(nn.Module):
         # A block may leave its last addition to the next norm, so a tap waits for that norm.
         taps = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
-        hidden = layout.embeddings  # likewise
+        hidden = layout.embeddings  # [N, hidden]
         for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
             normed, hidden = add_norm(added, hidden, block.norm1, self.ops)
             if index - 1 in taps:
