@@ -63,8 +63,7 @@ class ChatTemplate:
             raise ModelSpecError(f"the chat template is not valid: {error}") from None
         self._special_tokens = dict(special_tokens)
         # An alternation takes the first that matches: the longest, as `tokenizers` does.
-        contents = sorted(added, key=len, reverse=True)
-        self._alternatives = "|".join(map(re.escape, contents)) or "(?!)"
+        self._contents = contents = sorted(added, key=len, reverse=True)
         self._patterns: dict[str, re.Pattern[str]] = {}
         self._quotable = frozenset(c for c in contents if not added[c].special)
         self._heads = frozenset(c[:n] for c in contents for n in range(1, len(c)))
@@ -125,9 +124,18 @@ class ChatTemplate:
                 yield text, False
 
     def _added(self, quote: str) -> re.Pattern[str]:
-        """Matches added tokens, except after `quote`."""
+        """Matches added tokens, except after `quote`.
+
+        The quote is looked for behind a token's first character: as the pattern's first element it
+        would be tried at each character of the text.
+        """
         if quote not in self._patterns:
-            self._patterns[quote] = re.compile(f"(?<!{quote})({self._alternatives})")
+            alternatives = (
+                f"{re.escape(content[0])}(?<!{quote}.){re.escape(content[1:])}"
+                for content in self._contents
+            )
+            pattern = "|".join(alternatives) or "(?!)"
+            self._patterns[quote] = re.compile(f"({pattern})", re.DOTALL)
         return self._patterns[quote]
 
     def _guard_message(self, message: Message, break_: str, quote: str) -> dict[str, Any]:
