@@ -1,4 +1,7 @@
-"""A small client of the chat API on the standard library alone: one question, streamed."""
+"""A small client of the chat API on the standard library alone: one question, streamed.
+
+`triptych ask` and `triptych demo` use it; whatever goes wrong is an `AskError`.
+"""
 
 import base64
 import http.client
@@ -15,7 +18,7 @@ _TIMEOUT_S = 600
 
 
 class AskError(Exception):
-    """The question was not answered; the message is for people."""
+    """The question was not answered; the message says why."""
 
 
 @dataclass(slots=True)

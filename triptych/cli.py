@@ -1,4 +1,8 @@
-"""The `triptych` command: serve, ask, bench, demo."""
+"""The `triptych` command: serve, ask, bench, demo.
+
+Parses arguments and imports the command that runs, so that `ask` needs no services. Bad arguments
+are exit status 2.
+"""
 
 import argparse
 import sys

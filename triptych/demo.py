@@ -1,4 +1,8 @@
-"""`make demo`: the whole stack with the demonstration model, asked about the sample images."""
+"""`make demo`: the whole stack with the demonstration model, asked about the sample images.
+
+It counts the encoder's work by the encoder's own metric: an image that is asked about again must
+not be encoded again. Exit status 1 if it was, or if a question was not answered.
+"""
 
 import asyncio
 import json
@@ -97,7 +101,7 @@ async def _serve_and_ask(console: Console, samples: list[Sample], directory: Pat
         asking = asyncio.create_task(asyncio.to_thread(_ask_all, console, samples, plan))
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.wait({watch, asking}, return_when=asyncio.FIRST_COMPLETED)
-        if watch.done():  # a child ended under a question: that is the news
+        if watch.done():  # a child ended, which is why the question failed
             await watch
         watch.cancel()
         return asking.result()

@@ -1,4 +1,7 @@
-"""Which process runs on which device, and its share of the memory. Pure; without torch."""
+"""Which process runs on which device, and its share of the memory. Pure; without torch.
+
+`plan` calls `place`. A device that does not exist is found by the engine process, at its start.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,7 @@
 """What `triptych serve` runs: the options resolved into processes and their environments.
 
-Nothing is started here, so tests can check every variable against the services' settings.
+Nothing is started here, so tests can check every variable against the services' settings. `serve`
+and `demo` hand the plan to `stack`. What cannot be served is a `StackError`.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""Readiness checks and metrics of the stack's processes."""
+"""Readiness checks and metrics of the stack's processes.
+
+`plan` and `serve` attach the checks to the processes, `stack` polls them. A check never raises.
+"""
 
 import asyncio
 import urllib.request

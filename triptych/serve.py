@@ -1,4 +1,9 @@
-"""`triptych serve`: the whole stack on one machine."""
+"""`triptych serve`: the whole stack on one machine.
+
+From options to a plan, a private Redis and a supervisor; what a process is told is in `plan`, how
+it is run in `stack`. A `StackError` carries the exit status: 2 for options or a model that cannot
+be served.
+"""
 
 import asyncio
 import functools

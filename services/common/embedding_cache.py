@@ -60,7 +60,7 @@ class CacheCounters:
 
     Attributes:
         hits: headers found.
-        misses: headers not found, and bodies that were gone, late or corrupt.
+        misses: headers not found, and bodies that were evicted, late or corrupt.
         corrupt: entries that were not what they were said to be (deleted).
         errors: commands that failed or timed out.
         skipped: commands not sent, because the breaker was open or too many were under way.

@@ -48,7 +48,7 @@ class TriptychError(Exception):
 
 
 class InvalidRequest(TriptychError):
-    """The request cannot be served as it is."""
+    """The request must be changed before it can be served."""
 
     code = "invalid_request"
     http_status = 400

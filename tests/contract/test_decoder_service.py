@@ -118,7 +118,7 @@ async def test_a_bad_image_fails_its_sequence_only():
         assert decoder.arena.used_bytes == 0
 
 
-async def test_a_hanging_encoder_is_given_up():
+async def test_a_hanging_encoder_times_out():
     async with Decoder(timeout_s=0.2) as decoder, Gateway(decoder) as gateway:
         decoder.encoder.fault = "hangs in the middle"
         await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 1)))

@@ -197,7 +197,7 @@ async def test_overload_is_refused_before_any_work() -> None:
         assert (await pod.encode(b"fourth")).source == Response.SOURCE_COMPUTED
 
 
-async def test_who_is_refused_is_told_how_long_the_work_will_take() -> None:
+async def test_a_refusal_says_how_long_the_queued_work_takes() -> None:
     async with run_pod(max_queued_patches=200) as pod:
 
         async def refused(images: list[bytes]) -> float | None:
@@ -293,7 +293,7 @@ async def test_a_restarted_encoder_encodes_nothing_again(redis_server: RedisServ
         assert (await pod.encode(b"image")).source == Response.SOURCE_MEMORY
 
 
-async def test_a_file_is_decoded_while_redis_is_asked(redis_server: RedisServer) -> None:  # noqa: F811
+async def test_a_file_is_decoded_during_the_lookup_in_redis(redis_server: RedisServer) -> None:  # noqa: F811
     async with run_pod(redis_server.url) as pod:
         await pod.encode(b"warm")
         await pod.flush_writes()

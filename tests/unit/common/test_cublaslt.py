@@ -1,4 +1,4 @@
-"""Our calls of cuBLASLt, against functions of its signatures that only take notes.
+"""Our calls of cuBLASLt, against functions of its signatures that only record calls.
 
 A GPU test shows that the results are right.
 """

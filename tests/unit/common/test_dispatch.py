@@ -80,9 +80,7 @@ def test_an_obstacle_is_named() -> None:
         ("plain, norm=odd", ["plain 1", "fast 2"]),
     ],
 )
-def test_what_a_setting_asks_for_is_used_for_any_number(
-    overrides: str, expected: list[str]
-) -> None:
+def test_an_override_is_used_for_any_number(overrides: str, expected: list[str]) -> None:
     made = table(overrides)
     assert [made.call("add", [0]), made.call("norm", [0, 0])] == expected
 

@@ -124,7 +124,7 @@ def test_a_digest_of_parts_that_are_not_the_whole_is_none(ranges: list[tuple[int
         whole.finish()
 
 
-def test_ranges_are_cut_where_blocks_begin_and_shared_out_whole() -> None:
+def test_ranges_are_cut_at_blocks_and_each_goes_to_one_thread() -> None:
     size = BLOCK_BYTES
     assert split_blocks(0, size) == [(0, size)]
     assert split_blocks(5, 5) == []

@@ -1,4 +1,4 @@
-"""Redis may be away, slow, full or lying: never an exception, never a wrong embedding."""
+"""Redis may be unreachable, slow, full or wrong: never an exception, never a wrong embedding."""
 
 import asyncio
 import os
@@ -213,7 +213,7 @@ async def test_connecting_at_the_start_spares_the_first_request_of_it(
     assert connections() == before + 1  # the one that asks
 
 
-async def test_connecting_to_a_redis_that_is_away_is_no_error(
+async def test_connecting_to_an_unreachable_redis_is_no_error(
     open_cache: Callable[..., RedisCache], caplog: pytest.LogCaptureFixture
 ) -> None:
     away = open_cache(f"redis://127.0.0.1:{free_port()}")

@@ -40,6 +40,6 @@ def test_services_do_without_the_event_engine() -> None:
     assert "Unknown experiment" not in said
 
 
-def test_who_says_otherwise_is_heard() -> None:
+def test_the_environment_overrides_it() -> None:
     said = traced(GRPC_EXPERIMENTS="event_engine_client,event_engine_listener")
     assert "Endpoint[" in said
