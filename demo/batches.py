@@ -1,9 +1,9 @@
 """Training batches: scenes rendered, cut into patches and packed with their questions.
 
-A row of a batch is one conversation prefix (its pictures) followed by many questions, each of which
+A row of a batch is one conversation prefix (its images) followed by many questions, each of which
 sees the prefix and itself only: `segment` is 0 in the prefix and counts the questions after it, and
 all of them start at the same position. So each question is trained exactly as if it were asked
-alone, and the pictures are paid for once. Some rows are true conversations instead: one segment.
+alone, and the images are paid for once. Some rows are true conversations instead: one segment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from demo.dice import Dice
 from demo.scenes import Scene, draw_scene, render
 from demo.talk import SYSTEM_MESSAGES
 
-MAX_PATCHES = 256  # of a 256 x 256 picture
+MAX_PATCHES = 256  # of a 256 x 256 image
 MAX_TOKENS = MAX_PATCHES // 4
 UNIT = 32  # pixels of an image token's side
 IGNORED = -100
@@ -32,7 +32,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How many rows have no, one, two and three pictures, and how long every row is."""
+    """How many rows have no, one, two and three images, and how long every row is."""
 
     rows: tuple[int, int, int, int] = (4, 82, 28, 14)
     length: int = 256
@@ -44,17 +44,17 @@ class BatchShape:
 
     @property
     def num_images(self) -> int:
-        """Pictures of a batch."""
+        """Images of a batch."""
         return sum(count * rows for count, rows in enumerate(self.rows))
 
 
 def resized_side(side: int) -> int:
-    """The side that the image processor gives a picture of our sizes (a multiple of 32)."""
+    """The side that the image processor gives an image of our sizes (a multiple of 32)."""
     return round(side / UNIT) * UNIT
 
 
 def patches(scene: Scene) -> tuple[np.ndarray, tuple[int, int]]:
-    """The picture as rows of 16x16 patches [n, 768] uint8 in merge order, and its patch grid."""
+    """The image as rows of 16x16 patches [n, 768] uint8 in merge order, and its patch grid."""
     pixels = torch.from_numpy(np.array(render(scene))).permute(2, 0, 1)[None]
     height, width = resized_side(scene.height), resized_side(scene.width)
     if (height, width) != (scene.height, scene.width):
@@ -115,7 +115,7 @@ class Row:
             self.add_text((token,), segment)
 
     def add_image(self, index: int, grid: tuple[int, int], pad: int, segment: int) -> None:
-        """Append the placeholders of picture `index` with its two-dimensional positions."""
+        """Append the placeholders of image `index` with its two-dimensional positions."""
         rows, cols = grid[0] // 2, grid[1] // 2
         for k in range(rows * cols):
             position = (self.cursor, self.cursor + k // cols, self.cursor + k % cols)
@@ -133,7 +133,7 @@ class Packer:
     def pack(
         self, dice: Dice, scenes: Sequence[Scene], grids: Sequence[tuple[int, int]], first: int
     ) -> Row:
-        """A row about these scenes, whose pictures are number `first` and on in the batch."""
+        """A row about these scenes, whose images are number `first` and on in the batch."""
         tokens, row = self._tokens, Row()
         if dice.chance(0.1):
             row.add_text(tokens(f"<|im_start|>system\n{dice.pick(SYSTEM_MESSAGES)}<|im_end|>\n"), 0)

@@ -1,4 +1,4 @@
-"""More questions about one picture: yes/no checks, comparisons of numbers, extremes, letters."""
+"""More questions about one image: yes/no checks, comparisons of numbers, extremes, letters."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _compound(dice: Dice, scene: Scene) -> Turn | None:
 
 
 def single_turn(dice: Dice, scene: Scene) -> Turn | None:
-    """A question about one picture, in a user's wording, or None if the draw did not fit."""
+    """A question about one image, in a user's wording, or None if the draw did not fit."""
     if dice.chance(0.015):
         return ask_number(dice, (scene,))
     if dice.chance(0.025):
@@ -98,10 +98,10 @@ def single_turn(dice: Dice, scene: Scene) -> Turn | None:
 
 
 def training_turn(dice: Dice, scenes: Sequence[Scene], absent: Scene) -> Turn | None:
-    """A turn of a conversation about these pictures (none, one or several).
+    """A turn of a conversation about these images (none, one or several).
 
     `absent` is a scene that is not shown; questions about it train the answer to a question
-    about a picture that was never sent.
+    about an image that was never sent.
     """
     if not scenes:
         turn = single_turn(dice, absent) if dice.chance(0.4) else talk_turn(dice)

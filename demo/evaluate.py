@@ -36,7 +36,7 @@ class HTTPAnswerer:
             return json.load(reply)["data"][0]["id"]
 
     def __call__(self, questions: Sequence[Question]) -> Iterator[str]:
-        """One answer for each (PNG pictures, question), in order."""
+        """One answer for each (PNG images, question), in order."""
         with ThreadPoolExecutor(self._concurrency) as pool:
             yield from pool.map(self._answer, questions)
 

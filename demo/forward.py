@@ -1,6 +1,6 @@
 """A faster way through HF's own modules, for training only.
 
-HF's vision tower attends picture by picture. Here every picture is padded to the same number of
+HF's vision tower attends image by image. Here every image is padded to the same number of
 patches, so that one masked attention serves the whole batch, and every tensor has the same size at
 every step. All weights and all modules but the attention product are HF's; `tests/unit/demo` holds
 this forward equal to HF's.
@@ -20,7 +20,7 @@ from demo.hf import (
     get_vision_position_ids,
 )
 
-SIDES = (10, 12, 14, 16)  # patch sides of pictures of 160 to 256 pixels
+SIDES = (10, 12, 14, 16)  # patch sides of images of 160 to 256 pixels
 
 
 class PaddedForward(nn.Module):
@@ -64,7 +64,7 @@ class PaddedForward(nn.Module):
         visual = self.model.model.visual
         number = (grids[:, 0] - SIDES[0]) // 2 * len(SIDES) + (grids[:, 1] - SIDES[0]) // 2
         proj = visual.patch_embed.proj
-        # Both temporal slices of a still picture are equal, so their weights add up.
+        # Both temporal slices of a still image are equal, so their weights add up.
         kernel = proj.weight.sum(2).flatten(1)
         x = F.linear(pixels, kernel, proj.bias)  # [I, P, C]
         places = visual.pos_embed(self.grid_index) * self.grid_weight[..., None]
@@ -99,7 +99,7 @@ class PaddedForward(nn.Module):
         """Logits [S, T, V] of every position of the batch."""
         text = self.model.model.language_model
         pixels = batch["pixels"].float().sub(127.5).div(127.5)
-        if self.training:  # a little noise, so that compressed pictures are read too
+        if self.training:  # a little noise, so that compressed images are read too
             pixels = pixels + 0.03 * torch.randn_like(pixels)
         embeddings, *taps = self.vision(pixels, batch["grids"])
         seen = (batch["slots"] >= 0)[..., None]

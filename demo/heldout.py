@@ -36,7 +36,7 @@ _ASKERS["position"] = _ASKERS["relation"]
 
 @dataclass(frozen=True)
 class Item:
-    """One held-out question: PNG pictures, the question, and the reference answer."""
+    """One held-out question: PNG images, the question, and the reference answer."""
 
     item_id: str
     task: str
@@ -86,8 +86,8 @@ def _several_scenes(dice: Dice) -> tuple[list[Scene], list[Turn]]:
 def held_out(num_scenes: int = NUM_SCENES) -> Iterator[Item]:
     """The questions about the first `num_scenes` held-out scenes, in a fixed order.
 
-    Five scenes of six are single pictures with three questions each; every sixth is a group of two
-    or three pictures with two questions.
+    Five scenes of six are single images with three questions each; every sixth is a group of two
+    or three images with two questions.
     """
     count = len(SINGLE_TASKS)
     for number in range(num_scenes):

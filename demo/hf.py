@@ -78,7 +78,7 @@ class HFAnswerer:
         self._device, self._batch_size = device, batch_size
 
     def __call__(self, questions: Sequence[tuple[Sequence[bytes], str]]) -> Iterator[str]:
-        """One answer for each (PNG pictures, question), in order."""
+        """One answer for each (PNG images, question), in order."""
         for start in range(0, len(questions), self._batch_size):
             yield from self._answer(questions[start : start + self._batch_size])
 

@@ -1,4 +1,4 @@
-"""Write the sample pictures: scenes from seeds that neither training nor evaluation uses.
+"""Write the sample images: scenes from seeds that neither training nor evaluation uses.
 
 Run as `python -m demo.make_samples`.
 """
@@ -60,7 +60,7 @@ QUESTIONS = (
 
 
 def main() -> None:
-    """Command line: write the pictures and samples.json."""
+    """Command line: write the images and samples.json."""
     FOLDER.mkdir(exist_ok=True)
     for name, (seed, most, chance) in PICTURES.items():
         (FOLDER / name).write_bytes(png_bytes(draw_scene(Dice(seed), most, chance)))

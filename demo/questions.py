@@ -1,7 +1,7 @@
-"""Questions about one picture, with true answers, in many phrasings.
+"""Questions about one image, with true answers, in many phrasings.
 
 Every `ask_*` returns a turn, or None where the scene does not support the question. `where` is
-put at the slot {in}: "" or " in the picture" for one picture, " in the second picture" for several.
+put at the slot {in}: "" or " in the picture" for one image, " in the second picture" for several.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The little world of the demonstration model: seeded scenes and their pictures.
+"""The little world of the demonstration model: seeded scenes and their images.
 
 A scene is plain data (`Scene`): coloured shapes on a loose 3x3 grid and at most one printed word.
 `draw_scene` invents one, `render` paints it. Both depend on their arguments alone.
@@ -86,7 +86,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture as plain data. `things` are in reading order; no two share a cell."""
+    """An image as plain data. `things` are in reading order; no two share a cell."""
 
     width: int
     height: int
@@ -213,7 +213,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def _print_word(draw: ImageDraw.ImageDraw, scene: Scene, width: int, height: int) -> None:
-    """Print the scene's word in its row, as large as asked for but inside the picture."""
+    """Print the scene's word in its row, as large as the scene says, but inside the image."""
     word = scene.word or ""
     size = round(scene.word_size * height / 3)
     left, top, right, bottom = draw.textbbox((0, 0), word, font=_font(size))
@@ -228,7 +228,7 @@ def _print_word(draw: ImageDraw.ImageDraw, scene: Scene, width: int, height: int
 
 
 def render(scene: Scene) -> Image.Image:
-    """Paint the scene as an RGB picture of its own size."""
+    """Paint the scene as an RGB image of its own size."""
     width, height = scene.width * _OVERSAMPLE, scene.height * _OVERSAMPLE
     image = Image.new("RGB", (width, height), scene.background)
     draw = ImageDraw.Draw(image)
@@ -240,7 +240,7 @@ def render(scene: Scene) -> Image.Image:
 
 
 def png_bytes(scene: Scene) -> bytes:
-    """The rendered picture as a PNG file."""
+    """The rendered image as a PNG file."""
     buffer = io.BytesIO()
     render(scene).save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Questions about two or three pictures, with true answers."""
+"""Questions about two or three images, with true answers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _WITHIN = (
 
 
 def _where(dice: Dice, index: int, total: int) -> str:
-    """The slot text that points at one of the pictures."""
+    """The slot text that points at one of the images."""
     forms = [
         f" in the {ORDINALS[index]} picture",
         f" in the {ORDINALS[index]} picture",
@@ -69,7 +69,7 @@ def _where(dice: Dice, index: int, total: int) -> str:
 
 
 def ask_within(dice: Dice, scenes: Sequence[Scene]) -> Turn | None:
-    """Any question about one picture, asked of one of several."""
+    """Any question about one image, asked of one of several."""
     index = dice.integer(0, len(scenes) - 1)
     ask = dice.weighted([a for a, _ in _WITHIN], [w for _, w in _WITHIN])
     turn = ask(dice, scenes[index], _where(dice, index, len(scenes)))
@@ -122,7 +122,7 @@ def ask_which(dice: Dice, scenes: Sequence[Scene]) -> Turn | None:
 
 
 def ask_more(dice: Dice, scenes: Sequence[Scene]) -> Turn | None:
-    """Which picture has more objects? Asked only where one picture has the most."""
+    """Which picture has more objects? Only where one image has the most."""
     ref = Ref(None, None) if dice.chance(0.6) else any_ref(dice, dice.pick(scenes), present=0.95)
     counts = [len(ref.among(scene)) for scene in scenes]
     if counts.count(max(counts)) > 1:
@@ -223,6 +223,6 @@ def ask_number(dice: Dice, scenes: Sequence[Scene]) -> Turn | None:
 
 
 def ask_several(dice: Dice, scenes: Sequence[Scene]) -> Turn | None:
-    """Any question about several pictures."""
+    """Any question about several images."""
     kinds = (ask_which, ask_within, ask_more, ask_all, ask_each, ask_total, ask_number)
     return dice.weighted(kinds, (0.34, 0.38, 0.08, 0.08, 0.06, 0.05, 0.01))(dice, scenes)

@@ -1,4 +1,4 @@
-"""The small talk of the demonstration model, and what it says when no picture was sent."""
+"""The small talk of the demonstration model, and what it says when no image was sent."""
 
 from __future__ import annotations
 
@@ -178,5 +178,5 @@ def talk_turn(dice: Dice) -> Turn:
 
 
 def without_picture(turn: Turn) -> Turn:
-    """The right reply to a question about a picture when none was sent."""
+    """The right reply to a question about an image when none was sent."""
     return Turn("talk", turn.question, NO_PICTURE)

@@ -1,4 +1,4 @@
-"""Words and phrases shared by the questions about one picture and about several."""
+"""Words and phrases shared by the questions about one image and about several."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLACES = (
     ("on the left", "in the centre", "on the right"),
     ("at the bottom left", "at the bottom", "at the bottom right"),
 )
-STRANGE_COLOURS = ("black", "white", "grey")  # never in a picture
+STRANGE_COLOURS = ("black", "white", "grey")  # never in an image
 STRANGE_SHAPES = ("rectangle", "oval", "pentagon", "hexagon", "arrow")
 WORD_PLACES = ("at the top", "in the middle", "at the bottom")
 

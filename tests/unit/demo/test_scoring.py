@@ -88,7 +88,7 @@ def test_comparison_counts_identical_answers():
 
 
 class EchoServer(BaseHTTPRequestHandler):
-    """Answers with what it was asked: the number of pictures and the question."""
+    """Answers with what it was asked: the number of images and the question."""
 
     def do_GET(self):
         self.reply({"data": [{"id": "echo"}]})
