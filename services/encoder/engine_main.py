@@ -15,7 +15,7 @@ import time
 import torch
 from PIL import Image
 
-from services.common.engine_process import REFUSED, EngineEnd, accept
+from services.common.engine_process import REFUSED, ChannelClosed, EngineEnd, accept
 from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_key import key_prefix
@@ -46,7 +46,7 @@ from services.encoder.settings import EncoderSettings
 # With a smaller share of its memory, other processes are taken to use the GPU, too.
 _MEMORY_FRACTION_OF_SOLE_USER = 0.5
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("services.encoder.engine")
 
 
 def main() -> int:
@@ -59,6 +59,8 @@ def main() -> int:
     except (CheckpointError, ModelSpecError, SettingsError, UnknownOverride) as error:
         log.critical("%s", error)
         return REFUSED
+    except ChannelClosed:
+        log.info("the front has exited")
     except Exception:
         log.critical("the engine failed", exc_info=True)
         return 1
@@ -82,7 +84,7 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         pinned=device.type == "cuda",
     )
     warm_up(runner, prepare, vision.limits, settings.max_batch_patches)
-    log.info("kernels:\n%s", model.ops.table)  # after the warm-up, which may have rejected some
+    model.ops.table.log_rows()  # after the warm-up, which may have rejected some
     channel.send(
         EngineReady(
             model_name=spec.name,

@@ -359,6 +359,11 @@ class KernelTable(Generic[FactsT]):
             rows.append((operation, " > ".join(used), "; ".join(unused)))
         return rows
 
+    def log_rows(self) -> None:
+        """Logs a line per operation."""
+        for operation, used, unused in self.rows():
+            log.info("kernels of %s: %s%s", operation, used, f"; not {unused}" if unused else "")
+
     def __str__(self) -> str:
         """A line per operation: implementations in order of preference, the first that fits the
         number of tokens in brackets is used; behind the bar those that cannot be used.

@@ -4,7 +4,6 @@ Models and the sampler call them, and know no kernel. An implementation that fai
 warm up is replaced by the next one; a later failure is the caller's.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
@@ -22,8 +21,6 @@ from services.decoder.kernels import table
 from services.decoder.kernels.heads import ProjectedHeads, Rotary
 from services.decoder.kernels.sampling import SamplingInputs
 from services.decoder.kernels.table import KernelFacts
-
-log = logging.getLogger(__name__)
 
 _MAX_KEPT = 4096  # choices of eager steps of different lengths
 
@@ -253,8 +250,7 @@ def create_ops(
     resolved = table.resolve(facts, chosen)
     if attention is not None:
         resolved.include(attention)
-    for operation, used, unused in resolved.rows():
-        log.info("kernels of %s: %s%s", operation, used, f"; not {unused}" if unused else "")
+    resolved.log_rows()
     return Ops(resolved)
 
 
