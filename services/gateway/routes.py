@@ -5,9 +5,8 @@ responses in `exchange`.
 """
 
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -23,8 +22,6 @@ from services.gateway.exchange import JsonResponse, read_body
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import MAX_MESSAGES, ChatRequest, Message, decode_json
 from services.gateway.warm_up import WarmUp
-
-View = Callable[[Request], Coroutine[Any, Any, Response]]
 
 # The page contains its own script and style and loads nothing else.
 _PAGE_POLICY = (

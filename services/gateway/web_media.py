@@ -24,7 +24,6 @@ from services.common.errors import (
     Unavailable,
 )
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
 SocketOption = (
     tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]

@@ -1,6 +1,6 @@
-"""FP8 weights (e4m3) with a float32 scale per 128 x 128 block or per output channel.
+"""Linear layers of FP8 weights: their plain twins, their dispatch rows, and the layers' method.
 
-A weight is `value * scale`. Two computations of a layer are in use:
+Two computations of a layer are in use, both of an `Fp8Weight`:
 
 - weight-only: activations stay as they are. A CPU does nothing else, and a GPU does it for few
   tokens, where reading the weights takes the time.
@@ -8,13 +8,12 @@ A weight is `value * scale`. Two computations of a layer are in use:
   (`fp8_block`) or per token (`fp8_channel`), so that FP8 tensor cores can multiply them.
 
 The functions here are the specification of both; `implementations` are the rows of a dispatch
-table, whose kernels are in `fp8_kernels`.
+table, whose kernels are in `fp8_kernels`. `weights` gives layers the method where the files hold
+FP8.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,11 @@ from torch.nn import functional as F
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
+from services.common.nn.fp8_weight import BLOCK, Fp8Weight, dequantize
 from services.common.nn.linear import Axis, Linear, TensorLayout
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-BLOCK = 128
 # The most tokens for which they are the fastest, by benchmarks/fp8.py on an H200, 8B shapes.
 GEMV_TOKENS = 1
 SKINNY_TOKENS = 32
@@ -43,33 +42,6 @@ def skinny_tokens(operation: str, device: DeviceFacts) -> int:
     """
     has_block_gemm = device.is_hopper and hasattr(F, "scaled_mm")
     return GEMV_TOKENS if operation == "fp8_block_linear" and has_block_gemm else SKINNY_TOKENS
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Weight:
-    """A quantized matrix.
-
-    Attributes:
-        values: `[N, K]` e4m3.
-        scale: `[ceil(N / block_rows), ceil(K / block_columns)]` float32.
-        block_rows: rows per scale. 128 per block, or a divisor where the parts of a merged layer
-            are not multiples of 128 rows; 1 per channel.
-        block_columns: columns per scale: 128 per block, K per channel.
-    """
-
-    values: Tensor
-    scale: Tensor
-    block_rows: int
-    block_columns: int
-
-
-def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """`[N, K]`: value times scale in float32, rounded once."""
-    rows, columns = weight.values.shape
-    scale = weight.scale.repeat_interleave(weight.block_rows, 0)[:rows]
-    if weight.block_columns < columns:
-        scale = scale.repeat_interleave(weight.block_columns, 1)[:, :columns]
-    return (weight.values.float() * scale).to(dtype)
 
 
 def quantize_activations(x: Tensor, block_columns: int) -> tuple[Tensor, Tensor]:
@@ -136,8 +108,8 @@ def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Impleme
         return found or ("" if hasattr(F, "scaled_mm") else "needs torch.nn.functional.scaled_mm")
 
     def kernel(name: str, facts: Any) -> Kernel:  # noqa: ANN401
-        # By name, as it needs Triton, and imports the types of this file.
-        fp8_kernels = importlib.import_module("services.common.nn.fp8_kernels")
+        from services.common.nn import fp8_kernels
+
         device = device_of(facts)
         if name == "skinny_gemm":
             return partial(fp8_kernels.skinny_gemm, device=device)

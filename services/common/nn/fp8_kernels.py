@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.nn.device import DeviceFacts
-from services.common.nn.fp8 import BLOCK, Fp8Weight
+from services.common.nn.fp8_weight import BLOCK, Fp8Weight
 
 _MAX_SPLITS = 8
 _TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}  # tokens, rows, warps
