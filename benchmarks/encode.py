@@ -78,7 +78,7 @@ _LIMITS = ImageLimits(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is measured."""
+    """The model to measure, and its facts."""
 
     name: str
     tower: TowerSpec

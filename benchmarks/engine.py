@@ -27,7 +27,7 @@ from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 
-# Measured on an H200 with large copies and matrix products; see benchmarks/LOG.md.
+# Measured on an H200 with large copies and GEMMs; see benchmarks/LOG.md.
 BANDWIDTH = 4.3e12  # bytes/s
 FLOPS = 790e12  # bf16
 _PROFILED = 16  # kernels of a profile

@@ -1,4 +1,4 @@
-"""The command line of what is asked of a running server."""
+"""The command line of benchmarks that measure a running server."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ Measure = Callable[[argparse.Namespace, Target, str], Awaitable[int]]
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """With a server's URL and its model; `doc` is that of the module."""
+    """A parser with a server's URL and its model; `doc` is the benchmark's module docstring."""
     made = argparse.ArgumentParser(
         description=doc.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -23,7 +23,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def run(measure: Measure, options: argparse.Namespace) -> int:
-    """Exit status: 1 when `measure` counted something wrong, 2 when the server is not there."""
+    """Runs `measure`. Exit status: 1 if it counts errors, 2 if the server does not answer."""
 
     async def measured() -> int:
         return await measure(options, target, model)

@@ -1,4 +1,4 @@
-"""What a run showed: percentiles, a table, JSON and a plot."""
+"""The results of a run: percentiles, a table, JSON and a plot."""
 
 import json
 import math
@@ -185,7 +185,7 @@ def _print_columns(title: str, lines: Sequence[Sequence[str]]) -> None:
 
 
 def write_json(path: Path, results: Sequence[RowResult], meta: Mapping[str, Any]) -> None:
-    """Everything measured, for machines."""
+    """Writes all measurements as JSON."""
     document = {**meta, "rows": {result.row.name: asdict(result) for result in results}}
     path.write_text(json.dumps(_without_nan(document), indent=1) + "\n")
 

@@ -55,7 +55,7 @@ _SLOW = b"slow"  # an image that takes as long
 
 
 class InstantEngine:
-    """Says that each image is done; the arena is full of finite values as it is."""
+    """Reports each image as done at once; the arena holds finite values already."""
 
     def __init__(self) -> None:
         self._done: asyncio.Queue[EngineMessage] = asyncio.Queue()
@@ -156,7 +156,7 @@ class Reader:
         return await timed(lambda: self.fetch(key))
 
     async def fresh(self) -> float:
-        """Seconds from asking for a new one to having it."""
+        """Seconds from the request for a new embedding to its arrival."""
         key = self.new_key()
 
         async def both() -> None:
@@ -165,7 +165,7 @@ class Reader:
         return await timed(both)
 
     async def features(self) -> float:
-        """Seconds from the end of the tower to having a new one; the call's way there counts."""
+        """Seconds from the end of the tower to the arrival of the embedding, the call included."""
         key = self.new_key()
 
         async def both() -> None:

@@ -28,7 +28,7 @@ def pip_toolkit(into: Path) -> Path | None:
         return None
     for name in ("bin", "include", "nvvm"):
         (into / name).symlink_to(found / name)
-    # The linker asks for names without a version, which the packages lack.
+    # The linker looks for names without a version, which the packages lack.
     libraries = into / "lib64"
     libraries.mkdir()
     for path in (found / "lib").glob("*.so.*"):

@@ -41,7 +41,7 @@ def test_a_graph_agrees_with_the_eager_step(
     eager = dummy.logits(*chunks)
     tokens = dummy.launch(*chunks).result().token_ids[:, 0].tolist()
     captured = dummy.runner.graphs[0]._logits[:count]
-    # Padded to a bucket, the matrix products are of another size: as a batch against one alone.
+    # Padded to a bucket, GEMMs are of another size: as a batch against one alone.
     assert relative(captured, eager) < 5e-2
     assert tokens == greedy(captured).tolist()
     for sequence in running:
@@ -65,7 +65,7 @@ def test_a_captured_prompt_agrees_with_the_eager_one(
     eager = dummy.logits(chunk)[-1:]
     tokens = dummy.launch(chunk).result().token_ids[:, 0].tolist()
     captured = dummy.runner.graphs[1]._logits[:1]
-    assert relative(captured, eager) < 5e-2  # matrix products of another size, as above
+    assert relative(captured, eager) < 5e-2  # GEMMs of another size, as above
     assert tokens == greedy(captured).tolist()
     dummy.finish(sequence)
 
@@ -154,7 +154,7 @@ def test_a_captured_mixture_agrees_with_the_eager_one(
     of_mixed = dummy.runner.graphs[2]
     tokens = dummy.launch(*step).result().token_ids[:, 0].tolist()
     captured = of_mixed._logits[: len(sampling)]
-    assert relative(captured, eager) < 5e-2  # matrix products of another size, as above
+    assert relative(captured, eager) < 5e-2  # GEMMs of another size, as above
     assert tokens == greedy(captured).tolist()
     for sequence in running:
         dummy.finish(sequence)

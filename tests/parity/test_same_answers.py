@@ -2,7 +2,7 @@
 with images, and a text model (Llama with biases and llama3 rope).
 
 The real engine over the real runner, float32 on the CPU, token for token. Greedy and seeded
-sequences alike: a draw depends on the sequence's own seed and place, not on its neighbours.
+sequences alike: a sample depends on the sequence's own seed and place, not on its neighbours.
 """
 
 import mmap

@@ -72,7 +72,7 @@ def test_freed_blocks_are_found_until_they_are_needed_and_the_deepest_go_first()
     blocks.check_integrity([other])
 
 
-def test_the_least_recently_used_prefix_is_given_away_first():
+def test_the_least_recently_used_prefix_is_reused_first():
     blocks = BlockManager(4, SIZE)
     for number, token in ((1, 1), (2, 2), (3, 1)):
         sequence = sequence_of(number, [token] * 8)
@@ -84,7 +84,7 @@ def test_the_least_recently_used_prefix_is_given_away_first():
     assert blocks.find_prefix(sequence_of(6, [2] * 9)) == []
 
 
-def test_a_full_pool_gives_blocks_away_in_no_more_time_than_an_empty_one():
+def test_a_full_pool_allocates_as_fast_as_an_empty_one():
     """A queue that remembers what was taken from it took 90 times as long here."""
     blocks = BlockManager(30_000, SIZE)
 
@@ -102,7 +102,7 @@ def test_a_full_pool_gives_blocks_away_in_no_more_time_than_an_empty_one():
     assert statistics.median(taken[400:]) < 20 * statistics.median(taken[:200])
 
 
-def test_forgotten_blocks_are_not_found():
+def test_invalidated_blocks_are_not_found():
     blocks = BlockManager(8, SIZE)
     first = sequence_of(1, list(range(12)))
     admit(blocks, first)

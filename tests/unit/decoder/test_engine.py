@@ -52,7 +52,7 @@ def test_a_preempted_sequence_requests_released_images_again(overlap, blocks):
     assert num_wanted > 0
 
 
-def test_a_stop_id_ends_a_sequence_and_its_extra_token_is_thrown_away():
+def test_a_stop_id_ends_a_sequence_and_its_extra_token_is_discarded():
     message = add_message(1, prompt_of(1, 9), max_tokens=30)
     tokens, _ = expected_tokens(message, 256)
     stop = tokens[4]

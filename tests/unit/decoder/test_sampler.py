@@ -382,7 +382,7 @@ def test_logprobs_are_of_the_logits_without_the_mask() -> None:
     assert sampled.logprobs.top_ids[0].tolist() == raw[0].topk(2).indices.tolist()
 
 
-def test_many_rows_are_drawn_in_parts() -> None:
+def test_many_rows_are_sampled_in_parts() -> None:
     params = [SamplingParams(temperature=1.0, top_p=0.9, seed=n) for n in range(150)]
     logits = logits_for(150)
     together = draw(params, logits)

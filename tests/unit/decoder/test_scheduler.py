@@ -77,7 +77,7 @@ def test_a_step_ahead_of_sampling():
     assert sequence.num_in_flight == 3
 
 
-def test_rows_are_given_back():
+def test_rows_are_released():
     scheduler = scheduler_of(rows=2)
     sequences = [add(scheduler, n, 4) for n in range(4)]
     step(scheduler)
