@@ -88,7 +88,7 @@ class NullEngine:
 
 
 def run(engine: NullEngine, channel: EngineChannel[FrontMessage], interval_s: float) -> None:
-    """Ticks until the front goes away. A tick that is late does not delay the ones after it."""
+    """Ticks until the front exits. A late tick does not delay the ones after it."""
     due = time.monotonic()
     while True:
         for message in channel.receive(max(0.0, due - time.monotonic())):

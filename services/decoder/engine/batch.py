@@ -69,13 +69,21 @@ class Batch:
         """
         chunks = sampling = self.chunks
         num_from_device = len(chunks)
+        rows = [chunk.sequence.row for chunk in chunks]
+        starts = [chunk.start for chunk in chunks]
+        # One call of numpy for several lists: fewer calls, of which each costs a microsecond.
         if chunks[-1].from_device:
-            lengths, samples = [1] * num_from_device, range(num_from_device)
+            generated = [chunk.generated for chunk in chunks]
+            rows, starts, generated = np.array([rows, starts, generated], np.int64)
+            lengths, samples = np.ones_like(rows), np.arange(num_from_device)
         else:
             num_from_device = sum([chunk.from_device for chunk in chunks])
             lengths = [chunk.length for chunk in chunks]
+            rows, starts, lengths = np.array([rows, starts, lengths], np.int64)
             sampling = [chunk for chunk in chunks if chunk.samples]
             samples = [i for i, chunk in enumerate(chunks) if chunk.samples]
+            generated = [chunk.generated for chunk in sampling]
+            samples, generated = np.array([samples, generated], np.int64)
         known = chunks[num_from_device:]
         token_ids, positions, images = _NO_IDS, _NO_POSITIONS, _NO_IMAGES
         if known:
@@ -83,16 +91,6 @@ class Batch:
             if any(chunk.sequence.images for chunk in known):
                 images = _image_runs(known, num_from_device)
         block_updates, block_ids = self._block_updates()
-        # One call of numpy for several lists: fewer calls, of which each costs a microsecond.
-        rows, starts, lengths = np.array(
-            [
-                [chunk.sequence.row for chunk in chunks],
-                [chunk.start for chunk in chunks],
-                lengths,
-            ],
-            np.int64,
-        )
-        samples, generated = np.array([samples, [chunk.generated for chunk in sampling]], np.int64)
         masked: list[int] = []
         masks: list[Int32Array] = []
         limits = None

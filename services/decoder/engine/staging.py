@@ -46,6 +46,7 @@ class Staging:
         self._arrays = [host.numpy() for host in self._hosts]
         self._events = [torch.cuda.Event() for _ in range(turns)] if cuda else []
         self._device_side = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._size_bytes = size_bytes
         self._turn = 0
         self._used = 0
 
@@ -71,21 +72,24 @@ class Staging:
             room: elements to reserve at least, so that the next array's place does not change.
             size: what the last axis is padded to, with `fill`; None: as it is.
         """
-        kind, shape, count = array.dtype, array.shape, array.shape[-1]
-        if size is not None:
+        kind, shape, num_bytes, start = array.dtype, array.shape, array.nbytes, self._used
+        count = shape[-1]
+        if size is not None and size != count:
             shape = (*shape[:-1], size)
-        num_bytes = math.prod(shape) * kind.itemsize
-        staged = Staged(self._used, num_bytes, kind, shape)
-        self._used += -(-max(num_bytes, room * kind.itemsize) // _ALIGNMENT) * _ALIGNMENT
-        if self._used > len(self._hosts[0]):
+            num_bytes = math.prod(shape) * kind.itemsize
+        reserved = max(num_bytes, room * kind.itemsize) if room else num_bytes
+        self._used = start + -(-reserved // _ALIGNMENT) * _ALIGNMENT
+        if self._used > self._size_bytes:
             raise RuntimeError(
                 f"a step's inputs need {self._used} bytes; the staging buffer is full"
             )
-        target = self.host(staged)
-        target[..., :count] = array
-        if shape[-1] > count:
+        target = np.ndarray(shape, kind, self._arrays[self._turn], start)
+        if shape[-1] == count:
+            target[...] = array
+        else:
+            target[..., :count] = array
             target[..., count:] = fill
-        return staged
+        return Staged(start, num_bytes, kind, shape)
 
     def host(self, staged: Staged) -> npt.NDArray[Any]:
         """The array on the host, until the next turn."""

@@ -274,7 +274,9 @@ def stage(
         masked: visual tokens as a mask over all tokens, else as a list.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.table_rows)
-    last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
+    sampled_rows, sampled_tokens = step.table_rows, step.cu_query_lens[1:].astype(np.int64) - 1
+    if len(step.samples) < num_chunks:
+        sampled_rows, sampled_tokens = sampled_rows[step.samples], sampled_tokens[step.samples]
     step.places = Places(
         input_ids=staging.add(step.input_ids, size=num_tokens),
         input_rows=staging.add(step.input_rows, size=num_tokens, fill=-1),
@@ -282,8 +284,8 @@ def stage(
         slot_mapping=staging.add(step.slot_mapping, size=num_tokens, fill=-1),
         seq_lens=staging.add(step.seq_lens),
         output_rows=staging.add(step.table_rows),
-        sampled_rows=staging.add(step.table_rows[step.samples], room=num_chunks),
-        sampled_tokens=staging.add(last_tokens[step.samples], room=num_chunks),
+        sampled_rows=staging.add(sampled_rows, room=num_chunks),
+        sampled_tokens=staging.add(sampled_tokens, room=num_chunks),
         work=None if work is None else staging.add(work),
         visual_rows=_stage_visual_rows(step, staging) if step.images and not masked else None,
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
@@ -300,6 +302,8 @@ def _block_ids(step: StepInputs, table: RowTable, block_size: int) -> npt.NDArra
         counts = -(-step.seq_lens[:decodes] // block_size)
         blocks = table.blocks[step.table_rows[:decodes], : int(counts.max())]
         parts.append(blocks[np.arange(blocks.shape[1]) < counts[:, None]])
+        if decodes == len(step.seq_lens):
+            return parts[0]
     rows, seq_lens = step.table_rows[decodes:].tolist(), step.seq_lens[decodes:].tolist()
     for row, context in zip(rows, seq_lens, strict=True):
         parts.append(table.blocks[row, : -(-context // block_size)])
