@@ -19,7 +19,7 @@ class Sample:
     """What one request showed. Times are of `time.monotonic()`, comparable between processes.
 
     Attributes:
-        start: the request was handed to the socket.
+        start: the request was written to the socket.
         first: the first content arrived; 0 when none did.
         last: the last content arrived.
         end: the response was complete.
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         await self._done
 
     def on_text(self, text: str, now: float) -> None:
-        """Content has come; for those who want more than a `Sample`."""
+        """Called with the content of each event; subclasses override it."""
 
     # --- asyncio.Protocol -----------------------------------------------------------------------
 

@@ -65,11 +65,11 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Request:
     """A request, and how it must end.
 
     Attributes:
-        status: 200, or what its mistake deserves.
+        status: 200, or that of its mistake.
         tokens: of all choices together.
         patience_s: after which it is given up.
     """
@@ -80,8 +80,8 @@ class Wish:
     patience_s: float
 
 
-class Wishes:
-    """The same for the same seed. `known`: images that are asked about again and again."""
+class Requests:
+    """Random requests, determined by the seed. `known`: images that many requests have."""
 
     def __init__(self, model: str, sizes: Sizes, known: Sequence[bytes], seed: int) -> None:
         self._model = model
@@ -89,8 +89,8 @@ class Wishes:
         self._known = known
         self._rng = random.Random(seed)
 
-    def next(self) -> Wish:
-        """One more; a large image takes 50 ms."""
+    def next(self) -> Request:
+        """Makes a request; a large image takes 50 ms."""
         rng, sizes = self._rng, self._sizes
         images = self._images() if rng.random() < 0.5 else []
         is_broken = bool(images) and rng.random() < 0.03
@@ -111,7 +111,7 @@ class Wishes:
             fields |= rng.choice(_MISTAKES)
         is_lawful = not has_mistake and not is_broken
         leaves = is_lawful and rng.random() < 0.2
-        return Wish(
+        return Request(
             json.dumps(fields).encode(),
             200 if is_lawful else 400,
             tokens,
@@ -134,7 +134,7 @@ def image(rng: random.Random, edge: int) -> bytes:
 
 
 def _up_to(rng: random.Random, most: int) -> int:
-    """From 1 on, as often of each order of magnitude."""
+    """A random number from 1 to `most`, of each order of magnitude equally often."""
     return max(1, round(most ** rng.random()))
 
 
@@ -143,41 +143,40 @@ class Record:
     """How the requests have ended.
 
     Attributes:
-        wrong: those that should not have ended like that, in words.
+        wrong: a line for each that ended otherwise than it should.
     """
 
     ends: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list[str])
     slowest_s: float = 0.0
 
-    def add(self, wish: Wish, sample: Sample) -> None:
-        """One more."""
+    def add(self, request: Request, sample: Sample) -> None:
         error = sample.error
         if error == "the answer had no content":  # bytes that are no text yet, or no text at all
             error = ""
-        if wish.patience_s < _TIMEOUT_S and error.startswith("TimeoutError"):
+        if request.patience_s < _TIMEOUT_S and error.startswith("TimeoutError"):
             self.ends["given up"] += 1
             return
         self.slowest_s = max(self.slowest_s, sample.end - sample.start)
         if error.startswith("HTTP 503"):
             self.ends["refused: 503"] += 1
-        elif wish.status != 200:
-            self.ends[f"mistakes: {wish.status}"] += 1
-            if not error.startswith(f"HTTP {wish.status}"):
-                self.wrong.append(f"deserved {wish.status}, got: {error or 'an answer'}")
+        elif request.status != 200:
+            self.ends[f"mistakes: {request.status}"] += 1
+            if not error.startswith(f"HTTP {request.status}"):
+                self.wrong.append(f"expected {request.status}, got: {error or 'an answer'}")
         else:
             self.ends["answered"] += 1
-            if error or sample.completion_tokens != wish.tokens:
+            if error or sample.completion_tokens != request.tokens:
                 got = error or f"{sample.completion_tokens} tokens"
-                self.wrong.append(f"asked for {wish.tokens} tokens, got: {got}")
+                self.wrong.append(f"asked for {request.tokens} tokens, got: {got}")
 
 
-async def keep_asking(target: Target, wishes: Wishes, record: Record, until: float) -> None:
+async def keep_asking(target: Target, requests: Requests, record: Record, until: float) -> None:
     """One client."""
     connection = Connection(target)
     while time.monotonic() < until:
-        wish = await asyncio.to_thread(wishes.next)
-        record.add(wish, await connection.post(wish.body, wish.patience_s))
+        request = await asyncio.to_thread(requests.next)
+        record.add(request, await connection.post(request.body, request.patience_s))
     connection.close()
 
 
@@ -231,7 +230,7 @@ async def soak(options: argparse.Namespace, target: Target, model: str) -> int:
     start = time.monotonic()
     until = start + options.seconds
     clients = [
-        keep_asking(target, Wishes(model, sizes, known, seed), record, until)
+        keep_asking(target, Requests(model, sizes, known, seed), record, until)
         for seed in range(options.clients)
     ]
     progress = asyncio.create_task(_show(record, start, options.seconds))

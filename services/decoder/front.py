@@ -34,7 +34,6 @@ from services.decoder.engine.messages import (
     EngineInfo,
     EngineMessage,
     KernelCalls,
-    SequenceEvent,
     StartOfSequence,
     StepDone,
 )
@@ -245,7 +244,7 @@ class DecoderFront:
                     if event.start is not None:
                         outbox.add_start(live.sequence_id, self._started(live, event.start))
             if event.end is not None:
-                self._ended(live, event, event.end)
+                self._ended(live, event.end)
         for images in done.images_read:
             self._images.release_read(images)
         for images in done.images_wanted:
@@ -256,7 +255,7 @@ class DecoderFront:
                 self._drop_slow_reader(stream)
             stream.outbox.flush()
 
-    def _ended(self, live: _Live, event: SequenceEvent, end: EndOfSequence) -> None:
+    def _ended(self, live: _Live, end: EndOfSequence) -> None:
         if not live.reported:
             if end.reason in _REASONS:
                 finished = pb.Finished(

@@ -275,7 +275,7 @@ def stage(
     """
     num_tokens, num_chunks = step.num_tokens, len(step.table_rows)
     sampled_rows, sampled_tokens = step.table_rows, step.cu_query_lens[1:].astype(np.int64) - 1
-    if len(step.samples) < num_chunks:
+    if len(step.samples) < num_chunks:  # else all chunks sample, in their order
         sampled_rows, sampled_tokens = sampled_rows[step.samples], sampled_tokens[step.samples]
     step.places = Places(
         input_ids=staging.add(step.input_ids, size=num_tokens),
