@@ -337,7 +337,7 @@ async def _preempt(decoder: Decoder, gateway: Gateway, before_it: Callable[[], N
     for number in (1, 2):
         image = image_of(decoder, number)
         await gateway.submit(submit_of(number, prompt_of(number), image, max_tokens=40))
-    # An image in the arena is not enough: until the engine is told, it may pause before it reads it.
+    # An image in the arena is not enough: the engine could pause before it is told of it.
     images = decoder.front._images._of
     await until(lambda: 2 in images and KEYS[2] in images[2].entries)
     engine.running.set()
