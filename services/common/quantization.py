@@ -67,7 +67,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
             raise UnsupportedOption(f"quantization_config: {absent} is not supported")
     schemes: set[_Format] = {_scheme(*group, config.get("format")) for group in groups.items()}
     if len(schemes) > 1:
-        raise UnsupportedOption("quantization_config: groups of several schemes are not supported")
+        raise UnsupportedOption(
+            "quantization_config: groups of different schemes are not supported"
+        )
     targets = [
         target
         for name, group in groups.items()
