@@ -29,7 +29,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(slots=True)
 class Streams:
-    """Text answers, each followed by the next, until they are told to stop."""
+    """Text streams, each followed by the next, until `stopped` is set."""
 
     target: Target
     model: str

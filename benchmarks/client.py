@@ -243,7 +243,7 @@ class TimedConnection(Connection):
         self.arrivals: list[tuple[float, str]] = []
 
     def on_text(self, text: str, now: float) -> None:
-        """As `Connection`."""
+        """Notes the time and the text."""
         self.arrivals.append((now, text))
 
 

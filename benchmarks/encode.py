@@ -89,11 +89,11 @@ class Bench:
     dtype: torch.dtype
 
     def grid(self, side: int) -> Grid:
-        """Of a square image, as it is resized."""
+        """(t, h, w) in patches of a square image, as it is resized."""
         return image_grid(side, side, self.limits)
 
     def embedding_bytes(self, grid: Grid) -> int:
-        """Of an image, all features."""
+        """Bytes of an image's embedding, all features."""
         tokens = grid[1] * grid[2] // self.tower.spatial_merge_size**2
         return self.tower.num_features * tokens * self.tower.out_hidden_size * self.dtype.itemsize
 
@@ -141,7 +141,7 @@ def count_flops(tower: TowerSpec, patches: int) -> float:
 
 
 def attention_flops(tower: TowerSpec, patches: int) -> float:
-    """Of one layer and image: the two GEMMs of its scores and its values."""
+    """Operations of one layer and image: the GEMMs of its scores and of its values."""
     return 4.0 * patches**2 * tower.hidden_size
 
 

@@ -59,7 +59,7 @@ def copies(weight: Fp8Weight) -> list[Fp8Weight]:
 
 
 def time_us(call: Callable[[Any], object], weights: Sequence[Fp8Weight | Tensor]) -> float:
-    """Of one call, in a graph of a call per weight."""
+    """µs of one call, from replays of a graph with a call per weight."""
     call(weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -56,7 +56,7 @@ class Load:
         requests: in all.
         words: of each prompt.
         clients: processes that share the streams.
-        gateways: likewise.
+        gateways: processes that share the clients.
     """
 
     streams: int

@@ -18,7 +18,7 @@ from benchmarks.workloads import Row
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one latency, in milliseconds; NaN when nothing was measured."""
+    """Percentiles of one latency, in milliseconds; NaN when nothing was measured."""
 
     p50: float
     p90: float

@@ -30,7 +30,7 @@ Advance = Callable[[], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the rows asked for; 1 when a request failed, 2 when the server is not there."""
+    """Runs the selected rows. Exit status: 1 if a request failed, 2 if the server is not there."""
     options = _parser().parse_args(arguments)
     try:
         target = Target.from_url(options.url, options.api_key)

@@ -63,11 +63,9 @@ class InstantEngine:
         self._towers: set[asyncio.Task[None]] = set()
 
     async def receive(self) -> EngineMessage:
-        """See `EngineLink`."""
         return await self._done.get()
 
     def send(self, *messages: FrontMessage) -> None:
-        """See `EngineLink`."""
         for message in messages:
             if isinstance(message, EncodeImage) and message.image == _SLOW:
                 self._slow.add(message.job_id)
@@ -144,7 +142,7 @@ class Reader:
         return next(self.keys).to_bytes(32, "little")
 
     async def stored(self) -> float:
-        """Seconds for an embedding that is there; another one each time."""
+        """Seconds for an embedding that the encoder holds; another one each time."""
         if not self.ready:
             self.ready = [self.new_key() for _ in range(_NUM_SLOTS)]
             for key in self.ready:

@@ -188,7 +188,7 @@ class Runner:
         return gemv.linear(x, weight, pdl=pdl, config=config)
 
     def launch(self, weight: Tensor, config: Config) -> None:
-        """As `call`, into memory of its own, for timing."""
+        """One launch for timing; results go to memory of their own."""
         if self.gemm.kind == "linear_residual" and isinstance(config, GemvConfig):
             from services.decoder.kernels import gemv
 

@@ -65,7 +65,7 @@ class Harness:
         self._next_offset += 4096
         self.runner.arena[self._next_offset] = key
         held = self._held.setdefault(sequence_id, {})
-        assert key not in held, "asked for what is there"
+        assert key not in held, "an image was requested that is there"
         held[key] = self._next_offset
         self.engine.image_ready(sequence_id, key, self._next_offset)
 

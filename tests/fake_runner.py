@@ -1,6 +1,6 @@
 """A runner without a model: a simulated device whose tokens reveal every wrong schedule.
 
-It is told of sequences by steps alone, each of which it reads from bytes. Its KV cache is a list of
+It knows sequences from steps alone, each of which it reads from bytes. Its KV cache is a list of
 integers. Computing token i stores a hash of the token, its position, its image feature and the
 entry before it; sampling reads *all* entries of the sequence through the row's block table, checks
 each against those of the sequence running alone, and hashes the last. So a block that was shared
@@ -168,7 +168,7 @@ class FakePending:
 
 @dataclass
 class FakeRunner:
-    """Launched steps run in order, each when its result or a later one is asked for.
+    """Launched steps run in order, each when its result or a later one is read.
 
     With `info.max_tokens_per_step` above 1, a step yields a random number of tokens from 0 to a
     sequence's limit, and leaves garbage in the cache where tokens were not accepted.
@@ -176,7 +176,7 @@ class FakeRunner:
     Attributes:
         arena: arena offset → key; an image is read here when its step *runs*.
         poisoned: keys whose features make logits non-finite.
-        messages: sequence id → what the front asked for, if the test says; to check the cache.
+        messages: sequence id → the front's message, if the test sets it; to check the cache.
         on_execute: called with each step before it is launched; may raise.
         batches: sequence id, start and length of each chunk of each launched step.
     """

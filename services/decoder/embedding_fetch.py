@@ -72,7 +72,7 @@ class Receiver:
         """Checks one message. Returns what is to be stored, opened or copied; None: nothing.
 
         Raises:
-            WrongContent: not what was asked for.
+            WrongContent: it does not belong to the embedding requested.
         """
         if self._trailer is not None:
             raise WrongContent("there is more after the trailer")

@@ -73,7 +73,7 @@ class _Live:
         number: the engine's id of it.
         sequence_id: the gateway's, unique within the stream.
         submitted_at: as `time.time()`.
-        first_token_at: likewise; 0: no token yet.
+        first_token_at: as `time.time()`; 0: no token yet.
         reported: its last event is in the outbox.
     """
 

@@ -156,7 +156,7 @@ class Running:
 
 @pytest.fixture
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
-    """Of the 2B's shape, or of the parameter's."""
+    """A runner of the 2B's shape, or of the parameter's."""
     spec: TowerSpec = getattr(request, "param", TWO_B)
     model = build(spec, torch.bfloat16)
     arena = mmap.mmap(-1, 256 << 20)

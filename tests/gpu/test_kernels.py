@@ -210,7 +210,7 @@ def test_what_comes_before_the_layers_agrees_with_its_twins(count: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_skinny_gemms_agree_with_their_twins(num_tokens: int, size: str, biased: bool) -> None:
-    """As the table has them, with what reduces their partials."""
+    """With the table's configurations, and the kernels that reduce their partials."""
     facts, (hidden, intermediate, qkv_rows, query) = DeviceFacts.of(CUDA), SIZES[size]
     shared = {"shared_memory_bytes": facts.shared_memory_bytes, "pdl": facts.supports_pdl}
     for rows, columns in ((qkv_rows, hidden), (hidden, query), (hidden, intermediate)):

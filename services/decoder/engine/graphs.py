@@ -145,7 +145,7 @@ class _GraphSet:
             if kind.fused and not self._is_fused(step):
                 return  # the fused kernel has just failed
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # so that the graph has it
+            torch.cuda.empty_cache()  # so that the graph's pool can have the memory
             with (
                 model.ops.capturing() as calls,
                 launches.captured_graph(parts.graph_pool) as graph,

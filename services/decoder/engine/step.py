@@ -130,7 +130,9 @@ class StepOutput(NamedTuple):
 
     token_ids: Int32Array  # [B, k]; of each row, the first num_tokens count
     num_tokens: Int32Array  # [B]
-    logprobs: dict[int, list[Logprobs]]  # by index into B, one per token, only where asked for
+    logprobs: dict[
+        int, list[Logprobs]
+    ]  # by index into B, one per token; only rows that request them
 
 
 class PendingStep(Protocol):

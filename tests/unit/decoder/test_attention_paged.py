@@ -72,7 +72,7 @@ def backend_of(facts: AttentionFacts, **overrides: str) -> PagedBackend:
 
 @dataclass
 class Step:
-    """See `StepLengths`: decodes of 100 tokens, then chunks of (new, cached) tokens."""
+    """A `StepLengths`: decodes of 100 tokens, then chunks of (new, cached) tokens."""
 
     num_decodes: int
     chunks: list[tuple[int, int]]

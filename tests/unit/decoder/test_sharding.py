@@ -61,7 +61,7 @@ def ops_of(text: TextSpec, num_ranks: int) -> Ops:
 
 
 def logits(model: Transformer, text: TextSpec) -> Tensor:
-    """Of a prompt in one chunk."""
+    """A prompt's logits, in one chunk."""
     blocks = -(-TOKENS // BLOCK_SIZE)
     metadata = AttentionMetadata(
         num_decodes=0,
