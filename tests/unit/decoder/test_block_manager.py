@@ -1,3 +1,5 @@
+"""The block manager: ownership of KV blocks, and the prefix cache; examples and a state machine."""
+
 import statistics
 import time
 

@@ -1,3 +1,5 @@
+"""The embedding source: one fetch per image, references and failures, with a fake encoder."""
+
 import asyncio
 import contextlib
 import random

@@ -1,3 +1,5 @@
+"""The engine on a fake runner: events, images, masks, preemption and failures, case by case."""
+
 import pytest
 
 from services.decoder.engine.messages import ImageSpan, TokenMask

@@ -1,3 +1,5 @@
+"""The engine's contract on a fake runner, for random sequences, sizes and arrivals."""
+
 import itertools
 
 from hypothesis import given, settings

@@ -1,3 +1,5 @@
+"""What a sequence finds in the prefix cache, through the engine."""
+
 import numpy as np
 import pytest
 

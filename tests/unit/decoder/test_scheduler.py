@@ -1,3 +1,5 @@
+"""The scheduler alone: the chunks of a step, and what preemption and rollback leave."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

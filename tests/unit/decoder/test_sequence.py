@@ -1,3 +1,5 @@
+"""Sequences and their block hashes."""
+
 import numpy as np
 
 from services.decoder.engine.messages import ImageSpan

@@ -1,3 +1,5 @@
+"""The decoder's settings from the environment."""
+
 from pathlib import Path
 
 import pytest
