@@ -282,6 +282,8 @@ class Scheduler:
             sequence.num_computed_tokens = start + 1
             sequence.num_in_flight += 1
             self._awaiting[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
+            if sequence.image_offsets:  # the prompt ends in an image, and its step yielded nothing
+                sequence.last_prefill_step = self.step
             generated = start + 1 - sequence.num_prompt_tokens
             chunks.append(Chunk(sequence, start, 1, False, True, generated, limit))
             num_tokens += limit

@@ -313,6 +313,24 @@ def test_a_step_yields_none_to_k_tokens_in_one_event():
     assert starts == [0, 9, 13, 13, 15]  # the step that yielded nothing is repeated
 
 
+def test_an_aborted_sequence_ends_only_when_a_repeated_step_has_read_its_images():
+    """The prompt ends in an image and its step yields nothing, so the next step reads the image.
+    That step is still in flight when the launch after it fails.
+    """
+    harness = Harness(max_tokens_per_step=2)
+    scripted(harness, [0])
+    span = (ImageSpan(KEYS[0], 4, 6),)
+    harness.add(add_message(1, prompt_of(1, 10), images=span, max_tokens=5))
+    while len(harness.runner.batches) < 2:
+        harness.step()
+    harness.engine.abort(1)
+    harness.add(add_message(2, prompt_of(2, 10), max_tokens=5))
+    with failing(harness.runner, lambda step: True, MemoryError("too big")):
+        harness.run()  # the runner asserts that the image is there when the step runs
+    assert [starts for ((_, starts, _),) in harness.runner.batches] == [0, 9]
+    assert harness.ends == {1: "aborted", 2: "failed"}
+
+
 @pytest.mark.parametrize("position", range(8))
 def test_a_stop_id_in_the_middle_of_a_steps_tokens_ends_the_sequence(position):
     tokens, _ = expected_tokens(add_message(1, prompt_of(1, 9), max_tokens=30), 256)
