@@ -33,7 +33,7 @@ from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.model_spec import TowerSpec
 from services.common.nn import launches
-from services.common.nn.device import KNOWN_DEVICES
+from services.common.nn.device import KNOWN_DEVICES, resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.engine import Engine
@@ -51,14 +51,13 @@ from services.encoder.engine_main import (
     create_ops,
     load_model,
     prepare_device,
-    resolve_device,
     warm_up,
 )
 from services.encoder.kernels.ops import Grid
 from services.encoder.kernels.segments import BatchSegments
 from services.encoder.kernels.table import TowerFacts, resolve
 from services.encoder.models import model_class
-from services.encoder.models.base import VisionModel, dtype_named
+from services.encoder.models.base import VisionModel
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings
 
@@ -105,12 +104,12 @@ def create_bench(arguments: argparse.Namespace) -> Bench:
         model=directory, device=arguments.device, load_format=arguments.load_format,
         kernels=arguments.kernels,
     )  # fmt: skip
-    device, dtype_name = resolve_device(settings.device, settings.dtype)
-    dtype = dtype_named(dtype_name)
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
     prepare_device(device, settings)
     if arguments.model is not None:
         spec = read_spec(directory)
-        model, _ = load_model(spec, settings, device, dtype_name)
+        model, _ = load_model(spec, settings, device, dtype)
         vision = spec.vision_part
         return Bench(spec.name, vision.tower, vision.limits, settings, model, device, dtype)
     tower = SHAPES[arguments.shape]

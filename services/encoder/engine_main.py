@@ -20,7 +20,7 @@ from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
-from services.common.nn.device import DeviceFacts
+from services.common.nn.device import DeviceFacts, resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import (
     DUMMY_FINGERPRINT,
@@ -39,7 +39,7 @@ from services.encoder.engine.runner import Runner
 from services.encoder.kernels.ops import Ops
 from services.encoder.kernels.table import TowerFacts, resolve
 from services.encoder.models import model_class
-from services.encoder.models.base import VisionModel, dtype_named
+from services.encoder.models.base import VisionModel
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings
 
@@ -72,11 +72,13 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     channel = end.channel(FrontMessage)
     spec = read_spec(settings.model)
     vision = spec.vision_part
-    device, dtype_name = resolve_device(settings.device, settings.dtype)
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    dtype_name = str(dtype).removeprefix("torch.")
     prepare_device(device, settings)
-    model, weights = load_model(spec, settings, device, dtype_name)
+    model, weights = load_model(spec, settings, device, dtype)
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
-    runner = Runner(model, device, dtype_named(dtype_name), end.arena, shares_device=shares_device)
+    runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
     prepare = functools.partial(
         preprocess,
         limits=vision.limits,
@@ -111,24 +113,6 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     ).run()
 
 
-def resolve_device(device: str, dtype: str) -> tuple[torch.device, str]:
-    """The device and dtype that "auto" stands for here.
-
-    Raises:
-        SettingsError: CUDA is set, and there is none.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"ENCODER_DEVICE is {device}, and torch finds no CUDA device")
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", 0)
-    if dtype == "auto":
-        dtype = "bfloat16" if found.type == "cuda" else "float32"
-    return found, dtype
-
-
 def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
     """Settings of torch that hold for the whole process."""
     if device.type == "cuda":
@@ -153,14 +137,13 @@ def create_ops(
 
 
 def load_model(
-    spec: ModelSpec, settings: EncoderSettings, device: torch.device, dtype_name: str
+    spec: ModelSpec, settings: EncoderSettings, device: torch.device, dtype: torch.dtype
 ) -> tuple[VisionModel, bytes]:
     """The vision tower with its weights, and the weights' fingerprint.
 
     Raises:
         UnknownOverride: `settings.kernels` names a kernel that cannot run here.
     """
-    dtype = dtype_named(dtype_name)
     tower = spec.vision_part.tower
     with torch.device("meta"):
         model = model_class(spec.architecture)(tower, create_ops(tower, settings, device, dtype))
@@ -177,7 +160,7 @@ def load_model(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
         weights = fingerprint(checkpoint, "model.visual.").encode()
-    log.info("vision tower loaded in %s", dtype_name)
+    log.info("vision tower loaded in %s", dtype)
     return model.eval(), weights
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
+from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import parse_overrides
 from services.common.nn.linear import Linear, set_kernels
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
@@ -35,7 +36,6 @@ from services.decoder.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_KV_CACHE_BYTES = 512 << 20
 
 
@@ -142,28 +142,6 @@ def _longest_context(text: TextSpec, wanted: int | None) -> int:
             f"is not supported: set max_model_len to {window} or less"
         )
     return length
-
-
-def resolve_device(name: str) -> torch.device:
-    """A device by name, "auto" resolved; raises ValueError if this machine does not have it."""
-    available = torch.cuda.is_available()
-    device = torch.device(("cuda" if available else "cpu") if name == "auto" else name)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        if not available or (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"device {name!r} is not there: torch sees no such GPU")
-        device = torch.device("cuda", device.index or 0)
-    return device
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """A dtype by name, "auto" resolved for the device; raises ValueError for an unknown name."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in _DTYPES:
-        raise ValueError(f"dtype {name!r} is not supported; use auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def _load(

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from services.common.model_spec import TowerSpec
@@ -90,10 +89,3 @@ class VisionModel(Protocol):
     def __call__(self, patches: Tensor, layout: VisionLayout) -> Tensor:
         """All features: `[features, num_tokens, out_hidden]`."""
         ...
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """`torch.bfloat16` for "bfloat16"."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

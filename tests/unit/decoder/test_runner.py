@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.nn.device import resolve_device
 from services.decoder.engine import step_inputs
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.graphs import (
@@ -25,7 +26,7 @@ from services.decoder.engine.graphs import (
 )
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
-from services.decoder.engine.runner_factory import RunnerOptions, create_runner, resolve_device
+from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Step
 from services.decoder.engine.step_inputs import StepInputs
