@@ -57,7 +57,7 @@ class Exchange:
 
     @property
     def request_id(self) -> str:
-        """As the middleware set it."""
+        """Set by the middleware."""
         return self.scope["state"]["request_id"]
 
     async def write(self, data: bytes, *, last: bool = False) -> None:

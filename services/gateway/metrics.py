@@ -45,7 +45,6 @@ class Timings:
         self.record(stage, time.monotonic() - start)
 
     def milliseconds(self) -> dict[str, float]:
-        """For the response."""
         return {stage: round(seconds * 1e3, 3) for stage, seconds in self.seconds.items()}
 
 

@@ -117,7 +117,7 @@ class Routes:
         return JsonResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
+        """All metrics in Prometheus' text format."""
         data = generate_latest(self._metrics.registry)
         return Response(data, media_type=CONTENT_TYPE_LATEST)
 

@@ -67,7 +67,6 @@ class WarmUp:
 
     @property
     def route(self) -> Route:
-        """Of `path`."""
         return Route(self.path, self, methods=["POST"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -39,7 +39,7 @@ _END = 12  # what the end of a tile costs, in tokens
 # Measured on an H200: with fewer tokens cuBLAS' choice is better, and so it is where a long sum
 # hides the epilogue of its large tiles and these fill enough of their waves. Sums of medium length
 # are faster with tiles of our choice where many tokens keep the GPU at its power limit.
-_LEAST_TOKENS, _MEDIUM_SUM, _LONG_SUM = 832, 2048, 4096
+LEAST_TOKENS, _MEDIUM_SUM, _LONG_SUM = 832, 2048, 4096
 _POWER_LIMITED_TOKENS = 2048
 _LARGE_TILE, _LONG_FILL, _MEDIUM_FILL = 128 * 256, 0.9, 0.7
 _MAX_KEPT = 4096
@@ -87,7 +87,7 @@ def linear(
 
 def are_many(num_tokens: int) -> bool:
     """Whether a choice of our own may be faster for this many tokens."""
-    return num_tokens >= _LEAST_TOKENS and launches.are_hidden(num_tokens)
+    return num_tokens >= LEAST_TOKENS and launches.are_hidden(num_tokens)
 
 
 def tile_tokens(

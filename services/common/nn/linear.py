@@ -90,7 +90,7 @@ class TensorLayout:
     dummy: tuple[float, float] = (0.0, 0.02)
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Of one module's tensor."""
+        """The shape of one module's tensor."""
         sizes: dict[Dimension, int] = {"out": out_features, "in": in_features}
         return tuple(1 if axis is None else axis.count(sizes[axis.dimension]) for axis in self.axes)
 
@@ -230,7 +230,7 @@ class Linear(nn.Module):
     def regions(
         self, layout: TensorLayout
     ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int]]]:
-        """For each part: its name, its tensor's shape, and the first and last + 1 index that it
+        """Yields each part's name, its tensor's shape, and the first and last + 1 index that it
         fills along the parameter's merged axis.
         """
         start = 0
@@ -247,7 +247,7 @@ class Linear(nn.Module):
 
     @property
     def weight_format(self) -> str:
-        """For dispatch tables, see `LinearMethod`."""
+        """The method's format, for dispatch tables."""
         return self.method.weight_format
 
     @property

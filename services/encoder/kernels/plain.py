@@ -32,7 +32,7 @@ def pack_patches(images: Tensor, height: int, width: int, merge_size: int, out: 
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In new memory."""
+    """Writes to new memory."""
     cos, sin = cos[:, None, None], sin[:, None, None]
     halves = x.float().unflatten(-1, (2, -1))
     first, second = halves.unbind(-2)
@@ -45,13 +45,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """In new memory."""
+    """Writes to new memory."""
     residual = x + residual
     return layer_norm(residual, weight, bias, eps), residual
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """In new memory."""
+    """Writes to new memory."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 

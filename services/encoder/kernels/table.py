@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.model_spec import TowerSpec
-from services.common.nn import cublaslt
+from services.common.nn import cublaslt, launches
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import PLAIN, Implementation, Kernel, KernelTable, TokenRange
 from services.encoder.kernels import plain
@@ -116,7 +116,7 @@ def _linear_add(facts: TowerFacts) -> Kernel:
 
 def _many_tokens(_: TowerFacts) -> TokenRange:
     """Measured on an H200; with fewer tokens torch's choice of a kernel is faster."""
-    return TokenRange(least=832, least_eager=2048)
+    return TokenRange(least=cublaslt.LEAST_TOKENS, least_eager=launches.LAUNCH_HIDING_TOKENS)
 
 
 def _without_triton(facts: TowerFacts) -> str:
