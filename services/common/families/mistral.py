@@ -1,4 +1,4 @@
-"""Mistral without sliding window: v0.3, Nemo, Small."""
+"""Mistral without sliding window, with a byte-level BPE tokenizer: Nemo, Small."""
 
 from collections.abc import Mapping
 from pathlib import Path
