@@ -97,11 +97,11 @@ class EchoServer(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert body["model"] == "echo"
         assert body["temperature"] == 0
-        *pictures, text = body["messages"][0]["content"]
+        *images, text = body["messages"][0]["content"]
         assert all(
-            part["image_url"]["url"].startswith("data:image/png;base64,iVBOR") for part in pictures
+            part["image_url"]["url"].startswith("data:image/png;base64,iVBOR") for part in images
         )
-        content = f"{len(pictures)} {text['text']}"
+        content = f"{len(images)} {text['text']}"
         self.reply({"choices": [{"message": {"content": content}}]})
 
     def reply(self, value):
