@@ -32,7 +32,6 @@ from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.model_spec import TowerSpec
-from services.common.nn import launches
 from services.common.nn.device import KNOWN_DEVICES, resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import load_dummy
@@ -213,7 +212,7 @@ def block_operations(bench: Bench, side: int, batch: int) -> list[Operation]:
 def measure_layer(bench: Bench, side: int, batch: int, repeats: int) -> None:
     """Prints a row per operation of one block."""
     for operation in block_operations(bench, side, batch):
-        with launches.captured(), bench.model.ops.table.for_graph():
+        with bench.model.ops.table.for_graph():
             operation.run()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

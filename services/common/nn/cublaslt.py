@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.nn import launches
-
 _BF16, _FP16, _FP32, _COMPUTE_FP32 = 14, 2, 0, 68
 _TRANSA, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 _TRANSPOSED = 1
@@ -65,7 +63,7 @@ def linear(
     """
     num_tokens, num_columns = x.shape
     adds_both = residual is not None and bias is not None
-    if not are_many(num_tokens) or x.itemsize != 2 or not x.is_contiguous():
+    if num_tokens < LEAST_TOKENS or x.itemsize != 2 or not x.is_contiguous():
         return None
     library = _library()
     if library is None:
@@ -85,11 +83,6 @@ def linear(
     return out
 
 
-def are_many(num_tokens: int) -> bool:
-    """Whether a choice of our own may be faster for this many tokens."""
-    return num_tokens >= LEAST_TOKENS and launches.are_hidden(num_tokens)
-
-
 def tile_tokens(
     num_tokens: int, num_rows: int, num_columns: int, *, num_sms: int, adds_both: bool = False
 ) -> int:
@@ -97,7 +90,7 @@ def tile_tokens(
 
     `adds_both`: a bias and a residual, which torch would add one after the other.
     """
-    if not are_many(num_tokens):
+    if num_tokens < LEAST_TOKENS:
         return 0
     if not adds_both and num_columns > _MEDIUM_SUM:
         fill = _large_tile_fill(num_tokens, num_rows, num_sms)

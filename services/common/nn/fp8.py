@@ -145,6 +145,7 @@ class Fp8Linear:
 
     def __init__(self, spec: QuantizationSpec) -> None:
         self.weight_format = spec.format
+        self.operation = f"{spec.format}_linear"
         self.kernels: KernelTable | None = None  # None: weights are dequantized at each call
         rows, columns = spec.block_size
         if spec.format == "fp8_channel":
@@ -189,7 +190,9 @@ class Fp8Linear:
         if self.kernels is None or not has_kernels(weight):
             found = weight_only_linear(rows, weight)
         else:
-            found = self.kernels.call(f"{self.weight_format}_linear", rows, weight)
+            found = self.kernels.call(self.operation, rows, weight)
+        if layer.bias is not None:
+            found = found + layer.bias
         return found.view(*x.shape[:-1], layer.out_features)
 
     def _block_rows(self, layer: Linear) -> int:

@@ -1,7 +1,7 @@
-"""Capture of CUDA graphs, and whether the host's time for a launch counts.
+"""Capture of CUDA graphs, and where the host's time for a launch counts.
 
 A captured step pays for its launches once; a short step that is launched kernel by kernel may keep
-the device waiting for the host. One thread of a process launches.
+the device waiting for the host.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,6 @@ import torch
 # Steps of at least this many tokens keep the device busy for longer than the host needs to launch
 # them kernel by kernel, so that kernels whose launch takes longer may serve.
 LAUNCH_HIDING_TOKENS = 2048
-
-_captured = False
-
-
-@contextmanager
-def captured() -> Iterator[None]:
-    """Launches of the block are captured by a CUDA graph, or warm up for its capture."""
-    global _captured
-    before, _captured = _captured, True
-    try:
-        yield
-    finally:
-        _captured = before
 
 
 @contextmanager
@@ -41,15 +28,9 @@ def captured_graph(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:  # noqa: ANN401
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        with captured():
-            yield graph
+        yield graph
     except BaseException:
         with suppress(Exception):
             graph.capture_end()
         raise
     graph.capture_end()
-
-
-def are_hidden(num_tokens: int) -> bool:
-    """Whether a kernel whose launch takes the host longer may serve a step of this many tokens."""
-    return _captured or num_tokens >= LAUNCH_HIDING_TOKENS

@@ -13,40 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.common.nn import cublaslt
 from services.common.nn.dispatch import KernelTable
 
 Dimension = Literal["out", "in"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, by a kernel of our choice where we know a better one."""
-    if x.is_cuda and x.dim() == 2:
-        found = cublaslt.linear(x, weight, bias)
-        if found is not None:
-            return found
-    return F.linear(x, weight, bias)
-
-
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
-    """`residual += x @ weight.T + bias` as one kernel, where that takes less time than a GEMM and
-    an addition; else False, and nothing is done. It is as exact as these; whether the GEMM's result
-    is rounded before it is added is the library's business.
-
-    Args:
-        x: `[T, K]`.
-        weight: `[N, K]`.
-        bias: `[N]`.
-        residual: `[T, N]`, contiguous.
-    """
-    if not x.is_cuda or x.itemsize != 2 or not cublaslt.are_many(len(x)):
-        return False
-    if cublaslt.linear(x, weight, bias, residual=residual) is None:
-        if bias is not None:
-            return False
-        residual.addmm_(x, weight.t())
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +107,12 @@ class LinearMethod(Protocol):
 
     Attributes:
         weight_format: for dispatch tables: `plain`, `fp8_block` or `fp8_channel`.
-        kernels: the model's dispatch table, if it has rows for `<weight_format>_linear`.
+        operation: the dispatch table's name of a multiplication by such weights.
+        kernels: the model's dispatch table, if it has rows for `operation`.
     """
 
     weight_format: str
+    operation: str
     kernels: KernelTable | None
 
     def layouts(self, layer: "Linear") -> tuple[TensorLayout, ...]:
@@ -152,7 +124,7 @@ class LinearMethod(Protocol):
         ...
 
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
-        """`[..., in_features]` → `[..., out_features]`, without the bias."""
+        """`[..., in_features]` → `[..., out_features]`, with the bias, if there is one."""
         ...
 
 
@@ -164,7 +136,8 @@ class UnquantizedLinear:
     """`weight` `[out_features, in_features]` in the model's dtype."""
 
     weight_format = "plain"
-    kernels: KernelTable | None = None
+    operation = "linear"
+    kernels: KernelTable | None = None  # None: torch multiplies
 
     def layouts(self, layer: "Linear") -> tuple[TensorLayout, ...]:
         return (_WEIGHT,)
@@ -173,7 +146,9 @@ class UnquantizedLinear:
         pass
 
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
-        return multiply(x, layer.weight)
+        if self.kernels is None or x.dim() != 2:
+            return F.linear(x, layer.weight, layer.bias)
+        return self.kernels.call(self.operation, x, layer.weight, layer.bias)
 
 
 class Linear(nn.Module):
@@ -257,10 +232,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` → `[..., out_features]`."""
-        if self.bias is not None and self.is_plain:
-            return multiply(x, self.weight, self.bias)  # one kernel
-        y = self.method.apply(self, x)
-        return y if self.bias is None else y + self.bias
+        return self.method.apply(self, x)
 
     def extra_repr(self) -> str:
         return (
@@ -290,8 +262,7 @@ class MergedLinear(Linear):
 
 
 def set_kernels(module: nn.Module, kernels: KernelTable) -> None:
-    """Quantized layers call a dispatch table from now on, where it has rows for their format."""
-    operations = {operation for operation, _, _ in kernels.rows()}
+    """Layers call a dispatch table from now on, where it has rows for their format."""
     for layer in module.modules():
-        if isinstance(layer, Linear) and f"{layer.weight_format}_linear" in operations:
+        if isinstance(layer, Linear) and layer.method.operation in kernels.operations:
             layer.method.kernels = kernels

@@ -140,7 +140,7 @@ class _GraphSet:
 
         stream = parts.capture_stream
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), launches.captured(), model.ops.for_graph():
+        with torch.cuda.stream(stream), model.ops.for_graph():
             run()  # libraries allocate and choose kernels at the first call
             if kind.fused and not self._is_fused(step):
                 return  # the fused kernel has just failed

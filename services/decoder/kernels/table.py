@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from services.common.model_spec import RopeSpec, TextSpec
-from services.common.nn import fp8, layers
+from services.common.nn import cublaslt, fp8, layers
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear, linear_add
+from services.common.nn.linear import Linear
 from services.decoder.kernels import attention_tuning, plain, sampling, tuning
 from services.decoder.kernels.attention_tuning import AttentionFacts
 from services.decoder.kernels.tuning import SkinnyConfig, SwigluGemmConfig
@@ -312,12 +313,28 @@ def _gemv_logits(facts: KernelFacts) -> Kernel:
 
 
 def _gemm_residual(facts: KernelFacts) -> Kernel:
+    """The residual is the GEMM's accumulator. Whether its result is rounded before it is added is
+    the library's business.
+    """
+
     def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
-        if linear_add(x, layer.weight, layer.bias, residual):
-            return None
-        return layer(x)
+        if cublaslt.linear(x, layer.weight, layer.bias, residual=residual) is None:
+            if layer.bias is not None:
+                return layer(x)
+            residual.addmm_(x, layer.weight.t())
+        return None
 
     return linear_residual
+
+
+def _cublaslt_linear(facts: KernelFacts) -> Kernel:
+    """A tile of our choice where cuBLAS would choose a slower one; the bits are the same."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found = cublaslt.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if found is None else found
+
+    return linear
 
 
 def _skinny_project(facts: KernelFacts) -> Kernel:
@@ -475,6 +492,11 @@ ROWS: Sequence[Row] = (
         "project", "fp8_skinny_gemm", _fp8_project, _FUSED_FP8, _fp8_skinny_tokens,
     ),
     Row("project", "linear", _plain(lambda x, layer: layer(x))),
+    Row(
+        "linear", "cublaslt", _cublaslt_linear, _needs(_hopper, _half_precision),
+        _tokens(cublaslt.LEAST_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
+    ),
+    Row("linear", "plain", _plain(F.linear)),
     Row(
         "linear_swiglu", "skinny_gemm", _skinny_linear_swiglu,
         _needs(_SKINNY, _skinny_swiglu), _tokens(1, tuning.SKINNY_TOKENS),

@@ -73,8 +73,7 @@ class TowerGraphs:
         """
         for size in sorted(sizes, reverse=True):
             try:
-                with launches.captured():
-                    captured = self._capture(size)
+                captured = self._capture(size)
                 for graph, _ in captured.parts:
                     graph.replay()  # the first replay takes longer
             except Exception as error:

@@ -94,12 +94,16 @@ def _linear(facts: TowerFacts) -> Kernel:
 
 def _linear_gelu(facts: TowerFacts) -> Kernel:
     """CuBLASLt adds the bias and applies the GELU in the epilogue, before it rounds."""
+    return lambda x, weight, bias: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+
+def _tiled_linear_gelu(facts: TowerFacts) -> Kernel:
+    """The same with a tile of our choice."""
+    by_torch = _linear_gelu(facts)
 
     def linear_gelu(x, weight, bias):
         found = cublaslt.linear(x, weight, bias, gelu=True)
-        if found is None:
-            found = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-        return found
+        return by_torch(x, weight, bias) if found is None else found
 
     return linear_gelu
 
@@ -169,6 +173,7 @@ IMPLEMENTATIONS: tuple[Implementation[TowerFacts], ...] = (
     _plain("ragged_attention"),
     Implementation("linear", "cublaslt", _linear, _without_hopper, _many_tokens),
     _plain("linear"),
+    Implementation("linear_gelu", "cublaslt", _tiled_linear_gelu, _without_hopper, _many_tokens),
     Implementation("linear_gelu", "cublas", _linear_gelu, _without_half_on_cuda),
     _plain("linear_gelu"),
     Implementation("linear_add", "cublaslt", _linear_add, _without_hopper, _many_tokens),

@@ -37,6 +37,8 @@ def test_every_size_has_its_kernels_on_an_h200(shape: str) -> None:
     assert names(facts, "project", sizes[:5], captured=True) == ["skinny_gemm"] * 4 + ["linear"]
     found = names(facts, "linear_residual", sizes, captured=True)
     assert found == ["gemv", "gemv", "unfused", "unfused", "unfused", "gemm", "gemm"]
+    assert names(facts, "linear", [831, 832], captured=True) == ["plain", "cublaslt"]
+    assert names(facts, "linear", [2047, 2048], captured=False) == ["plain", "cublaslt"]
     found = names(facts, "linear_residual", [832, 2047, 2048], captured=False)
     assert found == ["unfused", "unfused", "gemm"]
     assert names(facts, "linear_swiglu", [64, 65], captured=False) == ["skinny_gemm", "silu_mul"]
