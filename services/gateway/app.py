@@ -5,12 +5,13 @@ before the port is open; the services behind it are dialled when the application
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from services.common.errors import TriptychError
@@ -24,7 +25,7 @@ from services.gateway.clients.encoders import EncoderPool
 from services.gateway.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.images import ImageReader, MediaLoader
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.middleware import Middleware
+from services.gateway.middleware import Middleware, with_cors
 from services.gateway.prompt import PromptBuilder
 from services.gateway.routes import Routes
 from services.gateway.sampling import SamplingDefaults
@@ -103,11 +104,22 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
             await service.close()
             await loader.close()
 
-    app = FastAPI(
+    routes = Routes(service, warm_up, admission, metrics, spec.directory)
+    app = _application([*routes.table(), warm_up.route], lifespan)
+    middleware = Middleware(app, admission, settings.keys, warm_up.path)
+    return Gateway(
+        with_cors(middleware, settings.cors_origins), admission, service, metrics, warm_up
+    )
+
+
+def _application(
+    routes: list[Route], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastAPI:
+    return FastAPI(
         # msgspec checks requests, so FastAPI's generated pages would be empty; docs/api.md
         # describes the API.
         openapi_url=None,
-        routes=[*Routes(service, warm_up, admission, metrics).table(), warm_up.route],
+        routes=routes,
         exception_handlers={
             TriptychError: handle_triptych_error,
             HTTPException: handle_http_error,
@@ -115,8 +127,6 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         },
         lifespan=lifespan,
     )
-    middleware = Middleware(app, admission, settings.keys, warm_up.path)
-    return Gateway(middleware, admission, service, metrics, warm_up)
 
 
 def _warm_up(service: ChatService, rounds: int, *, images: bool) -> WarmUp:

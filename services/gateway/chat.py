@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from services.common.errors import (
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     ModelNotFound,
     Overloaded,
     TriptychError,
@@ -284,6 +285,17 @@ class ChatService:
         if name != self.model_name:
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
 
+    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises InvalidRequest if an id is outside the vocabulary.
+
+        Raises:
+            Unavailable: no decoder is healthy.
+        """
+        vocab_size = self._decoder(self.model_name).vocab_size
+        for index, token_id in enumerate(token_ids):
+            if token_id >= vocab_size:
+                raise InvalidRequest(f"ids must be below {vocab_size}", param=f"{param}[{index}]")
+
     def max_model_len(self) -> int | None:
         """The context length of the decoders; None if no decoder is healthy."""
         found = self.decoders.description()
@@ -396,7 +408,8 @@ class ChatEndpoint:
         continuous = bool(options and options.continuous_usage_stats)
         include_usage = bool(options and options.include_usage) or continuous
         writer = ChunkWriter(_response_id(exchange), _now(), request.model, include_usage)
-        pieces = [writer.role(choice) for choice in range(len(completion.choices))]
+        usage = completion.usage() if continuous else None
+        pieces = [writer.role(choice, usage) for choice in range(len(completion.choices))]
         async with aclosing(self._service.answer(completion)) as answer:
             async for updates in answer:
                 usage = completion.usage() if continuous else None
@@ -470,6 +483,7 @@ def _response_choice(index: int, updates: list[Update], *, with_logprobs: bool) 
         AssistantMessage("".join(update.text for update in updates)),
         updates[-1].finish_reason or "stop",
         Logprobs(entries) if with_logprobs else None,
+        updates[-1].stop_reason,
     )
 
 

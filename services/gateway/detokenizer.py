@@ -6,7 +6,7 @@ per requested choice. Nothing here fails: bytes that are not UTF-8 become U+FFFD
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from services.common.pb import decoder_pb2 as pb
@@ -142,15 +142,28 @@ class Choice:
     Attributes:
         num_tokens: completion tokens so far.
         finish_reason: `stop` or `length` once the choice has ended.
+
+    Args:
+        index: of the choice.
+        tokenizer: of the model.
+        detokenizer: of this choice.
+        include_stop: keep the token that ended the choice in its text.
+        stop_ids: stop tokens that the request names.
     """
 
     def __init__(
-        self, index: int, tokenizer: ModelTokenizer, detokenizer: Detokenizer, include_stop: bool
+        self,
+        index: int,
+        tokenizer: ModelTokenizer,
+        detokenizer: Detokenizer,
+        include_stop: bool,
+        stop_ids: Collection[int] = (),
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer
         self._include_stop = include_stop
+        self._stop_ids = stop_ids
         self.num_tokens = 0
         self.finish_reason: str | None = None
 
@@ -163,19 +176,23 @@ class Choice:
         before = self._detokenizer.num_tokens
         text = self._detokenizer.feed(visible)
         num_used = self._detokenizer.num_tokens - before
+        stop_reason: str | int | None = None
         if self._detokenizer.matched_stop is not None:
             self.finish_reason = "stop"
+            stop_reason = self._detokenizer.matched_stop
             self.num_tokens += num_used
         else:
             self.num_tokens += len(ids)
             if event.finish_reason is not None:
                 self.finish_reason = event.finish_reason
                 text += self._detokenizer.finish()
+                if event.finish_reason == "stop" and ids and ids[-1] in self._stop_ids:
+                    stop_reason = ids[-1]
         logprobs = None
         if event.logprobs:
             pairs = zip(visible[:num_used], event.logprobs, strict=False)
             logprobs = [self._entry(token_id, found) for token_id, found in pairs]
-        return Update(self._index, text, logprobs, self.finish_reason)
+        return Update(self._index, text, logprobs, self.finish_reason, stop_reason)
 
     def _entry(self, token_id: int, found: pb.TokenLogprobs) -> LogprobEntry:
         top = [
@@ -204,5 +221,6 @@ def create_choices(request: ChatRequest, tokenizer: ModelTokenizer) -> list[Choi
         )
 
     return [
-        Choice(index, tokenizer, detokenizer(), include_stop) for index in range(request.n or 1)
+        Choice(index, tokenizer, detokenizer(), include_stop, request.stop_token_ids or ())
+        for index in range(request.n or 1)
     ]

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,8 +25,9 @@ from services.gateway.responses import error_body
 
 log = logging.getLogger(__name__)
 
-_OPEN_PATHS = frozenset(("/", "/health", "/ready"))
-_QUIET_PATHS = frozenset(("/health", "/ready", "/metrics"))
+_OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping"))
+_QUIET_PATHS = frozenset(("/health", "/ready", "/ping", "/metrics"))
+_PREFLIGHT_AGE_S = 600
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -103,6 +105,24 @@ class Middleware:
         # Compares with all keys, so that the time does not depend on which one matches.
         matches = [secrets.compare_digest(found, digest) for digest in self._key_digests]
         return scheme.lower() == b"bearer" and any(matches)
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application for browsers on other origins, too; without origins, unchanged.
+
+    A preflight carries no key and is answered here; `*` among the origins means every one.
+    Credentials of the browser (cookies) are never allowed: keys are headers.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+        max_age=_PREFLIGHT_AGE_S,
+    )
 
 
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,12 +15,13 @@ The endpoints parse bodies with it. It knows no model: what depends on the model
 """
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
+from services.gateway.json_body import decode_json
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
@@ -31,7 +32,6 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOP_LOGPROBS = 20
 
-Decoded = TypeVar("Decoded")
 _Any = msgspec.Raw
 _Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -199,8 +199,6 @@ _NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
 }
 
 _decoder = msgspec.json.Decoder(ChatRequest)
-_WHERE = re.compile(r" - at `\$(?:\.)?(.*)`$", re.DOTALL)
-_FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
 _SALT = re.compile(r"[^@/\\\x00]+")
 
 
@@ -227,28 +225,6 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):
         raise InvalidRequest("cache_salt must not hold @, / or \\", param="cache_salt")
     return request
-
-
-def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: bytes) -> Decoded:
-    """Decodes a JSON body.
-
-    Raises:
-        InvalidRequest: not JSON, or a field has the wrong type; `param` names the field.
-    """
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        where = _WHERE.search(text)
-        param = where[1] if where else ""
-        message = text[: where.start()] if where else text
-        if field := _FIELD.search(message):
-            param = f"{param}.{field[1]}" if param else field[1]
-        raise InvalidRequest(message[:300], param=param[:200] or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise InvalidRequest("the body is not valid JSON") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
 
 
 def _refuse_unserved(request: ChatRequest) -> None:

@@ -85,6 +85,7 @@ class ResponseChoice(Struct):
     message: AssistantMessage
     finish_reason: str
     logprobs: Logprobs | None
+    stop_reason: str | int | None
 
 
 class ChatCompletion(Struct):
@@ -97,6 +98,7 @@ class ChatCompletion(Struct):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: None = None
+    prompt_logprobs: None = None
     stage_times_ms: dict[str, float] | UnsetType = UNSET
     images: list[ImageReport] | UnsetType = UNSET
 
@@ -116,8 +118,11 @@ def error_body(
 
 
 def error_of(error: TriptychError) -> dict[str, dict[str, Any]]:
-    """`error_body` of one of our errors."""
-    return error_body(error.message, kind=error.openai_type, param=error.param, code=error.code)
+    """`error_body` of one of our errors; the message begins with the path of the field."""
+    message, param = error.message, error.param
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    return error_body(message, kind=error.openai_type, param=param, code=error.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +131,14 @@ class Update:
 
     Attributes:
         finish_reason: `stop` or `length`, in the last update of the choice.
+        stop_reason: the stop string or the requested stop token's id that ended the choice.
     """
 
     choice: int
     text: str
     logprobs: list[LogprobEntry] | None
     finish_reason: str | None
+    stop_reason: str | int | None = None
 
 
 DONE = b"data: [DONE]\n\n"
@@ -167,13 +174,13 @@ class ChunkWriter:
         self._text_end = b'},"logprobs":null,"finish_reason":null}]' + self._tail
         self._text_starts: dict[int, bytes] = {}
 
-    def role(self, choice: int) -> bytes:
+    def role(self, choice: int, usage: Usage | None = None) -> bytes:
         """The first event of a choice."""
         return (
             self._head
             + b'{"index":%d,"delta":{"role":"assistant","content":""},' % choice
             + b'"logprobs":null,"finish_reason":null}]'
-            + self._tail
+            + self._tail_with(usage)
         )
 
     def update(self, update: Update, usage: Usage | None = None) -> bytes:
@@ -194,8 +201,12 @@ class ChunkWriter:
             "logprobs": logprobs,
             "finish_reason": update.finish_reason,
         }
-        tail = self._tail if usage is None else b',"usage":' + encode_json(usage) + b"}\n\n"
-        return self._head + encode_json(choice) + b"]" + tail
+        if update.finish_reason is not None:
+            choice["stop_reason"] = update.stop_reason
+        return self._head + encode_json(choice) + b"]" + self._tail_with(usage)
+
+    def _tail_with(self, usage: Usage | None) -> bytes:
+        return self._tail if usage is None else b',"usage":' + encode_json(usage) + b"}\n\n"
 
     def closing(
         self,

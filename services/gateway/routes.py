@@ -1,26 +1,23 @@
-"""All routes: chat, models, tokenization, health, metrics, and the chat page.
+"""All routes: chat, models, health, metrics, and the chat page.
 
 `app` mounts the table. Views translate between HTTP and `ChatService`; errors they raise become
 responses in `exchange`.
 """
 
 import time
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
-from msgspec import Meta, Struct
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.common.errors import InvalidRequest
 from services.gateway.admission import Admission
 from services.gateway.chat import ChatEndpoint, ChatService
-from services.gateway.exchange import JsonResponse, read_body
+from services.gateway.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai import MAX_MESSAGES, ChatRequest, Message, decode_json
+from services.gateway.tokenization import TokenizationRoutes
 from services.gateway.warm_up import WarmUp
 
 # The page contains its own script and style and loads nothing else.
@@ -29,17 +26,6 @@ _PAGE_POLICY = (
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-
-
-class TokenizeRequest(Struct, forbid_unknown_fields=True):
-    """POST /tokenize: plain text, or messages as the chat template renders them."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-
-
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 
 
 class Routes:
@@ -51,8 +37,10 @@ class Routes:
         warm_up: WarmUp,
         admission: Admission,
         metrics: GatewayMetrics,
+        model_directory: Path,
     ) -> None:
         self._service = service
+        self._tokenization = TokenizationRoutes(service, admission, model_directory)
         self._warm_up = warm_up
         self._admission = admission
         self._metrics = metrics
@@ -66,8 +54,10 @@ class Routes:
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
+            *self._tokenization.table(),
             Route("/health", self.health, methods=["GET"]),
+            Route("/ping", self.health, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/", self.page, methods=["GET"]),
@@ -80,31 +70,13 @@ class Routes:
         self._service.check_model(request.path_params["name"])
         return JsonResponse(self._model())
 
-    async def tokenize(self, request: Request) -> Response:
-        """Token ids; messages count with all tokens of their images."""
-        with self._admission.slot() as slot:
-            body = await read_body(request.scope, request.receive, slot.hold)
-            parsed = decode_json(_tokenize_decoder, body)
-            if (parsed.prompt is None) == (parsed.messages is None):
-                raise InvalidRequest("give either prompt or messages", param="prompt")
-            if parsed.model is not None:
-                self._service.check_model(parsed.model)
-            if parsed.prompt is not None:
-                tokens = await self._service.tokenize_text(parsed.prompt)
-            else:
-                chat = ChatRequest(self._service.model_name, parsed.messages or [])
-                tokens = await self._service.tokenize(chat, slot.hold)
-        return JsonResponse(
-            {
-                "count": len(tokens),
-                "max_model_len": self._service.max_model_len(),
-                "tokens": tokens,
-            }
-        )
-
     async def health(self, request: Request) -> Response:
         """Liveness: the process answers."""
         return JsonResponse({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        """The version of this package."""
+        return JsonResponse({"version": _version()})
 
     async def ready(self, request: Request) -> Response:
         """Readiness: the services are healthy, the warm-up is done, and it is not draining."""
@@ -136,6 +108,15 @@ class Routes:
             "object": "model",
             "created": self._created,
             "owned_by": "triptych",
+            "root": self._service.model_name,
+            "parent": None,
             "max_model_len": self._service.max_model_len(),
             "input_modalities": self._service.input_modalities,
         }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

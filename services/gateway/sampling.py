@@ -57,12 +57,15 @@ def resolve_sampling(
     """The sampling parameters of a request's first choice; choice i uses seed + i.
 
     Raises:
-        ContextLengthExceeded: prompt and completion do not fit in the context.
+        ContextLengthExceeded: the prompt leaves no room for an answer.
         InvalidRequest: an id outside the vocabulary, or bounds that contradict each other.
     """
     stop_ids = tuple(request.stop_token_ids or ())
-    if any(token_id >= vocab_size for token_id in stop_ids):
-        raise InvalidRequest(f"ids must be below {vocab_size}", param="stop_token_ids")
+    for index, token_id in enumerate(stop_ids):
+        if token_id >= vocab_size:
+            raise InvalidRequest(
+                f"ids must be below {vocab_size}", param=f"stop_token_ids[{index}]"
+            )
     eos = () if request.ignore_eos else defaults.eos_token_ids
     sampling = SamplingParams(
         temperature=_given(request.temperature, defaults.temperature),
@@ -85,10 +88,10 @@ def resolve_sampling(
 def limit_completion(
     sampling: SamplingParams, request: ChatRequest, *, prompt_tokens: int, max_model_len: int
 ) -> None:
-    """Sets `max_tokens` to what the request and the context allow after a prompt of that length.
+    """Sets `max_tokens`: what the request wants, at most what a prompt of that length leaves.
 
     Raises:
-        ContextLengthExceeded: prompt and completion do not fit in the context.
+        ContextLengthExceeded: the prompt leaves no room for an answer.
         InvalidRequest: `min_tokens` is above the result.
     """
     sampling.max_tokens = _max_tokens(request, prompt_tokens, max_model_len)
@@ -105,17 +108,14 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def _max_tokens(request: ChatRequest, prompt_tokens: int, max_model_len: int) -> int:
-    wanted = request.max_completion_tokens or request.max_tokens
     left = max_model_len - prompt_tokens
-    if left < 1 or (wanted or 1) > left:
+    if left < 1:
         raise ContextLengthExceeded(
             f"the model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
-            f"{wanted or 1} are requested",
-            param="messages"
-            if left < 1 or not wanted
-            else ("max_completion_tokens" if request.max_completion_tokens else "max_tokens"),
+            "leaves none for the answer",
+            param="messages",
         )
-    return wanted or min(left, DEFAULT_MAX_TOKENS)
+    return min(left, request.max_completion_tokens or request.max_tokens or DEFAULT_MAX_TOKENS)
 
 
 def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
@@ -124,10 +124,11 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]
         # int() would accept signs, spaces, underscores and digits of other scripts.
         if not (name.isascii() and name.isdigit() and len(name) <= 9 and int(name) < vocab_size):
             raise InvalidRequest(
-                f"{name[:20]!r} is not a token id below {vocab_size}", param="logit_bias"
+                f"{name[:20]!r} is not a token id below {vocab_size}",
+                param=f"logit_bias.{name[:20]}",
             )
         if not math.isfinite(value):
-            raise InvalidRequest("biases must be finite", param="logit_bias")
+            raise InvalidRequest("biases must be finite", param=f"logit_bias.{name}")
         bias[int(name)] = value
     return bias
 

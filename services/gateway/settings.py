@@ -34,6 +34,8 @@ class GatewaySettings(ServiceSettings):
         allowed_media_dir: where `file:` URLs may point; default: nowhere.
         allow_private_media_hosts: whether image URLs may reach private and loopback addresses.
         api_keys: comma-separated; empty: requests need no key.
+        cors_allow_origins: comma-separated origins of web pages that may call, such as
+            `https://example.com`, or `*`; empty: none.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
         log_level: of the standard logging module.
     """
@@ -55,6 +57,7 @@ class GatewaySettings(ServiceSettings):
     allowed_media_dir: Path | None = None
     allow_private_media_hosts: bool = False
     api_keys: SecretStr = SecretStr("")
+    cors_allow_origins: str = ""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
@@ -72,6 +75,11 @@ class GatewaySettings(ServiceSettings):
     def keys(self) -> tuple[str, ...]:
         """`api_keys`, split."""
         return _split(self.api_keys.get_secret_value())
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """`cors_allow_origins`, split."""
+        return _split(self.cors_allow_origins)
 
 
 def _split(value: str) -> tuple[str, ...]:

@@ -97,6 +97,11 @@ class ModelTokenizer:
             found = self._bytes[token_id] = self._look_up(token_id)
         return found
 
+    def token_string(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; empty for an unused id."""
+        added = self._added_bytes.get(token_id)
+        return added.decode() if added is not None else self._plain.id_to_token(token_id) or ""
+
     def _look_up(self, token_id: int) -> bytes:
         if token_id in self._added_bytes:
             return self._added_bytes[token_id]

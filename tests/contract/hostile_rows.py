@@ -89,6 +89,8 @@ def bad_values() -> Iterator[Row]:
                 field if field not in ("messages", "stop", "stop_token_ids", "logit_bias") else None
             )
             yield f"{field} {index}", body(**{field: value}), 400, param
+    for bias, key in (({"1": 0, "2": "x"}, "2"), ({"7": 101}, "7"), ({"-1": 1}, "-1")):
+        yield f"logit_bias of {key}", body(logit_bias=bias), 400, f"logit_bias.{key}"
     yield "top_logprobs alone", body(top_logprobs=2), 400, "top_logprobs"
     for value in (-1, 21):
         yield f"top_logprobs {value}", body(logprobs=True, top_logprobs=value), 400, "top_logprobs"
@@ -280,7 +282,6 @@ def bad_bodies() -> Iterator[Row]:
         400,
         "messages",
     )
-    yield "max_tokens over context", body(max_tokens=4096), 400, "max_tokens"
     yield "images over context", {
         **content(*[{"type": "image_url", "image_url": {"url": image_url(1024, 1024)}}] * 4)
     }, 400, "messages"  # fmt: skip

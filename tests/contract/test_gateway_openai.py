@@ -88,7 +88,9 @@ def test_continuous_usage(client):
             stream_options={"include_usage": True, "continuous_usage_stats": True},
         )
     )  # fmt: skip
-    counts = [c.usage.completion_tokens for c in chunks if c.usage]
+    assert all(chunk.usage for chunk in chunks)
+    counts = [c.usage.completion_tokens for c in chunks]
+    assert counts[0] == 0 and chunks[0].usage.prompt_tokens == chunks[-1].usage.prompt_tokens
     assert counts == sorted(counts)
     assert counts[-1] == 5
     assert len(counts) >= 4

@@ -27,7 +27,7 @@ def test_error_is_described(code):
 
 
 def test_routes_are_described():
-    for route in Routes(None, None, None, GatewayMetrics()).table():
+    for route in Routes(None, None, None, GatewayMetrics(), None).table():
         (method,) = route.methods - {"HEAD"}
         assert f"`{method} {route.path.replace(':path', '')}`" in TEXT
 

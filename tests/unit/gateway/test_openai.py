@@ -107,13 +107,19 @@ def test_greedy_model_stays_greedy(spec):
 
 
 def test_context_bounds():
-    assert sampling(max_tokens=90).max_tokens == 90
     for field in ("max_tokens", "max_completion_tokens"):
-        with pytest.raises(ContextLengthExceeded) as refused:
-            sampling(**{field: 91})
-        assert refused.value.param == field
-    with pytest.raises(ContextLengthExceeded):
-        resolve_sampling(parse(), DEFAULTS, **{**LIMITS, "prompt_tokens": 100})
+        assert [sampling(**{field: n}).max_tokens for n in (89, 90, 91, 1 << 30)] == [
+            89,
+            90,
+            90,
+            90,
+        ]
+    for length in (100, 101):
+        with pytest.raises(ContextLengthExceeded):
+            resolve_sampling(parse(), DEFAULTS, **{**LIMITS, "prompt_tokens": length})
+    with pytest.raises(InvalidRequest) as refused:
+        sampling(max_tokens=1000, min_tokens=91)
+    assert refused.value.param == "min_tokens"
 
 
 def image(**fields):

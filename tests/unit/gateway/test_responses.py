@@ -2,7 +2,7 @@
 
 import json
 
-from services.common.errors import Unavailable
+from services.common.errors import InvalidRequest, Unavailable
 from services.gateway.responses import (
     ChunkWriter,
     LogprobEntry,
@@ -10,6 +10,7 @@ from services.gateway.responses import (
     Update,
     Usage,
     error_event,
+    error_of,
 )
 
 USAGE = Usage(3, 2, 5, PromptTokensDetails(1, None))
@@ -60,6 +61,19 @@ def test_last_update_has_text_and_reason():
     assert choice["delta"] == {"content": "x"}
     assert choice["finish_reason"] == "length"
     assert choice["logprobs"]["content"][0]["bytes"] == [120]
+
+
+def test_role_and_last_update_of_a_choice():
+    writer = ChunkWriter("id", 1, "m", True)
+    assert parse(writer.role(0, USAGE))["usage"]["prompt_tokens"] == 3
+    last = parse(writer.update(Update(0, "", None, "stop", "END")))
+    assert last["choices"][0]["stop_reason"] == "END"
+
+
+def test_message_of_an_error_begins_with_the_field():
+    found = error_of(InvalidRequest("Expected `float`", param="logit_bias.1"))["error"]
+    assert found["message"] == "logit_bias.1: Expected `float`"
+    assert error_of(InvalidRequest("n is odd", param="n"))["error"]["message"] == "n is odd"
 
 
 def test_nothing_new_is_no_event():

@@ -1,0 +1,115 @@
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info: what the model's tokenizer does.
+
+The names and shapes are vLLM's. Errors are raised as `TriptychError`s.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.common.errors import InvalidRequest
+from services.common.model_spec import read_json
+from services.gateway.admission import Admission
+from services.gateway.chat import ChatService
+from services.gateway.chat_template import read_template
+from services.gateway.exchange import JsonResponse, read_body
+from services.gateway.json_body import decode_json
+from services.gateway.openai import MAX_MESSAGES, ChatRequest, Message
+
+MAX_TOKENS = 1 << 20
+_TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True):
+    """POST /tokenize: plain text, or messages as the chat template renders them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(Struct):
+    """All token ids, with those of images; `token_strs` are entries of the vocabulary."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[_TokenId], Meta(max_length=MAX_TOKENS)]
+    model: str | None = None
+
+
+class DetokenizeResponse(Struct):
+    """The text of all tokens, special ones included."""
+
+    prompt: str
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class TokenizationRoutes:
+    """The views of one gateway."""
+
+    def __init__(self, service: ChatService, admission: Admission, directory: Path) -> None:
+        self._service = service
+        self._admission = admission
+        self._directory = directory
+
+    def table(self) -> list[Route]:
+        """Every route."""
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids; messages count with all tokens of their images."""
+        service = self._service
+        with self._admission.slot() as slot:
+            body = await read_body(request.scope, request.receive, slot.hold)
+            parsed = decode_json(_tokenize_decoder, body)
+            if (parsed.prompt is None) == (parsed.messages is None):
+                raise InvalidRequest("give either prompt or messages", param="prompt")
+            if parsed.model is not None:
+                service.check_model(parsed.model)
+            if parsed.prompt is not None:
+                tokens = await service.tokenize_text(parsed.prompt)
+            else:
+                chat = ChatRequest(service.model_name, parsed.messages or [])
+                tokens = await service.tokenize(chat, slot.hold)
+        answer = TokenizeResponse(len(tokens), service.max_model_len(), tokens)
+        if parsed.return_token_strs:
+            answer.token_strs = [service.tokenizer.token_string(token) for token in tokens]
+        return JsonResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        with self._admission.slot() as slot:
+            body = await read_body(request.scope, request.receive, slot.hold)
+            parsed = decode_json(_detokenize_decoder, body)
+            if parsed.model is not None:
+                self._service.check_model(parsed.model)
+            self._service.check_token_ids(parsed.tokens, "tokens")
+            token_bytes = self._service.tokenizer.token_bytes
+            text = b"".join([token_bytes(token) for token in parsed.tokens])
+        return JsonResponse(DetokenizeResponse(text.decode(errors="replace")))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """tokenizer_config.json and the chat template."""
+        path = self._directory / "tokenizer_config.json"
+        config: dict[str, Any] = read_json(path) if path.exists() else {}
+        return JsonResponse({**config, "chat_template": read_template(self._directory)})

@@ -1,0 +1,133 @@
+"""Small endpoints, CORS, and fields of answers that OpenAI does not have."""
+
+import pytest
+
+from tests.gateway_stack import MODEL, GatewayStack
+
+PAGE = "https://page.example"
+
+
+def get(stack, path):
+    with stack.client() as client:
+        return client.get(path)
+
+
+def post(stack, path, body):
+    with stack.client() as client:
+        return client.post(path, json=body)
+
+
+def test_models_have_what_benchmark_clients_read(stack):
+    (model,) = get(stack, "/v1/models").json()["data"]
+    assert (model["id"], model["root"], model["parent"]) == (MODEL, MODEL, None)
+
+
+def test_version_and_ping(stack):
+    assert set(get(stack, "/version").json()) == {"version"}
+    assert get(stack, "/ping").status_code == 200
+
+
+def test_tokens_become_their_text(stack):
+    text = "naïve 中文 🙂"
+    tokens = post(stack, "/tokenize", {"prompt": text}).json()["tokens"]
+    assert post(stack, "/detokenize", {"model": MODEL, "tokens": tokens}).json() == {"prompt": text}
+    end = stack.decoder.end_token
+    assert post(stack, "/detokenize", {"tokens": [end]}).json() == {"prompt": "<|im_end|>"}
+    assert post(stack, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "tokens"),
+        ({"tokens": [1, -1]}, "tokens[1]"),
+        ({"tokens": [1, 1 << 20]}, "tokens[1]"),
+        ({"tokens": "x"}, "tokens"),
+    ],
+)
+def test_bad_tokens_are_refused_by_place(stack, body, param):
+    response = post(stack, "/detokenize", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_token_strings_are_the_vocabularys(stack):
+    body = {"prompt": "hello world", "return_token_strs": True}
+    found = post(stack, "/tokenize", body).json()
+    assert "".join(found["token_strs"]) == "helloĠworld"
+    assert "token_strs" not in post(stack, "/tokenize", {"prompt": "x"}).json()
+
+
+def test_tokenizer_info_has_the_template(stack):
+    found = get(stack, "/tokenizer_info").json()
+    assert "<|im_start|>" in found["chat_template"]
+
+
+# Fields of answers
+
+
+def test_stop_reason_is_the_string_or_the_token(stack):
+    tokens = stack.tokenizer.encode_text("A red circle.")
+
+    def choice(**fields):
+        return stack.chat(**fields).json()["choices"][0]
+
+    assert choice()["stop_reason"] is None
+    assert choice(max_tokens=1)["stop_reason"] is None
+    assert choice(stop=[" circle"])["stop_reason"] == " circle"
+    stack.decoder.reply, end = tokens[:2], stack.decoder.end_token
+    assert choice(stop_token_ids=[end])["stop_reason"] == end
+    assert stack.chat().json()["prompt_logprobs"] is None
+
+
+def test_max_tokens_above_what_is_left_are_clamped(stack):
+    response = stack.chat(max_tokens=1 << 20)
+    assert response.status_code == 200
+    submit = stack.decoder.submits[0]
+    assert submit.sampling.max_tokens == 4096 - len(submit.prompt_token_ids) // 4
+
+
+# Browsers
+
+
+@pytest.fixture(scope="module")
+def open_stack(loop_thread, tmp_path_factory):
+    stack = GatewayStack(
+        loop_thread, tmp_path_factory.mktemp("cors"), cors_allow_origins=PAGE, api_keys="secret"
+    )
+    yield stack
+    stack.close()
+
+
+def preflight(stack, origin):
+    headers = {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+    }
+    with stack.client() as client:
+        return client.options("/v1/chat/completions", headers=headers)
+
+
+def test_preflight_needs_no_key(open_stack):
+    response = preflight(open_stack, PAGE)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == PAGE
+    assert "x-stainless-lang" in response.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in response.headers
+
+
+def test_other_origins_get_nothing(open_stack, stack):
+    assert "access-control-allow-origin" not in preflight(open_stack, "https://evil").headers
+    refused = preflight(stack, PAGE)
+    assert refused.status_code == 405
+    assert "access-control-allow-origin" not in refused.headers
+
+
+def test_answers_and_errors_can_be_read_by_the_page(open_stack):
+    with open_stack.client(headers={"origin": PAGE}) as client:
+        refused = client.post("/v1/chat/completions", json={})
+        assert refused.status_code == 401
+        for response in (refused, client.get("/ping")):
+            assert response.headers["access-control-allow-origin"] == PAGE
+            assert "x-request-id" in response.headers["access-control-expose-headers"]
