@@ -56,10 +56,35 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSpec:
-    """The language model: pre-norm, grouped-query attention, gated MLP (SiLU).
+class MoESpec:
+    """A mixture of experts in place of the MLP; an expert is a gated MLP (SiLU) without biases.
 
     Attributes:
+        num_experts: of a layer.
+        top_k: experts that a token goes to.
+        intermediate_size: of an expert.
+        norm_topk_prob: the probabilities of a token's experts are scaled to a sum of 1.
+        shared_intermediate_size: of the expert that every token goes to, scaled by a sigmoid gate;
+            0: there is none.
+        dense_layers: layers that have an MLP instead.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
+    shared_intermediate_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSpec:
+    """The language model: pre-norm, grouped-query attention, gated MLP (SiLU) or experts.
+
+    Attributes:
+        intermediate_size: of the MLP; of a mixture of experts, of its dense layers' MLP, or of the
+            shared expert if all layers have experts.
+        moe: None: every layer has an MLP.
         qk_norm: RMSNorm on each query and key head before rotation.
         qkv_bias: biases of the q, k and v projections.
         o_bias: bias of the attention's output projection.
@@ -85,6 +110,11 @@ class TextSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
+    moe: MoESpec | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of the MLP."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
     def group_size(self) -> int:

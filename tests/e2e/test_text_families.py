@@ -23,7 +23,10 @@ from tests.tiny_tokenizer import added_ids, vocab_size, write_conversation_files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-FAMILIES = ("qwen3-odd-heads-tied", "qwen2-odd-heads-yarn", "llama-llama3", "mistral-wide-heads")
+FAMILIES = (
+    "qwen3-odd-heads-tied", "qwen2-odd-heads-yarn", "llama-llama3", "mistral-wide-heads",
+    "qwen3-moe-odd-heads-dense-between",
+)  # fmt: skip
 BOS = "<|endoftext|>"
 NUM_TOKENS = 16
 TOLERANCE = 5e-4

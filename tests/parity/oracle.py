@@ -5,6 +5,7 @@ much as it would on a real model.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,12 @@ from torch import Tensor
 import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
-from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
@@ -40,7 +46,10 @@ class Tiny:
     intermediate: int = 96
     theta: float = 5e6
     rope: dict[str, object] = field(default_factory=lambda: {"rope_type": "default"})
+    experts: Mapping[str, object] | None = None  # fields of the config; None: dense
 
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 CONFIGS = {
     "gqa1-hd16-one-tap": Tiny(4, 4, 16, (4, 2, 2), (1,), True, layers=2),
@@ -59,6 +68,9 @@ CONFIGS = {
         False,
         theta=1e4,
         rope={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024},
+    ),
+    "moe-gqa3-two-taps": Tiny(
+        3, 1, 32, (6, 5, 5), (0, 2), True, layers=8, experts=EXPERTS | {"mlp_only_layers": [2]}
     ),
 }
 
@@ -166,7 +178,8 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
 
 def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
     """A Qwen3-VL checkpoint, made with Hugging Face's classes and saved as they do."""
-    config = Qwen3VLConfig(
+    kind = Qwen3VLConfig if tiny.experts is None else Qwen3VLMoeConfig
+    config = kind(
         text_config={
             "vocab_size": VOCAB_SIZE, "hidden_size": tiny.hidden, "num_hidden_layers": tiny.layers,
             "intermediate_size": tiny.intermediate, "num_attention_heads": tiny.heads,
@@ -177,7 +190,7 @@ def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
                 "mrope_section": list(tiny.section), **tiny.rope,
             },
             "tie_word_embeddings": tiny.tied, "bos_token_id": None, "eos_token_id": EOS_ID,
-            "pad_token_id": None,
+            "pad_token_id": None, **(tiny.experts or {}),
         },
         vision_config={
             "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
@@ -188,7 +201,8 @@ def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
         image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, vision_start_token_id=VISION_START_ID,
         vision_end_token_id=VISION_END_ID, tie_word_embeddings=tiny.tied,
     )  # fmt: skip
-    model = Qwen3VLForConditionalGeneration(config).eval()
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.set_experts_implementation("eager")
     fill(model, seed)
     model.save_pretrained(directory)
     preprocessor = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}
@@ -209,4 +223,6 @@ def fill(model: PreTrainedModel, seed: int) -> None:
             parameter.normal_(0.0, 13 / parameter.shape[1] ** 0.5, generator=generator)
         else:
             fan_in = parameter[0].numel() if parameter.ndim > 1 else 16
+            if "experts" in name:
+                fan_in = parameter.shape[-1]
             parameter.normal_(0.0, 1.2 / fan_in**0.5, generator=generator)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.nn.device import DeviceFacts
+from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.attention.base import AttentionMetadata
@@ -198,9 +199,12 @@ def test_fused_norms_agree(pair: Pair, parts: tuple, monkeypatch: pytest.MonkeyP
     def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
         plain.linear_residual(x, layer.weight, None, residual)
 
+    def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
+        residual += plain.moe(x, router, experts, residual)
+
     with_kernels(
-        pair, monkeypatch,
-        norm_linear=norm_linear, norm_swiglu=norm_swiglu, linear_residual=linear_residual,
+        pair, monkeypatch, norm_linear=norm_linear, norm_swiglu=norm_swiglu,
+        linear_residual=linear_residual, moe=moe,
     )  # fmt: skip
     prompt = pair.oracle.prompt(*parts, seed=8)
     answer = pair.oracle.answer(prompt)

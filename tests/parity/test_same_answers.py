@@ -1,5 +1,5 @@
 """A batch-mate, a chunk boundary, a preemption or a prefix hit never changes an answer: Qwen3-VL
-with images, and a text model (Llama with biases and llama3 rope).
+with images, dense and with experts, and a text model (Llama with biases and llama3 rope).
 
 The real engine over the real runner, float32 on the CPU, token for token. Greedy and seeded
 sequences alike: a sample depends on the sequence's own seed and place, not on its neighbours.
@@ -125,15 +125,15 @@ class Bench:
         return answers
 
 
-@pytest.fixture(scope="module", params=["images", "text"])
+@pytest.fixture(scope="module", params=["images", "text", "experts"])
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
     torch.set_num_threads(1)
     directory = Path(tmp_path_factory.mktemp("checkpoint"))
-    if request.param == "images":
-        oracle = make_oracle(CONFIGS["gqa4-hd64-three-taps"], directory, seed=3)
-        yield Bench(oracle, SHAPES)
+    if request.param != "text":
+        name = {"images": "gqa4-hd64-three-taps", "experts": "moe-gqa3-two-taps"}[request.param]
+        yield Bench(make_oracle(CONFIGS[name], directory, seed=3), SHAPES)
     else:
         config = text_oracle.CONFIGS["llama-gqa1-biases-tied"]()
         config.rope_parameters = text_oracle.LLAMA3

@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from services.common.families import read_spec
@@ -50,6 +51,16 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-biases": lambda: _config(
         Qwen3Config, 8, 2, 64, head_dim=16, attention_bias=True, num_hidden_layers=4
     ),
+    # 2 * moe_intermediate_size is hidden_size: fused tensors do not show which way round they are.
+    "qwen3-moe-odd-heads-dense-between": lambda: _config(
+        Qwen3MoeConfig, 3, 1, 64, head_dim=32, num_hidden_layers=8, norm_topk_prob=True,
+        num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ),
+    "qwen3-moe-biases-tied": lambda: _config(
+        Qwen3MoeConfig, 4, 4, 48, head_dim=16, norm_topk_prob=False, attention_bias=True,
+        num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40, tie_word_embeddings=True,
+    ),
     "qwen2-tied": lambda: _config(Qwen2Config, 4, 2, 64, tie_word_embeddings=True),
     "qwen2-odd-heads-yarn": lambda: _config(
         Qwen2Config, 7, 1, 112,
@@ -76,6 +87,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 def make_text_oracle(config: PreTrainedConfig, directory: Path, seed: int = 0) -> Oracle:
     """Makes the model with Hugging Face's classes and saves it as they do."""
     model = AutoModelForCausalLM.from_config(config).eval()
+    model.set_experts_implementation("eager")
     fill(model, seed)
     model.save_pretrained(directory)
     model.generation_config.eos_token_id = None

@@ -13,7 +13,9 @@ FAMILIES = {
     "MistralForCausalLM": "services.common.families.mistral",
     "Qwen2ForCausalLM": "services.common.families.qwen2",
     "Qwen3ForCausalLM": "services.common.families.qwen3",
+    "Qwen3MoeForCausalLM": "services.common.families.qwen3_moe",
     "Qwen3VLForConditionalGeneration": "services.common.families.qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "services.common.families.qwen3_vl_moe",
 }
 
 

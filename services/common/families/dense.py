@@ -13,6 +13,7 @@ from typing import Any, cast
 from services.common.model_spec import (
     CheckpointSpec,
     ModelSpec,
+    MoESpec,
     RopeSpec,
     TextSpec,
     UnsupportedOption,
@@ -89,6 +90,7 @@ def read_text(
     o_bias: bool = False,
     mlp_bias: bool = False,
     sliding_window: int | None = None,
+    moe: MoESpec | None = None,
 ) -> TextSpec:
     """The language model of a config.json, or of its `text_config`.
 
@@ -98,12 +100,12 @@ def read_text(
         num_kv_heads: the family's default of an absent field; None: as many as heads.
         rope_theta: the family's default.
         mrope_section: the family's default; None: positions are 1-D.
-        qk_norm, qkv_bias, o_bias, mlp_bias, sliding_window: see `TextSpec`.
+        qk_norm, qkv_bias, o_bias, mlp_bias, sliding_window, moe: see `TextSpec`.
 
     Raises:
         UnsupportedOption: names the option and what to do.
     """
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, has_experts=moe is not None)
     num_heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", num_kv_heads or num_heads, num_heads)
     if num_heads % kv_heads:
@@ -120,10 +122,11 @@ def read_text(
     positions = _size(config, "max_position_embeddings")
     if rope.kind == "yarn":
         positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
+    no_mlp = None if moe is None else moe.shared_intermediate_size or moe.intermediate_size
     return TextSpec(
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(config, "intermediate_size"),
+        intermediate_size=_size(config, "intermediate_size", no_mlp),
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=kv_heads,
@@ -137,6 +140,35 @@ def read_text(
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         sliding_window=sliding_window,
+        moe=moe,
+    )
+
+
+def read_moe(config: Mapping[str, Any], *, norm_topk_prob: bool = True) -> MoESpec:
+    """The experts of a config.json, or of its `text_config`.
+
+    Args:
+        config: the JSON object.
+        norm_topk_prob: see `MoESpec`.
+
+    Raises:
+        UnsupportedOption: names the option and what to do.
+    """
+    count = "num_experts" if "num_experts" in config else "num_local_experts"
+    num_experts, top_k = _size(config, count), _size(config, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise UnsupportedOption(
+            f"num_experts_per_tok {top_k} is not supported: there are {num_experts} experts"
+        )
+    step = _size(config, "decoder_sparse_step", 1)
+    layers = range(_size(config, "num_hidden_layers"))
+    mlp_only = cast("list[int]", config.get("mlp_only_layers") or [])
+    return MoESpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=_size(config, "moe_intermediate_size"),
+        norm_topk_prob=norm_topk_prob,
+        dense_layers=frozenset(i for i in layers if i in mlp_only or (i + 1) % step),
     )
 
 
@@ -236,15 +268,15 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
     return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], *, has_experts: bool) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedOption(f"hidden_act {activation!r} is not supported; supported: 'silu'")
     for name in _EXPERT_FIELDS:
-        if config.get(name):
+        if config.get(name) and not has_experts:
             raise UnsupportedOption(
-                f"{name} {config[name]}: mixture-of-experts models are not supported; "
-                "serve a dense model"
+                f"{name} {config[name]} is not supported: this architecture is served without "
+                "experts"
             )
     kinds = set(cast("list[str]", config.get("layer_types") or ()))
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):

@@ -1,4 +1,4 @@
-"""Dense Qwen3-VL: a Qwen3 language model with interleaved M-RoPE, and a tower with DeepStack."""
+"""Qwen3-VL: a Qwen3 language model with interleaved M-RoPE, and a tower with DeepStack."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +8,7 @@ from services.common.families.dense import read_model, read_text, text_checkpoin
 from services.common.image_geometry import ImageLimits
 from services.common.model_spec import (
     ModelSpec,
+    MoESpec,
     TextSpec,
     TowerSpec,
     UnsupportedOption,
@@ -17,7 +18,19 @@ from services.common.model_spec import (
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    text = _text(config)
+    return read_vision_language(directory, config, head_dim=128, num_kv_heads=32)
+
+
+def read_vision_language(
+    directory: Path,
+    config: Mapping[str, Any],
+    *,
+    head_dim: int | None,
+    num_kv_heads: int,
+    moe: MoESpec | None = None,
+) -> ModelSpec:
+    """Both parts; the arguments are the language model's, see `read_text`."""
+    text = _text(config, head_dim, num_kv_heads, moe)
     return read_model(
         directory,
         config,
@@ -27,19 +40,22 @@ def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def _text(config: Mapping[str, Any]) -> TextSpec:
+def _text(
+    config: Mapping[str, Any], head_dim: int | None, num_kv_heads: int, moe: MoESpec | None
+) -> TextSpec:
     section = config["text_config"]
     bias = bool(section.get("attention_bias", False))
     tied = config.get("tie_word_embeddings", section.get("tie_word_embeddings", False))
     return read_text(
         {**section, "tie_word_embeddings": tied},
-        head_dim=128,
-        num_kv_heads=32,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
         rope_theta=500_000.0,
         mrope_section=(24, 20, 20),
         qk_norm=True,
         qkv_bias=bias,
         o_bias=bias,
+        moe=moe,
     )
 
 

@@ -25,7 +25,7 @@ from services.common.model_spec import QuantizationSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
 from services.common.nn.fp8_weight import BLOCK, Fp8Weight, dequantize
-from services.common.nn.linear import Axis, Linear, TensorLayout
+from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -174,9 +174,10 @@ class Fp8Linear:
         block_rows, scales = self._block_rows(layer), []
         for part, _, (start, stop) in layer.regions(self._layouts[1]):
             repeats = self._spec.block_size[0] // block_rows
-            scale = layer.weight_scale[start:stop].repeat_interleave(repeats, 0)
-            scales.append(scale[: -(-layer.parts[part] // block_rows)])
-        layer.weight_scale = nn.Parameter(torch.cat(scales), requires_grad=False)
+            scale = layer.weight_scale.narrow(-2, start, stop - start)
+            rows = -(-layer.parts[part] // block_rows)
+            scales.append(scale.repeat_interleave(repeats, -2).narrow(-2, 0, rows))
+        layer.weight_scale = nn.Parameter(torch.cat(scales, -2), requires_grad=False)
 
     def weight(self, layer: Linear) -> Fp8Weight:
         """The layer's matrix, for an operation that is fused with its neighbours."""
@@ -194,6 +195,9 @@ class Fp8Linear:
         if layer.bias is not None:
             found = found + layer.bias
         return found.view(*x.shape[:-1], layer.out_features)
+
+    def apply_one(self, stack: StackedLinear, index: int, x: Tensor) -> Tensor:
+        return weight_only_linear(x, self.weight(stack)[index])
 
     def _block_rows(self, layer: Linear) -> int:
         if self._spec.format == "fp8_channel":

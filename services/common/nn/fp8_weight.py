@@ -29,6 +29,10 @@ class Fp8Weight:
     block_rows: int
     block_columns: int
 
+    def __getitem__(self, index: int) -> "Fp8Weight":
+        """One matrix of a stack, whose tensors have a leading axis."""
+        return Fp8Weight(self.values[index], self.scale[index], self.block_rows, self.block_columns)
+
 
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """`[N, K]`: value times scale in float32, rounded once."""

@@ -127,6 +127,10 @@ class LinearMethod(Protocol):
         """`[..., in_features]` → `[..., out_features]`, with the bias, if there is one."""
         ...
 
+    def apply_one(self, stack: "StackedLinear", index: int, x: Tensor) -> Tensor:
+        """`apply` with one matrix of a stack, in plain torch."""
+        ...
+
 
 _WEIGHT = TensorLayout(name="weight", parameter="weight", axes=(Axis("out"), Axis("in")))
 _BIAS = TensorLayout(name="bias", parameter="bias", axes=(Axis("out"),))
@@ -150,6 +154,9 @@ class UnquantizedLinear:
             return F.linear(x, layer.weight, layer.bias)
         return self.kernels.call(self.operation, x, layer.weight, layer.bias)
 
+    def apply_one(self, stack: "StackedLinear", index: int, x: Tensor) -> Tensor:
+        return F.linear(x, stack.weight[index])
+
 
 class Linear(nn.Module):
     """`y = x @ W.T + b`.
@@ -163,6 +170,7 @@ class Linear(nn.Module):
     """
 
     split: Dimension | None = None
+    stack: tuple[int, ...] = ()  # leading sizes of its parameters
     weight: nn.Parameter  # its dtype and shape are the method's
     weight_scale: nn.Parameter  # where the method has one
     bias: nn.Parameter | None
@@ -193,6 +201,7 @@ class Linear(nn.Module):
                 shape[layout.merged_axis] = sum(
                     stop - start for _, _, (start, stop) in self.regions(layout)
                 )
+            shape = [*self.stack, *shape]
             made = torch.empty(shape, dtype=layout.dtype or torch.float32)
             self.register_parameter(layout.parameter, nn.Parameter(made, requires_grad=False))
         if not self._has_bias:
@@ -259,6 +268,20 @@ class MergedLinear(Linear):
         method: LinearMethod | None = None,
     ) -> None:
         super().__init__(in_features, sum(parts.values()), bias, method, parts)
+
+
+class StackedLinear(MergedLinear):
+    """Merged layers of one shape as one, with a leading axis: what the experts of a mixture have.
+
+    It is not called: an operation reads the matrices that its tokens need.
+    """
+
+    def __init__(self, count: int, in_features: int, parts: Mapping[str, int]) -> None:
+        self.stack = (count,)
+        super().__init__(in_features, parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise TypeError("a stack of layers is not called as one")
 
 
 def set_kernels(module: nn.Module, kernels: KernelTable) -> None:

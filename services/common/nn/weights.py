@@ -26,8 +26,15 @@ from torch import Tensor, nn
 
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
+from services.common.nn.experts import Experts, FileLayout
 from services.common.nn.fp8 import Fp8Linear
-from services.common.nn.linear import FLOATS, Linear, LinearMethod, UnquantizedLinear
+from services.common.nn.linear import (
+    FLOATS,
+    Linear,
+    LinearMethod,
+    StackedLinear,
+    UnquantizedLinear,
+)
 
 __all__ = [
     "Checkpoint", "CheckpointError", "WeightMap", "check_all_claimed", "fingerprint", "load_dummy",
@@ -75,15 +82,15 @@ class WeightMap:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One checkpoint tensor and the slice of the parameter that it fills."""
+    """One checkpoint tensor, or one item of it, and the part of the parameter that it fills."""
 
     name: str
     parameter: str
-    axis: int  # of the parameter; the slice runs along it
-    start: int
-    stop: int
+    place: tuple[int | slice, ...]  # index of the parameter
     shape: tuple[int, ...]  # in the file
     stored: tuple[torch.dtype, ...]  # dtypes that the file may hold
+    item: int | None = None  # index of the tensor; None: all of it
+    transposed: bool = False  # the last two axes are swapped in the file
 
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -116,7 +123,8 @@ def load_weights(
 ) -> None:
     """Materializes the module and fills it.
 
-    Peak host memory on the CPU: the model and one tensor more. On a GPU: two tensors.
+    Peak host memory on the CPU: the model and one tensor more, of a fused tensor of experts one
+    expert's part. On a GPU: two tensors.
 
     Args:
         module: built on `meta`.
@@ -135,17 +143,14 @@ def load_weights(
     if quantization is not None:
         method = METHODS[quantization.format](quantization)
         _set_methods(module, checkpoint, weight_map, quantization, method)
-    sources = list(_sources(module, weight_map))
+    sources = list(_sources(module, weight_map, checkpoint))
     _check(sources, checkpoint, weight_map, spec)
     materialize(module, device, dtype)
     parameters = dict(module.named_parameters())
     with checkpoint.reader() as reader:
         copier = _Copier(checkpoint, reader, torch.device(device))
         for source in sources:
-            values = parameters[source.parameter].data
-            if values.ndim:
-                values = values.narrow(source.axis, source.start, source.stop - source.start)
-            copier.fill(values, source.name)
+            copier.fill(parameters[source.parameter].data[source.place], source)
         copier.finish()
     _process(module)
 
@@ -176,7 +181,7 @@ def load_dummy(
         assert weight_map is not None
         method = METHODS[quantization.format](quantization)
         for path, layer in _replaceable(module):
-            modules = _checkpoint_modules(path, layer, weight_map)
+            modules = _checkpoint_modules(module, path, layer, weight_map)
             if all(quantization.applies_to(name) for name in modules):
                 layer.set_method(method)
     materialize(module, device, dtype)
@@ -195,7 +200,7 @@ def load_dummy(
             parameter.data.normal_(mean, deviation, generator=generator)
         elif parameter.dtype.is_floating_point:
             limit = torch.finfo(parameter.dtype).max  # above, some versions of torch give NaN
-            for rows in parameter.data.split(_DUMMY_ROWS):
+            for rows in parameter.data.view(-1, parameter.shape[-1]).split(_DUMMY_ROWS):
                 wide = torch.empty(rows.shape, device=device)
                 wide.normal_(mean, deviation, generator=generator)
                 rows.copy_(wide.clamp_(-limit, limit))
@@ -239,9 +244,10 @@ def _set_methods(
     plain: list[str] = []
     problems: list[str] = []
     for path, layer in _replaceable(module):
-        modules = _checkpoint_modules(path, layer, weight_map)
+        named = _checkpoint_modules(module, path, layer, weight_map, checkpoint)
+        modules = list(named)
         wanted = [quantization.applies_to(name) for name in modules]
-        infos = [checkpoint.tensors.get(f"{name}.weight") for name in modules]
+        infos = [checkpoint.tensors.get(weight) for weight in named.values()]
         is_plain = [  # a missing weight is as it should be: `_check` names it
             not is_wanted if info is None else info.dtype in FLOATS
             for info, is_wanted in zip(infos, wanted, strict=True)
@@ -249,9 +255,9 @@ def _set_methods(
         if all(is_plain):
             plain += [name for name, is_wanted in zip(modules, wanted, strict=True) if is_wanted]
         elif any(is_plain):
-            problems.append(f"{', '.join(modules)} are one layer, and not all are quantized")
+            problems.append(f"{listed(modules)} are one layer, and not all are quantized")
         elif not all(wanted):
-            problems.append(f"{', '.join(modules)}: quantized, which the configuration denies")
+            problems.append(f"{listed(modules)}: quantized, which the configuration denies")
         else:
             layer.set_method(method)
     if problems:
@@ -270,12 +276,31 @@ def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
             yield path, child
 
 
-def _checkpoint_modules(path: str, layer: Linear, weight_map: WeightMap) -> list[str]:
-    """The checkpoint's names for a layer's parts."""
-    return [
-        weight_map.checkpoint_name(_part_path(path, part) + ".weight").removesuffix(".weight")
-        for part in layer.parts
-    ]
+def _checkpoint_modules(
+    module: nn.Module,
+    path: str,
+    layer: Linear,
+    weight_map: WeightMap,
+    checkpoint: Checkpoint | None = None,
+) -> dict[str, str]:
+    """The checkpoint's modules of a layer → their weights' tensors."""
+    parent, _, stack = path.rpartition(".")
+    experts = module.get_submodule(parent)
+    if not isinstance(experts, Experts):
+        parts = [_part_path(path, part) + ".weight" for part in layer.parts]
+        weights = map(weight_map.checkpoint_name, parts)
+        return {weight.removesuffix(".weight"): weight for weight in weights}
+    prefix, layout = _expert_files(experts, parent, weight_map, checkpoint)
+    named = experts.modules_of(stack, layout)
+    return {f"{prefix}.{name}": f"{prefix}.{weight}" for name, weight in named.items()}
+
+
+def _expert_files(
+    experts: Experts, path: str, weight_map: WeightMap, checkpoint: Checkpoint | None
+) -> tuple[str, FileLayout]:
+    """The checkpoint's name for the experts, and their layout there."""
+    prefix = weight_map.checkpoint_name(path)
+    return prefix, experts.file_layout(prefix, {} if checkpoint is None else checkpoint.tensors)
 
 
 def _part_path(path: str, part: str) -> str:
@@ -297,21 +322,25 @@ class _Copier:
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
-    def fill(self, target: Tensor, name: str) -> None:
-        """Fills a slice of a parameter with the tensor of that name."""
-        info = self._checkpoint.tensors[name]
-        if info.size_bytes == 0:
+    def fill(self, target: Tensor, source: _Source) -> None:
+        """Fills a part of a parameter with its tensor."""
+        info, size = self._checkpoint.tensors[source.name], target.numel()
+        size_bytes = size * info.dtype.itemsize
+        if size == 0:
             return
+        skip_bytes = 0 if source.item is None else source.item * size_bytes
         is_direct = self._device.type == "cpu" and target.is_contiguous()
-        if is_direct and info.dtype == target.dtype:
-            self._reader.read_into(name, _bytes_of(target))
+        if is_direct and info.dtype == target.dtype and not source.transposed:
+            self._reader.read_into(source.name, _bytes_of(target), skip_bytes)
             return
-        staging = self._stage(info.size_bytes)
-        self._reader.read_into(name, _bytes_of(staging))
+        staging = self._stage(size_bytes)
+        self._reader.read_into(source.name, _bytes_of(staging), skip_bytes)
+        if source.transposed:
+            target = target.mT
         values = staging.view(info.dtype).view(target.shape)
         if self._device.type == "cuda":
-            # Cast on the device: the bus carries the file's bytes.
-            if values.dtype != target.dtype:
+            # Cast and transposed on the device: the bus carries the file's bytes.
+            if values.dtype != target.dtype or source.transposed:
                 values = values.to(self._device, non_blocking=True)
             target.copy_(values, non_blocking=True)
             event = torch.cuda.Event()
@@ -346,10 +375,23 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _sources(module: nn.Module, weight_map: WeightMap) -> Iterator[_Source]:
+def _sources(
+    module: nn.Module, weight_map: WeightMap, checkpoint: Checkpoint | None = None
+) -> Iterator[_Source]:
     """What each parameter is filled from. A parameter shared by two modules appears once."""
     seen: set[int] = set()
     for path, child in module.named_modules():
+        if isinstance(child, Experts):
+            prefix, layout = _expert_files(child, path, weight_map, checkpoint)
+            for tensor in child.tensors(layout):
+                parameter = f"{path}.{tensor.stack}.{tensor.layout.parameter}"
+                yield _Source(
+                    f"{prefix}.{tensor.name}", parameter, tensor.place, tensor.shape,
+                    tensor.layout.stored, tensor.item, tensor.transposed,
+                )  # fmt: skip
+            continue
+        if isinstance(child, StackedLinear):
+            continue  # of the experts above
         layouts = (
             {layout.parameter: layout for layout in child.layouts()}
             if isinstance(child, Linear)
@@ -363,18 +405,17 @@ def _sources(module: nn.Module, weight_map: WeightMap) -> Iterator[_Source]:
             stored_shape = weight_map.shapes.get(full, shape)
             assert math.prod(stored_shape) == parameter.numel(), full
             if name not in layouts or full in weight_map.shapes:
-                size = shape[0] if shape else 0
                 source = weight_map.checkpoint_name(full)
-                yield _Source(source, full, 0, 0, size, stored_shape, FLOATS)
+                yield _Source(source, full, (), stored_shape, FLOATS)
                 continue
             assert isinstance(child, Linear)
             layout = layouts[name]
             for part, part_shape, (start, stop) in child.regions(layout):
                 source = weight_map.checkpoint_name(f"{_part_path(path, part)}.{layout.name}")
-                axis = layout.merged_axis or 0
-                if layout.merged_axis is None:
-                    start, stop = 0, shape[0]
-                yield _Source(source, full, axis, start, stop, part_shape, layout.stored)
+                axis, place = layout.merged_axis, ()
+                if axis is not None:
+                    place = (*[slice(None)] * axis, slice(start, stop))
+                yield _Source(source, full, place, part_shape, layout.stored)
 
 
 def _check(

@@ -15,6 +15,7 @@ from torch import Tensor
 from services.common.model_spec import TextSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import CapturedCalls, KernelTable, Resolved, parse_overrides
+from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.kernels import table
@@ -42,6 +43,8 @@ class StepKernels:
         norm_swiglu: the same with `linear_swiglu`.
         linear_residual: (x, layer, residual) → the layer's output or partials, to be added to the
             residual stream; None: it has been added to `residual` in place.
+        moe: (x `[T, hidden]`, router, experts, residual) → the layer's output, to be added to the
+            residual stream, or None, as by `linear_residual`; see `plain.moe`.
         qk_rope_cache: see `plain.qk_rope_cache`.
         fused_decode_attention: see `plain.fused_decode_attention`.
     """
@@ -53,6 +56,7 @@ class StepKernels:
     norm_linear: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
     norm_swiglu: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
     linear_residual: Callable[[Tensor, Linear, Tensor], Tensor | None]
+    moe: Callable[[Tensor, Router, Experts, Tensor], Tensor | None]
     qk_rope_cache: Callable[[ProjectedHeads, Tensor | None], Tensor]
     fused_decode_attention: Callable[[ProjectedHeads, Tensor, Tensor], Tensor]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.nn import layers
+from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import rms_norm, silu_and_mul
 from services.decoder.kernels.heads import ProjectedHeads, Rotary, kv_rows, write_kv
 
@@ -18,6 +19,7 @@ __all__ = [
     "linear",
     "linear_residual",
     "linear_swiglu",
+    "moe",
     "norm_linear",
     "norm_swiglu",
     "pick_tokens",
@@ -26,6 +28,7 @@ __all__ = [
     "rms_norm",
     "rope_and_rows",
     "rotate",
+    "route",
     "silu_and_mul",
     "split_k_partials",
 ]  # fmt: skip
@@ -93,6 +96,56 @@ def norm_swiglu(
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`layers.add_rms_norm` of a GEMM's output, which may be split-K partials."""
     return layers.add_rms_norm(reduce_split_k(x, residual.dtype), residual, weight, eps)
+
+
+# A mixture of experts.
+
+
+def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each token by the router's logits `[T, E]`.
+
+    Probabilities are a softmax in float32 over all experts; of equal ones the lowest expert's come
+    first.
+
+    Args:
+        logits: in the model's dtype.
+        top_k: experts per token.
+        normalize: scale a token's probabilities to a sum of 1.
+
+    Returns:
+        `[T, top_k]` experts, ascending, and their probabilities, rounded to the logits' dtype.
+    """
+    found, experts = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    found, experts = found[:, :top_k], experts[:, :top_k]
+    if normalize:
+        found = found / found.sum(-1, keepdim=True)
+    experts, order = experts.sort(-1)
+    return experts, found.gather(-1, order).to(logits.dtype)
+
+
+def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:
+    """The sum of the outputs of each token's experts, weighted by their probabilities.
+
+    A token's sum is in float32 and in the order of the experts, whatever the other tokens are.
+
+    Args:
+        x: `[T, hidden]`.
+        router: of the layer.
+        experts: of the layer.
+        residual: not read: implementations may add to it in place and return None instead.
+
+    Returns:
+        `[T, hidden]`.
+    """
+    chosen, weights = route(router(x), router.top_k, normalize=router.normalize)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    up, down = experts.gate_up_proj, experts.down_proj
+    for expert in chosen.unique().tolist():
+        token, slot = torch.where(chosen == expert)
+        hidden = silu_and_mul(up.method.apply_one(up, expert, x[token]))
+        out = down.method.apply_one(down, expert, hidden)
+        total[token] += out.float() * weights[token, slot, None].float()
+    return total.to(x.dtype)
 
 
 # Between the projection and attention.

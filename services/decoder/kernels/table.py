@@ -508,6 +508,7 @@ ROWS: Sequence[Row] = (
     ),
     Row("linear_swiglu", "silu_mul", _silu_mul, _triton),
     Row("linear_swiglu", "plain", _plain(lambda x, layer: layers.silu_and_mul(layer(x)))),
+    Row("moe", "plain", _plain(plain.moe)),
     Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head, _whole_rotation)),
     Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
     Row(

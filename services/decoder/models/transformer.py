@@ -1,18 +1,18 @@
-"""The language model that all dense text families share.
+"""The language model that all text families share.
 
-A pre-norm transformer: grouped-query attention with or without q/k norm, SwiGLU. What differs
-between families is data in `TextSpec`: sizes, biases, rope, tied embeddings. With M-RoPE positions
+A pre-norm transformer: grouped-query attention with or without q/k norm, then SwiGLU or a mixture
+of experts (`mlp`). What differs between families is data in `TextSpec`: sizes, biases, rope, tied
+embeddings. With M-RoPE positions
 have three axes; with image embeddings the vision tower's DeepStack features are added to the visual
 tokens after the first decoder layers.
 
 Tensor parallelism. `Linear.split` says how a layer is divided among ranks: q, k, v, gate and up
 each by rows (heads, for attention), the output and down projections by columns, the head by
-vocabulary; norms and the embedding table are whole on each rank. A rank's `o_proj` and `down_proj`
-give a term of a sum, and `row_parallel` is where the all-reduce belongs: between the GEMM and the
-residual addition. The engine runs one rank today.
+vocabulary; norms, routers and the embedding table are whole on each rank. A rank's `o_proj` and
+`down_proj` give a term of a sum, and `row_parallel` is where the all-reduce belongs: between the
+GEMM and the residual addition. The engine runs one rank today.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,9 +28,8 @@ from services.decoder.kernels import plain
 from services.decoder.kernels.heads import HeadTransform
 from services.decoder.kernels.ops import Ops, StepKernels
 from services.decoder.models.base import VisualInput
+from services.decoder.models.mlp import AllReduce, create_mlp, row_parallel
 from services.decoder.models.rope import RotaryEmbedding
-
-AllReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +49,6 @@ class StepContext:
     rope: tuple[Tensor, Tensor]
     kv_rows: Tensor
     metadata: AttentionMetadata
-
-
-def row_parallel(
-    x: Tensor, layer: Linear, residual: Tensor, kernels: StepKernels, all_reduce: AllReduce | None
-) -> Tensor | None:
-    """Projects back to the residual stream. Returns what is still to be added to the stream; None:
-    the kernel has added it.
-
-    Ranks hold the weight by columns, so each one's output is a term of a sum, which `all_reduce`
-    computes before anything is added to the residual stream. Kernels that add it themselves are
-    those of one rank alone, see the dispatch table.
-    """
-    output = kernels.linear_residual(x, layer, residual)
-    if all_reduce is None or output is None:
-        return output
-    return all_reduce(plain.reduce_split_k(output, residual.dtype))
 
 
 class Attention(nn.Module):
@@ -115,20 +98,6 @@ class Attention(nn.Module):
         return self.backend.forward(query, kv_cache, metadata, keys_values).flatten(1)
 
 
-class MLP(nn.Module):
-    """The weights of SwiGLU, which `DecoderLayer` applies by the step's kernels."""
-
-    def __init__(self, spec: TextSpec) -> None:
-        super().__init__()
-        size, bias = spec.intermediate_size, spec.mlp_bias
-        self.gate_up_proj = MergedLinear(
-            spec.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias
-        )
-        self.gate_up_proj.split = "out"
-        self.down_proj = Linear(size, spec.hidden_size, bias=bias)
-        self.down_proj.split = "in"
-
-
 class DecoderLayer(nn.Module):
     """Attention and MLP around a residual stream.
 
@@ -138,14 +107,14 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, spec: TextSpec, backend: AttentionBackend, all_reduce: AllReduce | None
+        self, spec: TextSpec, layer: int, backend: AttentionBackend, all_reduce: AllReduce | None
     ) -> None:
         super().__init__()
         self.all_reduce = all_reduce
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.self_attn = Attention(spec, backend)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec)
+        self.mlp = create_mlp(spec, layer, all_reduce)
 
     def forward(
         self,
@@ -158,16 +127,14 @@ class DecoderLayer(nn.Module):
         """The layer's output for all tokens, or for those of `rows` `[R]`; all tokens leave their
         keys and values in the cache.
         """
-        kernels, attention, mlp = step.kernels, self.self_attn, self.mlp
+        kernels, attention = step.kernels, self.self_attn
         qkv, residual = kernels.norm_linear(x, residual, self.input_layernorm, attention.qkv_proj)
         attended = attention(qkv, kv_cache, step)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
             kernels = step.ops.for_tokens(len(rows))
         x = row_parallel(attended, attention.o_proj, residual, kernels, self.all_reduce)
-        norm = self.post_attention_layernorm
-        hidden, residual = kernels.norm_swiglu(x, residual, norm, mlp.gate_up_proj)
-        return row_parallel(hidden, mlp.down_proj, residual, kernels, self.all_reduce), residual
+        return self.mlp(x, residual, self.post_attention_layernorm, kernels)
 
 
 class Transformer(nn.Module):
@@ -198,7 +165,7 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
         self.layers = nn.ModuleList(
-            DecoderLayer(part, backend, all_reduce) for _ in range(text.num_layers)
+            DecoderLayer(part, layer, backend, all_reduce) for layer in range(text.num_layers)
         )
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         tied = text.tie_word_embeddings
@@ -265,15 +232,20 @@ def rank_spec(text: TextSpec, num_ranks: int) -> TextSpec:
     """
     if num_ranks == 1:
         return text
-    for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
-        if getattr(text, name) % num_ranks:
-            raise ValueError(f"{name} {getattr(text, name)} cannot be divided by {num_ranks} ranks")
-    return replace(
-        text,
-        num_heads=text.num_heads // num_ranks,
-        num_kv_heads=text.num_kv_heads // num_ranks,
-        intermediate_size=text.intermediate_size // num_ranks,
-    )
+
+    def share(of: object, name: str) -> int:
+        size = getattr(of, name)
+        if size % num_ranks:
+            raise ValueError(f"{name} {size} cannot be divided by {num_ranks} ranks")
+        return size // num_ranks
+
+    share(text, "vocab_size")
+    moe = text.moe
+    if moe is not None:
+        sizes = ("intermediate_size", "shared_intermediate_size")
+        moe = replace(moe, **{name: share(moe, name) for name in sizes})
+    sizes = ("num_heads", "num_kv_heads", "intermediate_size")
+    return replace(text, moe=moe, **{name: share(text, name) for name in sizes})
 
 
 def shard(model: Transformer, rank: int, num_ranks: int) -> dict[str, Tensor]:
@@ -290,7 +262,8 @@ def shard(model: Transformer, rank: int, num_ranks: int) -> dict[str, Tensor]:
             continue
         for layout in layer.layouts():
             name, axis = f"{path}.{layout.parameter}", layout.merged_axis
-            whole = found[name]
+            whole, depth = found[name], len(layer.stack)
+            axis = None if axis is None else depth + axis
             if layout.parameter == "bias" and layer.split == "in":
                 found[name] = torch.zeros_like(whole) if rank else whole
                 continue
@@ -298,7 +271,8 @@ def shard(model: Transformer, rank: int, num_ranks: int) -> dict[str, Tensor]:
             for part, shape, (start, stop) in layer.regions(layout):
                 region = whole if axis is None else whole.narrow(axis, start, stop - start)
                 size = layer.parts[part] if layer.split == "out" else layer.in_features
-                parts.append(region[layout.shard(shape, size, layer.split, rank, num_ranks)])
+                cuts = layout.shard(shape, size, layer.split, rank, num_ranks)
+                parts.append(region[(slice(None),) * depth + cuts])
             found[name] = parts[0] if axis is None else torch.cat(parts, dim=axis)
     if model.lm_head is None:
         found["lm_head.weight"] = model.embed_tokens.weight.chunk(num_ranks)[rank]

@@ -2,13 +2,20 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.families import FAMILIES, read_spec
-from services.common.model_spec import ModelSpec, ModelSpecError, RopeSpec, UnsupportedOption
+from services.common.model_spec import (
+    ModelSpec,
+    ModelSpecError,
+    MoESpec,
+    RopeSpec,
+    UnsupportedOption,
+)
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "eos_token_id": 151645,
@@ -45,7 +52,24 @@ MISTRAL = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
     "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072,
 }  # fmt: skip
-CONFIGS = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": LLAMA, "mistral": MISTRAL}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+    "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+CONFIGS = {
+    "qwen3": QWEN3,
+    "qwen2": QWEN2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen3-moe": QWEN3_MOE,
+}
 ABSENT = object()
 
 
@@ -78,11 +102,41 @@ def test_a_published_config_is_a_text_model(tmp_path: Path, config: dict) -> Non
 
 def test_families_differ_in_norms_biases_and_head_size(tmp_path: Path) -> None:
     specs = {name: read(tmp_path, config).text for name, config in CONFIGS.items()}
-    assert [name for name, text in specs.items() if text.qk_norm] == ["qwen3"]
+    assert [name for name, text in specs.items() if text.qk_norm] == ["qwen3", "qwen3-moe"]
     assert [name for name, text in specs.items() if text.qkv_bias] == ["qwen2"]
     assert not any(text.o_bias or text.mlp_bias for text in specs.values())
-    assert [text.head_dim for text in specs.values()] == [128, 128, 64, 128]
+    assert [text.head_dim for text in specs.values()] == [128, 128, 64, 128, 128]
     assert specs["mistral"].head_dim != 5120 // 32
+
+
+def test_experts(tmp_path: Path) -> None:
+    assert read(tmp_path, QWEN3).text.moe is None
+    expected = MoESpec(num_experts=128, top_k=8, intermediate_size=768)
+    assert read(tmp_path, QWEN3_MOE).text.moe == expected
+    assert read(tmp_path, QWEN3_MOE, norm_topk_prob=ABSENT).text.moe == replace(
+        expected, norm_topk_prob=False
+    )
+    renamed = {"num_experts": ABSENT, "num_local_experts": 16}  # as transformers 5 writes it
+    moe = read(tmp_path, QWEN3_MOE, **renamed).text.moe
+    assert moe is not None and moe.num_experts == 16
+    absent = {"intermediate_size": ABSENT}
+    assert read(tmp_path, QWEN3_MOE, **absent).text.intermediate_size == 768
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({}, []),
+        ({"mlp_only_layers": None}, []),
+        ({"mlp_only_layers": [3, 0]}, [0, 3]),
+        ({"decoder_sparse_step": 2}, [0, 2, 4]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [0, 1, 2, 3, 4]),
+        ({"decoder_sparse_step": 7}, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_dense_layers_between_experts(tmp_path: Path, changes: dict, dense: list[int]) -> None:
+    text = read(tmp_path, QWEN3_MOE, num_hidden_layers=6, **changes).text
+    assert [layer for layer in range(6) if not text.has_experts(layer)] == dense
 
 
 def test_biases_are_switched_on_by_the_config(tmp_path: Path) -> None:
@@ -216,6 +270,7 @@ SCALING = {"factor": 2.0, "original_max_position_embeddings": 4096}
         (QWEN2, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (QWEN3, {"num_experts": 128}, "num_experts 128"),
         (MISTRAL, {"num_local_experts": 8}, "num_local_experts 8"),
+        (QWEN3_MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok 129"),
         (QWEN3, {"layer_types": ["linear_attention"]}, "layer_types linear_attention"),
         (LLAMA, {"num_key_value_heads": 5}, "num_key_value_heads 5"),
         (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"high_freq_factor": 1}},
@@ -258,4 +313,5 @@ def test_a_malformed_config_is_an_error_that_says_what(
 def test_every_family_of_the_registry_reads(tmp_path: Path) -> None:
     """A registry line whose module is missing would show only when such a model is started."""
     tested = {config["architectures"][0] for config in CONFIGS.values()}
-    assert set(FAMILIES) - tested == {"Qwen3VLForConditionalGeneration"}
+    vision = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
+    assert set(FAMILIES) - tested == vision

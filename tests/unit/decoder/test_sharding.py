@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.model_spec import CheckpointSpec, ModelSpec, RopeSpec, TextSpec
+from services.common.model_spec import CheckpointSpec, ModelSpec, MoESpec, RopeSpec, TextSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import load_dummy, materialize
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
@@ -110,9 +110,22 @@ def together(whole: Transformer, text: TextSpec, meeting: Meeting) -> Tensor:
         return torch.cat(list(pool.map(run, range(RANKS))), dim=1)
 
 
+EXPERTS = MoESpec(
+    num_experts=6, top_k=2, intermediate_size=24, shared_intermediate_size=48,
+    dense_layers=frozenset({1}),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tie_word_embeddings": True}, BIASED, {"num_heads": 4, "intermediate_size": 80}],
+    [
+        {},
+        {"tie_word_embeddings": True},
+        BIASED,
+        {"num_heads": 4, "intermediate_size": 80},
+        {"moe": EXPERTS},
+        {"moe": replace(EXPERTS, shared_intermediate_size=0), "num_layers": 3},
+    ],
 )
 def test_two_ranks_give_the_whole_models_logits(changes: dict) -> None:
     torch.manual_seed(0)
@@ -150,7 +163,11 @@ def test_ranks_divide_the_weights_and_share_none_of_them() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"num_kv_heads": 1}, "num_kv_heads 1"), ({"intermediate_size": 49}, "intermediate_size 49")],
+    [
+        ({"num_kv_heads": 1}, "num_kv_heads 1"),
+        ({"intermediate_size": 49}, "intermediate_size 49"),
+        ({"moe": replace(EXPERTS, intermediate_size=25)}, "intermediate_size 25"),
+    ],
 )
 def test_what_cannot_be_divided_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"{message} cannot be divided by 2 ranks"):

@@ -229,3 +229,56 @@ def test_loaded_bytes_are_the_files(tmp_path: Path) -> None:
     save(tmp_path, tensors())
     read = load_file(tmp_path / "model.safetensors")
     assert torch.equal(load(tmp_path).head.weight, read["head.weight"])
+
+
+_EXPERTS_PROBE = """
+import sys, torch
+from torch import nn
+from services.common.nn.experts import Experts
+from services.common.nn.weights import Checkpoint, WeightMap, load_weights
+
+def memory(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
+
+torch.set_num_threads(1)
+dtype = getattr(torch, sys.argv[2])
+with torch.device("meta"):
+    model = nn.ModuleList([Experts(8, 1024, 512) for _ in range(3)])
+torch.ones(1 << 20).view(1024, 1024).mT.to(dtype).contiguous()  # not the loader's costs
+before = memory("VmRSS")
+load_weights(model, Checkpoint.open(sys.argv[1]), WeightMap({"": ""}), device="cpu", dtype=dtype)
+peak = memory("VmHWM") - before
+for parameter in model.parameters():
+    assert parameter[:, 0, 0].tolist() == parameter[:, -1, -1].tolist() == list(range(8))
+print(peak, sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["per expert", "fused", "transposed"])
+def test_peak_memory_of_experts_is_the_model_and_one_of_them(
+    tmp_path: Path, layout: str, dtype: str
+) -> None:
+    """H = 2 * I. A fused tensor is 32 MiB, an expert's part of it 4, the model 144 or 72."""
+    made = {}
+    for n in range(3):
+        numbers = torch.arange(8.0)[:, None, None]
+        sizes = {"gate_up_proj": (1024, 1024), "down_proj": (1024, 512)}
+        for name, (rows, columns) in sizes.items():
+            matrix = numbers.expand(-1, rows, columns)
+            if layout == "per expert":
+                parts = ["down_proj"] if name == "down_proj" else ["gate_proj", "up_proj"]
+                for index, expert in enumerate(matrix):
+                    of = zip(parts, expert.chunk(len(parts)), strict=True)
+                    made |= {f"{n}.{index}.{part}.weight": rows.clone() for part, rows in of}
+            else:
+                way = matrix.mT if layout == "transposed" else matrix
+                made[f"{n}.{name}"] = way.contiguous()
+    save(tmp_path, made)
+    done = subprocess.run(
+        [sys.executable, "-c", _EXPERTS_PROBE, str(tmp_path), dtype],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    peak, size = map(int, done.stdout.split())
+    assert size * 0.9 < peak <= size + (12 << 20)

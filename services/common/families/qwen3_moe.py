@@ -1,0 +1,22 @@
+"""Qwen3 with a mixture of experts in place of the MLP of most layers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.families.dense import qwen_sliding_window, read_model, read_moe, read_text
+from services.common.model_spec import ModelSpec
+
+
+def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
+    bias = bool(config.get("attention_bias", False))
+    text = read_text(
+        config,
+        num_kv_heads=4,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        sliding_window=qwen_sliding_window(config),
+        moe=read_moe(config, norm_topk_prob=bool(config.get("norm_topk_prob", False))),
+    )
+    return read_model(directory, config, text)

@@ -1,0 +1,144 @@
+"""The router and the experts of a mixture, and the layouts in which checkpoints hold experts.
+
+| layout     | gate and up                        | down                           |
+|------------|------------------------------------|--------------------------------|
+| per expert | `N.{gate,up}_proj.weight` `[I, H]` | `N.down_proj.weight` `[H, I]`  |
+| fused      | `gate_up_proj` `[E, 2 * I, H]`     | `down_proj` `[E, H, I]`        |
+| transposed | `gate_up_proj` `[E, H, 2 * I]`     | `down_proj` `[E, I, H]`        |
+
+Names tell the first from the others, shapes these from each other: where H = 2 * I gate and up have
+the same shape in both, where H = I down has, never both. Scales of a fused tensor follow its name
+(`down_proj_scale_inv`) and are transposed as it is. In memory the layout is `fused`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from services.common.nn.checkpoint import CheckpointError, TensorInfo
+from services.common.nn.linear import Linear, StackedLinear, TensorLayout
+
+FileLayout = Literal["per expert", "fused", "transposed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """What the files hold of one expert's parameter.
+
+    Attributes:
+        name: of the tensor, without the prefix of the experts.
+        shape: of the whole tensor in the file.
+        stack: the parameter's layer: `gate_up_proj` or `down_proj`.
+        layout: of the parameter.
+        place: index of the parameter's part that is filled.
+        item: index of the tensor that fills it; None: all of it.
+        transposed: the tensor's last two axes are those of the part the other way round.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stack: str
+    layout: TensorLayout
+    place: tuple[int | slice, ...]
+    item: int | None = None
+    transposed: bool = False
+
+
+class Router(Linear):
+    """Scores the experts for each token.
+
+    Args:
+        hidden_size: of a token.
+        num_experts: E.
+        top_k: experts that a token goes to.
+        normalize: their probabilities are scaled to a sum of 1.
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool) -> None:
+        super().__init__(hidden_size, num_experts)
+        self.top_k = top_k
+        self.normalize = normalize
+
+
+class Experts(nn.Module):
+    """Gated MLPs of one size, without biases.
+
+    Args:
+        count: of the experts, E.
+        hidden_size: H.
+        intermediate_size: I.
+    """
+
+    def __init__(self, count: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.count = count
+        size = intermediate_size
+        self.gate_up_proj = StackedLinear(count, hidden_size, {"gate_proj": size, "up_proj": size})
+        self.gate_up_proj.split = "out"
+        self.down_proj = StackedLinear(count, size, {"down_proj": hidden_size})
+        self.down_proj.split = "in"
+
+    @property
+    def stacks(self) -> dict[str, StackedLinear]:
+        """By name."""
+        return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
+
+    def file_layout(self, prefix: str, tensors: Mapping[str, TensorInfo]) -> FileLayout:
+        """How the tensors under `prefix` are laid out."""
+        found = [tensors.get(f"{prefix}.{name}") for name in self.stacks]
+        if not any(found):
+            return "per expert"
+        for info, stack in zip(found, self.stacks.values(), strict=True):
+            rows, columns = stack.out_features, stack.in_features
+            if rows != columns and info is not None and info.shape[1:] == (columns, rows):
+                return "transposed"
+        return "fused"
+
+    def modules_of(self, stack: str, layout: FileLayout) -> dict[str, str]:
+        """The files' modules of a stack → their weights' tensors; names without the prefix."""
+        if layout != "per expert":
+            return {stack: stack}
+        parts = self.stacks[stack].parts
+        names = [f"{expert}.{part}" for expert in range(self.count) for part in parts]
+        return {name: f"{name}.weight" for name in names}
+
+    def tensors(self, layout: FileLayout) -> Iterator[ExpertTensor]:
+        """All that the files hold, once the stacks have their methods.
+
+        Raises:
+            CheckpointError: a fused tensor has scales of blocks that gate and up share.
+        """
+        for name, stack in self.stacks.items():
+            for tensor in stack.layouts():
+                made = _of_experts if layout == "per expert" else _fused
+                yield from made(self.count, name, stack, tensor, layout == "transposed")
+
+
+def _of_experts(
+    count: int, name: str, stack: StackedLinear, layout: TensorLayout, _: bool
+) -> Iterator[ExpertTensor]:
+    for expert in range(count):
+        for part, shape, (start, stop) in stack.regions(layout):
+            axis = layout.merged_axis
+            rows = () if axis is None else (*[slice(None)] * axis, slice(start, stop))
+            source = f"{expert}.{part}.{layout.name}"
+            yield ExpertTensor(source, shape, name, layout, (expert, *rows))
+
+
+def _fused(
+    count: int, name: str, stack: StackedLinear, layout: TensorLayout, transposed: bool
+) -> Iterator[ExpertTensor]:
+    axes = [axis for axis in layout.axes if axis is not None and axis.dimension == "out"]
+    parts = list(stack.parts.values())
+    if any(rows % axis.per for axis in axes for rows in parts[:-1]):
+        raise CheckpointError(
+            f"{name}: scales of {axes[0].per} rows are not supported where gate and up are one "
+            f"tensor of {parts[0]} rows each"
+        )
+    shape = layout.shape(stack.out_features, stack.in_features)
+    shape = (count, *(reversed(shape) if transposed else shape))
+    suffix = layout.name.removeprefix("weight")
+    for expert in range(count):
+        yield ExpertTensor(f"{name}{suffix}", shape, name, layout, (expert,), expert, transposed)
