@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -14,6 +15,7 @@ from services.decoder.embedding_fetch import EncoderFetcher
 from services.decoder.embeddings import EmbeddingSource
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.front import DecoderFront
+from services.decoder.grammar import Grammars
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.service import DecoderServicer
 from tests.fake_fetch import FakeFetchServicer, serve_fetch
@@ -27,7 +29,14 @@ KEYS = [bytes([n]) * 32 for n in range(1, 9)]
 class Decoder:
     """The system under test and everything around it."""
 
-    def __init__(self, *, arena_pages: int = 16, timeout_s: float = 5.0, **info: int) -> None:
+    def __init__(
+        self,
+        *,
+        arena_pages: int = 16,
+        timeout_s: float = 5.0,
+        model_directory: Path | None = None,
+        **info: int,
+    ) -> None:
         self.runner = FakeRunner(runner_info(**info))
         self.engine = InProcessEngine(self.runner)
         self.registry = CollectorRegistry()
@@ -36,7 +45,8 @@ class Decoder:
         self.source = EmbeddingSource(
             self.arena, EncoderFetcher(timeout_s=timeout_s), None, metrics
         )
-        self.front = DecoderFront(self.engine.ready, self.engine, self.source, metrics)
+        grammars = Grammars(model_directory or Path(), self.engine.ready.vocab_size)
+        self.front = DecoderFront(self.engine.ready, self.engine, self.source, grammars, metrics)
         self.encoder = FakeFetchServicer()
         self.encoder_address = ""
         self._exit = contextlib.AsyncExitStack()

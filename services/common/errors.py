@@ -4,6 +4,7 @@
     ├── InvalidRequest                 400  the caller's fault; `param` names the field
     │   ├── ContextLengthExceeded      400
     │   ├── InvalidImage               400
+    │   ├── InvalidGrammar             400
     │   └── ModelNotFound              404
     ├── PayloadTooLarge                413
     ├── MediaFetchFailed               422  a URL answered, but not with an image
@@ -66,6 +67,12 @@ class InvalidImage(InvalidRequest):
     """Bytes that are not an image of an allowed format and size."""
 
     code = "invalid_image"
+
+
+class InvalidGrammar(InvalidRequest):
+    """A schema, expression or grammar that an answer cannot be held to."""
+
+    code = "invalid_grammar"
 
 
 class ModelNotFound(InvalidRequest):

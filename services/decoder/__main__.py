@@ -17,6 +17,7 @@ from services.decoder.embedding_fetch import EncoderFetcher
 from services.decoder.embeddings import EmbeddingSource
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
 from services.decoder.front import DecoderFront
+from services.decoder.grammar import Grammars
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.service import SERVICE_NAME, DecoderServicer
 from services.decoder.settings import DecoderSettings
@@ -61,7 +62,8 @@ class DecoderService:
         metrics = DecoderMetrics(registry)
         fetcher = EncoderFetcher(shared_memory=settings.shared_memory)
         source = EmbeddingSource(arena, fetcher, cache, metrics)
-        front = DecoderFront(ready, channel, source, metrics)
+        grammars = Grammars(settings.model, ready.vocab_size)
+        front = DecoderFront(ready, channel, source, grammars, metrics)
         add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, DecoderServicer(front))
         return cls(front, cache, add_servicer, registry)
 

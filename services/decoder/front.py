@@ -37,9 +37,11 @@ from services.decoder.engine.messages import (
     StartOfSequence,
     StepDone,
 )
+from services.decoder.grammar import Grammars
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.outbox import Outbox
 from services.decoder.submission import ImageRequest, read_submit
+from services.decoder.token_masks import SequenceMasks
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +98,7 @@ class DecoderFront:
         engine: the engine's ready message.
         channel: to the engine.
         source: obtains embeddings.
+        grammars: compiles sequences' grammars; closed with the front.
         metrics: of this service.
     """
 
@@ -104,11 +107,13 @@ class DecoderFront:
         engine: EngineInfo,
         channel: Channel,
         source: EmbeddingSource,
+        grammars: Grammars,
         metrics: DecoderMetrics,
     ) -> None:
         self.engine = engine
         self._channel = channel
-        self._images = SequenceImages(source, channel, self._image_failed)
+        self._images = SequenceImages(source, channel, self._input_failed)
+        self._masks = SequenceMasks(grammars, channel, self._input_failed)
         self._metrics = metrics
         self._max_live = (1 + QUEUE_FACTOR) * engine.max_num_sequences
         self._numbers = itertools.count(1)
@@ -166,7 +171,7 @@ class DecoderFront:
                 raise Overloaded(self._refusal)
             if len(self._live) >= self._max_live:
                 raise Overloaded(f"{len(self._live)} sequences run or wait here already")
-            message, images = read_submit(submit, live.number, self.engine)
+            message, images, grammar = read_submit(submit, live.number, self.engine)
         except TriptychError as error:
             self._report(live, _failed(error), error.code)
         except Exception:
@@ -174,6 +179,8 @@ class DecoderFront:
             self._report(live, _failed(InternalError("the submission failed")), "internal_error")
         else:
             self._start(live, message, images, submit.timeout_s)
+            if grammar is not None:
+                self._masks.add(live.number, grammar)
 
     def cancel(self, stream: Stream, sequence_id: int) -> None:
         """Ends a sequence, unless it has ended already."""
@@ -222,12 +229,14 @@ class DecoderFront:
             stream.outbox.close()
 
     async def close(self) -> None:
-        """Ends all fetches."""
+        """Ends all fetches and compilations."""
         await self._images.close()
+        await self._masks.close()
 
     # Events.
 
     def _dispatch(self, done: StepDone) -> None:
+        self._masks.tokens_arrived(done.events)  # first: the engine waits for them
         num_generated = 0
         touched: set[Stream] = set()
         for event in done.events:
@@ -340,6 +349,7 @@ class DecoderFront:
         if live.deadline is not None:
             live.deadline.cancel()
         self._images.cancel_fetches(live.number)
+        self._masks.remove(live.number)
         if live.number in self._live:
             self._channel.send(AbortSequence(live.number))
 
@@ -349,6 +359,7 @@ class DecoderFront:
             live.deadline.cancel()
         del self._live[live.number]
         self._images.remove(live.number)
+        self._masks.remove(live.number)
         if not self._live:
             self._empty.set()
 
@@ -363,9 +374,10 @@ class DecoderFront:
                 timeout_s, self._fail, live, DeadlineExceeded("the request's time is over")
             )
 
-    def _image_failed(self, number: int, error: TriptychError) -> None:
+    def _input_failed(self, number: int, error: TriptychError) -> None:
+        """An image or a token mask cannot be obtained."""
         if (live := self._live.get(number)) is not None:
-            log.warning("an image cannot be obtained: %s", error, extra=_fields(live))
+            log.warning("a sequence cannot go on: %s", error, extra=_fields(live))
             self._fail(live, error)
 
 

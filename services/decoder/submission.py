@@ -9,17 +9,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 
 from services.common.embedding import EmbeddingSpec
-from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest
 from services.common.image_key import KEY_BYTES
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
+from services.decoder.grammar import Grammar
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_BYTES = 256
+MAX_GRAMMAR_CHARS = 1 << 18
+MAX_BEGINS_AFTER = 64
+_GRAMMAR_KINDS = {
+    pb.Grammar.KIND_JSON_SCHEMA: "json_schema",
+    pb.Grammar.KIND_REGEX: "regex",
+    pb.Grammar.KIND_CHOICE: "choice",
+    pb.Grammar.KIND_GRAMMAR: "grammar",
+}
 _INT_BYTES = 4
 
 
@@ -34,8 +44,8 @@ class ImageRequest:
 
 def read_submit(
     submit: pb.Submit, sequence_id: int, engine: EngineInfo
-) -> tuple[AddSequence, list[ImageRequest]]:
-    """The engine's message, under the front's `sequence_id`, and the images it needs.
+) -> tuple[AddSequence, list[ImageRequest], Grammar | None]:
+    """The engine's message, under the front's `sequence_id`, the images it needs, and its grammar.
 
     Raises:
         InvalidRequest: the message says which field and why.
@@ -49,16 +59,23 @@ def read_submit(
         raise InvalidRequest(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
     if not (math.isfinite(submit.timeout_s) and submit.timeout_s >= 0):
         raise InvalidRequest("timeout_s is not a time")
+    sampling, grammar = _sampling(submit.sampling, engine), None
+    if submit.HasField("grammar"):
+        grammar = _grammar(submit.grammar, sampling, submit.prompt_token_ids, engine)
+        # The grammar decides when the sequence may end.
+        stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *grammar.end_ids)))
+        sampling = structs.replace(sampling, stop_token_ids=stop_ids, min_tokens=0)
     message = AddSequence(
         sequence_id=sequence_id,
         prompt_token_ids=submit.prompt_token_ids,
         positions=submit.positions,
         position_delta=submit.position_delta,
         images=spans,
-        sampling=_sampling(submit.sampling, engine),
+        sampling=sampling,
         cache_salt=submit.cache_salt,
+        token_masks=grammar is not None,
     )
-    return message, _image_requests(submit, engine)
+    return message, _image_requests(submit, engine), grammar
 
 
 def _check_prompt(submit: pb.Submit, engine: EngineInfo) -> int:
@@ -152,6 +169,30 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
         min_tokens=min(given.min_tokens, engine.max_model_len),
         top_logprobs=top_logprobs,
     )
+
+
+def _grammar(
+    given: pb.Grammar, sampling: SamplingParams, prompt: bytes, engine: EngineInfo
+) -> Grammar:
+    kind = _GRAMMAR_KINDS.get(given.kind)
+    if kind is None:
+        raise InvalidRequest(f"grammar has the unknown kind {given.kind}")
+    if len(given.text) > MAX_GRAMMAR_CHARS:
+        raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
+    if not 1 <= len(given.end_token_ids) <= MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"grammar.end_token_ids has not 1 to {MAX_STOP_TOKEN_IDS} entries")
+    if len(given.begins_after) > MAX_BEGINS_AFTER:
+        raise InvalidRequest(f"grammar.begins_after has more than {MAX_BEGINS_AFTER} entries")
+    _check_ids("grammar.end_token_ids", given.end_token_ids, engine)
+    _check_ids("grammar.begins_after", given.begins_after, engine)
+    count, num_prompt = given.num_continued_tokens, len(prompt) // _INT_BYTES
+    if count > num_prompt:
+        raise InvalidRequest("grammar.num_continued_tokens is more than the prompt has")
+    continued = np.frombuffer(prompt, "<i4")[num_prompt - count :].tolist()
+    return Grammar(
+        kind, given.text, tuple(given.begins_after), tuple(given.end_token_ids), tuple(continued),
+        sampling.stop_token_ids, sampling.min_tokens,
+    )  # fmt: skip
 
 
 def _check_range(

@@ -22,6 +22,7 @@ from blake3 import blake3
 from services.common.errors import (
     Cancelled,
     InternalError,
+    InvalidGrammar,
     InvalidRequest,
     Overloaded,
     TriptychError,
@@ -52,6 +53,8 @@ class PreparedRequest:
     Attributes:
         sampling: of the first choice.
         deadline: on the monotonic clock.
+        grammar: what the answer has to be; None: any text.
+        grammar_param: the field that an error of the grammar names.
         wait_for_sources: the response has `encode_sources`, so wait briefly for late encode calls.
         encode_sources: per image, the `Source` of its EncodeResponse in lower case; None: unknown.
     """
@@ -64,6 +67,8 @@ class PreparedRequest:
     cache_salt: bytes
     deadline: float
     timings: Timings
+    grammar: pb.Grammar | None = None
+    grammar_param: str | None = None
     wait_for_sources: bool = False
     encode_sources: list[str | None] = field(default_factory=list[str | None])
 
@@ -212,6 +217,7 @@ class Attempts:
             cache_salt=request.cache_salt,
             timeout_s=request.remaining_s(),
             traceparent=self._span.traceparent,
+            grammar=request.grammar,
         )
         for choice in range(request.num_choices):
             submit.sampling.seed = choice_seed(request.sampling.seed, choice)
@@ -311,6 +317,8 @@ class Attempts:
             return _RetryableFailure(error, "encoder", lost)
         if isinstance(error, Cancelled):  # not by this gateway, which ignores events then
             error = Unavailable("the decoder cancelled the request")
+        if isinstance(error, InvalidGrammar):
+            error.param = self._request.grammar_param
         return _RetryableFailure(error, "decoder", address) if error.retryable else error
 
     def _exclude(self, failure: _RetryableFailure) -> None:

@@ -34,6 +34,7 @@ from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.detokenizer import Choice, create_choices
 from services.gateway.exchange import Exchange, read_body
+from services.gateway.grammar import read_grammar
 from services.gateway.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.openai import ChatRequest, parse_chat_request
@@ -151,7 +152,7 @@ class ChatService:
         Raises:
             TriptychError: the request cannot be served.
         """
-        decoder = self._decoder(request.model)
+        decoder, grammar = self._decoder(request.model), read_grammar(request)
         with timings.measure("tokenize"):
             draft = await self._draft(request, decoder.max_model_len)
         # Before images are loaded. Each has at least one token, as its placeholder here.
@@ -177,6 +178,8 @@ class ChatService:
             cache_salt=(request.cache_salt or "").encode(),
             deadline=timings.arrived + self.request_timeout_s,
             timings=timings,
+            grammar=grammar and grammar.to_proto(self.defaults.eos_token_ids),
+            grammar_param=grammar and grammar.param,
             wait_for_sources=bool(request.include_stage_times),
             encode_sources=[None] * len(images),
         )  # fmt: skip

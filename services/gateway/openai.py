@@ -21,6 +21,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
+from services.gateway.answer_formats import ResponseFormat, StructuredOutputs
 from services.gateway.json_body import decode_json
 
 MAX_MESSAGES = 2048
@@ -136,6 +137,8 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     mm_processor_kwargs: MultimodalOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     include_stage_times: bool | None = None
     # Without effect.
     user: str | None = None
@@ -152,7 +155,6 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     tool_choice: _Any | UnsetType = UNSET
     functions: _Any | UnsetType = UNSET
     function_call: _Any | UnsetType = UNSET
-    response_format: _Any | UnsetType = UNSET
     modalities: _Any | UnsetType = UNSET
     audio: _Any | UnsetType = UNSET
     reasoning_effort: _Any | UnsetType = UNSET
@@ -179,7 +181,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None,),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "reasoning_effort": (None, "none"),

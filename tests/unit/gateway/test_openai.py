@@ -45,7 +45,7 @@ def test_unserved_fields_may_have_their_default_values():
     ("field", "value"),
     [
         ("tools", []), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}), ("modalities", ["text", "audio"]),
+        ("modalities", ["text", "audio"]),
         ("audio", {}), ("functions", []), ("reasoning_effort", "high"), ("verbosity", "low"),
         ("web_search_options", {}), ("best_of", 2), ("guided_json", {}), ("echo", False),
     ],

@@ -1,0 +1,317 @@
+"""Grammars of completions, compiled for the model's vocabulary by llguidance.
+
+The decoder's front compiles a sequence's grammar in a thread and keeps a matcher of it; token_masks
+asks the matcher what the sequence may have next. Schemas are strangers' input: their size, the work
+that compiling and matching may take, the waiting compilations and the cache all have bounds.
+"""
+
+import asyncio
+import os
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from services.common.errors import InvalidGrammar, Overloaded
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # of the stub alone
+
+Int32Array = npt.NDArray[np.int32]
+
+# Compiling is rare and must not take the cores from the masks of running sequences.
+_COMPILE_THREADS = 2
+_MAX_MASK_THREADS = 8
+_MAX_COMPILING = 64
+_COMPILE_TIMEOUT_S = 10.0
+_CACHE_ENTRIES = 256
+_MAX_VOCABULARIES = 4  # a model has one set of end ids; each costs a second and 100 MB
+_MAX_MESSAGE_CHARS = 500
+# One space, or a new line and indentation: what models write. More lets a sequence that has lost
+# its way fill max_tokens with blanks.
+_JSON_OPTIONS = {
+    "whitespace_pattern": r"[ ]?|\n[ ]{0,40}",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+_WORDS = {
+    "json_schema": "the schema",
+    "regex": "the regular expression",
+    "choice": "the choice",
+    "grammar": "the grammar",
+}
+
+
+class Grammar(NamedTuple):
+    """What a completion has to be; see proto/decoder.proto.
+
+    Attributes:
+        kind: `json_schema`, `regex`, `choice` or `grammar`.
+        text: of that kind.
+        begins_after: ids after which the grammar begins; empty: at once.
+        end_ids: of a complete text.
+        continued: ids of the completion that are in the prompt already.
+        stop_ids: the sequence's; end ids that are not among them are sampled only where the text
+            cannot be continued.
+        min_tokens: the sequence's: before, no end id and no stop id is sampled, unless the text
+            cannot be continued.
+    """
+
+    kind: str
+    text: str
+    begins_after: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    continued: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+
+class MatcherFailed(Exception):
+    """A matcher cannot go on; the message says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Matcher:
+    """What one sequence may have next. Used by one thread at a time.
+
+    Attributes:
+        grammar: llguidance's state.
+        begins_after: as of the grammar; empty once it has begun.
+        num_generated: completion tokens seen.
+        min_tokens: until then no id of `stop_ids` ends the sequence, if anything else is allowed.
+        ends_early: end ids may be sampled where the text is complete and could be continued.
+        without_ends, without_stops: masks of all ids but the grammar's end ids, and of all but the
+            sequence's stop ids; `[words]`.
+    """
+
+    grammar: LLMatcher
+    begins_after: tuple[int, ...]
+    min_tokens: int
+    ends_early: bool
+    without_ends: Int32Array
+    without_stops: Int32Array
+    num_generated: int = 0
+    _recent: tuple[int, ...] = ()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the next token is the grammar's."""
+        return not self.begins_after
+
+    def consume(self, token_ids: list[int]) -> None:
+        """Takes the sequence's next tokens.
+
+        Raises:
+            MatcherFailed: they are not of the grammar.
+        """
+        self.num_generated += len(token_ids)
+        while token_ids and not self.has_begun:
+            token_id, *token_ids = token_ids
+            self._recent = (*self._recent, token_id)[-len(self.begins_after) :]
+            if self._recent == self.begins_after:
+                self.begins_after = ()
+        if token_ids and not self.grammar.consume_tokens(token_ids):
+            raise MatcherFailed(_first_lines(self.grammar.get_error()))
+
+    def finish(self, mask: Int32Array) -> None:
+        """Takes ids that may not end the sequence yet out of a mask that llguidance has filled.
+
+        Raises:
+            MatcherFailed: nothing is allowed.
+        """
+        if self.grammar.is_error():
+            raise MatcherFailed(_first_lines(self.grammar.get_error()))
+        if not self.has_begun:
+            mask[:] = self.without_ends
+        elif not self.ends_early:
+            _restrict(mask, self.without_ends)
+        if self.num_generated < self.min_tokens:
+            _restrict(mask, self.without_stops)
+
+
+class Grammars:
+    """Owner of the vocabulary, the compiled grammars and the threads.
+
+    Args:
+        directory: of the model; its tokenizer.json is read when the first grammar arrives.
+        vocab_size: of the model's head, at least the tokenizer's.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
+        self._file = directory / "tokenizer.json"
+        self.vocab_size = vocab_size
+        self.num_words = -(-vocab_size // 32)
+        self._vocabularies: dict[tuple[int, ...], LLTokenizer] = {}  # by end ids
+        self._reading = Lock()
+        self._compilers = ThreadPoolExecutor(_COMPILE_THREADS, "grammar")
+        self._maskers = ThreadPoolExecutor(1, "token-masks")
+        self._parallel: LLExecutor | None = None
+        # One that is being compiled is in it, too, so that it is compiled once.
+        self._cache: OrderedDict[tuple[object, ...], asyncio.Future[LLMatcher]] = OrderedDict()
+        self._num_compiling = 0
+        self._without: OrderedDict[tuple[int, ...], Int32Array] = OrderedDict()
+
+    async def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the start of a sequence's completion.
+
+        Raises:
+            InvalidGrammar: it is not a grammar, or beyond what is supported; the message names it.
+            Overloaded: too many grammars are being compiled.
+        """
+        compiled = await self._compiled(grammar)
+        matcher = Matcher(
+            compiled.deep_copy(),
+            grammar.begins_after,
+            grammar.min_tokens,
+            ends_early=set(grammar.end_ids) <= set(grammar.stop_ids),
+            without_ends=self._mask_without(grammar.end_ids),
+            without_stops=self._mask_without((*grammar.end_ids, *grammar.stop_ids)),
+        )
+        if grammar.continued:
+            try:
+                matcher.consume(list(grammar.continued))
+            except MatcherFailed as error:
+                raise InvalidGrammar(f"the continued text does not fit it: {error}") from None
+            matcher.num_generated = 0
+        return matcher
+
+    async def masks(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
+        """Feeds each matcher the sequence's new tokens; returns the masks for the next ones.
+
+        Args:
+            work: matchers, each once, and tokens, which may be none.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._maskers, self._masks, work)
+
+    def close(self) -> None:
+        """Ends the threads when they are idle."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._maskers.shutdown(wait=False, cancel_futures=True)
+
+    def _masks(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
+        masks = np.empty((len(work), self.num_words), np.int32)
+        results: list[bytes | MatcherFailed] = [b""] * len(work)
+        running: list[tuple[LLMatcher, int]] = []
+        for index, (matcher, token_ids) in enumerate(work):
+            try:
+                matcher.consume(token_ids)
+            except MatcherFailed as error:
+                results[index] = error
+            else:
+                if matcher.has_begun:
+                    running.append((matcher.grammar, index))
+        if running:
+            if self._parallel is None:
+                self._parallel = LLExecutor(_num_mask_threads())
+            fill_next_token_bitmask_par(self._parallel, running, masks)
+        for index, (matcher, _) in enumerate(work):
+            if not results[index]:
+                try:
+                    matcher.finish(masks[index])
+                    results[index] = masks[index].tobytes()
+                except MatcherFailed as error:
+                    results[index] = error
+        return results
+
+    async def _compiled(self, grammar: Grammar) -> LLMatcher:
+        key = (grammar.kind, grammar.text, grammar.end_ids)
+        if (found := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+            return await asyncio.shield(found)
+        if self._num_compiling >= _MAX_COMPILING:
+            raise Overloaded("too many grammars are being compiled", retry_after_s=1)
+        self._num_compiling += 1
+        compiling = asyncio.get_running_loop().run_in_executor(
+            self._compilers, partial(self._compile, grammar)
+        )
+        self._cache[key] = compiling
+        compiling.add_done_callback(partial(self._compiled_one, key))
+        if len(self._cache) > _CACHE_ENTRIES:
+            self._cache.popitem(last=False)
+        try:
+            return await asyncio.wait_for(asyncio.shield(compiling), _COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            raise InvalidGrammar(f"takes more than {_COMPILE_TIMEOUT_S:g} s to compile") from None
+
+    def _compiled_one(self, key: tuple[object, ...], done: "asyncio.Future[LLMatcher]") -> None:
+        self._num_compiling -= 1
+        if (done.cancelled() or done.exception()) and self._cache.get(key) is done:
+            del self._cache[key]
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        """In a thread."""
+        try:
+            if grammar.kind == "json_schema":
+                options = cast("JsonCompileOptions", _JSON_OPTIONS)
+                text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+            else:
+                text = grammar_from(grammar.kind, grammar.text)  # pyright: ignore
+        except ValueError as error:
+            raise _refused(grammar, str(error)) from None
+        vocabulary = self._vocabulary(grammar.end_ids)
+        compiled = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
+        if compiled.is_error():
+            raise _refused(grammar, compiled.get_error())
+        # The lexer's first states, which the copies share.
+        compiled.compute_bitmask()
+        if compiled.is_error():
+            raise _refused(grammar, compiled.get_error())
+        return compiled
+
+    def _vocabulary(self, end_ids: tuple[int, ...]) -> LLTokenizer:
+        with self._reading:
+            found = self._vocabularies.get(end_ids)
+            if found is None:
+                if len(self._vocabularies) >= _MAX_VOCABULARIES:
+                    raise InvalidGrammar("other grammars have other end_token_ids")
+                path, size = str(self._file), self.vocab_size
+                found = LLTokenizer(path, n_vocab=size, eos_token=list(end_ids))
+                self._vocabularies[end_ids] = found
+            return found
+
+    def _mask_without(self, ids: tuple[int, ...]) -> Int32Array:
+        found = self._without.get(ids)
+        if found is None:
+            bits = np.ones(32 * self.num_words, np.uint8)
+            bits[list(ids)] = 0
+            found = np.packbits(bits, bitorder="little").view("<i4")
+            self._without[ids] = found
+            if len(self._without) > _CACHE_ENTRIES:
+                self._without.popitem(last=False)
+        return found
+
+
+def _refused(grammar: Grammar, text: str) -> InvalidGrammar:
+    what = _WORDS[grammar.kind]
+    return InvalidGrammar(f"{what} is not valid or not supported: {_first_lines(text)}")
+
+
+def _num_mask_threads() -> int:
+    return max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(verbose_errors=False)
+
+
+def _restrict(mask: Int32Array, to: Int32Array) -> None:
+    """Keeps what `to` allows of the mask, unless that is nothing."""
+    kept = mask & to
+    if kept.any():
+        mask[:] = kept
+
+
+def _first_lines(text: str) -> str:
+    return text.strip()[:_MAX_MESSAGE_CHARS]

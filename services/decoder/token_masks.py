@@ -1,0 +1,102 @@
+"""Token masks of the front's sequences: from the tokens of a step to the masks of the next one.
+
+`DecoderFront` reports sequences with grammars here, and their tokens; masks are made in threads and
+sent to the engine, which plans such a sequence when its mask has arrived.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from services.common.errors import InternalError, TriptychError
+from services.decoder.embeddings import EngineSender
+from services.decoder.engine.messages import SequenceEvent, TokenMask
+from services.decoder.grammar import Grammar, Grammars, Matcher, MatcherFailed
+
+log = logging.getLogger(__name__)
+
+
+class SequenceMasks:
+    """Owner of the matchers, one for each running sequence that has a grammar.
+
+    Args:
+        grammars: compiles them.
+        engine: gets the masks.
+        failed: called with a sequence's number and an error when it cannot go on.
+    """
+
+    def __init__(
+        self, grammars: Grammars, engine: EngineSender, failed: Callable[[int, TriptychError], None]
+    ) -> None:
+        self._grammars = grammars
+        self._engine = engine
+        self._failed = failed
+        self._matchers: dict[int, Matcher | None] = {}  # None: being compiled
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, number: int, grammar: Grammar) -> None:
+        """Starts on a sequence that the engine was sent: its first mask follows."""
+        self._matchers[number] = None
+        self._start(self._begin(number, grammar))
+
+    def tokens_arrived(self, events: list[SequenceEvent]) -> None:
+        """Starts on the next masks of sequences that had tokens in a step."""
+        if not self._matchers:
+            return
+        work: list[tuple[int, int, Matcher, list[int]]] = []
+        for event in events:
+            matcher = self._matchers.get(event.sequence_id)
+            if matcher is not None and event.end is None and event.token_ids:
+                generated = matcher.num_generated + len(event.token_ids)
+                work.append((event.sequence_id, generated, matcher, event.token_ids))
+        if work:
+            self._start(self._send_masks(work))
+
+    def remove(self, number: int) -> None:
+        """A sequence has ended; of those without a grammar nothing is known."""
+        self._matchers.pop(number, None)
+
+    async def close(self) -> None:
+        """Ends all work."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._grammars.close()
+
+    async def _begin(self, number: int, grammar: Grammar) -> None:
+        try:
+            matcher = await self._grammars.matcher(grammar)
+        except TriptychError as error:
+            self._fail(number, error)
+            return
+        except Exception:
+            log.exception("a grammar was not compiled")
+            self._fail(number, InternalError("the grammar was not compiled"))
+            return
+        if number in self._matchers:
+            self._matchers[number] = matcher
+            await self._send_masks([(number, 0, matcher, [])])
+
+    async def _send_masks(self, work: list[tuple[int, int, Matcher, list[int]]]) -> None:
+        try:
+            masks = await self._grammars.masks([(matcher, ids) for _, _, matcher, ids in work])
+        except Exception:
+            log.exception("token masks failed")
+            masks = [MatcherFailed("token masks failed")] * len(work)
+        messages: list[TokenMask] = []
+        for (number, generated, _, _), mask in zip(work, masks, strict=True):
+            if isinstance(mask, MatcherFailed):
+                self._fail(number, InternalError(f"the grammar cannot be followed: {mask}"))
+            elif number in self._matchers:
+                messages.append(TokenMask(number, generated, mask))
+        if messages:
+            self._engine.send(*messages)
+
+    def _fail(self, number: int, error: TriptychError) -> None:
+        if number in self._matchers:
+            self._failed(number, error)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,203 @@
+"""Grammars from a Submit to tokens: the decoder's front and engine, a random model."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer
+
+from services.common.pb import decoder_pb2 as pb
+from services.decoder.engine.messages import AddSequence
+from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of
+from tests.tiny_tokenizer import added_ids, tokenizer_json, write_text_model_directory
+
+END = added_ids()["<|im_end|>"]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"enum": ["small", "big"]},
+        "ages": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["name", "size", "ages"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_text_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def decoder(model):
+    async with Decoder(
+        model_directory=model, num_blocks=256, max_model_len=512, max_num_sequences=16
+    ) as decoder:
+        yield decoder
+
+
+def grammar(kind: str, text: object, **fields: object) -> pb.Grammar:
+    text = text if isinstance(text, str) else json.dumps(text)
+    kind = pb.Grammar.Kind.Value(f"KIND_{kind}")
+    return pb.Grammar(kind=kind, text=text, **{"end_token_ids": [END], **fields})
+
+
+def text_of(ids: list[int]) -> str:
+    return Tokenizer.from_str(tokenizer_json()).decode(ids, skip_special_tokens=False)
+
+
+async def ask(gateway: Gateway, number: int, form: pb.Grammar, **sampling: object) -> None:
+    fields = {"seed": number, "max_tokens": 400, "stop_token_ids": [END], **sampling}
+    submit = submit_of(number, prompt_of(number), **fields)
+    submit.grammar.CopyFrom(form)
+    await gateway.submit(submit)
+
+
+async def told(gateway: Gateway, number: int) -> tuple[list[int], pb.Finished | pb.Failed]:
+    end = await gateway.end(number)
+    ids = gateway.tokens[number]
+    return ids[:-1] if ids and ids[-1] == END else ids, end
+
+
+async def answer(gateway: Gateway, number: int, form: pb.Grammar, **sampling: object):
+    await ask(gateway, number, form, **sampling)
+    return await told(gateway, number)
+
+
+async def test_answers_are_of_their_grammars_in_one_batch_with_free_ones(decoder):
+    choices = ["red", "red circle", 'a "b"\n']
+    lark = 'start: "[" NUMBER ("," NUMBER)* "]"\nNUMBER: /[1-9][0-9]?/'
+    gbnf = 'root ::= "x" ("y" | "z")'
+    forms = [
+        (grammar("JSON_SCHEMA", SCHEMA), lambda t: jsonschema.validate(json.loads(t), SCHEMA)),
+        (grammar("REGEX", "[ab]{3}-?c{1,20}"), lambda t: re.fullmatch("[ab]{3}-?c{1,20}", t)[0]),
+        (grammar("CHOICE", choices), choices.index),
+        (grammar("GRAMMAR", lark), json.loads),
+        (grammar("GRAMMAR", gbnf), ["xy", "xz"].index),
+    ]
+    async with Gateway(decoder) as gateway:
+        free = [submit_of(n, prompt_of(n), max_tokens=64) for n in range(100, 104)]
+        for submit in free:
+            await gateway.submit(submit)
+        numbered = list(enumerate(forms * 4, 1))
+        for number, (form, _) in numbered:
+            await ask(gateway, number, form)
+        for number, (_, check) in numbered:
+            ids, end = await told(gateway, number)
+            assert end.reason == pb.Finished.REASON_STOP, end
+            check(text_of(ids))
+        for submit in free:
+            assert (await gateway.end(submit.sequence_id)).reason == pb.Finished.REASON_LENGTH
+    assert decoder.is_idle()
+
+
+async def test_cut_by_max_tokens_is_a_prefix(decoder):
+    async with Gateway(decoder) as gateway:
+        form = grammar("JSON_SCHEMA", SCHEMA)
+        whole, _ = await answer(gateway, 7, form)
+        again = submit_of(8, prompt_of(7), seed=7, max_tokens=len(whole) // 2)
+        again.grammar.CopyFrom(form)
+        await gateway.submit(again)
+        end = await gateway.end(8)
+    assert end.reason == pb.Finished.REASON_LENGTH
+    assert gateway.tokens[8] == whole[: len(whole) // 2]
+
+
+async def test_refused_by_name(decoder):
+    cases = {
+        "not": grammar("JSON_SCHEMA", {"not": {"type": "string"}}),
+        "uniqueItems": grammar("JSON_SCHEMA", {"properties": {"a": {"uniqueItems": True}}}),
+        "foo": grammar("JSON_SCHEMA", {"type": "string", "format": "foo"}),
+        "look-around": grammar("REGEX", "a(?=b)"),
+        "unknown name": grammar("GRAMMAR", "start: nothing"),
+        "EOF": grammar("JSON_SCHEMA", "{"),
+        "characters": grammar("REGEX", "a" * 300_000),
+    }
+    async with Gateway(decoder) as gateway:
+        for number, (name, form) in enumerate(cases.items(), 1):
+            _, end = await answer(gateway, number, form)
+            assert end.code == "invalid_grammar" and name in end.message, (name, end)
+    assert decoder.is_idle()
+
+
+async def test_grammar_begins_after_the_reasoning(decoder):
+    think = added_ids()["</think>"]
+    form = grammar("CHOICE", ["yes", "no"], begins_after=[think])
+    async with Gateway(decoder) as gateway:
+        bias = {think: 3.0}  # of no effect on the fake; the ids come by chance
+        ids, end = await answer(gateway, 3, form, max_tokens=490, logit_bias=bias)
+        if end.reason == pb.Finished.REASON_LENGTH:
+            assert END not in ids and think not in ids
+        else:
+            at = ids.index(think)
+            assert text_of(ids[at + 1 :]) in ("yes", "no") and END not in ids[:at]
+
+
+async def test_min_tokens_and_ignored_end_ids_do_not_break_the_form(decoder):
+    async with Gateway(decoder) as gateway:
+        form = grammar("REGEX", "(ab){1,40}")
+        short = [(await answer(gateway, n, form))[0] for n in range(1, 9)]
+        assert min(map(len, short)) < 12
+        for number in range(11, 19):
+            ids, end = await answer(gateway, number, form, min_tokens=12)
+            assert len(ids) >= 12 and end.reason == pb.Finished.REASON_STOP
+            ids, end = await answer(gateway, number + 10, form, stop_token_ids=[])
+            assert text_of(ids) == "ab" * 40 and end.reason == pb.Finished.REASON_STOP
+        ids, end = await answer(gateway, 50, grammar("CHOICE", ["a"]), min_tokens=12)
+        assert text_of(ids) == "a" and end.reason == pb.Finished.REASON_STOP
+
+
+async def test_continued_from_its_ids(decoder):
+    """What a retry elsewhere does."""
+    async with Gateway(decoder) as gateway:
+        form = grammar("JSON_SCHEMA", SCHEMA)
+        whole, _ = await answer(gateway, 5, form)
+        half = whole[: len(whole) // 2]
+        rest = submit_of(6, prompt_of(5) + half, seed=99, max_tokens=400)
+        rest.grammar.CopyFrom(form)
+        rest.grammar.num_continued_tokens = len(half)
+        await gateway.submit(rest)
+        assert (await gateway.end(6)).reason == pb.Finished.REASON_STOP
+        jsonschema.validate(json.loads(text_of(half + gateway.tokens[6][:-1])), SCHEMA)
+        rest.sequence_id, rest.grammar.text = 7, '{"type": "integer"}'
+        await gateway.submit(rest)
+        assert (await gateway.end(7)).code == "invalid_grammar"
+
+
+async def test_preempted_sequences_go_on(model):
+    info = {"num_blocks": 40, "block_size": 4, "max_model_len": 128, "max_num_sequences": 8}
+    async with Decoder(model_directory=model, **info) as decoder, Gateway(decoder) as gateway:
+        form = grammar("REGEX", "[a-z]{40,60}")
+        for number in range(1, 9):
+            await ask(gateway, number, form)
+        for number in range(1, 9):
+            ids, end = await told(gateway, number)
+            assert end.reason == pb.Finished.REASON_STOP
+            assert re.fullmatch("[a-z]{40,60}", text_of(ids))
+        assert decoder.engine.engine.stats().num_preemptions > 0
+        assert decoder.is_idle()
+
+
+async def test_cancelled_while_its_grammar_compiles(decoder):
+    async with Gateway(decoder) as gateway:
+        submit = submit_of(1, prompt_of(1))
+        submit.grammar.CopyFrom(grammar("JSON_SCHEMA", SCHEMA))
+        await gateway.submit(submit)
+        await gateway.cancel(1)
+        assert (await gateway.end(1)).code == "cancelled"
+        ids, _ = await answer(gateway, 2, grammar("JSON_SCHEMA", SCHEMA))
+        json.loads(text_of(ids))
+    assert decoder.is_idle()
+
+
+async def test_sequences_without_a_grammar_are_planned_ahead_as_before(decoder):
+    sent: list[object] = []
+    send = decoder.engine.send
+    decoder.engine.send = lambda *messages: (sent.extend(messages), send(*messages))
+    async with Gateway(decoder) as gateway:
+        await gateway.submit(submit_of(1, prompt_of(1)))
+        await gateway.end(1)
+    assert [type(m) for m in sent] == [AddSequence]
+    assert sent[0].plan_ahead and not sent[0].token_masks
