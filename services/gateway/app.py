@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from services.common.errors import TriptychError
@@ -113,7 +113,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
 
 def _application(
-    routes: list[Route], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+    routes: list[BaseRoute], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ) -> FastAPI:
     return FastAPI(
         # msgspec checks requests, so FastAPI's generated pages would be empty; docs/api.md

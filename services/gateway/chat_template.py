@@ -15,6 +15,7 @@ import datetime
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -33,6 +34,8 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 _SPECIAL_TOKEN_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+
+_PROBE = "a late system message"
 
 Message = Mapping[str, Any]
 
@@ -69,6 +72,22 @@ class ChatTemplate:
         self._heads = frozenset(c[:n] for c in contents for n in range(1, len(c)))
         self._tails = frozenset(c[n:] for c in contents for n in range(1, len(c)))
         self._max_part = max(map(len, contents), default=1) - 1
+
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """Whether system messages after the first are rendered, not refused or left out."""
+        user, first, late = (
+            {"role": "user", "content": "u"}, {"role": "system", "content": "f"},
+            {"role": "system", "content": _PROBE},
+        )  # fmt: skip
+        for messages in ((first, late, user), (user, late, user)):
+            try:
+                rendered = "".join(piece for piece, _ in self.render(messages, {}))
+            except InvalidRequest:
+                return False
+            if _PROBE not in rendered:
+                return False
+        return True
 
     @classmethod
     def from_directory(cls, directory: Path, added: Mapping[str, AddedToken]) -> "ChatTemplate":

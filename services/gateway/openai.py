@@ -1,8 +1,7 @@
 """The chat completions request: the part of OpenAI's and vLLM's fields that is served.
 
 A field that would change the answer and is not served is refused by name with a 400; so is an
-unknown field. Accepted without effect, because they change no answer: `user`, `safety_identifier`,
-`metadata`, `store`, `service_tier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`,
+unknown field. Accepted without effect, because they change no answer: the fields of `hints`,
 `parallel_tool_calls` (there are no tools), `stream_options.include_obfuscation`.
 
 `image_url.detail`: `low` resizes to at most 512 x 512 pixels; `high` and `auto` mean the model's
@@ -22,6 +21,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
 from services.gateway.answer_formats import ResponseFormat, StructuredOutputs
+from services.gateway.hints import MessageHints, PartHints, RequestHints
 from services.gateway.json_body import decode_json
 
 MAX_MESSAGES = 2048
@@ -34,6 +34,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_TOP_LOGPROBS = 20
 
 _Any = msgspec.Raw
+_Detail = Literal["auto", "low", "high"]
 _Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -41,38 +42,80 @@ _TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextPart(PartHints, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """Literal text: special tokens in it are not recognised."""
 
     text: str
 
 
+class InputTextPart(TextPart, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
+    """Text as the Responses API spells it."""
+
+
 class ImageUrl(Struct, forbid_unknown_fields=True):
-    """A URL and how the image is resized."""
+    """A URL and how the image is resized. `format` is a hint: the bytes decide."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: _Detail | None = None
+    min_pixels: _Pixels | None = None
+    max_pixels: _Pixels | None = None
+    format: str | None = None
+
+
+class ImagePart(PartHints, kw_only=True, forbid_unknown_fields=True):
+    """An image, in one of its spellings."""
+
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
 
+    @property
+    def image(self) -> ImageUrl:
+        """The image, however the part spells it."""
+        raise NotImplementedError
 
-class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
-    """An image."""
+
+class ImageUrlPart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    """OpenAI's part."""
 
     image_url: ImageUrl | str
-    min_pixels: _Pixels | None = None
-    max_pixels: _Pixels | None = None
+
+    @property
+    def image(self) -> ImageUrl:
+        return self.image_url if isinstance(self.image_url, ImageUrl) else ImageUrl(self.image_url)
 
 
-_Parts = Annotated[list[TextPart | ImagePart], Meta(min_length=1, max_length=MAX_PARTS)]
+class InputImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
+    """An image as the Responses API spells it."""
+
+    image_url: ImageUrl | str
+    detail: _Detail | None = None
+
+    @property
+    def image(self) -> ImageUrl:
+        if isinstance(self.image_url, ImageUrl):
+            return self.image_url
+        return ImageUrl(self.image_url, self.detail)
 
 
-class Message(Struct, forbid_unknown_fields=True):
+class NamedImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image"):
+    """An image as model cards spell it: the URL in `image`."""
+
+    url: str = msgspec.field(name="image")
+
+    @property
+    def image(self) -> ImageUrl:
+        return ImageUrl(self.url)
+
+
+Part = TextPart | InputTextPart | ImageUrlPart | InputImagePart | NamedImagePart
+_Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
+
+
+class Message(MessageHints, forbid_unknown_fields=True):
     """One turn. Clients echo the fields after `content` from earlier responses."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | _Parts | None = None
-    name: Any = None
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
@@ -105,7 +148,7 @@ class TemplateOptions(Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
 
 
-class ChatRequest(Struct, forbid_unknown_fields=True):
+class ChatRequest(RequestHints, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     model: str
@@ -140,15 +183,7 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     include_stage_times: bool | None = None
-    # Without effect.
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: _Any | UnsetType = UNSET
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prediction: _Any | UnsetType = UNSET
+    # Without effect, as are the hints.
     parallel_tool_calls: bool | None = None
     # Refused unless the value means the default behaviour.
     tools: _Any | UnsetType = UNSET
@@ -188,7 +223,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "web_search_options": (None,),
 }
 _NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
-    "name": (None,),
     "refusal": (None,),
     "annotations": (None, []),
     "audio": (None,),
@@ -246,10 +280,6 @@ def _check_message(message: Message, index: int) -> None:
         raise InvalidRequest(f"role {message.role} is not supported", param=f"{path}.role")
     if message.content is None and message.role != "assistant":
         raise InvalidRequest("content is missing", param=f"{path}.content")
-    if message.role in ("system", "developer") and index > 0:
-        raise InvalidRequest(
-            "a system message is allowed only as the first message", param=f"{path}.role"
-        )
     if message.role != "user" and isinstance(message.content, list):
         for position, part in enumerate(message.content):
             if isinstance(part, ImagePart):

@@ -17,7 +17,7 @@ from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpec
 from services.gateway.chat_template import ChatTemplate, message_texts
 from services.gateway.images import ImageSource
-from services.gateway.openai import ChatRequest, ImagePart, ImageUrl, Message, TextPart
+from services.gateway.openai import ChatRequest, ImagePart, Message, TextPart
 from services.gateway.tokenizer import ModelTokenizer
 
 Grid = tuple[int, int, int]
@@ -120,6 +120,15 @@ def _refuse_images(request: ChatRequest) -> None:
             raise InvalidRequest(_NO_IMAGES, param=name)
 
 
+def _refuse_late_system(messages: Sequence[Message]) -> None:
+    for index, message in enumerate(messages):
+        if index > 0 and message.role in ("system", "developer"):
+            raise InvalidRequest(
+                "the model's chat template takes a system message only as the first message",
+                param=f"messages[{index}].role",
+            )
+
+
 def _template_message(
     message: Message,
     path: str,
@@ -145,7 +154,7 @@ def _template_message(
 
 def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
     """The image with its pixel limits; the innermost limit that is given applies."""
-    image = part.image_url if isinstance(part.image_url, ImageUrl) else ImageUrl(part.image_url)
+    image = part.image
     scopes = (image, part, request, request.mm_processor_kwargs)
     found = {
         name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
@@ -180,6 +189,8 @@ class PromptBuilder:
         conversation = read_conversation(
             request, max_images=self._max_images, takes_images=self._vision is not None
         )
+        if not self._template.takes_late_system:
+            _refuse_late_system(request.messages)
         ids = self.render(conversation.messages, conversation.template_options, max_tokens)
         return Draft(ids, conversation.images)
 

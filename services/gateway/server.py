@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 
 from services.gateway.app import Gateway
+from services.gateway.protocol import GatewayProtocol
 from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class GatewayServer(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 loop="uvloop",
-                http="h11",
+                http=GatewayProtocol,
                 ws="none",
                 lifespan="on",
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,

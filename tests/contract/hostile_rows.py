@@ -126,7 +126,7 @@ def unserved() -> Iterator[Row]:
         "structured_outputs": {"regex": "(a|a)*"}, "prompt_embeds": "x", "bad_words": ["x"] * 10000,
         "allowed_token_ids": [1], "continue_final_message": True, "add_generation_prompt": False,
         "documents": [], "priority": -1, "kv_transfer_params": {}, "lora": "x", "__class__": 1,
-        "request_id": "x", "media_io_kwargs": {}, "echo": True, "": 1,
+        "media_io_kwargs": {}, "echo": True, "": 1,
     }.items():  # fmt: skip
         yield f"unserved {field}", body(**{field: value}), 400, field or None
     for field in ("tokenize", "add_generation_prompt", "chat_template", "messages"):
@@ -141,12 +141,12 @@ def unserved() -> Iterator[Row]:
         message = {"role": role, "content": "x"}
         yield f"role {role}", body(messages=[message]), 400, "messages[0].role"
     for field, value in {
-        "tool_calls": [{}], "name": "x", "function_call": {}, "audio": {}, "refusal": "x",
+        "tool_calls": [{}], "name": {}, "function_call": {}, "audio": {}, "refusal": "x",
         "reasoning": "x", "prefix": True, "tool_call_id": "x",
     }.items():  # fmt: skip
         message = {"role": "assistant", "content": "x", field: value}
         yield f"message {field}", body(messages=[message]), 400, f"messages[0].{field}"
-    late = [*HELLO, {"role": "system", "content": "x"}]
+    late = [*HELLO, {"role": "system", "content": "x"}]  # Qwen3-VL's template leaves it out
     yield "late system", body(messages=late), 400, "messages[1].role"
     image_part = {"type": "image_url", "image_url": {"url": image_url()}}
     for role in ("system", "assistant", "developer"):
@@ -155,7 +155,6 @@ def unserved() -> Iterator[Row]:
     for value in (None, 5, {}, True):
         yield f"content {value}", body(messages=[{"role": "user", "content": value}]), 400, None
     yield "no content", body(messages=[{"role": "user"}]), 400, "messages[0].content"
-    yield "empty parts", content(), 400, None
     for part in (
         "x", 5, None, [], {}, {"type": "text"}, {"type": "text", "text": None},
         {"type": "text", "text": 5}, {"type": "text", "text": "x", "image_url": "y"},

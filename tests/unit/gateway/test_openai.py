@@ -5,6 +5,7 @@ import json
 import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.gateway.hints import MessageHints, RequestHints
 from services.gateway.openai import MAX_PARTS, parse_chat_request
 from services.gateway.prompt import read_conversation
 from services.gateway.sampling import SamplingDefaults, choice_seed, resolve_sampling
@@ -143,6 +144,36 @@ def test_too_many_images_are_refused():
         conversation([image(), image()], max_images=1)
     with pytest.raises(InvalidRequest):
         conversation([{"type": "text", "text": ""}] * (MAX_PARTS + 1))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": "data:,", "cache_control": {"type": "ephemeral"}},
+        {"type": "image_url", "image_url": {"url": "data:,", "format": "image/png"}},
+        {"type": "input_image", "image_url": "data:,", "detail": "auto"},
+        {"type": "input_image", "image_url": {"url": "data:,"}},
+        {"type": "image", "image": "data:,"},
+    ],
+)
+def test_spellings_of_an_image(part):
+    (found,) = conversation([part]).images
+    assert (found.url, found.detail) == ("data:,", "auto")
+
+
+def test_spellings_of_text():
+    parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b", "cache_control": 1}]
+    assert conversation(parts).messages == [
+        {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}
+    ]
+    assert conversation([], takes_images=False).messages == [{"role": "user", "content": ""}]
+    assert conversation([]).messages == [{"role": "user", "content": []}]
+
+
+def test_every_hint_is_accepted():
+    hints = {name: "x" for name in RequestHints.__struct_fields__} | {"store": True}
+    message = {"role": "user", "content": "x"}
+    parse(**hints, messages=[message | dict.fromkeys(MessageHints.__struct_fields__, "x")])
 
 
 def test_innermost_pixel_limit_holds():

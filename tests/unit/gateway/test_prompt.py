@@ -10,9 +10,10 @@ import pytest
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.model_spec import ModelSpecError
 from services.gateway.chat_template import ChatTemplate, read_template
+from services.gateway.openai import ChatRequest, Message
 from services.gateway.prompt import Draft, PromptBuilder
 from services.gateway.tokenizer import ModelTokenizer
-from tests.tiny_tokenizer import ADDED, SPECIAL, added_ids, tokenizer_json
+from tests.tiny_tokenizer import ADDED, FIXTURES, SPECIAL, added_ids, tokenizer_json
 
 MANY = 100_000
 IMAGE = {"type": "image"}
@@ -37,6 +38,38 @@ def hf(model_directory):
 
 def builder_of(spec, tokenizer, template):
     return PromptBuilder(spec, tokenizer, ChatTemplate(template, {}, tokenizer.added))
+
+
+DROPS_LATE_SYSTEM = (
+    "{{ messages[0].content }}{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "taken"),
+    [
+        ((FIXTURES / "qwen3_vl_chat_template.jinja").read_text(), False),
+        ((FIXTURES / "qwen3_chat_template.jinja").read_text(), True),
+        ((FIXTURES / "llama3_chat_template.jinja").read_text(), True),
+        ((FIXTURES / "mistral_chat_template.jinja").read_text(), False),
+        (DROPS_LATE_SYSTEM, False),
+    ],
+    ids=["qwen3_vl", "qwen3", "llama3", "mistral", "drops"],
+)
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_late_system_messages_as_the_template_takes_them(spec, tokenizer, template, taken, role):
+    builder = builder_of(spec, tokenizer, template)
+    late = Message(role, "Be brief.")
+    request = ChatRequest("m", [Message("user", "hi"), late, Message("user", "x")])
+    if not taken:
+        with pytest.raises(InvalidRequest) as refused:
+            builder.draft(request, MANY)
+        assert refused.value.param == "messages[1].role"
+        return
+    ids = builder.draft(request, MANY).token_ids
+    text = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert text.index("hi") < text.index("Be brief.") < text.rindex("x")
 
 
 CONVERSATIONS = {

@@ -1,0 +1,84 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol, with two things that it lacks.
+
+A request head that has not arrived after some seconds ends its connection. A client that closes
+only its sending side gets its answer.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+HEAD_TIMEOUT_S = 10.0
+_TIMEOUT_RESPONSE = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+# An interim response, which every client skips.
+_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+# Seconds between probes. The first draws the reset, the next finds it; some clients accept five.
+_PROBE_DELAYS_S = (0.02, 0.2, 2.0)
+
+
+class GatewayProtocol(H11Protocol):
+    """Made by uvicorn for each connection."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
+
+    def _watch_head(self) -> None:
+        """Starts the time of a head that has begun to arrive; ends that of one that is there."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._head_timer is None and self.conn.trailing_data[0]:
+            self._expect_head()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keeps the connection for an answer that is still owed.
+
+        A client that has closed both sides looks the same until something is sent to it: its
+        machine then resets the connection, which cancels the request.
+        """
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return None
+        cycle.keep_alive = False
+        self._probe(cycle, _PROBE_DELAYS_S)
+        return True
+
+    def _probe(self, cycle: RequestResponseCycle, delays_s: Sequence[float]) -> None:
+        if cycle.response_started or self.transport.is_closing():
+            return
+        self.transport.write(_PROBE)
+        if delays_s:
+            self.loop.call_later(delays_s[0], self._probe, cycle, delays_s[1:])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self.transport.write(_TIMEOUT_RESPONSE)
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

@@ -1,0 +1,97 @@
+"""Connections that are half open, half closed, or never say anything."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from services.gateway import protocol
+from tests.gateway_stack import MODEL
+from tests.noise import PATIENCE_S, least
+
+
+def connect(stack) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", stack.port), PATIENCE_S)
+
+
+def request(**fields) -> bytes:
+    messages = [{"role": "user", "content": "hello"}]
+    body = json.dumps({"model": MODEL, "messages": messages, **fields}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while piece := connection.recv(65536):
+        data += piece
+    return data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+def test_half_closed_client_gets_its_answer(stack, stream, delay_s):
+    stack.decoder.delay_s = delay_s
+    with connect(stack) as connection:
+        connection.sendall(request(stream=stream))
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert b"HTTP/1.1 200" in answer
+    assert answer.count(b"circle") == 1
+    if stream:
+        assert b"data: [DONE]" in answer
+
+
+def test_half_closed_body_gets_nothing(stack):
+    with connect(stack) as connection:
+        connection.sendall(request()[:-5])
+        connection.shutdown(socket.SHUT_WR)
+        assert b" 200 " not in read_all(connection)
+    assert not stack.decoder.submits
+
+
+def test_client_that_closes_while_it_waits_is_noticed(stack):
+    stack.decoder.reply = [40] * 1000
+    stack.decoder.delay_s = 0.02
+
+    def seconds() -> float:
+        connection = connect(stack)
+        connection.sendall(request())
+        stack.wait(lambda: len(stack.decoder.running) == 1)
+        connection.close()
+        return stack.wait(lambda: not stack.decoder.running)
+
+    assert least(seconds, 1) < 1
+
+
+@pytest.mark.parametrize("drip", [b"", b"GET /health HT"], ids=["silent", "endless"])
+def test_late_head_ends_the_connection(stack, drip, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    with connect(stack) as connection:
+        start = time.monotonic()
+        connection.sendall(drip)
+        assert b" 408 " in read_all(connection)
+        assert time.monotonic() - start > 0.25
+
+
+def test_late_second_head_ends_the_connection(stack, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    with connect(stack) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in connection.recv(4096)
+        time.sleep(0.5)  # kept alive while it is silent
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+        data = read_all(connection)
+        assert b" 200 " in data
+        assert b" 408 " in data
+
+
+def test_slow_body_is_no_late_head(stack, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.1)
+    with connect(stack) as connection:
+        data = request()
+        connection.sendall(data[:-5])
+        time.sleep(0.3)
+        connection.sendall(data[-5:])
+        assert b" 200 " in connection.recv(4096)
