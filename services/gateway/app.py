@@ -116,8 +116,8 @@ def _application(
     routes: list[BaseRoute], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ) -> FastAPI:
     return FastAPI(
-        # msgspec checks requests, so FastAPI's generated pages would be empty; docs/api.md
-        # describes the API.
+        # msgspec checks requests, so FastAPI's own document would be empty; `openapi` makes
+        # one from the same types.
         openapi_url=None,
         routes=routes,
         exception_handlers={

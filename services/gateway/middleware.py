@@ -25,7 +25,7 @@ from services.gateway.responses import error_body
 
 log = logging.getLogger(__name__)
 
-_OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping"))
+_OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/ping"))
 _QUIET_PATHS = frozenset(("/health", "/ready", "/ping", "/metrics"))
 _PREFLIGHT_AGE_S = 600
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -233,6 +233,9 @@ _NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
     "reasoning_content": (None, ""),
 }
 
+# For the OpenAPI document: struct -> field -> values that are taken.
+NEUTRAL_VALUES = {"ChatRequest": _NEUTRAL, "Message": _NEUTRAL_IN_MESSAGE}
+
 _decoder = msgspec.json.Decoder(ChatRequest)
 _SALT = re.compile(r"[^@/\\\x00]+")
 

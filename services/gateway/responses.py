@@ -103,6 +103,72 @@ class ChatCompletion(Struct):
     images: list[ImageReport] | UnsetType = UNSET
 
 
+class ChunkDelta(Struct, omit_defaults=True):
+    """What a chunk adds to a choice."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(Struct):
+    """A choice in a chunk."""
+
+    index: int
+    delta: ChunkDelta
+    logprobs: Logprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | UnsetType | None = UNSET
+
+
+class ChatCompletionChunk(Struct):
+    """An event of a stream, as `ChunkWriter` writes it; the last has no choices."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    system_fingerprint: None = None
+    usage: Usage | UnsetType | None = UNSET
+    stage_times_ms: dict[str, float] | UnsetType = UNSET
+    images: list[ImageReport] | UnsetType = UNSET
+
+
+class ErrorDetail(Struct):
+    """What is wrong; `param` is the path of a field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Struct):
+    """The body of every error, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
+class ModelCard(Struct):
+    """The served model."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    input_modalities: list[str]
+    root: str
+    object: Literal["model"] = "model"
+    owned_by: str = "triptych"
+    parent: None = None
+
+
+class ModelList(Struct):
+    """All served models: one."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
 def error_body(
     message: str, *, kind: str, param: str | None, code: str | None
 ) -> dict[str, dict[str, Any]]:

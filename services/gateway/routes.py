@@ -1,4 +1,4 @@
-"""All routes: chat, models, health, metrics, and the chat page.
+"""All routes: chat, models, health, metrics, and the pages.
 
 `app` mounts the table. Views translate between HTTP and `ChatService`; errors they raise become
 responses in `exchange`.
@@ -17,6 +17,8 @@ from services.gateway.admission import Admission
 from services.gateway.chat import ChatEndpoint, ChatService
 from services.gateway.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.openapi import openapi_document
+from services.gateway.responses import ModelCard, ModelList
 from services.gateway.tokenization import TokenizationRoutes
 from services.gateway.warm_up import WarmUp
 
@@ -45,7 +47,9 @@ class Routes:
         self._admission = admission
         self._metrics = metrics
         self._created = int(time.time())
-        self._page = (Path(__file__).parent / "static" / "index.html").read_bytes()
+        pages = Path(__file__).parent / "static"
+        self._page = (pages / "index.html").read_bytes()
+        self._docs_page = (pages / "docs.html").read_bytes()
 
     def table(self) -> list[Route]:
         """Every route but the warm-up's."""
@@ -60,11 +64,13 @@ class Routes:
             Route("/version", self.version, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/docs", self.docs, methods=["GET"]),
             Route("/", self.page, methods=["GET"]),
         ]
 
     async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._model()]})
+        return JsonResponse(ModelList([self._model()]))
 
     async def model(self, request: Request) -> Response:
         self._service.check_model(request.path_params["name"])
@@ -95,24 +101,34 @@ class Routes:
 
     async def page(self, request: Request) -> Response:
         """The chat page."""
-        headers = {
-            "content-security-policy": _PAGE_POLICY,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-        }
-        return Response(self._page, media_type="text/html", headers=headers)
+        return _page(self._page)
 
-    def _model(self) -> dict[str, object]:
-        return {
-            "id": self._service.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "triptych",
-            "root": self._service.model_name,
-            "parent": None,
-            "max_model_len": self._service.max_model_len(),
-            "input_modalities": self._service.input_modalities,
-        }
+    async def docs(self, request: Request) -> Response:
+        """A page that shows the OpenAPI document."""
+        return _page(self._docs_page)
+
+    async def openapi(self, request: Request) -> Response:
+        """The OpenAPI document."""
+        return JsonResponse(openapi_document(_version()))
+
+    def _model(self) -> ModelCard:
+        service = self._service
+        return ModelCard(
+            service.model_name,
+            self._created,
+            service.max_model_len(),
+            service.input_modalities,
+            root=service.model_name,
+        )
+
+
+def _page(html: bytes) -> Response:
+    headers = {
+        "content-security-policy": _PAGE_POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return Response(html, media_type="text/html", headers=headers)
 
 
 def _version() -> str:

@@ -1,0 +1,100 @@
+"""The OpenAPI document says what is accepted and answered: no more, no less."""
+
+import json
+
+import msgspec
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.gateway.json_body import decode_json
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openapi import OPERATIONS, openapi_document
+from services.gateway.routes import Routes
+
+DOCUMENT = openapi_document("1")
+SCHEMAS = DOCUMENT["components"]["schemas"]
+REQUESTS = sorted({o.request for o in OPERATIONS.values() if o.request}, key=lambda r: r.__name__)
+
+
+def schema_of(kind):
+    return SCHEMAS[kind.__name__]
+
+
+def unknown_field(kind, name):
+    """Whether a body with that field is refused because of the field's name."""
+    try:
+        decode_json(msgspec.json.Decoder(kind), json.dumps({name: None}).encode())
+    except InvalidRequest as refused:
+        return "unknown field" in refused.message
+    return False
+
+
+def test_document_names_every_route_and_no_other():
+    routes = Routes(None, None, None, GatewayMetrics(), None).table()
+    found = {(m, r.path.replace(":path", "")) for r in routes for m in r.methods - {"HEAD"}}
+    assert found == OPERATIONS.keys()
+    assert {p: set(m) for p, m in DOCUMENT["paths"].items()} == {
+        path: {m.lower() for m, other in OPERATIONS if other == path} for _, path in OPERATIONS
+    }
+
+
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
+def test_every_field_that_is_accepted_is_in_the_document(kind):
+    names = {field.encode_name for field in msgspec.structs.fields(kind)}
+    assert schema_of(kind)["properties"].keys() == names
+    assert not [name for name in names if unknown_field(kind, name)]
+    assert unknown_field(kind, "no_such_field")
+    assert schema_of(kind)["additionalProperties"] is False
+
+
+def test_references_lead_somewhere():
+    text = json.dumps(DOCUMENT)
+    for part in text.split('"$ref": "#/components/schemas/')[1:]:
+        assert part[: part.index('"')] in SCHEMAS
+
+
+def test_document_is_valid_for_clients(stack):
+    with stack.client() as client:
+        served = client.get("/openapi.json").json()
+        assert served["openapi"] == "3.1.0"
+        assert served["paths"] == json.loads(json.dumps(DOCUMENT["paths"]))
+        page = client.get("/docs")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for forbidden in ("http://", "https://", 'src="', "@import", "eval(", "innerHTML"):
+        assert forbidden not in page.text
+
+
+# Answers
+
+jsonschema = pytest.importorskip("jsonschema")
+
+
+def strict(name):
+    """The schema of an answer, with no field beyond those it names."""
+    closed = {
+        key: {**schema, "additionalProperties": False} if "properties" in schema else schema
+        for key, schema in SCHEMAS.items()
+    }
+    return jsonschema.Draft202012Validator(
+        {"$ref": f"#/components/schemas/{name}", "components": {"schemas": closed}}
+    )
+
+
+def test_answers_fit_their_schemas(stack):
+    fields = {"logprobs": True, "top_logprobs": 2, "include_stage_times": True, "n": 2}
+    strict("ChatCompletion").validate(stack.chat(**fields).json())
+    strict("ChatCompletion").validate(stack.chat(stop=[" red"]).json())
+    strict("ErrorAnswer").validate(stack.chat(n=0).json())
+    for options in ({}, {"include_usage": True}, {"continuous_usage_stats": True}):
+        text = stack.chat(stream=True, stream_options=options, **fields).text
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+        assert len(events) > 4
+        for event in events:
+            strict("ChatCompletionChunk").validate(json.loads(event))
+    with stack.client() as client:
+        strict("ModelList").validate(client.get("/v1/models").json())
+        body = {"prompt": "x", "return_token_strs": True}
+        strict("TokenizeResponse").validate(client.post("/tokenize", json=body).json())
+        strict("DetokenizeResponse").validate(
+            client.post("/detokenize", json={"tokens": []}).json()
+        )
