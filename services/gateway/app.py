@@ -18,7 +18,8 @@ from services.common.errors import TriptychError
 from services.common.families import read_spec
 from services.common.settings import SettingsError
 from services.gateway.admission import Admission
-from services.gateway.chat import ChatEndpoint, ChatService
+from services.gateway.chat import ChatService
+from services.gateway.chat_endpoint import ChatEndpoint
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool

@@ -1,66 +1,40 @@
-"""Chat completions: from an HTTP request to text, whole or streamed.
+"""The use case of all endpoints that generate: from a checked request to text, as it arrives.
 
 `ChatService.prepare` does everything that can refuse a request: limits, images, prompt, sampling.
 `ChatService.answer` then runs it on an encoder and a decoder and yields text as it arrives.
-`ChatEndpoint` is the HTTP side of both; all of it runs inside one admission slot. Errors are
-`TriptychError`s: an HTTP error before the response has started, the stream's last event afterwards.
+`endpoint` is the HTTP side of both. Errors are `TriptychError`s.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
-
 from services.common.errors import (
-    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     ModelNotFound,
-    Overloaded,
-    TriptychError,
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
-from services.common.threads import INLINE_BYTES
-from services.gateway.admission import Admission
 from services.gateway.attempts import Attempts, PreparedRequest
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.detokenizer import Choice, create_choices
-from services.gateway.exchange import Exchange, read_body
 from services.gateway.grammar import read_grammar
 from services.gateway.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
-from services.gateway.openai import ChatRequest, parse_chat_request
+from services.gateway.openai import ChatRequest
 from services.gateway.prompt import Draft, PromptBuilder
-from services.gateway.responses import (
-    DONE,
-    AssistantMessage,
-    ChatCompletion,
-    ChunkWriter,
-    ImageReport,
-    LogprobEntry,
-    Logprobs,
-    PromptTokensDetails,
-    ResponseChoice,
-    Update,
-    Usage,
-    error_event,
-)
+from services.gateway.responses import ImageReport, PromptTokensDetails, Update, Usage
 from services.gateway.sampling import SamplingDefaults, limit_completion, resolve_sampling
 from services.gateway.tokenizer import ModelTokenizer
 
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.
 _INLINE_TOKENIZE_CHARS = 8192
 _TOKENIZE_THREADS = 4
-# How long a client may take to accept the error event of a stream that failed.
-_ERROR_EVENT_TIMEOUT_S = 5.0
 
 Result = TypeVar("Result")
 
@@ -330,169 +304,3 @@ class ChatService:
         if num_characters <= _INLINE_TOKENIZE_CHARS:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-
-
-class ChatEndpoint:
-    """POST /v1/chat/completions, as an ASGI application.
-
-    Not a Starlette view: it watches for the client's disconnect while it works.
-    """
-
-    def __init__(self, service: ChatService, admission: Admission, metrics: GatewayMetrics) -> None:
-        self._service = service
-        self._admission = admission
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request.
-
-        Raises:
-            TriptychError: before the response has started; becomes an HTTP error.
-        """
-        outcome = "internal_error"
-        timings = Timings()
-        try:
-            with self._admission.slot() as slot, self._metrics.running.track_inprogress():
-                exchange = Exchange(scope, receive, send)
-                body = await read_body(scope, receive, slot.hold)
-                outcome = await exchange.while_connected(
-                    self._serve(exchange, body, timings, slot.hold)
-                )
-        except TriptychError as error:
-            outcome = error.code
-            if isinstance(error, Overloaded):
-                reason = "draining" if self._admission.draining else "full"
-                self._metrics.rejections.labels(reason).inc()
-            raise
-        except (ClientDisconnect, asyncio.CancelledError):
-            outcome = "cancelled"
-            raise
-        finally:
-            scope["state"]["outcome"] = outcome
-            self._metrics.requests.labels(outcome).inc()
-            self._metrics.request.observe(timings.since_arrival())
-
-    async def _serve(
-        self, exchange: Exchange, body: bytes, timings: Timings, hold: Callable[[int], None]
-    ) -> str:
-        """Answers; returns the outcome for the metrics."""
-        completion: Completion | None = None
-        try:
-            try:
-                async with asyncio.timeout(
-                    self._service.request_timeout_s - timings.since_arrival()
-                ):
-                    request = await _parse(body)
-                    del body
-                    completion = await self._service.prepare(
-                        request, exchange.request_id, timings, hold
-                    )
-                    if request.stream:
-                        await self._stream(exchange, completion)
-                    else:
-                        await self._whole(exchange, completion)
-                return completion.choices[0].finish_reason or "internal_error"
-            except TimeoutError:
-                raise DeadlineExceeded("the request took too long") from None
-        except TriptychError as error:
-            if not exchange.started:
-                raise
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
-                    await exchange.write(error_event(error), last=True)
-            return error.code
-        finally:
-            if completion is not None:
-                self._observe(completion)
-
-    async def _stream(self, exchange: Exchange, completion: Completion) -> None:
-        request = completion.request
-        options = request.stream_options
-        continuous = bool(options and options.continuous_usage_stats)
-        include_usage = bool(options and options.include_usage) or continuous
-        writer = ChunkWriter(_response_id(exchange), _now(), request.model, include_usage)
-        usage = completion.usage() if continuous else None
-        pieces = [writer.role(choice, usage) for choice in range(len(completion.choices))]
-        async with aclosing(self._service.answer(completion)) as answer:
-            async for updates in answer:
-                usage = completion.usage() if continuous else None
-                pieces += [writer.update(update, usage) for update in updates]
-                if data := b"".join(pieces):
-                    await exchange.write(data)
-                pieces.clear()
-        with_times = bool(request.include_stage_times)
-        if include_usage or with_times:
-            pieces.append(
-                writer.closing(
-                    completion.usage() if include_usage else None,
-                    completion.timings.milliseconds() if with_times else None,
-                    completion.image_reports() if with_times else None,
-                )
-            )
-        await exchange.write(b"".join((*pieces, DONE)), last=True)
-
-    async def _whole(self, exchange: Exchange, completion: Completion) -> None:
-        request = completion.request
-        updates_of: list[list[Update]] = [[] for _ in completion.choices]
-
-        def restart() -> None:
-            for updates in updates_of:
-                updates.clear()
-
-        async with aclosing(self._service.answer(completion, restart)) as answer:
-            async for updates in answer:
-                for update in updates:
-                    updates_of[update.choice].append(update)
-        response = ChatCompletion(
-            id=_response_id(exchange),
-            created=_now(),
-            model=request.model,
-            choices=[
-                _response_choice(index, updates, with_logprobs=bool(request.logprobs))
-                for index, updates in enumerate(updates_of)
-            ],
-            usage=completion.usage(),
-        )
-        if request.include_stage_times:
-            response.stage_times_ms = completion.timings.milliseconds()
-            response.images = completion.image_reports()
-        await exchange.write_json(response)
-
-    def _observe(self, completion: Completion) -> None:
-        metrics, usage, seconds = self._metrics, completion.usage(), completion.timings.seconds
-        for stage, value in seconds.items():
-            metrics.stage.labels(stage).observe(value)
-        metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
-        metrics.tokens.labels("image").inc(completion.prepared.prompt.num_image_tokens)
-        metrics.tokens.labels("completion").inc(usage.completion_tokens)
-        metrics.tokens.labels("cached").inc(completion.cached_tokens or 0)
-        if "first_token" in seconds:
-            metrics.ttft.observe(seconds["first_token"])
-            num_later = usage.completion_tokens - len(completion.choices)
-            if "total" in seconds and num_later > 0:
-                metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
-
-
-async def _parse(body: bytes) -> ChatRequest:
-    if len(body) <= INLINE_BYTES:
-        return parse_chat_request(body)
-    return await asyncio.to_thread(parse_chat_request, body)
-
-
-def _response_choice(index: int, updates: list[Update], *, with_logprobs: bool) -> ResponseChoice:
-    entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
-    return ResponseChoice(
-        index,
-        AssistantMessage("".join(update.text for update in updates)),
-        updates[-1].finish_reason or "stop",
-        Logprobs(entries) if with_logprobs else None,
-        updates[-1].stop_reason,
-    )
-
-
-def _response_id(exchange: Exchange) -> str:
-    return f"chatcmpl-{exchange.request_id.removeprefix('req-')}"
-
-
-def _now() -> int:
-    return int(time.time())

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.admission import Admission
-from services.gateway.chat import ChatEndpoint, ChatService
+from services.gateway.chat import ChatService
+from services.gateway.chat_endpoint import ChatEndpoint
 from services.gateway.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openapi import openapi_document

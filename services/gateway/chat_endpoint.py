@@ -1,0 +1,88 @@
+"""POST /v1/chat/completions: chat requests in, OpenAI's answers and chunks out."""
+
+from contextlib import aclosing
+
+from services.gateway.chat import Completion
+from services.gateway.endpoint import Endpoint, Work, now, parse_body
+from services.gateway.openai import parse_chat_request
+from services.gateway.responses import (
+    DONE,
+    AssistantMessage,
+    ChatCompletion,
+    ChunkWriter,
+    LogprobEntry,
+    Logprobs,
+    ResponseChoice,
+    Update,
+)
+
+
+class ChatEndpoint(Endpoint):
+    """The endpoint."""
+
+    async def answer(self, work: Work, body: bytes) -> None:
+        request = await parse_body(parse_chat_request, body)
+        del body
+        completion = await self._service.prepare(
+            request, work.exchange.request_id, work.timings, work.hold
+        )
+        work.completions.append(completion)
+        if request.stream:
+            await self._stream(work, completion)
+        else:
+            await self._whole(work, completion)
+
+    async def _stream(self, work: Work, completion: Completion) -> None:
+        request, exchange = completion.request, work.exchange
+        options = request.stream_options
+        continuous = bool(options and options.continuous_usage_stats)
+        include_usage = bool(options and options.include_usage) or continuous
+        writer = ChunkWriter(work.response_id("chatcmpl"), now(), request.model, include_usage)
+        usage = completion.usage() if continuous else None
+        pieces = [writer.role(choice, usage) for choice in range(len(completion.choices))]
+        async with aclosing(self._service.answer(completion)) as answer:
+            async for updates in answer:
+                usage = completion.usage() if continuous else None
+                pieces += [writer.update(update, usage) for update in updates]
+                if data := b"".join(pieces):
+                    await exchange.write(data)
+                pieces.clear()
+        with_times = bool(request.include_stage_times)
+        if include_usage or with_times:
+            pieces.append(
+                writer.closing(
+                    completion.usage() if include_usage else None,
+                    completion.timings.milliseconds() if with_times else None,
+                    completion.image_reports() if with_times else None,
+                )
+            )
+        await exchange.write(b"".join((*pieces, DONE)), last=True)
+
+    async def _whole(self, work: Work, completion: Completion) -> None:
+        request = completion.request
+        updates_of = await self.collect(completion)
+        response = ChatCompletion(
+            id=work.response_id("chatcmpl"),
+            created=now(),
+            model=request.model,
+            choices=[
+                _response_choice(index, updates, with_logprobs=bool(request.logprobs))
+                for index, updates in enumerate(updates_of)
+            ],
+            usage=completion.usage(),
+        )
+        if request.include_stage_times:
+            response.stage_times_ms = completion.timings.milliseconds()
+            response.images = completion.image_reports()
+        await work.exchange.write_json(response)
+
+
+def _response_choice(index: int, updates: list[Update], *, with_logprobs: bool) -> ResponseChoice:
+    entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
+    return ResponseChoice(
+        index,
+        AssistantMessage("".join(update.text for update in updates)),
+        updates[-1].finish_reason or "stop",
+        Logprobs(entries) if with_logprobs else None,
+        updates[-1].stop_reason,
+    )

@@ -1,0 +1,161 @@
+"""What all endpoints that generate have in common, as an ASGI application.
+
+An `Endpoint` holds one admission slot from before the body to the last byte, watches for the
+client's disconnect, and counts how a request ended. What a request and its answer look like is a
+subclass's: `chat_endpoint` for chat completions, one more for each other surface. Errors are
+`TriptychError`s: an HTTP error before the response has started, the stream's last event afterwards.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
+from services.common.threads import INLINE_BYTES
+from services.gateway.admission import Admission
+from services.gateway.chat import ChatService, Completion
+from services.gateway.exchange import Exchange, read_body
+from services.gateway.metrics import GatewayMetrics, Timings
+from services.gateway.responses import Update, error_event
+
+# How long a client may take to accept the error event of a stream that failed.
+_ERROR_EVENT_TIMEOUT_S = 5.0
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class Work:
+    """One request that is being served.
+
+    Attributes:
+        timings: of the request.
+        hold: counts bytes that the request keeps; may refuse.
+        completions: what has been prepared for it, in order: for the metrics.
+    """
+
+    exchange: Exchange
+    timings: Timings
+    hold: Callable[[int], None]
+    completions: list[Completion] = field(default_factory=list[Completion])
+
+    def response_id(self, prefix: str) -> str:
+        """The answer's id, from the request's."""
+        return f"{prefix}-{self.exchange.request_id.removeprefix('req-')}"
+
+
+class Endpoint(ABC):
+    """Not a Starlette view: it watches for the client's disconnect while it works."""
+
+    def __init__(self, service: ChatService, admission: Admission, metrics: GatewayMetrics) -> None:
+        self._service = service
+        self._admission = admission
+        self._metrics = metrics
+
+    @abstractmethod
+    async def answer(self, work: Work, body: bytes) -> None:
+        """Parses the body and sends the answer, whole or streamed.
+
+        Raises:
+            TriptychError: the request cannot be served.
+        """
+
+    def error_event(self, error: TriptychError) -> bytes:
+        """The last event of a stream that failed."""
+        return error_event(error)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request.
+
+        Raises:
+            TriptychError: before the response has started; becomes an HTTP error.
+        """
+        outcome = "internal_error"
+        timings = Timings()
+        try:
+            with self._admission.slot() as slot, self._metrics.running.track_inprogress():
+                exchange = Exchange(scope, receive, send)
+                body = await read_body(scope, receive, slot.hold)
+                work = Work(exchange, timings, slot.hold)
+                outcome = await exchange.while_connected(self._serve(work, body))
+        except TriptychError as error:
+            outcome = error.code
+            if isinstance(error, Overloaded):
+                reason = "draining" if self._admission.draining else "full"
+                self._metrics.rejections.labels(reason).inc()
+            raise
+        except (ClientDisconnect, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
+        finally:
+            scope["state"]["outcome"] = outcome
+            self._metrics.requests.labels(outcome).inc()
+            self._metrics.request.observe(timings.since_arrival())
+
+    async def collect(self, completion: Completion) -> list[list[Update]]:
+        """Runs a completion to its end; returns the updates of each choice."""
+        updates_of: list[list[Update]] = [[] for _ in completion.choices]
+
+        def restart() -> None:
+            for updates in updates_of:
+                updates.clear()
+
+        async with aclosing(self._service.answer(completion, restart)) as answer:
+            async for updates in answer:
+                for update in updates:
+                    updates_of[update.choice].append(update)
+        return updates_of
+
+    async def _serve(self, work: Work, body: bytes) -> str:
+        """Answers; returns the outcome for the metrics."""
+        remaining_s = self._service.request_timeout_s - work.timings.since_arrival()
+        try:
+            try:
+                async with asyncio.timeout(remaining_s):
+                    await self.answer(work, body)
+                return work.completions[0].choices[0].finish_reason or "internal_error"
+            except TimeoutError:
+                raise DeadlineExceeded("the request took too long") from None
+        except TriptychError as error:
+            if not work.exchange.started:
+                raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
+                    await work.exchange.write(self.error_event(error), last=True)
+            return error.code
+        finally:
+            for completion in work.completions:
+                self._observe(completion)
+
+    def _observe(self, completion: Completion) -> None:
+        metrics, usage, seconds = self._metrics, completion.usage(), completion.timings.seconds
+        for stage, value in seconds.items():
+            metrics.stage.labels(stage).observe(value)
+        metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
+        metrics.tokens.labels("image").inc(completion.prepared.prompt.num_image_tokens)
+        metrics.tokens.labels("completion").inc(usage.completion_tokens)
+        metrics.tokens.labels("cached").inc(completion.cached_tokens or 0)
+        if "first_token" in seconds:
+            metrics.ttft.observe(seconds["first_token"])
+            num_later = usage.completion_tokens - len(completion.choices)
+            if "total" in seconds and num_later > 0:
+                metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
+
+
+async def parse_body(parse: Callable[[bytes], Result], body: bytes) -> Result:
+    """`parse(body)`: of a long body in a thread."""
+    if len(body) <= INLINE_BYTES:
+        return parse(body)
+    return await asyncio.to_thread(parse, body)
+
+
+def now() -> int:
+    """Unix time in whole seconds, as answers have it."""
+    return int(time.time())
