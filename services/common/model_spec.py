@@ -55,6 +55,44 @@ class RopeSpec:
     attention_factor: float = 1.0
 
 
+LayerKind = Literal["full_attention", "linear_attention"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttentionSpec:
+    """Gated delta net layers (Yang et al., 2024). Each group of value heads shares a key head.
+
+    Attributes:
+        conv_width: taps of the causal convolution over queries, keys and values.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all keys, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all values."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def group_size(self) -> int:
+        """Value heads per key head."""
+        return self.num_value_heads // self.num_key_heads
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
     """A mixture of experts in place of the MLP; an expert is a gated MLP (SiLU) without biases.
@@ -86,6 +124,10 @@ class TextSpec:
             shared expert if all layers have experts.
         moe: None: every layer has an MLP.
         qk_norm: RMSNorm on each query and key head before rotation.
+        output_gate: the query projection also gives a gate for each head's output.
+        zero_centred_norms: RMSNorms multiply by 1 + weight, but for those of linear attention.
+        linear_attention: sizes of the layers of that kind; None: there are none.
+        layer_kinds: by layer; empty: all are full attention.
         qkv_bias: biases of the q, k and v projections.
         o_bias: bias of the attention's output projection.
         mlp_bias: biases of the MLP's projections.
@@ -111,6 +153,10 @@ class TextSpec:
     mlp_bias: bool = False
     sliding_window: int | None = None
     moe: MoESpec | None = None
+    output_gate: bool = False
+    zero_centred_norms: bool = False
+    linear_attention: LinearAttentionSpec | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of the MLP."""
@@ -120,6 +166,17 @@ class TextSpec:
     def group_size(self) -> int:
         """Query heads per key head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Indices of the linear attention layers, which keep a recurrent state."""
+        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "linear_attention")
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the full attention layers, which keep keys and values."""
+        linear = set(self.linear_layers)
+        return tuple(i for i in range(self.num_layers) if i not in linear)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,8 @@ class Oracle:
             attention_mask=inputs["attention_mask"],
         )
         out = self.model.model.visual(prompt.pixel_values, grid_thw=inputs["image_grid_thw"])
-        features = torch.stack([out.pooler_output, *out.deepstack_features])
+        taps = getattr(out, "deepstack_features", None) or []
+        features = torch.stack([out.pooler_output, *taps])
         embeddings = features.split([h * w // 4 for h, w in prompt.grids], dim=1)
         return Answer(
             logits,

@@ -14,6 +14,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": "services.common.families.qwen2",
     "Qwen3ForCausalLM": "services.common.families.qwen3",
     "Qwen3MoeForCausalLM": "services.common.families.qwen3_moe",
+    "Qwen3_5ForCausalLM": "services.common.families.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "services.common.families.qwen3_5",
     "Qwen3VLForConditionalGeneration": "services.common.families.qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "services.common.families.qwen3_vl_moe",
 }

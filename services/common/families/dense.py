@@ -85,6 +85,7 @@ def read_text(
     num_kv_heads: int | None = None,
     rope_theta: float = 10_000.0,
     mrope_section: tuple[int, int, int] | None = None,
+    partial_rotary_factor: float | None = None,
     qk_norm: bool = False,
     qkv_bias: bool = False,
     o_bias: bool = False,
@@ -100,6 +101,7 @@ def read_text(
         num_kv_heads: the family's default of an absent field; None: as many as heads.
         rope_theta: the family's default.
         mrope_section: the family's default; None: positions are 1-D.
+        partial_rotary_factor: the family's default; None: heads rotate whole.
         qk_norm, qkv_bias, o_bias, mlp_bias, sliding_window, moe: see `TextSpec`.
 
     Raises:
@@ -118,7 +120,7 @@ def read_text(
     size = _size(config, "head_dim", head_dim or per_head, per_head)
     if size % 2:
         raise UnsupportedOption(f"head_dim {size} is not supported: it must be even")
-    rope = read_rope(config, size, rope_theta, mrope_section)
+    rope = read_rope(config, size, rope_theta, mrope_section, partial_rotary_factor)
     positions = _size(config, "max_position_embeddings")
     if rope.kind == "yarn":
         positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
@@ -177,10 +179,12 @@ def read_rope(
     head_dim: int,
     default_theta: float = 10_000.0,
     mrope_section: tuple[int, int, int] | None = None,
+    default_partial: float | None = None,
 ) -> RopeSpec:
     """`rope_parameters`, or the older `rope_scaling` with a top-level `rope_theta`.
 
-    As in transformers, `rope_scaling` wins where both are there.
+    As in transformers, `rope_scaling` wins where both are there. Without `default_partial`, heads
+    rotate whole.
 
     Raises:
         UnsupportedOption: a kind or a field that is not implemented.
@@ -198,14 +202,25 @@ def read_rope(
             f"rope_type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}. "
             "Remove the scaling from config.json to serve the model's original context"
         )
-    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
+    partial = float(
+        given.get("partial_rotary_factor")
+        or config.get("partial_rotary_factor")
+        or default_partial
+        or 1.0
+    )
+    if partial != 1.0 and default_partial is None:
         raise UnsupportedOption(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise UnsupportedOption(
+            f"partial_rotary_factor {partial} is not supported: it rotates {rotary_dim} of "
+            f"{head_dim} elements of a head"
+        )
     section = given.get("mrope_section") or mrope_section
     theta = given.get("rope_theta") or config.get("rope_theta") or default_theta
     unscaled = RopeSpec(
         theta=float(theta),
-        rotary_dim=head_dim,
+        rotary_dim=rotary_dim,
         mrope_section=(section[0], section[1], section[2]) if section else None,
     )
     return unscaled if kind == "default" else _scaled(unscaled, kind, given, config)

@@ -1,6 +1,6 @@
 """Qwen3-VL: a Qwen3 language model with interleaved M-RoPE, and a tower with DeepStack."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ def read_vision_language(
 ) -> ModelSpec:
     """Both parts; the arguments are the language model's, see `read_text`."""
     text = _text(config, head_dim, num_kv_heads, moe)
+    taps = config["vision_config"]["deepstack_visual_indexes"]
     return read_model(
         directory,
         config,
         text,
-        vision=_vision(config, read_json(directory / "preprocessor_config.json")),
+        vision=read_vision(directory, config, taps),
         checkpoint=text_checkpoint(text, "model.language_model.", "model.visual."),
     )
 
@@ -59,7 +60,11 @@ def _text(
     )
 
 
-def _vision(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionSpec:
+def read_vision(
+    directory: Path, config: Mapping[str, Any], deepstack_indexes: Sequence[int]
+) -> VisionSpec:
+    """The tower of a config.json, and the pixel limits of the directory's processor."""
+    processor = read_json(directory / "preprocessor_config.json")
     vision = config["vision_config"]
     if vision.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise UnsupportedOption(
@@ -78,7 +83,7 @@ def _vision(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionSp
             spatial_merge_size=vision["spatial_merge_size"],
             num_position_embeddings=vision["num_position_embeddings"],
             out_hidden_size=vision["out_hidden_size"],
-            deepstack_indexes=tuple(vision["deepstack_visual_indexes"]),
+            deepstack_indexes=tuple(deepstack_indexes),
         ),
         image_token_id=config["image_token_id"],
         limits=ImageLimits(

@@ -366,7 +366,7 @@ def _gemv_kernel(
         if SWIGLU:
             up_scale = tl.load(scale_ptr + num_rows + row) * UNIT
     if NORM:
-        norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -375,7 +375,8 @@ def _gemv_kernel(
         x = tl.load(x_ptr + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             factor = tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
-            x = ((x * factor).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
+            x = (x * factor).to(norm.dtype).to(tl.float32) * norm.to(tl.float32)
+            x = x.to(dtype).to(tl.float32)
         result = _dot_rows(weight, x, scale, BLOCK_ROWS, NATIVE)
         if BIAS:
             result += tl.load(bias_ptr + row).to(tl.float32)

@@ -10,10 +10,12 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalises the last axis in fp32, casts to x's dtype, then multiplies by the weight."""
+    """Normalises the last axis in fp32, casts to the weight's dtype, multiplies by the weight, and
+    casts to x's dtype.
+    """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -29,12 +31,29 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last axis."""
+    """Root mean square norm over the last axis.
 
-    def __init__(self, size: int, eps: float) -> None:
+    Args:
+        size: of the last axis.
+        eps: added to the mean square.
+        zero_centred: the checkpoint holds weights less 1. `weight` is 1 more, in float32.
+    """
+
+    def __init__(self, size: int, eps: float, *, zero_centred: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
+        self._zero_centred = zero_centred
+
+    @property
+    def float32_parameters(self) -> frozenset[str]:
+        """Parameters that stay float32 in a model of another dtype."""
+        return frozenset({"weight"} if self._zero_centred else ())
+
+    def process_weights_after_loading(self) -> None:
+        """Brings the loaded weight into the form that kernels multiply by."""
+        if self._zero_centred:
+            self.weight.data += 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""

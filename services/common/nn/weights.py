@@ -28,6 +28,7 @@ from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
 from services.common.nn.experts import Experts, FileLayout
 from services.common.nn.fp8 import Fp8Linear
+from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import (
     FLOATS,
     Linear,
@@ -462,6 +463,8 @@ def _process(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, Linear):
             child.method.process_weights_after_loading(child)
+        elif isinstance(child, RMSNorm):
+            child.process_weights_after_loading()
 
 
 def _reset_buffers(module: nn.Module, device: torch.device) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from services.common.nn.dispatch import KernelTable
+from services.decoder.kernels.states import StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class AttentionMetadata:
         wants_keys_values: `forward` reads the step's own keys and values beside the cache; set by
             `plan`.
         fused: attention is part of `fused_decode_attention` and needs no plan.
+        states: of linear attention layers; None: the model has none.
     """
 
     num_decodes: int
@@ -69,6 +71,7 @@ class AttentionMetadata:
     plan: Any = None
     wants_keys_values: bool = False
     fused: bool = False
+    states: StateLayout | None = None
 
 
 class AttentionBackend(Protocol):

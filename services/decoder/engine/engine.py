@@ -60,7 +60,9 @@ class Engine:
         self._runner = runner
         self._overlap = overlap
         self._out_of_memory = out_of_memory
-        self._blocks = BlockManager(info.num_blocks, info.block_size, prefix_caching=prefix_caching)
+        self._blocks = BlockManager(
+            info.num_blocks, info.block_size, prefix_caching=prefix_caching and not info.has_states
+        )
         self._scheduler = Scheduler(
             self._blocks,
             max_num_sequences=info.max_num_sequences,

@@ -21,6 +21,7 @@ from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import StepInputs
+from services.decoder.kernels.states import StateCache
 from services.decoder.kernels.tuning import (
     MAX_CAPTURED_CHUNKS,
     MAX_CAPTURED_DECODES,
@@ -65,6 +66,7 @@ class StepParts:
     kv_cache: Tensor
     graph_pool: Any  # memory that graphs share; torch has no type for it
     capture_stream: torch.cuda.Stream  # one for all: torch's cached memory belongs to a stream
+    states: StateCache | None = None
 
 
 class StepGraphs(Protocol):
@@ -124,7 +126,7 @@ class _GraphSet:
             sampled: indices of the tokens whose logits are sampled; None: all.
         """
         parts, model = self.parts, self.parts.model
-        metadata = step_inputs.captured_metadata(step, parts.staging)
+        metadata = step_inputs.captured_metadata(step, parts.staging, parts.states)
         metadata.fused = kind.fused
         if not kind.fused:
             metadata.plan = parts.backend.plan(metadata, captured=True)

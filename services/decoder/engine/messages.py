@@ -119,6 +119,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         max_num_sequences: rows 0 .. max_num_sequences - 1.
         max_batched_tokens: tokens of one step.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
+        has_states: rows have recurrent states, without which KV blocks cannot be shared.
     """
 
     model_name: str
@@ -132,6 +133,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_num_sequences: int
     max_batched_tokens: int
     max_tokens_per_step: int = 1
+    has_states: bool = False
 
 
 class Logprobs(msgspec.Struct, array_like=True):

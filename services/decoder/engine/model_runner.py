@@ -27,6 +27,7 @@ from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import RowStart, Step, StepOutput
 from services.decoder.engine.step_inputs import RowTable, StepInputs
 from services.decoder.kernels.sampling import SamplingInputs
+from services.decoder.kernels.states import StateCache
 from services.decoder.kernels.tuning import MAX_CAPTURED_CHUNKS
 from services.decoder.models.base import CausalLM, VisualInput
 
@@ -82,6 +83,7 @@ class DeviceState:
 
     device: torch.device
     kv_cache: Tensor  # [num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]
+    states: StateCache | None  # of rows, and one more for padding; None: the model has none
     last_tokens: Tensor  # [rows + 1] int32: what each row sampled last; the last row is scratch
 
 
@@ -170,6 +172,7 @@ class ModelRunner:
             self._state.kv_cache,
             torch.cuda.graph_pool_handle(),
             torch.cuda.Stream(),
+            self._state.states,
         )
         row = self._scratch_row
         mixed_graphs, scratch_step = MixedGraphs(parts, row), StepInputs.scratch
@@ -240,6 +243,7 @@ class ModelRunner:
             self.info.block_size,
             work=self._backend.list_work(step, captured=graphs is not None),
             masked=graphs is not None and graphs.masks_images,
+            with_states=self._state.states is not None,
         )
 
     def _start_rows(self, starts: list[RowStart]) -> None:
@@ -252,7 +256,7 @@ class ModelRunner:
 
     def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Runs an uploaded step eagerly; see `CausalLM.forward` for `rows`."""
-        metadata = step_inputs.attention_metadata(step, self._staging)
+        metadata = step_inputs.attention_metadata(step, self._staging, self._state.states)
         metadata.plan = self._backend.plan(metadata)
         return self._model.forward(
             step_inputs.input_ids(step, self._staging, self._state.last_tokens, self._model.ops),
@@ -314,7 +318,7 @@ class ModelRunner:
 
 def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
     """The most a step's arrays take: per token, and per chunk with its blocks and token mask."""
-    per_token, per_row = 52, 320 + 4 * -(-info.vocab_size // 32)
+    per_token, per_row = 52, 324 + 4 * -(-info.vocab_size // 32)
     rows = info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1  # see step_inputs.pad_mixed
     tokens = max(info.max_batched_tokens, rows)
     return tokens * per_token + rows * (per_row + 4 * max_blocks) + _MOST_ELSE_BYTES

@@ -30,6 +30,7 @@ from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.model_runner import DeviceState, ModelRunner
 from services.decoder.kernels.ops import PlainOps, create_ops
+from services.decoder.kernels.states import StateCache
 from services.decoder.kernels.table import UNQUANTIZED
 from services.decoder.models.base import CausalLM
 from services.decoder.models.transformer import Transformer
@@ -100,19 +101,24 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
         parse_overrides(options.kernels),
     )
     model = _load(spec, backend, options, device, dtype)
-    text = spec.text
+    text, linear = spec.text, spec.text.linear_attention
     shape = KVCacheShape(
-        text.num_layers, options.block_size, text.num_kv_heads, text.head_dim, dtype
+        len(text.attention_layers), options.block_size, text.num_kv_heads, text.head_dim, dtype
     )
     images = None
     if arena is not None and spec.vision is not None:
         num_features, rows = spec.vision.tower.num_features, options.max_batched_tokens
         images = ImageReader(arena, num_features, text.hidden_size, dtype, device, rows)
+    rows = options.max_num_sequences + 1  # the last one is scratch
+    states = None
+    if linear is not None:
+        states = StateCache.allocate(linear, len(text.linear_layers), rows, dtype, device)
 
     def make(info: EngineInfo) -> ModelRunner:
         pool = kv_cache.allocate(shape, info.num_blocks, device)
-        last_tokens = torch.zeros(info.max_num_sequences + 1, dtype=torch.int32, device=device)
-        return ModelRunner(info, model, backend, DeviceState(device, pool, last_tokens), images)
+        last_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        state = DeviceState(device, pool, states, last_tokens)
+        return ModelRunner(info, model, backend, state, images)
 
     info = _info(spec, options, dtype)
     with model.ops.warming_up():
@@ -210,6 +216,7 @@ def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> Engine
         num_blocks=0,
         max_num_sequences=options.max_num_sequences,
         max_batched_tokens=options.max_batched_tokens,
+        has_states=spec.text.linear_attention is not None,
     )
 
 

@@ -18,6 +18,7 @@ from services.decoder.engine.images import ImageRun
 from services.decoder.engine.staging import Staged, Staging
 from services.decoder.engine.step import Step
 from services.decoder.kernels.ops import Ops
+from services.decoder.kernels.states import StateCache, StateLayout
 
 IntArray = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", np.int32, np.int64)
@@ -65,6 +66,7 @@ class Places:
     work: Staged | None  # the attention's, see AttentionBackend.list_work
     visual_rows: Staged | None  # [V] int64
     visual_mask: Staged | None  # [T] int32, in a captured step with chunks
+    cu_query_lens: Staged | None  # [S + 1] int32, of a model with recurrent states
     block_ids: Staged
 
 
@@ -262,6 +264,7 @@ def stage(
     *,
     work: npt.NDArray[np.int32] | None,
     masked: bool,
+    with_states: bool = False,
 ) -> StepInputs:
     """Copies a step's arrays into the staging buffer; returns the step, with its places.
 
@@ -272,6 +275,7 @@ def stage(
         block_size: tokens per block.
         work: what the attention backend reads besides lengths and blocks, if anything.
         masked: visual tokens as a mask over all tokens, else as a list.
+        with_states: the model has recurrent states.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.table_rows)
     sampled_rows, sampled_tokens = step.table_rows, step.cu_query_lens[1:].astype(np.int64) - 1
@@ -289,6 +293,7 @@ def stage(
         work=None if work is None else staging.add(work),
         visual_rows=_stage_visual_rows(step, staging) if step.images and not masked else None,
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
+        cu_query_lens=staging.add(step.cu_query_lens) if with_states else None,
         block_ids=staging.add(_block_ids(step, table, block_size)),
     )
     return step
@@ -323,10 +328,12 @@ def _stage_visual_mask(step: StepInputs, staging: Staging) -> Staged:
     return staging.add(mask)
 
 
-def attention_metadata(step: StepInputs, staging: Staging) -> AttentionMetadata:
+def attention_metadata(
+    step: StepInputs, staging: Staging, states: StateCache | None
+) -> AttentionMetadata:
     """The uploaded step's layout; `plan` is not made yet."""
     places = step.places
-    return AttentionMetadata(
+    metadata = AttentionMetadata(
         num_decodes=step.num_decodes,
         cu_query_lens=step.cu_query_lens,
         seq_lens=step.seq_lens,
@@ -335,13 +342,27 @@ def attention_metadata(step: StepInputs, staging: Staging) -> AttentionMetadata:
         seq_lens_device=staging.device(places.seq_lens),
         work=None if places.work is None else staging.device(places.work),
     )
+    if states is not None:
+        assert places.cu_query_lens is not None
+        metadata.states = StateLayout(
+            cache=states,
+            num_decodes=step.num_decodes,
+            cu_query_lens=step.cu_query_lens,
+            seq_lens=step.seq_lens,
+            slots=staging.device(places.output_rows),
+            cu_query_lens_device=staging.device(places.cu_query_lens),
+            seq_lens_device=metadata.seq_lens_device,
+        )
+    return metadata
 
 
-def captured_metadata(step: StepInputs, staging: Staging) -> AttentionMetadata:
+def captured_metadata(
+    step: StepInputs, staging: Staging, states: StateCache | None
+) -> AttentionMetadata:
     """The layout for a CUDA graph, which serves all steps that are padded to the same size. Their
     arrays are at the same places on the device; block ids come last, in any number.
     """
-    metadata = attention_metadata(step, staging)
+    metadata = attention_metadata(step, staging, states)
     metadata.block_ids = staging.device_from(step.places.block_ids)
     return metadata
 

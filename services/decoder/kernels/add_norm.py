@@ -70,5 +70,5 @@ def _add_norm_kernel(
         tl.store(total_ptr + row + column, total, mask=inside)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    normed = (wide * scale).to(total.dtype).to(tl.float32) * weight.to(tl.float32)
+    normed = (wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
     tl.store(out_ptr + row + column, normed.to(total.dtype), mask=inside)

@@ -94,7 +94,7 @@ def _gemv_kernel(
         up_weight = tl.load(up_weights, mask=inside[None, :], other=0.0)
     norm = column.to(tl.float32)
     if NORM:
-        norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -143,7 +143,8 @@ def _gemv_kernel(
 
 @triton.jit
 def _normed(x, norm, scale, dtype: tl.constexpr):
-    return ((x * scale).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
+    normed = (x * scale).to(norm.dtype).to(tl.float32) * norm.to(tl.float32)
+    return normed.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -157,7 +158,7 @@ def _add_tile(
     weight = tl.load(weights + at, mask=inside[None, :], other=0.0)
     x = tl.load(tokens + at + column, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        norm = tl.load(norm_ptr + at + column, mask=inside, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + at + column, mask=inside, other=0.0)
         x = _normed(x, norm, scale, dtype)
     acc += weight.to(tl.float32) * x[None, :]
     if SWIGLU:

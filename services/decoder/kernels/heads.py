@@ -36,6 +36,7 @@ class HeadTransform:
         rope: cos and sin, `[T, rotary_dim / 2]`.
         kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`.
         rows: `[2, T]`, from `kv_rows`.
+        gated: each query head is followed by its output gate.
     """
 
     norms: tuple[Tensor, Tensor] | None
@@ -43,10 +44,13 @@ class HeadTransform:
     rope: tuple[Tensor, Tensor]
     kv_cache: Tensor
     rows: Tensor
+    gated: bool = False
 
     def of(self, qkv: Tensor) -> "ProjectedHeads":
         """The transform with the projection's output."""
-        return ProjectedHeads(self.norms, self.eps, self.rope, self.kv_cache, self.rows, qkv=qkv)
+        return ProjectedHeads(
+            self.norms, self.eps, self.rope, self.kv_cache, self.rows, self.gated, qkv=qkv
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,8 @@ class ProjectedHeads(HeadTransform):
 
     Attributes:
         qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v; or its split-K
-            partials, `[S, T, ...]` float32, see `plain.reduce_split_k`.
+            partials, `[S, T, ...]` float32, see `plain.reduce_split_k`. With gates, q has twice as
+            many heads.
     """
 
     qkv: Tensor
@@ -64,7 +69,8 @@ class ProjectedHeads(HeadTransform):
     def num_heads(self) -> int:
         """Query heads."""
         num_kv_heads, head_dim = self.kv_cache.shape[-2:]
-        return self.qkv.shape[-1] // head_dim - 2 * num_kv_heads
+        found = self.qkv.shape[-1] // head_dim - 2 * num_kv_heads
+        return found // 2 if self.gated else found
 
     @property
     def num_tokens(self) -> int:

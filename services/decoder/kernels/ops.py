@@ -21,6 +21,7 @@ from services.common.nn.linear import Linear
 from services.decoder.kernels import table
 from services.decoder.kernels.heads import ProjectedHeads, Rotary
 from services.decoder.kernels.sampling import SamplingInputs
+from services.decoder.kernels.states import DeltaInputs, LayerStates, StateLayout
 from services.decoder.kernels.table import KernelFacts
 
 _MAX_KEPT = 4096  # choices of eager steps of different lengths
@@ -46,6 +47,7 @@ class StepKernels:
         moe: (x `[T, hidden]`, router, experts, residual) → the layer's output, to be added to the
             residual stream, or None, as by `linear_residual`; see `plain.moe`.
         qk_rope_cache: see `plain.qk_rope_cache`.
+        output_gate: see `plain.output_gate`.
         fused_decode_attention: see `plain.fused_decode_attention`.
     """
 
@@ -57,7 +59,8 @@ class StepKernels:
     norm_swiglu: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
     linear_residual: Callable[[Tensor, Linear, Tensor], Tensor | None]
     moe: Callable[[Tensor, Router, Experts, Tensor], Tensor | None]
-    qk_rope_cache: Callable[[ProjectedHeads, Tensor | None], Tensor]
+    qk_rope_cache: Callable[[ProjectedHeads, Tensor | None, Tensor | None], Tensor]
+    output_gate: Callable[[Tensor, Tensor], Tensor]
     fused_decode_attention: Callable[[ProjectedHeads, Tensor, Tensor], Tensor]
 
     def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -187,6 +190,31 @@ class Ops:
         entry = self.table.choose("fused_decode_attention", num_tokens)
         longest = getattr(entry.implementation, "max_context", None)
         return 0 if longest is None else longest(num_tokens)
+
+    # Linear attention.
+
+    def reduce_split_k(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `plain.reduce_split_k`."""
+        if x.dim() == 2:
+            return x
+        return self.table.call("reduce_split_k", x, dtype, num_tokens=x.shape[1])
+
+    def delta_decode(
+        self, inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor
+    ) -> None:
+        """See `delta_rule.decode`."""
+        count = layout.num_decodes
+        self.table.call("delta_decode", inputs, states, layout, out, num_tokens=count)
+
+    def delta_prefill(
+        self, inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor
+    ) -> None:
+        """See `delta_rule.prefill`."""
+        self.table.call("delta_prefill", inputs, states, layout, out, num_tokens=len(out))
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `delta_rule.gated_norm`."""
+        return self.table.call("gated_norm", x, gate, weight, eps)
 
     # The head.
 

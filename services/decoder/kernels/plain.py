@@ -22,6 +22,7 @@ __all__ = [
     "moe",
     "norm_linear",
     "norm_swiglu",
+    "output_gate",
     "pick_tokens",
     "qk_rope_cache",
     "reduce_split_k",
@@ -163,22 +164,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(rotated, dim=-1)
 
 
-def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> Tensor:
+def qk_rope_cache(
+    heads: ProjectedHeads, keys_values: Tensor | None = None, gates: Tensor | None = None
+) -> Tensor:
     """Normalises queries and keys, if the model does, rotates them, and writes keys and values to
     the cache.
 
     Args:
         heads: of the projection; its memory may be overwritten.
         keys_values: `[T, 2 * num_kv_heads, head_dim]`, where keys and then values go, too.
+        gates: `[T, num_heads, head_dim]`, where gates go, if the projection has them.
 
     Returns:
         Queries, `[T, num_heads, head_dim]`.
     """
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
     qkv = reduce_split_k(heads.qkv, heads.kv_cache.dtype)
+    num_queries = heads.num_heads * (2 if heads.gated else 1)
     query, key, value = qkv.unflatten(-1, (-1, head_dim)).split(
-        (heads.num_heads, num_kv_heads, num_kv_heads), dim=1
+        (num_queries, num_kv_heads, num_kv_heads), dim=1
     )
+    if gates is not None:
+        query, gate = query.unflatten(1, (-1, 2)).unbind(2)
+        gates.copy_(gate)
     if heads.norms is not None:
         query = rms_norm(query, heads.norms[0], heads.eps)
         key = rms_norm(key, heads.norms[1], heads.eps)
@@ -187,6 +195,11 @@ def qk_rope_cache(heads: ProjectedHeads, keys_values: Tensor | None = None) -> T
     if keys_values is not None:
         torch.cat((key, value), dim=1, out=keys_values)
     return rotate(query, *heads.rope)
+
+
+def output_gate(attended: Tensor, gates: Tensor) -> Tensor:
+    """`attended * sigmoid(gates)`; its memory may be overwritten."""
+    return attended.mul_(gates.sigmoid())
 
 
 def fused_decode_attention(heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:

@@ -16,22 +16,28 @@ from services.decoder.kernels.tuning import qk_rope_config
 
 
 def qk_rope_cache(
-    heads: ProjectedHeads, keys_values: Tensor | None = None, *, pdl: bool = False
+    heads: ProjectedHeads,
+    keys_values: Tensor | None = None,
+    gates: Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
-    """Implements `plain.qk_rope_cache` where heads rotate whole and all tensors are contiguous."""
+    """Implements `plain.qk_rope_cache` where all tensors are contiguous."""
     assert heads.is_contiguous
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
     num_tokens, num_heads = heads.num_tokens, heads.num_heads
     query = heads.kv_cache.new_empty(num_tokens, num_heads, head_dim)
     block, num_warps = qk_rope_config(num_tokens)
-    norms = heads.norms or (query, query)
+    norms, half = heads.norms or (query, query), heads.rope[0].shape[-1]
+    rest = head_dim - 2 * half
     _qk_rope_cache_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
         heads.qkv, *norms, *heads.rope, heads.rows, heads.kv_cache, query,
-        query if keys_values is None else keys_values,
+        query if keys_values is None else keys_values, query if gates is None else gates,
         num_tokens, num_heads, num_kv_heads, heads.eps, heads.qkv[0].numel(),
-        HALF=head_dim // 2, COLUMNS=triton.next_power_of_2(head_dim // 2), BLOCK=block,
+        HALF=half, COLUMNS=triton.next_power_of_2(half), REST=rest,
+        REST_COLUMNS=triton.next_power_of_2(rest), BLOCK=block,
         NORM=heads.norms is not None, SPLITS=heads.num_splits, KEEP=keys_values is not None,
-        PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
+        GATED=heads.gated, PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return query
 
@@ -50,12 +56,22 @@ def normed(  # noqa: ANN201 - two of the inputs' kind
     first, second, weight_first, weight_second, eps, HALF: tl.constexpr
 ):
     """RMSNorm of heads, by halves: `[heads, columns]` each, zeros behind the HALF columns."""
-    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+    squares = _squares(first) + _squares(second)
     scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-    one = _product((wide_first * scale).to(first.dtype), weight_first)
-    two = _product((wide_second * scale).to(first.dtype), weight_second)
-    return one, two
+    return _scaled(first, scale, weight_first), _scaled(second, scale, weight_second)
+
+
+@triton.jit
+def _squares(x):
+    """Sum of each head's squares."""
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, axis=1)
+
+
+@triton.jit
+def _scaled(x, scale, weight):
+    """Heads times `scale`, rounded to the weight's dtype, times the weight."""
+    return _product((x.to(tl.float32) * scale).to(weight.dtype), weight).to(x.dtype)
 
 
 @triton.jit
@@ -69,64 +85,102 @@ def turned(one, two, cos, sin):  # noqa: ANN201 - two of the inputs' kind
 @triton.jit(do_not_specialize=["num_tokens"])
 def _qk_rope_cache_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, query_ptr,
-    kept_ptr, num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr,
-    KEEP: tl.constexpr, PDL: tl.constexpr,
+    kept_ptr, gate_ptr, num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, REST: tl.constexpr, REST_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """A head is two halves that rotate, and REST elements behind them that do not."""
+    DIM: tl.constexpr = 2 * HALF + REST
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     all_heads = num_heads + 2 * num_kv_heads
     column = tl.arange(0, COLUMNS)[None, :]
     known = column < HALF
-    inside = (head < all_heads)[:, None] & known
-    is_query = (head < num_heads)[:, None] & known
+    in_rest = column < 0
+    is_head = (head < all_heads)[:, None]
+    is_query = (head < num_heads)[:, None]
     is_value = (head >= num_heads + num_kv_heads)[:, None]
+    if REST > 0:
+        rest_column = tl.arange(0, REST_COLUMNS)[None, :]
+        in_rest = rest_column < REST
 
     if NORM:
-        weights = (
-            tl.where(
-                is_query,
-                tl.load(q_norm_ptr + column, mask=known, other=0.0),
-                tl.load(k_norm_ptr + column, mask=known, other=0.0),
-            ),
-            tl.where(
-                is_query,
-                tl.load(q_norm_ptr + HALF + column, mask=known, other=0.0),
-                tl.load(k_norm_ptr + HALF + column, mask=known, other=0.0),
-            ),
-        )
+        weight_first = _norm_weight(q_norm_ptr, k_norm_ptr, column, known, is_query)
+        weight_second = _norm_weight(q_norm_ptr, k_norm_ptr, HALF + column, known, is_query)
+        if REST > 0:
+            weight_rest = _norm_weight(
+                q_norm_ptr, k_norm_ptr, 2 * HALF + rest_column, in_rest, is_query
+            )
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    place = (token * all_heads + head)[:, None] * (2 * HALF) + column
     dtype: tl.constexpr = query_ptr.dtype.element_ty
-    first = load_reduced(qkv_ptr, place, inside, stride, SPLITS, dtype)
-    second = load_reduced(qkv_ptr, place + HALF, inside, stride, SPLITS, dtype)
+    if GATED:  # each query head is followed by its gate
+        slot = tl.where(head < num_heads, 2 * head, head + num_heads)
+        place = (token * (all_heads + num_heads) + slot)[:, None] * DIM
+    else:
+        place = (token * all_heads + head)[:, None] * DIM
+    first = load_reduced(qkv_ptr, place + column, is_head & known, stride, SPLITS, dtype)
+    second = load_reduced(qkv_ptr, place + HALF + column, is_head & known, stride, SPLITS, dtype)
+    if REST > 0:
+        at = place + 2 * HALF + rest_column
+        rest = load_reduced(qkv_ptr, at, is_head & in_rest, stride, SPLITS, dtype)
     cos = tl.load(cos_ptr + token * HALF + column, mask=known, other=0.0)
     sin = tl.load(sin_ptr + token * HALF + column, mask=known, other=0.0)
     if NORM:
-        one, two = normed(first, second, weights[0], weights[1], eps, HALF)
+        if REST > 0:
+            squares = _squares(first) + _squares(second) + _squares(rest)
+            scale = tl.rsqrt(squares / DIM + eps)[:, None]
+            one = _scaled(first, scale, weight_first)
+            two = _scaled(second, scale, weight_second)
+            rest = tl.where(is_value, rest, _scaled(rest, scale, weight_rest))
+        else:
+            one, two = normed(first, second, weight_first, weight_second, eps, HALF)
     else:
         one, two = first, second
     one, two = turned(one, two, cos, sin)
     first = tl.where(is_value, first, one)
     second = tl.where(is_value, second, two)
 
-    out = query_ptr + (token * num_heads + head)[:, None] * (2 * HALF) + column
-    tl.store(out, first, mask=is_query)
-    tl.store(out + HALF, second, mask=is_query)
+    out = query_ptr + (token * num_heads + head)[:, None] * DIM
+    tl.store(out + column, first, mask=is_query & known)
+    tl.store(out + HALF + column, second, mask=is_query & known)
+    if REST > 0:
+        tl.store(out + 2 * HALF + rest_column, rest, mask=is_query & in_rest)
+    if GATED:
+        gate = gate_ptr + (token * num_heads + head)[:, None] * DIM
+        for start in tl.static_range(0, DIM, COLUMNS):
+            at = start + column
+            inside = is_query & (at < DIM)
+            found = load_reduced(qkv_ptr, place + DIM + at, inside, stride, SPLITS, dtype)
+            tl.store(gate + at, found, mask=inside)
     if KEEP:
         kept = token * (2 * num_kv_heads) + head[:, None] - num_heads
-        out = kept_ptr + kept * (2 * HALF) + column
-        tl.store(out, first, mask=inside & ~is_query)
-        tl.store(out + HALF, second, mask=inside & ~is_query)
+        out = kept_ptr + kept * DIM
+        tl.store(out + column, first, mask=is_head & ~is_query & known)
+        tl.store(out + HALF + column, second, mask=is_head & ~is_query & known)
+        if REST > 0:
+            tl.store(out + 2 * HALF + rest_column, rest, mask=is_head & ~is_query & in_rest)
     # rows: [2, T], the cache's row of the token's keys, then of its values.
     key_row = tl.load(rows_ptr + token)
     value_row = tl.load(rows_ptr + num_tokens + token)
     kv_head = head[:, None] - num_heads - tl.where(is_value, num_kv_heads, 0)
     row = tl.where(is_value, value_row, key_row) * num_kv_heads + kv_head
     # Padding has negative rows: they count from the cache's end in torch, and go nowhere here.
-    keep = inside & (head >= num_heads)[:, None] & (key_row >= 0)
-    out = cache_ptr + row * (2 * HALF) + column
-    tl.store(out, first, mask=keep)
-    tl.store(out + HALF, second, mask=keep)
+    keep = is_head & ~is_query & (key_row >= 0)
+    out = cache_ptr + row * DIM
+    tl.store(out + column, first, mask=keep & known)
+    tl.store(out + HALF + column, second, mask=keep & known)
+    if REST > 0:
+        tl.store(out + 2 * HALF + rest_column, rest, mask=keep & in_rest)
+
+
+@triton.jit
+def _norm_weight(q_norm_ptr, k_norm_ptr, column, inside, is_query):
+    """Weights of the queries' or the keys' norm, by head."""
+    return tl.where(
+        is_query,
+        tl.load(q_norm_ptr + column, mask=inside, other=0.0),
+        tl.load(k_norm_ptr + column, mask=inside, other=0.0),
+    )

@@ -22,7 +22,7 @@ from services.common.nn.dispatch import Implementation, Kernel, KernelTable, Tok
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
-from services.decoder.kernels import attention_tuning, plain, sampling, tuning
+from services.decoder.kernels import attention_tuning, delta_rule, plain, sampling, tuning
 from services.decoder.kernels.attention_tuning import AttentionFacts
 from services.decoder.kernels.tuning import SkinnyConfig, SwigluGemmConfig
 
@@ -144,12 +144,6 @@ def _one_rank(facts: KernelFacts) -> str:
 
 def _no_mlp_bias(facts: KernelFacts) -> str:
     return "needs an MLP without biases" if facts.text.mlp_bias else ""
-
-
-def _whole_rotation(facts: KernelFacts) -> str:
-    """The kernel rotates all of a head."""
-    rotary, head = facts.text.rope.rotary_dim, facts.text.head_dim
-    return "" if rotary == head else f"needs rotary_dim {rotary} to be head_dim {head}"
 
 
 def _even_head(facts: KernelFacts) -> str:
@@ -509,13 +503,18 @@ ROWS: Sequence[Row] = (
     Row("linear_swiglu", "silu_mul", _silu_mul, _triton),
     Row("linear_swiglu", "plain", _plain(lambda x, layer: layers.silu_and_mul(layer(x)))),
     Row("moe", "plain", _plain(plain.moe)),
-    Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head, _whole_rotation)),
+    Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head)),
     Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
     Row(
         "fused_decode_attention", "triton", _fused_decode_attention,
         _needs(_triton, _fused_decode), _fused_decode_sequences,
     ),
     Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
+    Row("output_gate", "plain", _plain(plain.output_gate)),
+    Row("reduce_split_k", "plain", _plain(plain.reduce_split_k)),
+    Row("delta_decode", "plain", _plain(delta_rule.decode)),
+    Row("delta_prefill", "plain", _plain(delta_rule.prefill)),
+    Row("gated_norm", "plain", _plain(delta_rule.gated_norm)),
     Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),
     Row("logits", "plain", _plain(plain.linear)),
     Row("greedy", "triton", _greedy, _triton),

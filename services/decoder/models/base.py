@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionMetadata
-from services.decoder.kernels.ops import Ops
+from services.decoder.kernels.ops import Ops, StepKernels
 
 
 class VisualInput(Protocol):
@@ -139,6 +139,28 @@ class VisualMask:
         self.transfer.read(feature)
 
 
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What all layers share in one forward.
+
+    Attributes:
+        ops: the model's operations.
+        kernels: those for the step's number of tokens.
+        rope: cos and sin, `[T, rotary_dim / 2]`.
+        kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, of full
+            attention layers.
+        kv_rows: `[2, T]`: where keys and values go.
+        metadata: the step's attention layout.
+    """
+
+    ops: Ops
+    kernels: StepKernels
+    rope: tuple[Tensor, Tensor]
+    kv_cache: Tensor
+    kv_rows: Tensor
+    metadata: AttentionMetadata
+
+
 class CausalLM(Protocol):
     """A language model over a ragged batch of T tokens. Built on `meta`, then loaded."""
 
@@ -159,7 +181,8 @@ class CausalLM(Protocol):
         Args:
             input_ids: `[T]` int32 or int64; any valid id at visual tokens.
             positions: `[3, T]` integer: (t, h, w); with 1-D positions all rows are equal.
-            kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`.
+            kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, of full
+                attention layers.
             metadata: the step's attention layout.
             visual: embeddings of the step's image tokens.
             rows: `[R]` int64, the tokens whose hidden states are returned; None: all.

@@ -1,9 +1,9 @@
 """The language model that all text families share.
 
-A pre-norm transformer: grouped-query attention with or without q/k norm, then SwiGLU or a mixture
-of experts (`mlp`). What differs between families is data in `TextSpec`: sizes, biases, rope, tied
-embeddings. With M-RoPE positions
-have three axes; with image embeddings the vision tower's DeepStack features are added to the visual
+A pre-norm transformer: grouped-query attention with or without q/k norm, or linear attention
+(`gated_delta_net`), then SwiGLU or a mixture of experts (`mlp`). What differs between families is
+data in `TextSpec`: sizes, layer kinds, biases, rope, tied embeddings. With M-RoPE positions have
+three axes; with image embeddings the vision tower's DeepStack features are added to the visual
 tokens after the first decoder layers.
 
 Tensor parallelism. `Linear.split` says how a layer is divided among ranks: q, k, v, gate and up
@@ -13,7 +13,7 @@ vocabulary; norms, routers and the embedding table are whole on each rank. A ran
 GEMM and the residual addition. The engine runs one rank today.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -26,67 +26,71 @@ from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.kernels import plain
 from services.decoder.kernels.heads import HeadTransform
-from services.decoder.kernels.ops import Ops, StepKernels
-from services.decoder.models.base import VisualInput
+from services.decoder.kernels.ops import Ops
+from services.decoder.models.base import StepContext, VisualInput
+from services.decoder.models.gated_delta_net import GatedDeltaNet
 from services.decoder.models.mlp import AllReduce, create_mlp, row_parallel
 from services.decoder.models.rope import RotaryEmbedding
 
 
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """What all layers share in one forward.
+class Attention(nn.Module):
+    """Grouped-query attention, up to its output projection.
 
-    Attributes:
-        ops: the model's operations.
-        kernels: those for the step's number of tokens.
-        rope: cos and sin, `[T, rotary_dim / 2]`.
-        kv_rows: `[2, T]`: where keys and values go.
-        metadata: the step's attention layout.
+    Args:
+        spec: of the model.
+        backend: that attends.
+        layer: index among the full attention layers, whose keys and values are cached.
     """
 
-    ops: Ops
-    kernels: StepKernels
-    rope: tuple[Tensor, Tensor]
-    kv_rows: Tensor
-    metadata: AttentionMetadata
+    name = "self_attn"
 
-
-class Attention(nn.Module):
-    """Grouped-query attention, between its projections."""
-
-    def __init__(self, spec: TextSpec, backend: AttentionBackend) -> None:
+    def __init__(self, spec: TextSpec, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self.layer = backend, layer
+        self.head_dim, self.gated = spec.head_dim, spec.output_gate
         query_size = spec.num_heads * spec.head_dim
         kv_size = spec.num_kv_heads * spec.head_dim
         self.qkv_proj = MergedLinear(
             spec.hidden_size,
-            {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
+            {"q_proj": query_size * (1 + self.gated), "k_proj": kv_size, "v_proj": kv_size},
             bias=spec.qkv_bias,
         )
         self.qkv_proj.split = "out"
         self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.o_bias)
         self.o_proj.split = "in"
         self.eps = spec.rms_norm_eps
-        self.q_norm = RMSNorm(spec.head_dim, self.eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, self.eps) if spec.qk_norm else None
+        self.q_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
+        self.k_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
 
-    def forward(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
-        """Writes this layer's keys and values to `kv_cache`, and attends.
+    @property
+    def output(self) -> Linear:
+        """The projection back to the residual stream."""
+        return self.o_proj
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, norm: RMSNorm, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """Writes this layer's keys and values to the cache, and attends.
 
         Args:
-            qkv: of `qkv_proj`, `[T, (H + 2 * KVH) * D]` or split-K partials of it.
-            kv_cache: `[num_blocks, 2, block_size, KVH, D]`.
+            x: see `DecoderLayer`.
+            residual: see `DecoderLayer`.
+            norm: before the layer.
             step: shared by all layers.
 
         Returns:
-            `[T, H * D]`, before the output projection.
+            `[T, H * D]`, before the output projection, and the hidden state `x + residual`.
         """
+        qkv, residual = step.kernels.norm_linear(x, residual, norm, self.qkv_proj)
+        return self._attend(qkv, step.kv_cache[self.layer], step), residual
+
+    def _attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
+        """From `qkv_proj`'s output, or split-K partials of it, to `[T, H * D]`."""
         metadata, kernels = step.metadata, step.kernels
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.weight, self.k_norm.weight
-        transform = HeadTransform(norms, self.eps, step.rope, kv_cache, step.kv_rows)
+        transform = HeadTransform(norms, self.eps, step.rope, kv_cache, step.kv_rows, self.gated)
         if metadata.fused:
             attend, heads = kernels.fused_decode_attention, transform.of(qkv)
             return attend(heads, metadata.block_ids, metadata.seq_lens_device)
@@ -94,12 +98,24 @@ class Attention(nn.Module):
         if metadata.wants_keys_values:
             num_kv_heads, head_dim = kv_cache.shape[-2:]
             keys_values = kv_cache.new_empty(qkv.shape[-2], 2 * num_kv_heads, head_dim)
-        query = kernels.qk_rope_cache(transform.of(qkv), keys_values)
-        return self.backend.forward(query, kv_cache, metadata, keys_values).flatten(1)
+        gates = None
+        if self.gated:
+            heads = self.o_proj.in_features // self.head_dim
+            gates = kv_cache.new_empty(qkv.shape[-2], heads, self.head_dim)
+        query = kernels.qk_rope_cache(transform.of(qkv), keys_values, gates)
+        attended = self.backend.forward(query, kv_cache, metadata, keys_values)
+        if gates is not None:
+            attended = kernels.output_gate(attended, gates)
+        return attended.flatten(1)
+
+
+def norm_of(spec: TextSpec, size: int) -> RMSNorm:
+    """A norm over `size` elements as the model has them."""
+    return RMSNorm(size, spec.rms_norm_eps, zero_centred=spec.zero_centred_norms)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP around a residual stream.
+    """A mixer of tokens and an MLP around a residual stream.
 
     A projection's addition to the stream is left to the next norm, which fuses with it, unless the
     GEMM itself has added: a layer takes and returns `(x, residual)`, whose sum is the hidden state.
@@ -107,33 +123,41 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, spec: TextSpec, layer: int, backend: AttentionBackend, all_reduce: AllReduce | None
+        self,
+        spec: TextSpec,
+        layer: int,
+        mixer: Attention | GatedDeltaNet,
+        all_reduce: AllReduce | None,
     ) -> None:
         super().__init__()
         self.all_reduce = all_reduce
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = Attention(spec, backend)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.input_layernorm = norm_of(spec, spec.hidden_size)
+        self._mixer_name = mixer.name
+        self.add_module(mixer.name, mixer)
+        self.post_attention_layernorm = norm_of(spec, spec.hidden_size)
         self.mlp = create_mlp(spec, layer, all_reduce)
+
+    @property
+    def mixer(self) -> Attention | GatedDeltaNet:
+        """What mixes tokens; registered under the checkpoint's name of its kind."""
+        return getattr(self, self._mixer_name)
 
     def forward(
         self,
         x: Tensor | None,
         residual: Tensor,
-        kv_cache: Tensor,
         step: StepContext,
         rows: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """The layer's output for all tokens, or for those of `rows` `[R]`; all tokens leave their
-        keys and values in the cache.
+        keys and values, or change the recurrent states.
         """
-        kernels, attention = step.kernels, self.self_attn
-        qkv, residual = kernels.norm_linear(x, residual, self.input_layernorm, attention.qkv_proj)
-        attended = attention(qkv, kv_cache, step)
+        kernels, mixer = step.kernels, self.mixer
+        mixed, residual = mixer(x, residual, self.input_layernorm, step)
         if rows is not None:
-            attended, residual = attended[rows], residual[rows]
+            mixed, residual = mixed[rows], residual[rows]
             kernels = step.ops.for_tokens(len(rows))
-        x = row_parallel(attended, attention.o_proj, residual, kernels, self.all_reduce)
+        x = row_parallel(mixed, mixer.output, residual, kernels, self.all_reduce)
         return self.mlp(x, residual, self.post_attention_layernorm, kernels)
 
 
@@ -164,10 +188,16 @@ class Transformer(nn.Module):
         self.ops = ops
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
+        merge_gates = spec.checkpoint.quantization is None
+        mixers: dict[int, Attention | GatedDeltaNet] = {}
+        for number, index in enumerate(text.attention_layers):
+            mixers[index] = Attention(part, backend, number)
+        for number, index in enumerate(text.linear_layers):
+            mixers[index] = GatedDeltaNet(part, number, merge_gates=merge_gates)
         self.layers = nn.ModuleList(
-            DecoderLayer(part, layer, backend, all_reduce) for layer in range(text.num_layers)
+            DecoderLayer(part, layer, mixers[layer], all_reduce) for layer in range(text.num_layers)
         )
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        self.norm = norm_of(text, text.hidden_size)
         tied = text.tie_word_embeddings
         self.lm_head: Linear | None = None
         if not tied or num_ranks > 1:
@@ -193,7 +223,7 @@ class Transformer(nn.Module):
             positions, metadata.slot_mapping, self.rope, residual.dtype, kv_cache.shape[3]
         )
         kernels = self.ops.for_tokens(len(residual))
-        step = StepContext(self.ops, kernels, rope, kv_rows, metadata)
+        step = StepContext(self.ops, kernels, rope, kv_cache, kv_rows, metadata)
         if visual is not None:
             visual.replace(residual)
         x: Tensor | None = None
@@ -202,7 +232,7 @@ class Transformer(nn.Module):
             added = visual is not None and index + 1 < visual.num_features
             # No token attends to what the last layer computes.
             early = rows if index == final and not added else None
-            x, residual = layer(x, residual, kv_cache[index], step, early)
+            x, residual = layer(x, residual, step, early)
             if visual is not None and added:
                 if x is not None:
                     residual = residual + plain.reduce_split_k(x, residual.dtype)
@@ -232,6 +262,8 @@ def rank_spec(text: TextSpec, num_ranks: int) -> TextSpec:
     """
     if num_ranks == 1:
         return text
+    if text.linear_layers or text.output_gate:
+        raise ValueError("linear attention and output gates cannot be divided among ranks")
 
     def share(of: object, name: str) -> int:
         size = getattr(of, name)

@@ -63,6 +63,20 @@ QWEN3_MOE = {
     "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
     "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"], "attention_bias": False, "attn_output_gate": True,
+    "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+    "hidden_size": 2560, "intermediate_size": 9216, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+    "mlp_only_layers": [], "num_attention_heads": 16, "num_hidden_layers": 32,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+    "tie_word_embeddings": True, "vocab_size": 248320,
+}  # fmt: skip
 CONFIGS = {
     "qwen3": QWEN3,
     "qwen2": QWEN2,
@@ -313,5 +327,88 @@ def test_a_malformed_config_is_an_error_that_says_what(
 def test_every_family_of_the_registry_reads(tmp_path: Path) -> None:
     """A registry line whose module is missing would show only when such a model is started."""
     tested = {config["architectures"][0] for config in CONFIGS.values()}
-    vision = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
-    assert set(FAMILIES) - tested == vision
+    assert set(FAMILIES) - tested == {
+        "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
+    }  # fmt: skip
+
+
+# Qwen3.5.
+
+VISION = {
+    "depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12, "patch_size": 16,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304,
+    "out_hidden_size": 2560, "deepstack_visual_indexes": [],
+}  # fmt: skip
+
+
+def read_qwen3_5(directory: Path, **changes: Any) -> ModelSpec:
+    """The whole model; changes are those of its text part."""
+    section = {key: value for key, value in (QWEN3_5 | changes).items() if value is not ABSENT}
+    size = {"shortest_edge": 65536, "longest_edge": 16777216}
+    (directory / "preprocessor_config.json").write_text(json.dumps({"size": size}))
+    return read(
+        directory,
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": section,
+            "vision_config": VISION, "image_token_id": 248056, "eos_token_id": 248046,
+            "tie_word_embeddings": True,
+        },
+        {"eos_token_id": [248046, 248044]},
+    )  # fmt: skip
+
+
+def test_qwen3_5_has_layers_of_two_kinds_and_a_tower_without_deepstack(tmp_path: Path) -> None:
+    spec = read_qwen3_5(tmp_path)
+    text, linear = spec.text, spec.text.linear_attention
+    assert text.attention_layers == tuple(range(3, 32, 4))
+    assert sorted(text.attention_layers + text.linear_layers) == list(range(32))
+    assert (text.head_dim, text.rope.rotary_dim, text.rope.mrope_section) == (256, 64, (11, 11, 10))
+    assert text.output_gate and text.zero_centred_norms and text.qk_norm
+    assert linear is not None
+    assert (linear.num_channels, linear.group_size, linear.conv_width) == (8192, 2, 4)
+    assert spec.vision_part.tower.num_features == 1
+    assert spec.checkpoint.text_prefix == "model.language_model."
+    assert spec.checkpoint.ignores("mtp.layers.0.mlp.up_proj.weight")
+    assert spec.eos_token_ids == (248046, 248044)
+
+
+def test_qwen3_5_without_a_tower_is_a_text_model(tmp_path: Path) -> None:
+    spec = read(tmp_path, QWEN3_5)
+    assert (spec.vision, spec.checkpoint.text_prefix) == (None, "model.")
+    assert spec.text.rope.mrope_section == (11, 11, 10)
+    assert spec.checkpoint.ignores("mtp.fc.weight")
+    assert spec.checkpoint.ignores("model.visual.merger.norm.weight")
+
+
+def test_qwen3_5_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    names = [name for name in QWEN3_5 if name.startswith("linear_")]
+    names += ["head_dim", "full_attention_interval", "rope_parameters", "attn_output_gate"]
+    text = read_qwen3_5(tmp_path, **dict.fromkeys(names, ABSENT)).text
+    assert text.linear_attention == read_qwen3_5(tmp_path).text.linear_attention
+    assert text.attention_layers == tuple(range(3, 32, 4))
+    assert (text.head_dim, text.rope.rotary_dim, text.rope.theta) == (256, 64, 1e4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
+        ({"attn_output_gate": False}, "attn_output_gate False"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype 'bfloat16'"),
+        ({"layer_scale": True}, "layer_scale True"),
+        ({"mlp_only_layers": [3]}, r"mlp_only_layers \[3\]"),
+        ({"layer_types": ["mamba"] * 32}, "layer_types mamba"),
+        ({"layer_types": ["linear_attention"] * 32}, "without full_attention"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads 24"),
+        ({"partial_rotary_factor": 0.1, "rope_parameters": ABSENT}, "rotates 25 of 256"),
+        ({"num_experts": 8}, "num_experts 8"),
+    ],
+)
+def test_qwen3_5_refuses_by_name(tmp_path: Path, changes: dict, named: str) -> None:
+    with pytest.raises(UnsupportedOption, match=named):
+        read_qwen3_5(tmp_path, **changes)
+
+
+def test_qwen3_5_serves_the_other_name_of_its_gate(tmp_path: Path) -> None:
+    assert read_qwen3_5(tmp_path, output_gate_type="swish").text.output_gate

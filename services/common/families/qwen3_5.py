@@ -1,0 +1,117 @@
+"""Dense Qwen3.5, which Qwen3.6 and 3.8 share: gated delta net layers, every fourth one full
+attention with an output gate. The tower is Qwen3-VL's without DeepStack.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from services.common.families.dense import read_model, read_text, text_checkpoint
+from services.common.families.qwen3_vl import read_vision
+from services.common.model_spec import (
+    CheckpointSpec,
+    LayerKind,
+    LinearAttentionSpec,
+    ModelSpec,
+    TextSpec,
+    UnsupportedOption,
+    VisionSpec,
+)
+
+_MTP = "mtp."  # layers that predict several tokens: a draft model, not served
+_KINDS = ("full_attention", "linear_attention")
+
+
+def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
+    text = read_hybrid_text(config)
+    vision, checkpoint = read_parts(directory, config, text)
+    return read_model(directory, config, text, vision=vision, checkpoint=checkpoint)
+
+
+def read_parts(
+    directory: Path, config: Mapping[str, Any], text: TextSpec
+) -> tuple[VisionSpec | None, CheckpointSpec]:
+    """The tower, if the architecture has one, and the names of tensors."""
+    if "text_config" not in config:
+        names = text_checkpoint(text)
+        return None, replace(names, ignored=(*names.ignored, _MTP, "model.visual."))
+    if config["vision_config"].get("deepstack_visual_indexes"):
+        raise UnsupportedOption("deepstack_visual_indexes is not supported; supported: none")
+    names = text_checkpoint(text, "model.language_model.", "model.visual.")
+    return read_vision(directory, config, ()), replace(names, ignored=(*names.ignored, _MTP))
+
+
+def read_hybrid_text(config: Mapping[str, Any]) -> TextSpec:
+    """The language model of a config.json with layers of both kinds."""
+    section: Mapping[str, Any] = config.get("text_config") or config
+    _refuse_unsupported(section)
+    kinds = _layer_kinds(section)
+    bias = bool(section.get("attention_bias", False))
+    tied = config.get("tie_word_embeddings", section.get("tie_word_embeddings", False))
+    shared = {key: value for key, value in section.items() if key != "layer_types"}
+    text = read_text(
+        {**shared, "tie_word_embeddings": tied},
+        head_dim=256,
+        num_kv_heads=4,
+        mrope_section=(11, 11, 10),
+        partial_rotary_factor=0.25,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    return replace(
+        text,
+        output_gate=True,
+        zero_centred_norms=True,
+        linear_attention=_linear_attention(section),
+        layer_kinds=kinds,
+    )
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> tuple[LayerKind, ...]:
+    count = config["num_hidden_layers"]
+    interval = config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types") or [_KINDS[bool((i + 1) % interval)] for i in range(count)]
+    if unknown := sorted(set(kinds) - set(_KINDS)):
+        raise UnsupportedOption(
+            f"layer_types {', '.join(unknown)} is not supported; supported: {', '.join(_KINDS)}"
+        )
+    if len(kinds) != count:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {count} layers")
+    if "full_attention" not in kinds:
+        raise UnsupportedOption("layer_types without full_attention is not supported")
+    return cast("tuple[LayerKind, ...]", tuple(kinds))
+
+
+def _linear_attention(config: Mapping[str, Any]) -> LinearAttentionSpec:
+    spec = LinearAttentionSpec(
+        num_key_heads=config.get("linear_num_key_heads", 16),
+        num_value_heads=config.get("linear_num_value_heads", 32),
+        key_head_dim=config.get("linear_key_head_dim", 128),
+        value_head_dim=config.get("linear_value_head_dim", 128),
+        conv_width=config.get("linear_conv_kernel_dim", 4),
+    )
+    if spec.num_value_heads % spec.num_key_heads:
+        raise UnsupportedOption(
+            f"linear_num_value_heads {spec.num_value_heads} is not supported: "
+            f"it is not a multiple of linear_num_key_heads {spec.num_key_heads}"
+        )
+    return spec
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Options that would change answers, in these models or in others of their line."""
+    for name, supported in (
+        ("attn_output_gate", (True,)),
+        ("output_gate_type", ("silu", "swish")),  # of the gated norm
+        ("mamba_ssm_dtype", ("float32",)),
+        ("layer_scale", (False,)),
+        ("mlp_only_layers", ([],)),
+    ):
+        value = config.get(name)
+        if value is not None and value not in supported:
+            raise UnsupportedOption(
+                f"{name} {value!r} is not supported; "
+                f"supported: {' or '.join(repr(each) for each in supported)}"
+            )

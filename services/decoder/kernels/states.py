@@ -1,0 +1,122 @@
+"""Recurrent states of linear attention layers: where they are, and a step's layout over them.
+
+Each running sequence has a slot, that of its row. Nothing clears a slot: a sequence whose first
+token is computed starts from zero, whatever the slot holds. That follows from the token's index, so
+that no flag can be forgotten.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.common.model_spec import LinearAttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """One layer's states of all slots.
+
+    Attributes:
+        conv: `[slots, width, channels]` in the model's dtype: the convolution's last inputs. That
+            of token i is in column i % width, so that a decode writes one column, which it does not
+            read.
+        recurrent: `[slots, value_heads, key_head_dim, value_head_dim]` float32.
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """All layers' states: a slot for each row, and one of scratch for padding.
+
+    Attributes:
+        conv: `[layers, slots, width, channels]`, see `LayerStates`.
+        recurrent: `[layers, slots, value_heads, key_head_dim, value_head_dim]` float32.
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: LinearAttentionSpec,
+        num_layers: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "StateCache":
+        """Memory of undefined contents."""
+        heads = spec.num_value_heads, spec.key_head_dim, spec.value_head_dim
+        conv = spec.conv_width, spec.num_channels
+        return cls(
+            torch.empty(num_layers, num_slots, *conv, dtype=dtype, device=device),
+            torch.empty(num_layers, num_slots, *heads, device=device),
+        )
+
+    @staticmethod
+    def slot_bytes(spec: LinearAttentionSpec, num_layers: int, dtype: torch.dtype) -> int:
+        """Bytes of one slot, summed over all layers."""
+        conv = spec.conv_width * spec.num_channels * dtype.itemsize
+        return num_layers * (conv + 4 * spec.value_size * spec.key_head_dim)
+
+    def layer(self, index: int) -> LayerStates:
+        """One layer's states."""
+        return LayerStates(self.conv[index], self.recurrent[index])
+
+
+@dataclass(slots=True)
+class StateLayout:
+    """One step's sequences and their slots: decodes first, then chunks.
+
+    Sequence s computes tokens [cu_query_lens[s], cu_query_lens[s + 1]) of the step, which are the
+    last of its seq_lens[s] tokens.
+
+    Attributes:
+        cache: of all layers.
+        num_decodes: the first sequences, of one token each; in a captured step with chunks, padding
+            among them has none.
+        cu_query_lens: `[S + 1]`, host.
+        seq_lens: `[S]`, host.
+        slots: `[S]` int64, device.
+        cu_query_lens_device: `[S + 1]` int32.
+        seq_lens_device: `[S]` int32.
+        work: `[W, 2]` int32, device: pieces of chunks, see `prefill_work`; None: there are none.
+    """
+
+    cache: StateCache
+    num_decodes: int
+    cu_query_lens: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    slots: Tensor
+    cu_query_lens_device: Tensor
+    seq_lens_device: Tensor
+    work: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """What a layer's projections and parameters give the delta rule for a step's T tokens.
+
+    Attributes:
+        spec: sizes.
+        qkv: `[T, channels]`: queries, keys and values before the convolution; rows may be strided.
+        beta: `[T, value_heads]`, before the sigmoid; strided, too.
+        decay: `[T, value_heads]`, before `dt_bias` and softplus; strided, too.
+        conv: `[channels, width]`, taps; the last one is the token's own.
+        a_log: `[value_heads]` float32.
+        dt_bias: `[value_heads]`.
+    """
+
+    spec: LinearAttentionSpec
+    qkv: Tensor
+    beta: Tensor
+    decay: Tensor
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
