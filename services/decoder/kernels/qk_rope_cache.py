@@ -35,7 +35,7 @@ def qk_rope_cache(
         query if keys_values is None else keys_values, query if gates is None else gates,
         num_tokens, num_heads, num_kv_heads, heads.eps, heads.qkv[0].numel(),
         HALF=half, COLUMNS=triton.next_power_of_2(half), REST=rest,
-        REST_COLUMNS=triton.next_power_of_2(rest), BLOCK=block,
+        REST_COLUMNS=triton.next_power_of_2(max(rest, 1)), BLOCK=block,
         NORM=heads.norms is not None, SPLITS=heads.num_splits, KEEP=keys_values is not None,
         GATED=heads.gated, PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
     )  # fmt: skip
@@ -95,92 +95,72 @@ def _qk_rope_cache_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     all_heads = num_heads + 2 * num_kv_heads
-    column = tl.arange(0, COLUMNS)[None, :]
+    column, rest_column = tl.arange(0, COLUMNS)[None, :], tl.arange(0, REST_COLUMNS)[None, :]
     known = column < HALF
-    in_rest = column < 0
     is_head = (head < all_heads)[:, None]
     is_query = (head < num_heads)[:, None]
     is_value = (head >= num_heads + num_kv_heads)[:, None]
-    if REST > 0:
-        rest_column = tl.arange(0, REST_COLUMNS)[None, :]
-        in_rest = rest_column < REST
 
     if NORM:
-        weight_first = _norm_weight(q_norm_ptr, k_norm_ptr, column, known, is_query)
-        weight_second = _norm_weight(q_norm_ptr, k_norm_ptr, HALF + column, known, is_query)
+        norm_ptr = tl.where(is_query, q_norm_ptr, k_norm_ptr)
+        weight_first = tl.load(norm_ptr + column, mask=known, other=0.0)
+        weight_second = tl.load(norm_ptr + HALF + column, mask=known, other=0.0)
         if REST > 0:
-            weight_rest = _norm_weight(
-                q_norm_ptr, k_norm_ptr, 2 * HALF + rest_column, in_rest, is_query
-            )
+            at = norm_ptr + 2 * HALF + rest_column
+            weight_rest = tl.load(at, mask=rest_column < REST, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     dtype: tl.constexpr = query_ptr.dtype.element_ty
+    place = (token * all_heads + head)[:, None] * DIM
     if GATED:  # each query head is followed by its gate
         slot = tl.where(head < num_heads, 2 * head, head + num_heads)
         place = (token * (all_heads + num_heads) + slot)[:, None] * DIM
-    else:
-        place = (token * all_heads + head)[:, None] * DIM
     first = load_reduced(qkv_ptr, place + column, is_head & known, stride, SPLITS, dtype)
     second = load_reduced(qkv_ptr, place + HALF + column, is_head & known, stride, SPLITS, dtype)
+    rest = first
     if REST > 0:
         at = place + 2 * HALF + rest_column
-        rest = load_reduced(qkv_ptr, at, is_head & in_rest, stride, SPLITS, dtype)
+        rest = load_reduced(qkv_ptr, at, is_head & (rest_column < REST), stride, SPLITS, dtype)
     cos = tl.load(cos_ptr + token * HALF + column, mask=known, other=0.0)
     sin = tl.load(sin_ptr + token * HALF + column, mask=known, other=0.0)
-    if NORM:
-        if REST > 0:
-            squares = _squares(first) + _squares(second) + _squares(rest)
-            scale = tl.rsqrt(squares / DIM + eps)[:, None]
-            one = _scaled(first, scale, weight_first)
-            two = _scaled(second, scale, weight_second)
-            rest = tl.where(is_value, rest, _scaled(rest, scale, weight_rest))
-        else:
-            one, two = normed(first, second, weight_first, weight_second, eps, HALF)
-    else:
-        one, two = first, second
+    one, two = first, second
+    if NORM and REST > 0:
+        squares = _squares(first) + _squares(second) + _squares(rest)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        one, two = _scaled(first, scale, weight_first), _scaled(second, scale, weight_second)
+        rest = tl.where(is_value, rest, _scaled(rest, scale, weight_rest))
+    elif NORM:
+        one, two = normed(first, second, weight_first, weight_second, eps, HALF)
     one, two = turned(one, two, cos, sin)
-    first = tl.where(is_value, first, one)
-    second = tl.where(is_value, second, two)
-
+    first, second = tl.where(is_value, first, one), tl.where(is_value, second, two)
     out = query_ptr + (token * num_heads + head)[:, None] * DIM
-    tl.store(out + column, first, mask=is_query & known)
-    tl.store(out + HALF + column, second, mask=is_query & known)
-    if REST > 0:
-        tl.store(out + 2 * HALF + rest_column, rest, mask=is_query & in_rest)
+    _store(out, first, second, rest, column, rest_column, is_query, HALF, REST)
     if GATED:
         gate = gate_ptr + (token * num_heads + head)[:, None] * DIM
         for start in tl.static_range(0, DIM, COLUMNS):
-            at = start + column
-            inside = is_query & (at < DIM)
-            found = load_reduced(qkv_ptr, place + DIM + at, inside, stride, SPLITS, dtype)
-            tl.store(gate + at, found, mask=inside)
+            inside = is_query & (start + column < DIM)
+            at = place + DIM + start + column
+            found = load_reduced(qkv_ptr, at, inside, stride, SPLITS, dtype)
+            tl.store(gate + start + column, found, mask=inside)
     if KEEP:
-        kept = token * (2 * num_kv_heads) + head[:, None] - num_heads
-        out = kept_ptr + kept * DIM
-        tl.store(out + column, first, mask=is_head & ~is_query & known)
-        tl.store(out + HALF + column, second, mask=is_head & ~is_query & known)
-        if REST > 0:
-            tl.store(out + 2 * HALF + rest_column, rest, mask=is_head & ~is_query & in_rest)
+        out = kept_ptr + (token * (2 * num_kv_heads) + head[:, None] - num_heads) * DIM
+        _store(out, first, second, rest, column, rest_column, is_head & ~is_query, HALF, REST)
     # rows: [2, T], the cache's row of the token's keys, then of its values.
-    key_row = tl.load(rows_ptr + token)
-    value_row = tl.load(rows_ptr + num_tokens + token)
+    key_row, value_row = tl.load(rows_ptr + token), tl.load(rows_ptr + num_tokens + token)
     kv_head = head[:, None] - num_heads - tl.where(is_value, num_kv_heads, 0)
     row = tl.where(is_value, value_row, key_row) * num_kv_heads + kv_head
     # Padding has negative rows: they count from the cache's end in torch, and go nowhere here.
     keep = is_head & ~is_query & (key_row >= 0)
-    out = cache_ptr + row * DIM
-    tl.store(out + column, first, mask=keep & known)
-    tl.store(out + HALF + column, second, mask=keep & known)
-    if REST > 0:
-        tl.store(out + 2 * HALF + rest_column, rest, mask=keep & in_rest)
+    _store(cache_ptr + row * DIM, first, second, rest, column, rest_column, keep, HALF, REST)
 
 
 @triton.jit
-def _norm_weight(q_norm_ptr, k_norm_ptr, column, inside, is_query):
-    """Weights of the queries' or the keys' norm, by head."""
-    return tl.where(
-        is_query,
-        tl.load(q_norm_ptr + column, mask=inside, other=0.0),
-        tl.load(k_norm_ptr + column, mask=inside, other=0.0),
-    )
+def _store(
+    out, first, second, rest, column, rest_column, inside, HALF: tl.constexpr, REST: tl.constexpr
+):
+    """Writes heads of which `inside` says that they are to be written."""
+    tl.store(out + column, first, mask=inside & (column < HALF))
+    tl.store(out + HALF + column, second, mask=inside & (column < HALF))
+    if REST > 0:
+        tl.store(out + 2 * HALF + rest_column, rest, mask=inside & (rest_column < REST))
