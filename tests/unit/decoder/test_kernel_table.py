@@ -83,7 +83,7 @@ def test_splits_of_k_leave_few_sms_idle(shape: str, device: str) -> None:
         (replace(facts_of("8b"), num_ranks=2), "linear_residual", "on one rank"),
         (replace(facts_of("8b"), dtype=torch.float32), "project", "not torch.float32"),
         (
-            facts_of("8b", rope=replace(TEXT_SHAPES["8b"].rope, rotary_dim=64)), 
+            facts_of("8b", rope=replace(TEXT_SHAPES["8b"].rope, rotary_dim=64)),
             "fused_decode_attention",
             "needs rotary_dim 64 to be head_dim 128",
         ),
