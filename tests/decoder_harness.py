@@ -125,7 +125,8 @@ class Harness:
         """The chunks as a step, in this order."""
         sequences = [chunk.sequence for chunk in chunks]
         num_tokens = sum(chunk.length for chunk in chunks)
-        step = Batch(list(chunks), num_tokens, self._started, sequences).to_step()
+        late = [chunk for chunk in chunks if chunk.is_late]
+        step = Batch(list(chunks), num_tokens, self._started, sequences, late).to_step()
         self._started = []
         return step
 

@@ -45,7 +45,9 @@ class Decoder:
         self.source = EmbeddingSource(
             self.arena, EncoderFetcher(timeout_s=timeout_s), None, metrics
         )
-        grammars = Grammars(model_directory or Path(), self.engine.ready.vocab_size)
+        grammars = Grammars(
+            model_directory or Path(), self.engine.ready.vocab_size, metrics.grammar_compile.observe
+        )
         self.front = DecoderFront(self.engine.ready, self.engine, self.source, grammars, metrics)
         self.encoder = FakeFetchServicer()
         self.encoder_address = ""

@@ -158,7 +158,20 @@ def expected_tokens(message: AddSequence, max_model_len: int) -> tuple[list[int]
 @dataclass(slots=True)
 class FakePending:
     runner: FakeRunner
+    step: Step
     output: StepOutput | None = None
+    sampled: bool = False
+
+    def is_computed(self) -> bool:
+        return False  # it runs when its result is read
+
+    def sample(self, masks: list[np.ndarray]) -> None:
+        step = self.step
+        assert not self.sampled and self.runner._queue[-1][0] is step
+        assert len(masks) == len(step.late) > 0
+        self.sampled = True
+        step.masked = np.concatenate((step.masked, step.late))
+        step.token_masks = np.stack([*step.token_masks, *masks])
 
     def result(self) -> StepOutput:
         while self.output is None:
@@ -220,12 +233,17 @@ class FakeRunner:
         tables = [list(self._tables[row]) for row in rows]
         ids = [start.sequence_id for start in starts]
         self.batches.append(list(zip(ids, step.starts.tolist(), lengths, strict=True)))
-        pending = FakePending(self)
+        assert not set(step.late.tolist()) & set(step.masked.tolist())
+        assert all(i < step.num_from_device for i in step.samples[step.late])
+        if self._queue:
+            assert self._queue[-1][3].sampled, "the last step was not sampled"
+        pending = FakePending(self, step, sampled=len(step.late) == 0)
         self._queue.append((step, starts, tables, pending))
         return pending
 
     def run_oldest(self) -> None:
         step, starts, tables, pending = self._queue.popleft()
+        assert pending.sampled
         most = self.info.max_tokens_per_step
         samples, limits = step.samples.tolist(), step.limits
         found = np.full((len(samples), most), -99, np.int32)
@@ -269,6 +287,7 @@ class FakeRunner:
             else:
                 token = int(step.token_ids[known + offset])
                 position = tuple(step.positions[:, known + offset].tolist())
+                self._last[start.row] = token
             previous = self._read(table, number - 1)
             feature = features.get(offset, (b"", 0))[1]
             self._write(table, number, next_entry(previous, token, position, feature))
@@ -310,6 +329,8 @@ class FakeRunner:
         message = self.messages.get(start.sequence_id)
         if message is None:
             return
+        if self._last[start.row] < 0:  # nothing was allowed, and its sequence was planned ahead
+            end -= 1
         alone = self._references.setdefault(start.sequence_id, Reference(message))
         for number in range(end):
             right = self._read(table, number) == alone.entry(number)

@@ -46,6 +46,8 @@ class InProcessEngine:
                 if isinstance(message, ImageReady):
                     self.runner.arena[message.arena_offset] = message.key
                 self.engine.handle(message)  # type: ignore[arg-type]
+            if self.engine.waits_for_masks:
+                continue
             if self.engine.has_work:
                 done = self.engine.step()
                 if done is not None:

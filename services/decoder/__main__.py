@@ -62,7 +62,7 @@ class DecoderService:
         metrics = DecoderMetrics(registry)
         fetcher = EncoderFetcher(shared_memory=settings.shared_memory)
         source = EmbeddingSource(arena, fetcher, cache, metrics)
-        grammars = Grammars(settings.model, ready.vocab_size)
+        grammars = Grammars(settings.model, ready.vocab_size, metrics.grammar_compile.observe)
         front = DecoderFront(ready, channel, source, grammars, metrics)
         add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, DecoderServicer(front))
         return cls(front, cache, add_servicer, registry)

@@ -29,6 +29,8 @@ log = logging.getLogger("services.decoder.engine")
 # needs to send its next request, or an encoder to encode an image.
 _AWAKE_S = 0.05
 _KERNEL_CALLS_PERIOD_S = 1.0
+# Between two looks at the device while token masks are missing.
+_MASK_POLL_S = 0.0001
 
 
 def run(
@@ -51,7 +53,9 @@ def run(
     """
     reported_at = 0.0
     while True:
-        if engine.has_work:
+        if engine.waits_for_masks:
+            messages = channel.receive(0.0, awake_s=_MASK_POLL_S)
+        elif engine.has_work:
             messages = channel.receive(0.0)
         else:
             messages = channel.receive(None, awake_s=awake_s)
@@ -59,6 +63,8 @@ def run(
             if isinstance(message, Shutdown):
                 return
             engine.handle(message)
+        if engine.waits_for_masks:
+            continue
         done = engine.step()
         if done is not None:
             channel.send(done)

@@ -113,7 +113,9 @@ class DecoderFront:
         self.engine = engine
         self._channel = channel
         self._images = SequenceImages(source, channel, self._input_failed)
-        self._masks = SequenceMasks(grammars, channel, self._input_failed)
+        self._masks = SequenceMasks(
+            grammars, channel, metrics.token_mask.observe, self._input_failed
+        )
         self._metrics = metrics
         self._max_live = (1 + QUEUE_FACTOR) * engine.max_num_sequences
         self._numbers = itertools.count(1)

@@ -7,7 +7,9 @@ that compiling and matching may take, the waiting compilations and the cache all
 
 import asyncio
 import os
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -147,11 +149,15 @@ class Grammars:
     Args:
         directory: of the model; its tokenizer.json is read when the first grammar arrives.
         vocab_size: of the model's head, at least the tokenizer's.
+        observe_compile: called with the seconds that a compilation took.
     """
 
-    def __init__(self, directory: Path, vocab_size: int) -> None:
+    def __init__(
+        self, directory: Path, vocab_size: int, observe_compile: Callable[[float], None]
+    ) -> None:
         self._file = directory / "tokenizer.json"
         self.vocab_size = vocab_size
+        self._observe_compile = observe_compile
         self.num_words = -(-vocab_size // 32)
         self._vocabularies: dict[tuple[int, ...], LLTokenizer] = {}  # by end ids
         self._reading = Lock()
@@ -260,7 +266,7 @@ class Grammars:
                 text = grammar_from(grammar.kind, grammar.text)  # pyright: ignore
         except ValueError as error:
             raise _refused(grammar, str(error)) from None
-        vocabulary = self._vocabulary(grammar.end_ids)
+        vocabulary, started = self._vocabulary(grammar.end_ids), time.monotonic()
         compiled = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
         if compiled.is_error():
             raise _refused(grammar, compiled.get_error())
@@ -268,6 +274,7 @@ class Grammars:
         compiled.compute_bitmask()
         if compiled.is_error():
             raise _refused(grammar, compiled.get_error())
+        self._observe_compile(time.monotonic() - started)
         return compiled
 
     def _vocabulary(self, end_ids: tuple[int, ...]) -> LLTokenizer:

@@ -37,6 +37,9 @@ class DecoderMetrics:
                 "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."
             ),
             "num_steps": counter("engine_steps", "Steps launched."),
+            "num_late_masks": counter(
+                "late_token_masks", "Token masks that missed their step, which yielded no token."
+            ),
         }
         self._seen = dict.fromkeys(self._totals, 0)
         self.generated = counter("generated_tokens", "Completion tokens.")
@@ -49,6 +52,13 @@ class DecoderMetrics:
         self.transfer = seconds("transfer", "Submitted to last embedding in the arena.")
         self.prefill = seconds("prefill", "First scheduled to first token.")
         self.ttft = seconds("ttft", "Submitted to first token.")
+        self.grammar_compile = seconds(
+            "grammar_compile", "Compilation of a grammar that was not in the cache."
+        )
+        self.token_mask = Histogram(
+            "decoder_token_mask_seconds", "Token to mask, of all sequences in a step together.",
+            registry=registry, buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.5),
+        )  # fmt: skip
         self.fetch = seconds("embedding_fetch", "Fetch of one embedding from an encoder.")
         self._hits = counter(
             "embedding_cache_hits",

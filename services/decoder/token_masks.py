@@ -6,6 +6,7 @@ sent to the engine, which plans such a sequence when its mask has arrived.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 
 from services.common.errors import InternalError, TriptychError
@@ -22,14 +23,20 @@ class SequenceMasks:
     Args:
         grammars: compiles them.
         engine: gets the masks.
+        observe: called with the seconds that the masks of a step took.
         failed: called with a sequence's number and an error when it cannot go on.
     """
 
     def __init__(
-        self, grammars: Grammars, engine: EngineSender, failed: Callable[[int, TriptychError], None]
+        self,
+        grammars: Grammars,
+        engine: EngineSender,
+        observe: Callable[[float], None],
+        failed: Callable[[int, TriptychError], None],
     ) -> None:
         self._grammars = grammars
         self._engine = engine
+        self._observe = observe
         self._failed = failed
         self._matchers: dict[int, Matcher | None] = {}  # None: being compiled
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,6 +85,7 @@ class SequenceMasks:
             await self._send_masks([(number, 0, matcher, [])])
 
     async def _send_masks(self, work: list[tuple[int, int, Matcher, list[int]]]) -> None:
+        started = time.monotonic()
         try:
             masks = await self._grammars.masks([(matcher, ids) for _, _, matcher, ids in work])
         except Exception:
@@ -91,6 +99,7 @@ class SequenceMasks:
                 messages.append(TokenMask(number, generated, mask))
         if messages:
             self._engine.send(*messages)
+            self._observe(time.monotonic() - started)
 
     def _fail(self, number: int, error: TriptychError) -> None:
         if number in self._matchers:

@@ -163,6 +163,41 @@ def test_execute_waits_for_nothing(dummy: Harness, params: SamplingParams, maske
         dummy.finish(sequence)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("eager", [False, True])
+def test_late_masks_are_sampled_under_without_waiting(dummy: Harness, eager: bool) -> None:
+    """As the engine has it: planned ahead, the step launched before the masks are there."""
+    running = [dummy.start(ids, row) for row, ids in enumerate(prompts(8))]
+    for sequence in running:
+        dummy.step(dummy.chunk(sequence))
+    dummy.step(*[dummy.chunk(sequence) for sequence in running])
+    graphs = dummy.runner.graphs
+    first, second = [dummy.chunk(s) for s in running], [dummy.chunk(s) for s in running]
+    for chunk in second[::2]:
+        chunk.is_late = True
+    try:
+        dummy.runner.graphs = [] if eager else graphs
+        torch.cuda.set_sync_debug_mode("error")
+        before = dummy.launch(*first)
+        pending = dummy.launch(*second)
+        masks = []
+        for index in range(4):
+            allowed = np.zeros(dummy.runner.info.vocab_size, np.bool_)
+            allowed[1000 + index] = True
+            masks.append(mask_of(allowed))
+        pending.sample(masks)
+        after = dummy.launch(*[dummy.chunk(s) for s in running])  # reads what was sampled
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        dummy.runner.graphs = graphs
+    found = pending.result().token_ids[:, 0].tolist()
+    assert pending.is_computed() and found[::2] == [1000, 1001, 1002, 1003]
+    assert dummy.runner._state.last_tokens[:8].min() >= 0
+    assert len(before.result().token_ids) == len(after.result().token_ids) == 8
+    for sequence in running:
+        dummy.finish(sequence)
+
+
 # Sampling, images, plain path.
 
 

@@ -33,6 +33,8 @@ class Chunk:
         samples: the chunk reaches the last token of the sequence, so a token is sampled.
         generated: tokens sampled for the sequence before this step, those in flight included.
         limit: the most tokens that the step may yield for the sequence.
+        is_late: the sequence's mask arrives while the step is computed.
+        is_void: its mask did not: the token is not the sequence's.
     """
 
     sequence: Sequence
@@ -42,6 +44,8 @@ class Chunk:
     samples: bool
     generated: int
     limit: int = 1
+    is_late: bool = False
+    is_void: bool = False
 
 
 @dataclass(slots=True)
@@ -53,12 +57,14 @@ class Batch:
         num_tokens: most tokens that the step computes.
         admitted: sequences that were given a row since the last step that was launched.
         extended: sequences that were given a block since then.
+        late: the chunks whose masks arrive late.
     """
 
     chunks: list[Chunk]
     num_tokens: int
     admitted: list[Sequence] = field(default_factory=list[Sequence])
     extended: list[Sequence] = field(default_factory=list[Sequence])
+    late: list[Chunk] = field(default_factory=list[Chunk])
 
     def to_step(self) -> Step:
         """The step as arrays. Block table entries count as sent from here on; a step that cannot be
@@ -100,8 +106,11 @@ class Batch:
                 if mask is not None and len(mask):
                     masked.append(index)
                     masks.append(mask)
-            if any(chunk.limit > 1 for chunk in known):
+            if any([chunk.limit > 1 for chunk in known]):
                 limits = np.array([chunk.limit for chunk in sampling], np.int64)
+        late = _NO_INDICES
+        if self.late:
+            late = np.array([i for i, c in enumerate(sampling) if c.is_late], np.int64)
         return Step(
             rows=rows,
             starts=starts,
@@ -118,6 +127,7 @@ class Batch:
             images=images,
             masked=np.array(masked, np.int64) if masked else _NO_INDICES,
             token_masks=np.stack(masks) if masks else _NO_MASKS,
+            late=late,
         )
 
     def _block_updates(self) -> tuple[Int64Array, Int32Array]:

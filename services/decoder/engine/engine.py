@@ -2,12 +2,15 @@
 
 No torch, no sockets, no text: messages in, `StepDone` out, a runner for the device. With `overlap`
 the engine plans and launches step n + 1 before it reads the tokens of step n, so that the device
-never waits for Python. If a sequence turns out to have ended with step n, its token of step n + 1
-is discarded.
+never waits for Python. Token masks arrive while a step is computed, which is then sampled as a
+whole; a sequence whose mask is late gets no token from it. If a sequence turns out to have ended
+with step n, its token of step n + 1 is discarded.
 """
 
 import time
 from collections import deque
+
+import numpy as np
 
 from services.decoder.engine.batch import Batch
 from services.decoder.engine.block_manager import BlockManager
@@ -25,9 +28,13 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.step import PendingStep, Runner, StepOutput
+from services.decoder.engine.step import Int32Array, PendingStep, Runner, StepOutput
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
+# Others in the batch wait for late masks while the device computes, and then this long.
+MASK_GRACE_S = 0.0001
+# Where nobody else is in the batch.
+_LONE_MASK_GRACE_S = 0.02
 _FAILURES = {
     NOT_FINITE: "the model's output is not finite",
     ALL_MASKED: "every token is masked out: the token mask or the logit bias allows none",
@@ -70,11 +77,19 @@ class Engine:
             # One sequence alone must fit: its last token is sampled, never computed.
             max_model_len=min(info.max_model_len, info.num_blocks * info.block_size + 1),
             max_tokens_per_step=info.max_tokens_per_step,
+            late_masks=overlap,
             min_partial_tokens=min_partial_tokens,
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
+        # The last step that was launched, if it waits for late masks.
+        self._unsampled: tuple[Batch, PendingStep] | None = None
+        self._computed_at = 0.0
+        num_words = -(-info.vocab_size // 32)
+        self._nothing_allowed = np.zeros(num_words, np.int32)
+        self._all_allowed = np.full(num_words, -1, np.int32)
         self._num_steps = 0
+        self._num_late_masks = 0
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
         # End events that wait for a step in flight which may read the sequence's images.
@@ -90,6 +105,26 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do before another message arrives."""
         return bool(self._pending or self._events or self._delayed) or self._scheduler.has_work
+
+    @property
+    def waits_for_masks(self) -> bool:
+        """Whether `step` is better called after further messages: the masks that are missing will
+        arrive in time. Costs nothing where no sequence has masks.
+        """
+        if self._unsampled is None:
+            return False
+        batch, pending = self._unsampled
+        finished = SequenceState.FINISHED
+        if all(
+            c.sequence.token_mask is not None or c.sequence.state is finished for c in batch.late
+        ):
+            return False
+        if not pending.is_computed():
+            return True
+        now = time.monotonic()
+        self._computed_at = self._computed_at or now
+        lone = len(batch.late) == len(batch.chunks)
+        return now - self._computed_at < (_LONE_MASK_GRACE_S if lone else MASK_GRACE_S)
 
     def handle(self, message: AddSequence | ImageReady | TokenMask | AbortSequence) -> None:
         """Takes one message of the front."""
@@ -128,7 +163,8 @@ class Engine:
             return
         wanted = sequence.num_generated
         num_bytes = 4 * -(-self._info.vocab_size // 32)
-        if not sequence.awaits_mask or sequence.num_in_flight or message.num_generated != wanted:
+        early = sequence.num_in_flight and not sequence.late_masks
+        if not sequence.awaits_mask or early or message.num_generated != wanted:
             problem = f"a token mask for token {message.num_generated} came, at token {wanted}"
             self._finish(sequence, "failed", problem)
         elif len(message.mask) not in (0, num_bytes):
@@ -144,6 +180,8 @@ class Engine:
 
     def step(self) -> StepDone | None:
         """Launches the next step and reads the one before; returns the events, if any."""
+        if self._unsampled is not None:
+            self._sample_late(*self._unsampled)
         batch = self._scheduler.schedule()
         if batch.chunks:
             self._launch(batch)
@@ -171,6 +209,7 @@ class Engine:
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_steps=self._num_steps,
+            num_late_masks=self._num_late_masks,
         )
 
     def check_integrity(self) -> None:
@@ -193,10 +232,32 @@ class Engine:
             return
         self._num_steps += 1
         self._pending.append((self._scheduler.step, batch, pending))
+        if batch.late:
+            self._unsampled = batch, pending
+            self._computed_at = 0.0
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
                 break
             self._blocks.register(chunk.sequence)
+            if chunk.samples and chunk.sequence.late_masks:
+                chunk.sequence.token_mask = None  # the step has it
+
+    def _sample_late(self, batch: Batch, pending: PendingStep) -> None:
+        """Samples the last step; a sequence whose mask has not arrived gets no token."""
+        self._unsampled = None
+        masks: list[Int32Array] = []
+        for chunk in batch.late:
+            sequence = chunk.sequence
+            mask, sequence.token_mask = sequence.token_mask, None
+            if sequence.state is SequenceState.FINISHED or mask is None:
+                masks.append(self._nothing_allowed)
+                chunk.is_void = True
+                if sequence.state is not SequenceState.FINISHED:
+                    self._num_late_masks += 1
+                    self._scheduler.mask_missed(sequence)
+            else:
+                masks.append(mask if len(mask) else self._all_allowed)
+        pending.sample(masks)
 
     def _fail_largest(self, batch: Batch, error: BaseException) -> None:
         """Fails one sequence of a step that did not fit into the device's memory."""
@@ -214,6 +275,9 @@ class Engine:
         logprobs = output.logprobs
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         rows, counts = output.token_ids.tolist(), output.num_tokens.tolist()
+        if batch.late:
+            sampled = [chunk for chunk in batch.chunks if chunk.samples]
+            counts = [0 if c.is_void else n for c, n in zip(sampled, counts, strict=True)]
         for index, (sequence, ids, count) in enumerate(zip(sampling, rows, counts, strict=True)):
             sequence.num_in_flight -= 1
             if sequence.state is finished:

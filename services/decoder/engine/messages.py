@@ -59,7 +59,8 @@ class AddSequence(msgspec.Struct, tag="add"):
     # every second step, and others in every one.
     plan_ahead: bool = True
     # Each token is sampled under a mask that the front sends (`TokenMask`) when it has seen the
-    # token before; implies that steps are not planned ahead.
+    # token before. With `plan_ahead` a step may be computed meanwhile; if the mask is not there
+    # when the step is to be sampled, the sequence gets no token from it.
     token_masks: bool = False
 
 
@@ -184,6 +185,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_prefix_hit_tokens: int  # total
     num_prompt_tokens: int  # total
     num_steps: int  # total
+    num_late_masks: int = 0  # total; token masks that missed their step
 
 
 class ImagesOf(msgspec.Struct, array_like=True):

@@ -21,10 +21,11 @@ from services.decoder.engine.graphs import (
     StepParts,
 )
 from services.decoder.engine.images import ImageReader
+from services.decoder.engine.mask_buffer import MaskBuffer
 from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParams
 from services.decoder.engine.sampler import Sampled, Sampler
 from services.decoder.engine.staging import Staging
-from services.decoder.engine.step import RowStart, Step, StepOutput
+from services.decoder.engine.step import Int32Array, RowStart, Step, StepOutput
 from services.decoder.engine.step_inputs import RowTable, StepInputs
 from services.decoder.kernels.sampling import SamplingInputs
 from services.decoder.kernels.states import StateCache
@@ -55,6 +56,14 @@ class DevicePendingStep:
     event: torch.cuda.Event | None
     _output: StepOutput | None = field(default=None, init=False)
 
+    def is_computed(self) -> bool:
+        """See `step.PendingStep`; every other step is sampled when it is launched."""
+        return True
+
+    def sample(self, masks: list[Int32Array]) -> None:
+        """See `step.PendingStep`."""
+        raise RuntimeError("the step has no late masks")
+
     def result(self) -> StepOutput:
         """The step's tokens, once they are there."""
         if self._output is None:
@@ -75,6 +84,33 @@ class DevicePendingStep:
                 zip(self.sampling.logprob_rows, self.sampling.logprob_counts, strict=True)
             )
         }
+
+
+@dataclass(slots=True)
+class UnsampledStep:
+    """A launched step that waits for late masks; its logits stay until the next step."""
+
+    runner: "ModelRunner"
+    step: Step
+    inputs: StepInputs
+    logits: Tensor
+    sampling: SamplingInputs
+    computed: torch.cuda.Event | None
+    _sampled: DevicePendingStep | None = field(default=None, init=False)
+
+    def is_computed(self) -> bool:
+        """See `step.PendingStep`."""
+        return self.computed is None or self.computed.query()
+
+    def sample(self, masks: list[Int32Array]) -> None:
+        """See `step.PendingStep`."""
+        self._sampled = self.runner.sample_late(self, masks)
+
+    def result(self) -> StepOutput:
+        """The step's tokens, once they are there."""
+        if self._sampled is None:
+            raise RuntimeError("the step's masks have not arrived")
+        return self._sampled.result()
 
 
 @dataclass(slots=True)
@@ -114,6 +150,8 @@ class ModelRunner:
         self._scratch_row = info.max_num_sequences
         self._table.blocks[self._scratch_row] = info.num_blocks
         self._sampler = Sampler(info.max_num_sequences, info.vocab_size, state.device, model.ops)
+        words = -(-info.vocab_size // 32)
+        self._masks = MaskBuffer(info.max_num_sequences, words, state.device)
         self._staging = Staging(_staging_bytes(info, max_blocks), state.device)
         self._dtype = state.kv_cache.dtype
         self.graphs: list[StepGraphs] = []  # captured kinds of steps, see graphs.py
@@ -125,7 +163,7 @@ class ModelRunner:
         return {f"{operation}={name}": count for (operation, name), count in calls.items()}
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> DevicePendingStep:
+    def execute(self, step: Step) -> DevicePendingStep | UnsampledStep:
         """Launches a step; see `step.Runner`."""
         if step.row_starts:
             self._start_rows(step.row_starts)
@@ -133,22 +171,26 @@ class ModelRunner:
         inputs = step_inputs.lay_out(step, self._table, self.info.block_size)
         graphs, inputs = self._graphs_for(inputs)
         self._stage(inputs, graphs)
-        sampling = self._sampler.prepare(
-            step.rows[step.samples], step.generated, self._staging, step.masked, step.token_masks
-        )
+        sampling = self._prepare_sampling(step)
         self._staging.upload()
         if graphs is not None:
             count = len(step.samples)
             logits, token_ids = (out[:count] for out in graphs.replay(inputs))
             if sampling is not None:
-                return self._sample(inputs, logits, sampling)
+                return self._sample_or_wait(step, inputs, logits, sampling)
             return self._copy_back(Sampled(token_ids, None), None)
         if len(step.samples) == 0:
             self._forward(inputs)
             # The step still reads the arena, which may be reused once its result is there.
             return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, self._mark())
         hidden = self._forward(inputs, self._staging.device(inputs.places.sampled_tokens))
-        return self._sample(inputs, self._model.logits(hidden), sampling)
+        return self._sample_or_wait(step, inputs, self._model.logits(hidden), sampling)
+
+    @torch.inference_mode()
+    def sample_late(self, unsampled: UnsampledStep, masks: list[Int32Array]) -> DevicePendingStep:
+        """Launches the sampling of a step with late masks."""
+        self._masks.upload([*unsampled.step.token_masks, *masks])
+        return self._sample(unsampled.inputs, unsampled.logits, unsampled.sampling)
 
     def close(self) -> None:
         """Releases the arena; the process may go on without the runner."""
@@ -273,6 +315,22 @@ class ModelRunner:
         if self._images is None:
             raise RuntimeError("a sequence has images, but the runner has no arena")
         return self._images.read(step.images, self._staging.device(step.places.visual_rows))
+
+    def _prepare_sampling(self, step: Step) -> SamplingInputs | None:
+        late = late_masks = None
+        if len(step.late):
+            late, late_masks = step.late, self._masks.device(len(step.masked) + len(step.late))
+        return self._sampler.prepare(
+            step.rows[step.samples], step.generated, self._staging, step.masked, step.token_masks,
+            late, late_masks,
+        )  # fmt: skip
+
+    def _sample_or_wait(
+        self, step: Step, inputs: StepInputs, logits: Tensor, sampling: SamplingInputs | None
+    ) -> DevicePendingStep | UnsampledStep:
+        if sampling is not None and len(step.late):
+            return UnsampledStep(self, step, inputs, logits, sampling, self._mark())
+        return self._sample(inputs, logits, sampling)
 
     def _sample(
         self, step: StepInputs, logits: Tensor, sampling: SamplingInputs | None

@@ -118,6 +118,8 @@ class Sampler:
         staging: Staging,
         masked: Int64Array | None = None,
         token_masks: Int32Array | None = None,
+        late: Int64Array | None = None,
+        late_masks: Tensor | None = None,
     ) -> SamplingInputs | None:
         """The inputs of a step, its arrays in `staging`, to be uploaded.
 
@@ -127,13 +129,16 @@ class Sampler:
             staging: the step's.
             masked: see `Step`; None: no row has a mask.
             token_masks: see `Step`.
+            late: see `Step`; None: no mask is late.
+            late_masks: `[M + L, words]` on the device, filled later: the masks of `masked`, then
+                those of `late`.
 
         Returns:
             None: every row is greedy, without penalties, biases, masks and log-probabilities.
         """
         if masked is not None and len(masked) == 0:
             masked = None
-        if masked is None and self._plain[rows].all():
+        if late is None and masked is None and self._plain[rows].all():
             return None
 
         def put(array: npt.NDArray[np.generic]) -> Tensor:
@@ -142,10 +147,16 @@ class Sampler:
         floats, top_k = self._floats[:, rows], self._top_k[rows]
         sampled = floats[0] > 0.0
         mask_index = masks = logprob_index = None
-        if masked is not None and token_masks is not None:
+        if masked is not None or late is not None:
             index = np.full(len(rows), -1)
-            index[masked] = np.arange(len(masked))
-            mask_index, masks = put(index), put(token_masks)
+            found = [part for part in (masked, late) if part is not None]
+            samples = found[0] if len(found) == 1 else np.concatenate(found)
+            index[samples] = np.arange(len(samples))
+            mask_index = put(index)
+            if late is not None:
+                masks = late_masks
+            elif token_masks is not None:
+                masks = put(token_masks)
         counts = self._top_logprobs[rows]
         asking = np.flatnonzero(counts >= 0)
         if len(asking):

@@ -18,7 +18,9 @@ arrives. The few tokens before the image of a chat would cost a step of their ow
 nothing in the later one, while the encoder uses the same device.
 Awaiting: a sequence that does not plan ahead, or any sequence where a step may yield several
 tokens, is not planned again before its last token has arrived, and its mask if it needs one. The
-others are planned every step meanwhile.
+others are planned every step meanwhile. With `late_masks`, a sequence with masks is planned ahead,
+too: its mask arrives while the step is computed; if it does not, the sequence loses that step's
+token and awaits.
 
 Any running sequence can be preempted: it loses its blocks and computes all of its tokens again,
 those of its completion included. Images that were released after they were read are requested again
@@ -54,6 +56,7 @@ class Scheduler:
             `max_tokens_per_step`.
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
+        late_masks: steps may be planned before the masks for their samples are there.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
     """
 
@@ -65,6 +68,7 @@ class Scheduler:
         max_batched_tokens: int,
         max_model_len: int,
         max_tokens_per_step: int = 1,
+        late_masks: bool = False,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
     ) -> None:
         if max_batched_tokens < max_num_sequences * max_tokens_per_step:
@@ -77,6 +81,8 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.max_model_len = max_model_len
         self._max_tokens_per_step = max_tokens_per_step
+        self._late_masks = late_masks and max_tokens_per_step == 1
+        self._num_late_masks = 0  # sequences that have them
         self._min_partial_tokens = min_partial_tokens
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
@@ -153,6 +159,10 @@ class Scheduler:
         sequence.arrival = self._arrivals
         if self._max_tokens_per_step > 1:
             sequence.plans_ahead = False  # how many tokens a step yields is not known in advance
+        sequence.late_masks = sequence.late_masks and self._late_masks
+        if sequence.late_masks:
+            sequence.plans_ahead = True
+            self._num_late_masks += 1
         self._wait(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
@@ -164,6 +174,14 @@ class Scheduler:
         """Takes the mask for the sequence's next token; the sequence may be planned again."""
         sequence.token_mask = np.frombuffer(mask.mask, "<i4")
         self._input_arrived(sequence)
+
+    def mask_missed(self, sequence: Sequence) -> None:
+        """The mask of a step that was launched did not arrive in time: the step yields nothing for
+        the sequence, which is planned again when its mask is there.
+        """
+        sequence.plans_ahead = False
+        number = sequence.sequence_id
+        self._awaiting[number] = self._decoding.pop(number)
 
     def tokens_arrived(self, sequence: Sequence, count: int) -> None:
         """The ids of a sequence that does not plan ahead were appended to it.
@@ -195,6 +213,7 @@ class Scheduler:
         else:
             self.blocks.register(sequence)
         self._leave(sequence)
+        self._num_late_masks -= sequence.late_masks
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Batch:
@@ -204,6 +223,10 @@ class Scheduler:
         if self._prefilling or self._waiting:
             num_tokens += self._fill(self._prompts(), self.max_batched_tokens - num_tokens, chunks)
         batch = Batch(chunks, num_tokens, self._admitted, self._extended)
+        if self._num_late_masks:
+            batch.late = [c for c in chunks if c.from_device and c.sequence.late_masks]
+            for chunk in batch.late:
+                chunk.is_late = True
         if chunks:
             self._admitted, self._extended = [], []
         return batch
@@ -281,7 +304,9 @@ class Scheduler:
             start, limit = sequence.num_computed_tokens, self._limit(sequence)
             sequence.num_computed_tokens = start + 1
             sequence.num_in_flight += 1
-            self._awaiting[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
+            sequence.plans_ahead = sequence.late_masks
+            group = self._decoding if sequence.plans_ahead else self._awaiting
+            group[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
             if sequence.image_offsets:  # the prompt ends in an image, and its step yielded nothing
                 sequence.last_prefill_step = self.step
             generated = start + 1 - sequence.num_prompt_tokens
@@ -347,6 +372,7 @@ class Scheduler:
         number = sequence.sequence_id
         if samples:
             sequence.num_in_flight += 1
+            sequence.plans_ahead = sequence.plans_ahead or sequence.late_masks
             group = self._decoding if sequence.plans_ahead else self._awaiting
             group[number] = self._prefilling.pop(number)
         elif self._chunk_limit(sequence, end) == end:

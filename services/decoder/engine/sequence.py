@@ -42,6 +42,8 @@ class Sequence:
         num_in_flight: steps that sample for the sequence and whose tokens have not arrived.
         num_sent_blocks: entries of the block table that were sent to the runner.
         plans_ahead: the next step may be planned while the last token is in flight.
+        late_masks: it may even while the last token's mask is not there, which then arrives while
+            the step is computed.
         token_masks: each token is sampled under a mask that the front sends.
         token_mask: the mask for the next token, int32 words; empty: every token is allowed.
         max_length: tokens, prompt included, at which the sequence ends by length.
@@ -73,6 +75,7 @@ class Sequence:
     num_in_flight: int = 0
     num_sent_blocks: int = 0
     plans_ahead: bool = True
+    late_masks: bool = False
     token_masks: bool = False
     token_mask: npt.NDArray[np.int32] | None = None
     num_preemptions: int = 0
@@ -105,6 +108,7 @@ class Sequence:
             cache_salt=message.cache_salt,
             stop_ids=frozenset(message.sampling.stop_token_ids),
             plans_ahead=message.plan_ahead and not message.token_masks,
+            late_masks=message.plan_ahead and message.token_masks,
             token_masks=message.token_masks,
         )
 

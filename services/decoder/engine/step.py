@@ -69,6 +69,8 @@ class Step(msgspec.Struct, array_like=True):
             of the run's first one among them. By index in the step.
         masked: `[M]`, the samples (indices into B) that have a token mask.
         token_masks: `[M, ceil(vocab_size / 32)]` int32: bit i of word w allows token 32 * w + i.
+        late: `[L]`, further samples (indices into B) that have a mask, which is not there yet. If
+            there are any, the step is computed and not sampled before `PendingStep.sample`.
     """
 
     rows: Int64Array
@@ -86,6 +88,7 @@ class Step(msgspec.Struct, array_like=True):
     images: Int64Array
     masked: Int64Array
     token_masks: Int32Array
+    late: Int64Array
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +140,16 @@ class StepOutput(NamedTuple):
 
 class PendingStep(Protocol):
     """A step that was launched."""
+
+    def is_computed(self) -> bool:
+        """Whether the device has nothing left to do but to sample; for a step with late masks."""
+        ...
+
+    def sample(self, masks: list[Int32Array]) -> None:
+        """Launches the sampling of a step with late masks, of which it takes one for each of
+        `Step.late`; before the next step is executed.
+        """
+        ...
 
     def result(self) -> StepOutput:
         """Waits for the step's ids, which are copied to the host without stopping the device."""

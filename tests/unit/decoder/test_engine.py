@@ -406,3 +406,33 @@ def test_masked_sequences_that_hold_all_rows_leave_the_engine_idle():
     harness.add(add_message(2, prompt_of(2, 9), max_tokens=2))
     harness.run()
     harness.assert_all_as_alone()
+
+
+def test_the_engine_waits_for_late_masks_while_the_device_computes_and_then_shortly(monkeypatch):
+    now = 1.0
+    monkeypatch.setattr("services.decoder.engine.engine.time.monotonic", lambda: now)
+    harness = Harness(mask_after=2)
+    harness.add(add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True))
+    harness.add(add_message(2, prompt_of(2, 9), max_tokens=20))
+    engine = harness.engine
+    while not engine.waits_for_masks:
+        harness.step()
+    pending = engine._unsampled[1]
+    monkeypatch.setattr(type(pending), "is_computed", lambda _: True)
+    assert engine.waits_for_masks
+    now += 0.00009
+    assert engine.waits_for_masks
+    now += 0.00002
+    assert not engine.waits_for_masks
+    harness.step()
+    assert engine.stats().num_late_masks == 1
+    harness.run()
+    harness.assert_all_as_alone()
+
+
+def test_the_engine_waits_for_nothing_without_masks():
+    harness = Harness()
+    harness.add(add_message(1, prompt_of(1, 9), max_tokens=8))
+    while harness.engine.has_work:
+        assert not harness.engine.waits_for_masks
+        harness.step()
