@@ -284,6 +284,20 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationSpec:
+    """How a family's answers are read.
+
+    Attributes:
+        tool_parsers: forms of tool calls that its checkpoints are taught, by the names of
+            `services.gateway.tool_parsers`; the first that the chat template shows is used.
+        thinks: checkpoints whose chat template names `</think>` reason before they answer.
+    """
+
+    tool_parsers: tuple[str, ...] = ()
+    thinks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A whole checkpoint directory.
 
@@ -294,6 +308,7 @@ class ModelSpec:
         vision: None: a text model, which has no encoder.
         eos_token_ids: of generation_config.json and config.json, together.
         generation: generation_config.json, for sampling defaults.
+        conversation: tool calls and reasoning.
     """
 
     directory: Path
@@ -304,6 +319,7 @@ class ModelSpec:
     checkpoint: CheckpointSpec
     eos_token_ids: tuple[int, ...]
     generation: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    conversation: ConversationSpec = ConversationSpec()
 
     @property
     def vision_part(self) -> VisionSpec:

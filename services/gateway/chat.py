@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from services.common.errors import (
@@ -19,6 +19,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
+from services.gateway.answer import AnswerFormat
 from services.gateway.attempts import Attempts, PreparedRequest
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
@@ -28,7 +29,13 @@ from services.gateway.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.openai import ChatRequest
 from services.gateway.prompt import Draft, PromptBuilder
-from services.gateway.responses import ImageReport, PromptTokensDetails, Update, Usage
+from services.gateway.responses import (
+    CompletionTokensDetails,
+    ImageReport,
+    PromptTokensDetails,
+    Update,
+    Usage,
+)
 from services.gateway.sampling import SamplingDefaults, limit_completion, resolve_sampling
 from services.gateway.tokenizer import ModelTokenizer
 
@@ -49,6 +56,7 @@ class Completion:
 
     request: ChatRequest
     prepared: PreparedRequest
+    answer_format: AnswerFormat
     choices: list[Choice]
     cached_tokens: int | None = None
 
@@ -70,12 +78,16 @@ class Completion:
         prompt = self.prepared.prompt
         prompt_tokens = len(prompt.token_ids)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
-        return Usage(
+        usage = Usage(
             prompt_tokens,
             completion_tokens,
             prompt_tokens + completion_tokens,
             PromptTokensDetails(prompt.num_image_tokens, self.cached_tokens),
         )
+        if self.answer_format.reasoning is not None:
+            reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
+        return usage
 
     def image_reports(self) -> list[ImageReport]:
         """Where each image's embedding came from."""
@@ -129,6 +141,8 @@ class ChatService:
         decoder, grammar = self._decoder(request.model), read_grammar(request)
         with timings.measure("tokenize"):
             draft = await self._draft(request, decoder.max_model_len)
+        if grammar is not None and draft.format.thinks:
+            grammar = replace(grammar, begins_after=self.prompts.end_of_reasoning)
         # Before images are loaded. Each has at least one token, as its placeholder here.
         sampling = resolve_sampling(
             request, self.defaults,
@@ -157,7 +171,8 @@ class ChatService:
             wait_for_sources=bool(request.include_stage_times),
             encode_sources=[None] * len(images),
         )  # fmt: skip
-        return Completion(request, prepared, create_choices(request, self.tokenizer))
+        choices = create_choices(request, self.tokenizer, draft.format)
+        return Completion(request, prepared, draft.format, choices)
 
     async def answer(
         self, completion: Completion, on_restart: Callable[[], None] | None = None
@@ -180,7 +195,9 @@ class ChatService:
             nonlocal started
             started = False
             completion.cached_tokens = None
-            completion.choices = create_choices(completion.request, self.tokenizer)
+            completion.choices = create_choices(
+                completion.request, self.tokenizer, completion.answer_format
+            )
             assert on_restart is not None
             on_restart()
 

@@ -7,13 +7,13 @@ from services.gateway.endpoint import Endpoint, Work, now, parse_body
 from services.gateway.openai import parse_chat_request
 from services.gateway.responses import (
     DONE,
-    AssistantMessage,
     ChatCompletion,
     ChunkWriter,
     LogprobEntry,
     Logprobs,
     ResponseChoice,
     Update,
+    assistant_message,
 )
 
 
@@ -81,7 +81,7 @@ def _response_choice(index: int, updates: list[Update], *, with_logprobs: bool) 
     entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
     return ResponseChoice(
         index,
-        AssistantMessage("".join(update.text for update in updates)),
+        assistant_message([part for update in updates for part in update.parts]),
         updates[-1].finish_reason or "stop",
         Logprobs(entries) if with_logprobs else None,
         updates[-1].stop_reason,

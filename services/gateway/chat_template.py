@@ -1,11 +1,12 @@
 """A model's chat template: messages to text and added tokens, as transformers renders them.
 
 A request's text must never become an added token, but the template writes its own added tokens
-beside it. So before rendering, each string of the request is guarded with two noncharacters that do
-not occur in the request. `break` is inserted into every added token in the string, and at an end of
-the string that could form an added token with its neighbour. In an assistant's message, tokens that
-are not special (`</think>`) get `quote` in front instead, because templates search for them there.
-The output is then split at added tokens, except after `quote`, and both noncharacters are removed.
+beside it. So before rendering, each string of the request (messages, tools, options) is guarded
+with two noncharacters that do not occur in the request. `break` is inserted into every added token
+in the string, and at an end of the string that could form an added token with its neighbour. In an
+assistant's message, tokens that are not special (`</think>`) get `quote` in front instead, because
+templates search for them there. The output is then split at added tokens, except after `quote`, and
+both noncharacters are removed.
 
 `PromptBuilder` renders with it. Messages that a template refuses are an `InvalidRequest`; a
 template that is missing or not valid is a `ModelSpecError` at start.
@@ -15,6 +16,7 @@ import datetime
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any, NoReturn, cast
 import jinja2
 import jinja2.ext
 import jinja2.meta
+import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidRequest
@@ -36,8 +39,60 @@ _SPECIAL_TOKEN_NAMES = (
 )  # fmt: skip
 
 _PROBE = "a late system message"
+# Variables that are not a request's to set.
+RESERVED = frozenset(
+    (
+        "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+        "raise_exception", "strftime_now", "range", "dict", "lipsum", "cycler", "joiner",
+        "namespace", *_SPECIAL_TOKEN_NAMES,
+    )
+)  # fmt: skip
+# Words of the API that templates compare with.
+_TYPES = frozenset(("text", "image", "function"))
+# What HF appends to a message that is to be continued: the blank shows whether the template trims.
+_BLANK = " "
 
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What a chat template takes.
+
+    Attributes:
+        messages: dicts of `role` and `content`; content is a string, or a list of
+            `{"type": "text", "text": ...}` and `{"type": "image"}`. Further: `tool_calls`,
+            `tool_call_id`, `name`, `reasoning_content`.
+        tools: definitions in OpenAI's shape; None: none.
+        options: further variables of the template.
+        add_generation_prompt: the prompt ends with the beginning of the model's turn.
+        continue_final_message: it ends with the last message's text instead.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    options: Mapping[str, object]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def strings(self) -> Iterator[str]:
+        """Every string of the request that the template may write."""
+        for message in self.messages:
+            yield from _strings(message)
+        yield from _strings(self.tools)
+        yield from _strings(self.options)
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in cast("Mapping[str, object]", value).items():
+            yield key
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in cast("list[object]", value):
+            yield from _strings(item)
 
 
 class ChatTemplate:
@@ -47,6 +102,11 @@ class ChatTemplate:
         source: the Jinja template.
         special_tokens: `bos_token` and the like, by the names that templates use.
         added: the tokenizer's added tokens by content.
+
+    Attributes:
+        source: the template's text.
+        variables: names that a request's options may set.
+        takes_tools: the template writes tools.
 
     Raises:
         ModelSpecError: the template is not valid Jinja.
@@ -60,7 +120,9 @@ class ChatTemplate:
     ) -> None:
         environment = _environment()
         try:
-            self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            tree = environment.parse(source)
+            self.variables = jinja2.meta.find_undeclared_variables(tree) - RESERVED
+            self.takes_tools = any(n.name == "tools" for n in tree.find_all(jinja2.nodes.Name))
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelSpecError(f"the chat template is not valid: {error}") from None
@@ -68,10 +130,14 @@ class ChatTemplate:
         # An alternation takes the first that matches: the longest, as `tokenizers` does.
         self._contents = contents = sorted(added, key=len, reverse=True)
         self._patterns: dict[str, re.Pattern[str]] = {}
-        self._quotable = frozenset(c for c in contents if not added[c].special)
-        self._heads = frozenset(c[:n] for c in contents for n in range(1, len(c)))
-        self._tails = frozenset(c[n:] for c in contents for n in range(1, len(c)))
-        self._max_part = max(map(len, contents), default=1) - 1
+        self.source = source
+        # Of the guard: tokens that may be quoted, and what parts of tokens look like.
+        self.quotable = frozenset(c for c in contents if not added[c].special)
+        self.heads = frozenset(c[:n] for c in contents for n in range(1, len(c)))
+        self.tails = frozenset(c[n:] for c in contents for n in range(1, len(c)))
+        self.max_part = max(map(len, contents), default=1) - 1
+        ends = sorted({c[0] for c in contents} | {c[-1] for c in contents})
+        self.edges = re.compile(f"[{re.escape(''.join(ends))}]" if ends else "(?!)")
 
     @cached_property
     def takes_late_system(self) -> bool:
@@ -82,7 +148,8 @@ class ChatTemplate:
         )  # fmt: skip
         for messages in ((first, late, user), (user, late, user)):
             try:
-                rendered = "".join(piece for piece, _ in self.render(messages, {}))
+                pieces = self.render(Conversation(messages=messages, options={}))
+                rendered = "".join(piece for piece, _ in pieces)
             except InvalidRequest:
                 return False
             if _PROBE not in rendered:
@@ -98,15 +165,8 @@ class ChatTemplate:
         """
         return cls(read_template(directory), read_special_tokens(directory), added)
 
-    def render(
-        self, messages: Sequence[Message], options: Mapping[str, object]
-    ) -> Iterator[tuple[str, bool]]:
+    def render(self, conversation: Conversation) -> Iterator[tuple[str, bool]]:
         """The prompt in pieces, in order.
-
-        Args:
-            messages: dicts of `role` and `content`; content is a string, or a list of
-                `{"type": "text", "text": ...}` and `{"type": "image"}`.
-            options: further variables of the template.
 
         Yields:
             A piece, and whether it is an added token.
@@ -114,35 +174,40 @@ class ChatTemplate:
         Raises:
             InvalidRequest: the template refuses the messages, or the text leaves no noncharacter.
         """
-        text = "\0".join(message_texts(messages))
-        free = list(islice((c for c in _NONCHARACTERS if c not in text), 2))
-        if len(free) < 2:
+        text = "\0".join(conversation.strings())
+        free = list(islice((c for c in _NONCHARACTERS if c not in text), 3))
+        if len(free) < 3:
             raise InvalidRequest(
                 "the text uses too many noncharacters of Unicode", param="messages"
             )
-        break_, quote = free
-        guarded = [self._guard_message(message, break_, quote) for message in messages]
+        break_, quote, mark = free
+        guard = _Guard(self, break_, quote)
+        messages = [guard.message(message) for message in conversation.messages]
+        if conversation.continue_final_message:
+            _append(messages[-1], mark + _BLANK)
         try:
             rendered = self._template.render(
                 **self._special_tokens,
-                messages=guarded,
-                add_generation_prompt=True,
-                tools=None,
+                messages=messages,
+                add_generation_prompt=conversation.add_generation_prompt,
+                tools=guard.value(conversation.tools) if conversation.tools else None,
                 documents=None,
-                **options,
+                **{name: guard.value(value) for name, value in conversation.options.items()},
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except _REFUSALS as error:
             reason = str(error) if isinstance(error, _Refusal) else "they do not fit it"
             raise InvalidRequest(
                 f"the chat template refuses the messages: {reason}", param="messages"
             ) from None
-        for index, piece in enumerate(self._added(quote).split(rendered)):
+        if conversation.continue_final_message:
+            rendered = _cut(rendered, mark)
+        for index, piece in enumerate(self.added(quote).split(rendered)):
             if index % 2:
                 yield piece, True
             elif text := piece.replace(break_, "").replace(quote, ""):
                 yield text, False
 
-    def _added(self, quote: str) -> re.Pattern[str]:
+    def added(self, quote: str) -> re.Pattern[str]:
         """Matches added tokens, except after `quote`.
 
         The quote is looked for behind a token's first character: as the pattern's first element it
@@ -157,43 +222,80 @@ class ChatTemplate:
             self._patterns[quote] = re.compile(f"({pattern})", re.DOTALL)
         return self._patterns[quote]
 
-    def _guard_message(self, message: Message, break_: str, quote: str) -> dict[str, Any]:
-        quotable = self._quotable if message["role"] == "assistant" else frozenset[str]()
-        content = message["content"]
-        if isinstance(content, str):
-            return {**message, "content": self._guard(content, break_, quote, quotable)}
-        parts = [
-            {**part, "text": self._guard(part["text"], break_, quote, quotable)}
-            if "text" in part
-            else part
-            for part in content
-        ]
-        return {**message, "content": parts}
 
-    def _guard(self, text: str, break_: str, quote: str, quotable: frozenset[str]) -> str:
+class _Guard:
+    """Guards the strings of one request."""
+
+    def __init__(self, template: ChatTemplate, break_: str, quote: str) -> None:
+        self._template = template
+        self._added = template.added(quote)
+        self._break = break_
+        self._quote = quote
+
+    def message(self, message: Message) -> dict[str, Any]:
+        """A message; the text of an assistant's may hold tokens that are not special."""
+        quotable = self._template.quotable if message["role"] == "assistant" else frozenset[str]()
+        return {
+            name: value if name == "role" else self.value(value, quotable)
+            for name, value in message.items()
+        }
+
+    def value(self, value: object, quotable: frozenset[str] = frozenset()) -> Any:  # noqa: ANN401
+        """A JSON value, with the keys of its objects; `type` is a word of the API."""
+        if isinstance(value, str):
+            return self._string(value, quotable)
+        if isinstance(value, Mapping):
+            return {
+                self._string(key, frozenset()): item
+                if key == "type" and isinstance(item, str) and item in _TYPES
+                else self.value(item, quotable)
+                for key, item in cast("Mapping[str, object]", value).items()
+            }
+        if isinstance(value, Sequence):
+            return [self.value(item, quotable) for item in cast("Sequence[object]", value)]
+        return value
+
+    def _string(self, text: str, quotable: frozenset[str]) -> str:
+        template, break_ = self._template, self._break
+        if template.edges.search(text) is None:
+            return text
+
         def guard_token(match: re.Match[str]) -> str:
             token = match[0]
-            return quote + token if token in quotable else token[0] + break_ + token[1:]
+            return self._quote + token if token in quotable else token[0] + break_ + token[1:]
 
-        added, guarded = self._added(quote), text
-        while added.search(guarded):  # again: added tokens may overlap
-            guarded = added.sub(guard_token, guarded)
-        size = min(len(text), self._max_part)
-        if any(text[:n] in self._tails for n in range(1, size + 1)):
+        guarded = text
+        while self._added.search(guarded):  # again: added tokens may overlap
+            guarded = self._added.sub(guard_token, guarded)
+        size = min(len(text), template.max_part)
+        if any(text[:n] in template.tails for n in range(1, size + 1)):
             guarded = break_ + guarded
-        if any(text[-n:] in self._heads for n in range(1, size + 1)):
+        if any(text[-n:] in template.heads for n in range(1, size + 1)):
             guarded += break_
         return guarded
 
 
-def message_texts(messages: Sequence[Message]) -> Iterator[str]:
-    """Every string of the messages' contents."""
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content if "text" in part)
+def _append(message: dict[str, Any], text: str) -> None:
+    """Appends to a message's text, or to its last text part."""
+    if isinstance(message["content"], str):
+        message["content"] += text
+        return
+    for part in reversed(message["content"]):
+        if "text" in part:
+            part["text"] += text
+            return
+    raise InvalidRequest("the last message has no text", param="continue_final_message")
+
+
+def _cut(rendered: str, mark: str) -> str:
+    """The prompt up to the mark; blanks before it go if the template trimmed those after it."""
+    end = rendered.rfind(mark)
+    if end < 0:
+        raise InvalidRequest(
+            "the chat template leaves out the last message", param="continue_final_message"
+        )
+    is_trimmed = rendered[end + 1 : end + 2] != _BLANK
+    return rendered[:end].rstrip() if is_trimmed else rendered[:end]
 
 
 def read_template(directory: Path) -> str:
@@ -238,6 +340,13 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
 
 class _Refusal(jinja2.TemplateError):
     """Raised by the template's `raise_exception`."""
+
+
+# What rendering raises if the messages are not what the template expects.
+_REFUSALS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
+    RecursionError,
+)  # fmt: skip
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -1,8 +1,9 @@
-"""Token ids to text: whole characters only, and nothing of a stop string before it is decided.
+"""Token ids to text and parts: whole characters, and nothing of a stop string before it is decided.
 
 The cost per token does not grow with the text: bytes go through an incremental UTF-8 decoder, and
 only text that may still become a stop string is held back. `ChatService.answer` feeds one `Choice`
-per requested choice. Nothing here fails: bytes that are not UTF-8 become U+FFFD.
+per requested choice, which parses reasoning and tool calls where there may be any. Nothing here
+fails: bytes that are not UTF-8 become U+FFFD.
 """
 
 import codecs
@@ -10,8 +11,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from services.common.pb import decoder_pb2 as pb
+from services.gateway.answer import AnswerFormat, AnswerParser
 from services.gateway.clients.decoders import TokenEvent
 from services.gateway.openai import ChatRequest
+from services.gateway.parts import Call, Part, Text
 from services.gateway.responses import LogprobEntry, TopLogprob, Update
 from services.gateway.tokenizer import ModelTokenizer
 
@@ -141,7 +144,8 @@ class Choice:
 
     Attributes:
         num_tokens: completion tokens so far.
-        finish_reason: `stop` or `length` once the choice has ended.
+        num_reasoning_tokens: those of the reasoning, with its tags.
+        finish_reason: `stop`, `length` or `tool_calls` once the choice has ended.
 
     Args:
         index: of the choice.
@@ -149,6 +153,10 @@ class Choice:
         detokenizer: of this choice.
         include_stop: keep the token that ended the choice in its text.
         stop_ids: stop tokens that the request names.
+        parser: of reasoning and calls; None: everything is text.
+        stops: matches stop strings in what the parser says is text; without a parser the
+            detokenizer does.
+        min_tokens: stop strings match only in text after this many tokens.
     """
 
     def __init__(
@@ -158,13 +166,21 @@ class Choice:
         detokenizer: Detokenizer,
         include_stop: bool,
         stop_ids: Collection[int] = (),
+        parser: AnswerParser | None = None,
+        stops: StopMatcher | None = None,
+        min_tokens: int = 0,
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer
         self._include_stop = include_stop
         self._stop_ids = stop_ids
+        self._parser = parser
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self._has_calls = False
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
 
     def feed(self, event: TokenEvent) -> Update:
@@ -174,25 +190,81 @@ class Choice:
         hidden = int(event.finish_reason == "stop" and not self._include_stop)
         visible = ids[: len(ids) - hidden] if hidden else ids
         before = self._detokenizer.num_tokens
-        text = self._detokenizer.feed(visible)
+        parts = self._read(visible)
         num_used = self._detokenizer.num_tokens - before
         stop_reason: str | int | None = None
-        if self._detokenizer.matched_stop is not None:
+        if matched := self._matched_stop():
             self.finish_reason = "stop"
-            stop_reason = self._detokenizer.matched_stop
+            stop_reason = matched
+            self.num_tokens += num_used
+        elif self._parser is not None and self._parser.done:
+            self.finish_reason = "stop"
             self.num_tokens += num_used
         else:
             self.num_tokens += len(ids)
             if event.finish_reason is not None:
                 self.finish_reason = event.finish_reason
-                text += self._detokenizer.finish()
+                parts += self._finish()
                 if event.finish_reason == "stop" and ids and ids[-1] in self._stop_ids:
                     stop_reason = ids[-1]
+        if self._parser is not None:
+            self._has_calls = self._has_calls or any(isinstance(part, Call) for part in parts)
+            if self.finish_reason == "stop" and self._has_calls:
+                self.finish_reason = "tool_calls"
         logprobs = None
         if event.logprobs:
             pairs = zip(visible[:num_used], event.logprobs, strict=False)
             logprobs = [self._entry(token_id, found) for token_id, found in pairs]
-        return Update(self._index, text, logprobs, self.finish_reason, stop_reason)
+        return Update(self._index, parts, logprobs, self.finish_reason, stop_reason)
+
+    def _read(self, token_ids: Sequence[int]) -> list[Part]:
+        """Parts of the tokens, up to the one that ends the choice."""
+        detokenizer, parser = self._detokenizer, self._parser
+        if parser is None:
+            text = detokenizer.feed(token_ids)
+            return [Text(text)] if text else []
+        parts: list[Part] = []
+        for token_id in token_ids:
+            was_thinking = parser.thinking
+            found = parser.feed(detokenizer.feed((token_id,)))
+            self.num_reasoning_tokens += was_thinking or parser.thinking
+            parts += self._cut(found, matching=detokenizer.num_tokens > self._min_tokens)
+            if parser.done or self._matched_stop() is not None:
+                break
+        return parts
+
+    def _finish(self) -> list[Part]:
+        if self._parser is None:
+            text = self._detokenizer.finish()
+            return [Text(text)] if text else []
+        parts = self._cut(self._parser.finish(), matching=True)
+        if self._stops is not None and (held := self._stops.flush()):
+            parts.append(Text(held))
+        return parts
+
+    def _cut(self, parts: list[Part], *, matching: bool) -> list[Part]:
+        """The parts, up to a stop string in the text."""
+        stops = self._stops
+        if stops is None:
+            return parts
+        kept: list[Part] = []
+        for part in parts:
+            if isinstance(part, Text):
+                text = stops.feed(part.text) if matching else part.text
+            else:
+                text = stops.flush()
+            if text:
+                kept.append(Text(text))
+            if stops.matched is not None:
+                break
+            if not isinstance(part, Text):
+                kept.append(part)
+        return kept
+
+    def _matched_stop(self) -> str | None:
+        if self._stops is not None:
+            return self._stops.matched
+        return self._detokenizer.matched_stop
 
     def _entry(self, token_id: int, found: pb.TokenLogprobs) -> LogprobEntry:
         top = [
@@ -206,21 +278,32 @@ class Choice:
         return data.decode(errors="replace"), list(data)
 
 
-def create_choices(request: ChatRequest, tokenizer: ModelTokenizer) -> list[Choice]:
+def create_choices(
+    request: ChatRequest, tokenizer: ModelTokenizer, answer_format: AnswerFormat
+) -> list[Choice]:
     """A request's choices, before their first token."""
     include_stop = bool(request.include_stop_str_in_output)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    min_tokens = request.min_tokens or 0
 
-    def detokenizer() -> Detokenizer:
-        return Detokenizer(
+    def choice(index: int) -> Choice:
+        parser = answer_format.parser()
+        detokenizer = Detokenizer(
             tokenizer,
-            stops=stops,
+            stops=stops if parser is None else (),
             include_stop=include_stop,
             skip_special_tokens=request.skip_special_tokens is not False,
-            min_tokens=request.min_tokens or 0,
+            min_tokens=min_tokens,
+        )
+        return Choice(
+            index,
+            tokenizer,
+            detokenizer,
+            include_stop,
+            request.stop_token_ids or (),
+            parser,
+            StopMatcher(stops, include_stop) if stops and parser is not None else None,
+            min_tokens,
         )
 
-    return [
-        Choice(index, tokenizer, detokenizer(), include_stop, request.stop_token_ids or ())
-        for index in range(request.n or 1)
-    ]
+    return [choice(index) for index in range(request.n or 1)]

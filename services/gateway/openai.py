@@ -2,7 +2,7 @@
 
 A field that would change the answer and is not served is refused by name with a 400; so is an
 unknown field. Accepted without effect, because they change no answer: the fields of `hints`,
-`parallel_tool_calls` (there are no tools), `stream_options.include_obfuscation`.
+`stream_options.include_obfuscation`.
 
 `image_url.detail`: `low` resizes to at most 512 x 512 pixels; `high` and `auto` mean the model's
 own limits. `min_pixels` and `max_pixels` (in the image, beside it, or for the whole request; also
@@ -23,6 +23,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.answer_formats import ResponseFormat, StructuredOutputs
 from services.gateway.hints import MessageHints, PartHints, RequestHints
 from services.gateway.json_body import decode_json
+from services.gateway.tools import MAX_CALLS, MAX_TOOLS, Tool, ToolCall, ToolChoice
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
@@ -39,6 +40,7 @@ _Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
 _TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -120,10 +122,10 @@ class Message(MessageHints, forbid_unknown_fields=True):
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -139,13 +141,6 @@ class MultimodalOptions(Struct, forbid_unknown_fields=True):
 
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
-
-
-class TemplateOptions(Struct, forbid_unknown_fields=True):
-    """Variables of the chat template that a request may set, if the template uses them."""
-
-    add_vision_id: bool | None = None
-    enable_thinking: bool | None = None
 
 
 class ChatRequest(RequestHints, forbid_unknown_fields=True):
@@ -178,27 +173,28 @@ class ChatRequest(RequestHints, forbid_unknown_fields=True):
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
     mm_processor_kwargs: MultimodalOptions | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     include_stage_times: bool | None = None
-    # Without effect, as are the hints.
-    parallel_tool_calls: bool | None = None
     # Refused unless the value means the default behaviour.
-    tools: _Any | UnsetType = UNSET
-    tool_choice: _Any | UnsetType = UNSET
     functions: _Any | UnsetType = UNSET
     function_call: _Any | UnsetType = UNSET
     modalities: _Any | UnsetType = UNSET
     audio: _Any | UnsetType = UNSET
-    reasoning_effort: _Any | UnsetType = UNSET
     verbosity: _Any | UnsetType = UNSET
     web_search_options: _Any | UnsetType = UNSET
 
     @property
     def num_characters(self) -> int:
-        """Length of all text in the messages."""
+        """Length of the text in the messages."""
         contents = [message.content or "" for message in self.messages]
         return sum(
             len(content)
@@ -212,13 +208,10 @@ _MAX_NEUTRAL_BYTES = 64
 
 # Fields that are not served, and their values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tools": (None,),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None,),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
     "audio": (None,),
-    "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
@@ -227,10 +220,6 @@ _NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
-    "tool_calls": (None, []),
-    "tool_call_id": (None,),
-    "reasoning": (None, ""),
-    "reasoning_content": (None, ""),
 }
 
 # For the OpenAPI document: struct -> field -> values that are taken.
@@ -247,6 +236,16 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         InvalidRequest: a field is not; `param` names it.
     """
     request = decode_json(_decoder, body)
+    check_chat_request(request)
+    return request
+
+
+def check_chat_request(request: ChatRequest) -> None:
+    """Checks what types alone do not say.
+
+    Raises:
+        InvalidRequest: a field contradicts another, or is not served.
+    """
     _refuse_unserved(request)
     for index, message in enumerate(request.messages):
         _check_message(message, index)
@@ -258,11 +257,20 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         raise InvalidRequest(
             "give max_completion_tokens or max_tokens, not both", param="max_tokens"
         )
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise InvalidRequest(
+                "give add_generation_prompt or continue_final_message, not both",
+                param="continue_final_message",
+            )
+        if request.messages[-1].role != "assistant" or not request.messages[-1].content:
+            raise InvalidRequest(
+                "the last message is not an assistant's text", param="continue_final_message"
+            )
     if request.logit_bias and len(request.logit_bias) > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
     if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):
         raise InvalidRequest("cache_salt must not hold @, / or \\", param="cache_salt")
-    return request
 
 
 def _refuse_unserved(request: ChatRequest) -> None:
@@ -279,14 +287,21 @@ def _check_message(message: Message, index: int) -> None:
     for name, neutral in _NEUTRAL_IN_MESSAGE.items():
         if all(getattr(message, name) != value for value in neutral):
             raise InvalidRequest(f"{name} is not supported", param=f"{path}.{name}")
-    if message.role in ("tool", "function"):
-        raise InvalidRequest(f"role {message.role} is not supported", param=f"{path}.role")
-    if message.content is None and message.role != "assistant":
+    role = message.role
+    if role == "function":
+        raise InvalidRequest(f"role {role} is not supported", param=f"{path}.role")
+    if message.content is None and role != "assistant":
         raise InvalidRequest("content is missing", param=f"{path}.content")
-    if message.role != "user" and isinstance(message.content, list):
+    for name in ("tool_calls", "reasoning", "reasoning_content"):
+        if getattr(message, name) and role != "assistant":
+            raise InvalidRequest(f"a {role} message has no {name}", param=f"{path}.{name}")
+    if (message.tool_call_id is None) == (role == "tool"):
+        missing = "is missing" if role == "tool" else "belongs to a tool message"
+        raise InvalidRequest(f"tool_call_id {missing}", param=f"{path}.tool_call_id")
+    if role not in ("user", "tool") and isinstance(message.content, list):
         for position, part in enumerate(message.content):
             if isinstance(part, ImagePart):
                 raise InvalidRequest(
-                    f"images are not allowed in a {message.role} message",
+                    f"images are not allowed in a {role} message",
                     param=f"{path}.content[{position}]",
                 )

@@ -7,7 +7,7 @@ template or its context are an `InvalidRequest`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,23 +15,18 @@ import numpy.typing as npt
 
 from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpec
-from services.gateway.chat_template import ChatTemplate, message_texts
+from services.gateway.answer import AnswerFormat, ToolCalls
+from services.gateway.chat_template import RESERVED, ChatTemplate, Conversation
 from services.gateway.images import ImageSource
 from services.gateway.openai import ChatRequest, ImagePart, Message, TextPart
+from services.gateway.reasoning import CLOSE, answer_start
 from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.tool_parsers import PARSERS, CallParser
+from services.gateway.tools import ToolUse, read_arguments, read_tools
 
 Grid = tuple[int, int, int]
 Int32s = npt.NDArray[np.int32]
 _NO_IMAGES = "the model takes no images"
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages for the chat template, and their images in order."""
-
-    messages: list[dict[str, Any]]
-    images: list[ImageSource]
-    template_options: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +36,12 @@ class Draft:
     Attributes:
         token_ids: one placeholder per image.
         images: in order.
+        format: how answers to it are read.
     """
 
     token_ids: list[int]
     images: list[ImageSource]
+    format: AnswerFormat = field(default_factory=AnswerFormat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +68,17 @@ class Prompt:
         return sum(self.image_lengths)
 
 
-def read_conversation(request: ChatRequest, *, max_images: int, takes_images: bool) -> Conversation:
-    """Separates a request's messages into template messages and images.
+def read_messages(
+    request: ChatRequest, *, max_images: int, takes_images: bool
+) -> tuple[list[dict[str, Any]], list[ImageSource]]:
+    """Separates a request's messages into messages for the chat template and images, in order.
 
     Without images in the model, text parts of a message become one string, joined by newlines:
     templates of text models expect strings.
 
     Raises:
         InvalidRequest: more than `max_images` images, or any field about images if the model takes
-            none.
+            none; arguments of a tool call that are no JSON object.
     """
     if not takes_images:
         _refuse_images(request)
@@ -99,14 +98,7 @@ def read_conversation(request: ChatRequest, *, max_images: int, takes_images: bo
         _template_message(message, f"messages[{index}]", request, images, takes_images)
         for index, message in enumerate(request.messages)
     ]
-    options: dict[str, object] = {}
-    if (given := request.chat_template_kwargs) is not None:
-        options = {
-            name: value
-            for name in given.__struct_fields__
-            if (value := getattr(given, name)) is not None
-        }
-    return Conversation(messages, images, options)
+    return messages, images
 
 
 def _refuse_images(request: ChatRequest) -> None:
@@ -137,19 +129,40 @@ def _template_message(
     takes_images: bool,
 ) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role}
     if not isinstance(message.content, list):
-        return {"role": role, "content": message.content or ""}
-    if not takes_images:
+        found["content"] = message.content or ""
+    elif not takes_images:
         texts = [part.text for part in message.content if isinstance(part, TextPart)]
-        return {"role": role, "content": "\n".join(texts)}
-    parts: list[dict[str, Any]] = []
-    for position, part in enumerate(message.content):
-        if isinstance(part, ImagePart):
-            images.append(_source(part, f"{path}.content[{position}]", request))
-            parts.append({"type": "image"})
-        else:
-            parts.append({"type": "text", "text": part.text})
-    return {"role": role, "content": parts}
+        found["content"] = "\n".join(texts)
+    else:
+        parts: list[dict[str, Any]] = []
+        for position, part in enumerate(message.content):
+            if isinstance(part, ImagePart):
+                images.append(_source(part, f"{path}.content[{position}]", request))
+                parts.append({"type": "image"})
+            else:
+                parts.append({"type": "text", "text": part.text})
+        found["content"] = parts
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": read_arguments(
+                        call, f"{path}.tool_calls[{index}].function.arguments"
+                    ),
+                },
+            }
+            for index, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        found["reasoning_content"] = reasoning
+    return found
 
 
 def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
@@ -163,8 +176,31 @@ def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
     return ImageSource(image.url, param, image.detail or "auto", **found)
 
 
+def _refuse_tool_images(request: ChatRequest) -> None:
+    for index, message in enumerate(request.messages):
+        if message.role == "tool" and isinstance(message.content, list):
+            for position, part in enumerate(message.content):
+                if isinstance(part, ImagePart):
+                    raise InvalidRequest(
+                        "the model's chat template takes no images in tool messages",
+                        param=f"messages[{index}].content[{position}]",
+                    )
+
+
+def _call_parser(spec: ModelSpec, template: ChatTemplate) -> type[CallParser] | None:
+    """The parser of the form that the template teaches; None: it takes no tools."""
+    if not template.takes_tools:
+        return None
+    parsers = (PARSERS[name] for name in spec.conversation.tool_parsers)
+    return next((parser for parser in parsers if parser.marker in template.source), None)
+
+
 class PromptBuilder:
-    """Renders and tokenizes for one model. Thread-safe."""
+    """Renders and tokenizes for one model. Thread-safe.
+
+    Attributes:
+        end_of_reasoning: token ids of its closing tag.
+    """
 
     def __init__(
         self,
@@ -178,6 +214,13 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._template = template
         self._max_images = max_images
+        self._thinks = spec.conversation.thinks and CLOSE in template.source
+        self._call_parser = _call_parser(spec, template)
+        added = tokenizer.added.get(CLOSE)
+        self.end_of_reasoning = (
+            (added.token_id,) if added is not None else tuple(tokenizer.encode_text(CLOSE))
+        )
+        self._takes_tool_images = spec.vision is not None and self._shows_tool_images()
 
     def draft(self, request: ChatRequest, max_tokens: int) -> Draft:
         """Renders and tokenizes a request's messages.
@@ -186,13 +229,33 @@ class PromptBuilder:
             InvalidRequest: the messages do not fit the model or its chat template.
             ContextLengthExceeded: the text is longer than `max_tokens` can be.
         """
-        conversation = read_conversation(
+        tool_use = read_tools(
+            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
+        )
+        if tool_use and (request.response_format or request.structured_outputs):
+            field_name = "response_format" if request.response_format else "structured_outputs"
+            raise InvalidRequest("not supported together with tools", param=field_name)
+        messages, images = read_messages(
             request, max_images=self._max_images, takes_images=self._vision is not None
         )
         if not self._template.takes_late_system:
             _refuse_late_system(request.messages)
-        ids = self.render(conversation.messages, conversation.template_options, max_tokens)
-        return Draft(ids, conversation.images)
+        if images and not self._takes_tool_images:
+            _refuse_tool_images(request)
+        conversation = Conversation(
+            messages=messages,
+            tools=tool_use.definitions if tool_use else None,
+            options=self._options(request),
+            add_generation_prompt=request.add_generation_prompt is not False
+            and not request.continue_final_message,
+            continue_final_message=bool(request.continue_final_message),
+        )
+        ids, tail = self._tokenize(conversation, max_tokens)
+        answer_format = AnswerFormat(
+            answer_start(tail) if self._thinks else None,
+            self._tool_calls(tool_use) if tool_use else None,
+        )
+        return Draft(ids, images, answer_format)
 
     def render(
         self,
@@ -202,31 +265,92 @@ class PromptBuilder:
     ) -> list[int]:
         """Token ids before expansion: one placeholder per image.
 
-        No BOS token is added: a template writes its own.
-
         Args:
-            messages: see `ChatTemplate.render`.
+            messages: see `Conversation`.
             template_options: further variables of the template.
             max_tokens: longer text is refused, before it is tokenized.
 
         Raises:
-            InvalidRequest: the template refuses the messages, or has no such variable.
+            InvalidRequest: the template refuses the messages.
             ContextLengthExceeded: the text is longer than `max_tokens` can be.
         """
-        for name in template_options:
-            if name not in self._template.variables:
-                raise InvalidRequest(
-                    f"the model's chat template has no {name}",
-                    param=f"chat_template_kwargs.{name}",
-                )
-        self._tokenizer.check_length("\0".join(message_texts(messages)), max_tokens)
+        conversation = Conversation(messages=messages, options=template_options)
+        return self._tokenize(conversation, max_tokens)[0]
+
+    def _tokenize(self, conversation: Conversation, max_tokens: int) -> tuple[list[int], str]:
+        """Token ids, and the prompt's text after its last special token.
+
+        No BOS token is added: a template writes its own.
+        """
+        self._tokenizer.check_length("\0".join(conversation.strings()), max_tokens)
         ids: list[int] = []
-        for piece, is_added in self._template.render(messages, template_options):
+        tail: list[str] = []
+        for piece, is_added in self._template.render(conversation):
+            tail.append(piece)
             if is_added:
-                ids.append(self._tokenizer.added[piece].token_id)
+                token = self._tokenizer.added[piece]
+                ids.append(token.token_id)
+                if token.special:
+                    tail.clear()
             else:
                 ids += self._tokenizer.encode_text(piece)
-        return ids
+        return ids, "".join(tail)
+
+    def _tool_calls(self, tool_use: ToolUse) -> ToolCalls:
+        if self._call_parser is None:
+            raise InvalidRequest("the model's chat template has no tools", param="tools")
+        if tool_use.required:
+            raise InvalidRequest("a required call is not supported", param="tool_choice")
+        for index, definition in enumerate(tool_use.definitions):
+            function = tool_use.functions.get(definition["function"]["name"])
+            if function is not None and function.strict:
+                raise InvalidRequest(
+                    "strict is not supported", param=f"tools[{index}].function.strict"
+                )
+        return ToolCalls(self._call_parser, tool_use.schemas, tool_use.max_calls)
+
+    def _options(self, request: ChatRequest) -> dict[str, object]:
+        """Variables of the template: those given, and `reasoning_effort` as the model has it."""
+        variables = self._template.variables
+        options: dict[str, object] = {}
+        for name, value in (request.chat_template_kwargs or {}).items():
+            param = f"chat_template_kwargs.{name[:100]}"
+            if name in RESERVED:
+                raise InvalidRequest(f"{name} is not a variable to be set", param=param)
+            if value is None or (name == "enable_thinking" and self._has_thinking_fixed(value)):
+                continue
+            if name not in variables:
+                raise InvalidRequest(f"the model's chat template has no {name[:100]}", param=param)
+            options[name] = value
+        effort = request.reasoning_effort
+        if effort is None:
+            return options
+        if "reasoning_effort" in variables and effort != "none":
+            options.setdefault("reasoning_effort", effort)
+        elif "enable_thinking" in variables:
+            options.setdefault("enable_thinking", effort != "none")
+        elif effort != "none" or self._thinks:
+            raise InvalidRequest("the model has no such setting", param="reasoning_effort")
+        return options
+
+    def _has_thinking_fixed(self, value: object) -> bool:
+        """Whether the template has no switch, and the model does anyway what `value` says."""
+        return "enable_thinking" not in self._template.variables and value is self._thinks
+
+    def _shows_tool_images(self) -> bool:
+        """Whether the template writes an image of a tool message."""
+        function: dict[str, Any] = {"name": "f", "arguments": {}}
+        call = {"id": "1", "type": "function", "function": function}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "image"}]},
+        ]
+        try:
+            ids, _ = self._tokenize(Conversation(messages=messages, options={}), 1 << 20)
+        except InvalidRequest:
+            return False
+        return self._vision is not None and self._vision.image_token_id in ids
 
     def expand(self, draft: Draft, grids: Sequence[Grid]) -> Prompt:
         """Repeats each placeholder once per token of its image, and computes positions.

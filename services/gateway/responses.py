@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from services.common.errors import TriptychError
+from services.gateway.parts import Call, Part, Reasoning, Text, join
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 encode_json = msgspec.json.encode
@@ -49,13 +50,23 @@ class PromptTokensDetails(Struct, omit_defaults=True):
     cached_tokens: int | None = None
 
 
+class CompletionTokensDetails(Struct):
+    """Tokens of the reasoning, with its tags."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct):
-    """Tokens of a request, summed over its choices."""
+    """Tokens of a request, summed over its choices.
+
+    `completion_tokens_details` is there if the model thinks.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class ImageReport(Struct):
@@ -70,12 +81,31 @@ class ImageReport(Struct):
     grid_thw: tuple[int, int, int]
 
 
-class AssistantMessage(Struct):
-    """The text of a choice."""
+class CalledFunction(Struct):
+    """What to call. In a stream the name comes once, the arguments in pieces."""
 
-    content: str
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallAnswer(Struct):
+    """A tool call, or in a stream (`index` is set) a piece of one."""
+
+    function: CalledFunction
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class AssistantMessage(Struct):
+    """The parts of a choice. `content` is null beside reasoning or calls alone."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # vLLM's newer name of the former
+    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
 
 
 class ResponseChoice(Struct):
@@ -193,18 +223,56 @@ def error_of(error: TriptychError) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """New text of one choice.
+    """New parts of one choice.
 
     Attributes:
-        finish_reason: `stop` or `length`, in the last update of the choice.
+        parts: pieces, in order.
+        finish_reason: `stop`, `length` or `tool_calls`, in the last update of the choice.
         stop_reason: the stop string or the requested stop token's id that ended the choice.
     """
 
     choice: int
-    text: str
+    parts: Sequence[Part]
     logprobs: list[LogprobEntry] | None
     finish_reason: str | None
     stop_reason: str | int | None = None
+
+
+def assistant_message(pieces: Sequence[Part]) -> AssistantMessage:
+    """A whole choice from all its pieces."""
+    parts = join(pieces)
+    text = _text(parts, Text)
+    reasoning = _text(parts, Reasoning) or UNSET
+    calls = [_call(part, whole=True) for part in parts if isinstance(part, Call)]
+    content = None if not text and (reasoning or calls) else text
+    return AssistantMessage(
+        content, reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or UNSET
+    )
+
+
+def _delta(pieces: Sequence[Part]) -> dict[str, object]:
+    parts = join(pieces)
+    delta: dict[str, object] = {}
+    if text := _text(parts, Text):
+        delta["content"] = text
+    if reasoning := _text(parts, Reasoning):
+        delta["reasoning_content"] = delta["reasoning"] = reasoning
+    if calls := [_call(part, whole=False) for part in parts if isinstance(part, Call)]:
+        delta["tool_calls"] = calls
+    return delta
+
+
+def _text(parts: Sequence[Part], kind: type[Text] | type[Reasoning]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, kind))
+
+
+def _call(call: Call, *, whole: bool) -> ToolCallAnswer:
+    answer = ToolCallAnswer(CalledFunction(call.arguments))
+    if not whole:
+        answer.index = call.index
+    if call.call_id:
+        answer.id, answer.type, answer.function.name = call.call_id, "function", call.name
+    return answer
 
 
 DONE = b"data: [DONE]\n\n"
@@ -251,19 +319,20 @@ class ChunkWriter:
 
     def update(self, update: Update, usage: Usage | None = None) -> bytes:
         """An update of a choice; empty bytes if the update is empty."""
+        parts = update.parts
         if update.finish_reason is None and not update.logprobs:
-            if not update.text:
+            if not parts:
                 return b""
-            if usage is None:
+            if usage is None and len(parts) == 1 and isinstance(text := parts[0], Text):
                 start = self._text_starts.get(update.choice)
                 if start is None:
                     start = self._head + b'{"index":%d,"delta":{"content":' % update.choice
                     self._text_starts[update.choice] = start
-                return start + encode_json(update.text) + self._text_end
+                return start + encode_json(text.text) + self._text_end
         logprobs = Logprobs(update.logprobs) if update.logprobs else None
         choice = {
             "index": update.choice,
-            "delta": {"content": update.text} if update.text else {},
+            "delta": _delta(parts),
             "logprobs": logprobs,
             "finish_reason": update.finish_reason,
         }

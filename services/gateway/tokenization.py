@@ -19,7 +19,8 @@ from services.gateway.chat import ChatService
 from services.gateway.chat_template import read_template
 from services.gateway.exchange import JsonResponse, read_body
 from services.gateway.json_body import decode_json
-from services.gateway.openai import MAX_MESSAGES, ChatRequest, Message
+from services.gateway.openai import MAX_MESSAGES, ChatRequest, Message, check_chat_request
+from services.gateway.tools import MAX_TOOLS, Tool
 
 MAX_TOKENS = 1 << 20
 _TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
@@ -31,6 +32,10 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -89,7 +94,15 @@ class TokenizationRoutes:
             if parsed.prompt is not None:
                 tokens = await service.tokenize_text(parsed.prompt)
             else:
-                chat = ChatRequest(service.model_name, parsed.messages or [])
+                chat = ChatRequest(
+                    service.model_name,
+                    parsed.messages or [],
+                    tools=parsed.tools,
+                    add_generation_prompt=parsed.add_generation_prompt,
+                    continue_final_message=parsed.continue_final_message,
+                    chat_template_kwargs=parsed.chat_template_kwargs,
+                )
+                check_chat_request(chat)
                 tokens = await service.tokenize(chat, slot.hold)
         answer = TokenizeResponse(len(tokens), service.max_model_len(), tokens)
         if parsed.return_token_strs:

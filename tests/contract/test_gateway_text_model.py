@@ -75,7 +75,9 @@ def test_an_image_cannot_be_tokenized(stack):
         f"{stack.url}/tokenize", json={"messages": asking(image_url())}, timeout=PATIENCE_S
     )
     assert response.status_code == 400
-    assert response.json()["error"]["message"] == "the model takes no images"
+    assert response.json()["error"]["message"] == (
+        "messages[0].content[0]: the model takes no images"
+    )
 
 
 def test_the_models_list_names_it(stack):

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from services.common.model_spec import (
     CheckpointSpec,
+    ConversationSpec,
     ModelSpec,
     MoESpec,
     RopeSpec,
@@ -29,6 +30,8 @@ _ROPE_FIELDS = {
     "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 }  # fmt: skip
 _MROPE_FIELDS = {"mrope_section", "mrope_interleaved"}
+# Newer checkpoints of an architecture may write calls in the newer form.
+QWEN_CONVERSATION = ConversationSpec(tool_parsers=("qwen3_coder", "hermes"), thinks=True)
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -39,6 +42,7 @@ def read_model(
     *,
     vision: VisionSpec | None = None,
     checkpoint: CheckpointSpec | None = None,
+    conversation: ConversationSpec | None = None,
 ) -> ModelSpec:
     """The spec of a whole directory, of which the family has read the parts.
 
@@ -48,6 +52,7 @@ def read_model(
         text: the language model.
         vision: the tower; None: a text model.
         checkpoint: names; None: those of a text model (`model.`).
+        conversation: tool calls and reasoning; None: neither.
     """
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
@@ -63,6 +68,7 @@ def read_model(
         ),
         eos_token_ids=_eos_token_ids(generation, config, section),
         generation=generation,
+        conversation=conversation or ConversationSpec(),
     )
 
 

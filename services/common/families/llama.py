@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.families.dense import read_model, read_text
-from services.common.model_spec import ModelSpec
+from services.common.model_spec import ConversationSpec, ModelSpec
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
@@ -13,4 +13,5 @@ def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     text = read_text(
         config, qkv_bias=bias, o_bias=bias, mlp_bias=bool(config.get("mlp_bias", False))
     )
-    return read_model(directory, config, text)
+    conversation = ConversationSpec(tool_parsers=("llama3_json",), thinks=True)
+    return read_model(directory, config, text, conversation=conversation)

@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.families.dense import qwen_sliding_window, read_model, read_text
+from services.common.families.dense import (
+    QWEN_CONVERSATION,
+    qwen_sliding_window,
+    read_model,
+    read_text,
+)
 from services.common.model_spec import ModelSpec
 
 
@@ -12,4 +17,4 @@ def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     text = read_text(
         config, num_kv_heads=32, qkv_bias=True, sliding_window=qwen_sliding_window(config)
     )
-    return read_model(directory, config, text)
+    return read_model(directory, config, text, conversation=QWEN_CONVERSATION)

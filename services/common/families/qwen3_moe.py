@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.families.dense import qwen_sliding_window, read_model, read_moe, read_text
+from services.common.families.dense import (
+    QWEN_CONVERSATION,
+    qwen_sliding_window,
+    read_model,
+    read_moe,
+    read_text,
+)
 from services.common.model_spec import ModelSpec
 
 
@@ -19,4 +25,4 @@ def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
         sliding_window=qwen_sliding_window(config),
         moe=read_moe(config, norm_topk_prob=bool(config.get("norm_topk_prob", False))),
     )
-    return read_model(directory, config, text)
+    return read_model(directory, config, text, conversation=QWEN_CONVERSATION)

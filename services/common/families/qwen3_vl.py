@@ -4,7 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.families.dense import read_model, read_text, text_checkpoint
+from services.common.families.dense import (
+    QWEN_CONVERSATION,
+    read_model,
+    read_text,
+    text_checkpoint,
+)
 from services.common.image_geometry import ImageLimits
 from services.common.model_spec import (
     ModelSpec,
@@ -38,6 +43,7 @@ def read_vision_language(
         text,
         vision=read_vision(directory, config, taps),
         checkpoint=text_checkpoint(text, "model.language_model.", "model.visual."),
+        conversation=QWEN_CONVERSATION,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.gateway.hints import MessageHints, RequestHints
 from services.gateway.openai import MAX_PARTS, parse_chat_request
-from services.gateway.prompt import read_conversation
+from services.gateway.prompt import read_messages
 from services.gateway.sampling import SamplingDefaults, choice_seed, resolve_sampling
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -45,9 +45,8 @@ def test_unserved_fields_may_have_their_default_values():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", []), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
         ("modalities", ["text", "audio"]),
-        ("audio", {}), ("functions", []), ("reasoning_effort", "high"), ("verbosity", "low"),
+        ("audio", {}), ("functions", []), ("verbosity", "low"),
         ("web_search_options", {}), ("best_of", 2), ("guided_json", {}), ("echo", False),
     ],
 )  # fmt: skip
@@ -129,14 +128,14 @@ def image(**fields):
 
 def conversation(content, max_images=8, takes_images=True, **fields):
     request = parse(messages=[{"role": "user", "content": content}], **fields)
-    return read_conversation(request, max_images=max_images, takes_images=takes_images)
+    return read_messages(request, max_images=max_images, takes_images=takes_images)
 
 
 def test_images_keep_their_order_and_place():
-    found = conversation([image(), {"type": "text", "text": "x"}, image(detail="low")])
-    assert [i.param for i in found.images] == ["messages[0].content[0]", "messages[0].content[2]"]
-    assert [p["type"] for p in found.messages[0]["content"]] == ["image", "text", "image"]
-    assert found.images[1].detail == "low"
+    messages, images = conversation([image(), {"type": "text", "text": "x"}, image(detail="low")])
+    assert [i.param for i in images] == ["messages[0].content[0]", "messages[0].content[2]"]
+    assert [p["type"] for p in messages[0]["content"]] == ["image", "text", "image"]
+    assert images[1].detail == "low"
 
 
 def test_too_many_images_are_refused():
@@ -157,17 +156,17 @@ def test_too_many_images_are_refused():
     ],
 )
 def test_spellings_of_an_image(part):
-    (found,) = conversation([part]).images
+    _, (found,) = conversation([part])
     assert (found.url, found.detail) == ("data:,", "auto")
 
 
 def test_spellings_of_text():
     parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b", "cache_control": 1}]
-    assert conversation(parts).messages == [
+    assert conversation(parts)[0] == [
         {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}
     ]
-    assert conversation([], takes_images=False).messages == [{"role": "user", "content": ""}]
-    assert conversation([]).messages == [{"role": "user", "content": []}]
+    assert conversation([], takes_images=False)[0] == [{"role": "user", "content": ""}]
+    assert conversation([])[0] == [{"role": "user", "content": []}]
 
 
 def test_every_hint_is_accepted():
@@ -182,10 +181,10 @@ def test_innermost_pixel_limit_holds():
     part = image()
     part["min_pixels"] = 2
     for content, expected in ((inner, 1), (part, 2), (image(), 3)):
-        found = conversation([content], min_pixels=3, mm_processor_kwargs={"min_pixels": 4})
-        assert found.images[0].min_pixels == expected
-    found = conversation([image()], mm_processor_kwargs={"max_pixels": 4})
-    assert found.images[0].max_pixels == 4
+        _, images = conversation([content], min_pixels=3, mm_processor_kwargs={"min_pixels": 4})
+        assert images[0].min_pixels == expected
+    _, images = conversation([image()], mm_processor_kwargs={"max_pixels": 4})
+    assert images[0].max_pixels == 4
 
 
 @pytest.mark.parametrize(
@@ -205,23 +204,15 @@ def test_text_model_refuses_images_by_field(param, content, fields):
 
 def test_text_model_gets_text_parts_as_one_string():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    found = conversation(parts, takes_images=False)
-    assert found.messages == [{"role": "user", "content": "a\nb"}]
+    messages, _ = conversation(parts, takes_images=False)
+    assert messages == [{"role": "user", "content": "a\nb"}]
 
 
 def test_developer_is_system_and_null_is_empty():
     request = parse(
         messages=[{"role": "developer", "content": "x"}, {"role": "assistant", "content": None}]
     )
-    assert read_conversation(request, max_images=0, takes_images=True).messages == [
+    assert read_messages(request, max_images=0, takes_images=True)[0] == [
         {"role": "system", "content": "x"},
         {"role": "assistant", "content": ""},
     ]
-
-
-def test_template_options():
-    found = conversation("x", chat_template_kwargs={"add_vision_id": True})
-    assert found.template_options == {"add_vision_id": True}
-    with pytest.raises(InvalidRequest) as refused:
-        conversation("x", chat_template_kwargs={"tokenize": False})
-    assert refused.value.param == "chat_template_kwargs.tokenize"

@@ -3,6 +3,7 @@
 import json
 
 from services.common.errors import InvalidRequest, Unavailable
+from services.gateway.parts import Text
 from services.gateway.responses import (
     ChunkWriter,
     LogprobEntry,
@@ -26,7 +27,7 @@ def parse(data: bytes) -> dict:
 def test_text_survives_json():
     writer = ChunkWriter('id"', 1, "m\n", False)
     for text in ("plain", 'quote " back \\ new\nline\u2028', "中🙂", "\x00\x1f"):
-        chunk = parse(writer.update(Update(1, text, None, None)))
+        chunk = parse(writer.update(Update(1, [Text(text)], None, None)))
         assert chunk["choices"] == [
             {"index": 1, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
         ]
@@ -40,8 +41,8 @@ def test_usage_is_null_until_the_closing_event():
     writer = ChunkWriter("id", 1, "m", True)
     assert parse(writer.role(0))["usage"] is None
     assert parse(writer.role(0))["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert parse(writer.update(Update(0, "x", None, None)))["usage"] is None
-    assert parse(writer.update(Update(0, "", None, "stop")))["usage"] is None
+    assert parse(writer.update(Update(0, [Text("x")], None, None)))["usage"] is None
+    assert parse(writer.update(Update(0, [], None, "stop")))["usage"] is None
     closing = parse(writer.closing(USAGE, {"total": 1.5}, []))
     assert closing["choices"] == []
     assert closing["usage"]["total_tokens"] == 5
@@ -51,12 +52,17 @@ def test_usage_is_null_until_the_closing_event():
 
 def test_usage_can_be_in_each_event():
     writer = ChunkWriter("id", 1, "m", True)
-    assert parse(writer.update(Update(0, "x", None, None), USAGE))["usage"]["prompt_tokens"] == 3
+    assert (
+        parse(writer.update(Update(0, [Text("x")], None, None), USAGE))["usage"]["prompt_tokens"]
+        == 3
+    )
 
 
 def test_last_update_has_text_and_reason():
     entry = LogprobEntry("x", [120], -0.1, [])
-    chunk = parse(ChunkWriter("id", 1, "m", False).update(Update(0, "x", [entry], "length")))
+    chunk = parse(
+        ChunkWriter("id", 1, "m", False).update(Update(0, [Text("x")], [entry], "length"))
+    )
     choice = chunk["choices"][0]
     assert choice["delta"] == {"content": "x"}
     assert choice["finish_reason"] == "length"
@@ -66,7 +72,7 @@ def test_last_update_has_text_and_reason():
 def test_role_and_last_update_of_a_choice():
     writer = ChunkWriter("id", 1, "m", True)
     assert parse(writer.role(0, USAGE))["usage"]["prompt_tokens"] == 3
-    last = parse(writer.update(Update(0, "", None, "stop", "END")))
+    last = parse(writer.update(Update(0, [], None, "stop", "END")))
     assert last["choices"][0]["stop_reason"] == "END"
 
 
@@ -77,7 +83,7 @@ def test_message_of_an_error_begins_with_the_field():
 
 
 def test_nothing_new_is_no_event():
-    assert ChunkWriter("id", 1, "m", False).update(Update(0, "", None, None)) == b""
+    assert ChunkWriter("id", 1, "m", False).update(Update(0, [], None, None)) == b""
 
 
 def test_error_event_has_no_addresses():

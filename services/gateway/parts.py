@@ -1,0 +1,68 @@
+"""A parsed answer: parts in order, from which each endpoint makes its own wire form.
+
+A stream of parts holds pieces; `join` makes whole parts of them. Parsers (`answer`) produce them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thinks before its answer, without tags."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The answer's content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call, or a piece of one.
+
+    Attributes:
+        index: of the call in the answer.
+        call_id: in the first piece of a call only, as is `name`.
+        name: of the function.
+        arguments: JSON text; the pieces of a call together are its arguments.
+    """
+
+    index: int
+    call_id: str
+    name: str
+    arguments: str
+
+
+Part = Reasoning | Text | Call
+
+
+def join(pieces: Iterable[Part]) -> list[Part]:
+    """Whole parts, in order: neighbouring pieces of a kind, and of one call, become one."""
+    runs: list[list[Part]] = []
+    for piece in pieces:
+        if runs and _continues(runs[-1][0], piece):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return [_joined(run) for run in runs]
+
+
+def _continues(first: Part, piece: Part) -> bool:
+    if isinstance(first, Call):
+        return isinstance(piece, Call) and piece.index == first.index
+    return type(first) is type(piece)
+
+
+def _joined(run: list[Part]) -> Part:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    if isinstance(first, Call):
+        arguments = "".join(piece.arguments for piece in run if isinstance(piece, Call))
+        return Call(first.index, first.call_id, first.name, arguments)
+    return type(first)("".join(piece.text for piece in run if not isinstance(piece, Call)))

@@ -1,0 +1,71 @@
+"""Reasoning apart from content: whole and in pieces, from wherever the prompt leaves off."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.parts import Reasoning, Text, join
+from services.gateway.reasoning import ReasoningSplitter, answer_start
+
+
+def split(start, chunks):
+    splitter = ReasoningSplitter(start)
+    pieces = [piece for chunk in chunks for piece in splitter.feed(chunk)]
+    return join(pieces + splitter.finish())
+
+
+CASES = [
+    ("optional", "<think>\nwhy\n</think>\n\nbecause\n", [Reasoning("why"), Text("because\n")]),
+    ("open", "why\nnot\n\n</think>\n\nyes", [Reasoning("why\nnot"), Text("yes")]),
+    ("optional", "plain </think> text", [Text("plain </think> text")]),
+    ("optional", "\n <think>a</think>b", [Reasoning("a"), Text("b")]),
+    ("optional", "<thin", [Text("<thin")]),
+    ("optional", "\n\nx", [Text("\n\nx")]),
+    ("open", "cut in the mid\n</thi", [Reasoning("cut in the mid\n</thi")]),
+    ("open", "\n</think>\n\n", []),
+    ("open", "a</think>b</think>c", [Reasoning("a"), Text("b</think>c")]),
+    ("closed", "<think>x</think>", [Text("<think>x</think>")]),
+]
+
+
+@pytest.mark.parametrize(("start", "text", "expected"), CASES)
+def test_split(start, text, expected):
+    assert split(start, [text]) == expected
+    assert split(start, list(text)) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(["open", "optional", "closed"]),
+    st.lists(st.sampled_from(["<think>", "</think>", "\n", "<", "/think>", "a", " "]), max_size=12),
+    st.integers(0, 1 << 30),
+)
+def test_any_text_gives_the_same_parts_in_any_pieces(start, pieces, seed):
+    text, rng = "".join(pieces), random.Random(seed)
+    places = sorted(rng.choices(range(len(text) + 1), k=4))
+    cut = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    assert split(start, cut) == split(start, list(text)) == split(start, [text])
+
+
+def test_nothing_but_tags_and_line_breaks_is_lost():
+    assert split("open", ["a\n\nb\n", "</think>", "\n", "c\n\nd"]) == [
+        Reasoning("a\n\nb"), Text("c\n\nd"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        ("assistant\n", "optional"),  # Qwen3
+        ("assistant\n<think>\n", "open"),  # Qwen3.5, the Thinking models
+        ("assistant\n<think>\n\n</think>\n\n", "closed"),  # thinking switched off
+        ("\n\n", "optional"),
+        ("assistant\nThe answer", "closed"),  # continued
+        ("assistant\n<think>\nFirst, ", "open"),
+        ("assistant\n<think>\nw\n</think>\n\nThe", "closed"),
+    ],
+)
+def test_where_an_answer_begins(tail, expected):
+    assert answer_start(tail) == expected

@@ -1,0 +1,212 @@
+"""Every form of tool calls: what parses, what stays text, and the same parts however it is cut."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.parts import Call, Reasoning, Text, join
+from services.gateway.tool_parsers import PARSERS
+
+TOOLS = {
+    "look": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "kind": {"enum": ["a", "b"]},
+            "size": {"$ref": "#/$defs/Size"},
+            "any": {},
+        },
+        "$defs": {"Size": {"type": "object"}},
+    },
+    "stop": {},
+}
+RNG_CUTS = 60
+
+
+def plain(pieces):
+    """Joined parts without their random ids; checks that pieces are valid on the way."""
+    found = []
+    seen = set()
+    for piece in pieces:
+        if isinstance(piece, Call):
+            # The first piece of a call names it, the others add arguments.
+            assert bool(piece.call_id) == bool(piece.name) == (piece.index not in seen)
+            assert piece.index in seen or piece.index == len(seen)
+            seen.add(piece.index)
+        else:
+            assert piece.text
+    for part in join(pieces):
+        if isinstance(part, Call):
+            assert part.call_id.startswith("call_")
+            found.append((part.name, part.arguments))
+        else:
+            found.append(part.text)
+    return found
+
+
+def parse(form, chunks, **options):
+    parser = PARSERS[form](TOOLS, **options)
+    pieces = []
+    for chunk in chunks:
+        pieces += parser.feed(chunk)
+    return plain(pieces + parser.finish())
+
+
+def cut(text, rng):
+    places = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 8)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+HERMES = {
+    'Hi.\n\n<tool_call>\n{"name": "look", "arguments": {"text": "a}\\" <b", "n": [1, {}]}}\n'
+    '</tool_call>\n<tool_call>{"arguments": {"count": 2}, "name": "stop"}</tool_call>\nDone.': [
+        "Hi.", ("look", '{"text": "a}\\" <b", "n": [1, {}]}'), ("stop", '{"count": 2}'), "Done.",
+    ],
+    '<tool_call>{"name": "stop"}</tool_call>': [("stop", "{}")],
+    '<tool_call>{"name": "look", "parameters": {}}}\n</tool_call> ': [("look", "{}")],
+    '\n <tool_call>\n{"name": "other", "arguments": {"q": "</tool_call>"}}': [
+        ("other", '{"q": "</tool_call>"}'),
+    ],
+    # Cut in the middle: what is certain.
+    '<tool_call>\n{"name": "look", "arguments": {"text": "ab': [("look", '{"text": "ab')],
+    '<tool_call>\n{"name": "lo': ['<tool_call>\n{"name": "lo'],
+    # A brace too few, broken JSON, no JSON: never lost, never evaluated.
+    '<tool_call>{"name": "look", "arguments": {"count": 1}\n</tool_call>ok': [
+        ("look", '{"count": 1}'), "ok",
+    ],
+    '<tool_call>{"name": "look", "arguments": {"a"; 1}}</tool_call>ok': [("look", '{"a"'), "ok"],
+    "<tool_call>no</tool_call>": ["<tool_call>no</tool_call>"],
+    '<tool_call>{"name": 5, "arguments": {}}</tool_call>': [
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+    ],
+    "x < y <tool": ["x < y <tool"],
+    "text alone \n": ["text alone \n"],
+    "": [],
+}  # fmt: skip
+LLAMA = {
+    '{"name": "look", "parameters": {"text": "1"}}': [("look", '{"text": "1"}')],
+    '<|python_tag|>{"name": "look", "parameters": {"a": {}}}; {"name":"stop","parameters":{}}': [
+        ("look", '{"a": {}}'), ("stop", "{}"),
+    ],
+    ' {"a": 1} x': [' {"a": 1} x'],
+    '{"name": "Bob", "parameters": {"a": 1}} x': ['{"name": "Bob", "parameters": {"a": 1}} x'],
+    'I call {"name": "look"}': ['I call {"name": "look"}'],
+    '{"name": "look", "age": 3': ['{"name": "look", "age": 3'],
+    "<|python": ["<|python"],
+}  # fmt: skip
+XML = {
+    'Sure\n\n<tool_call>\n<function=look>\n<parameter=text>\nline 1\n"q" </par\n\n</parameter>\n'
+    "<parameter=count>\n5\n</parameter>\n<parameter=maybe>\nnull\n</parameter>\n"
+    '<parameter=kind>\na\n</parameter>\n<parameter=size>\n{"w": [1]}\n</parameter>\n'
+    "<parameter=any>\nTrue\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=stop>\n</function>\n</tool_call>": [
+        "Sure",
+        ("look", '{"text": "line 1\\n\\"q\\" </par\\n", "count": 5, "maybe": null, "kind": "a", '
+                 '"size": {"w": [1]}, "any": true}'),
+        ("stop", "{}"),
+    ],
+    "<function=look>\n<parameter=text>x</parameter></function> bye": [
+        ("look", '{"text": "x"}'), "bye",
+    ],
+    # What is no value of the type is a string; a word of a union with string stays one.
+    "<tool_call><function=look><parameter=count>\nfive\n</parameter><parameter=maybe>\n5\n"
+    "</parameter></function></tool_call>": [("look", '{"count": "five", "maybe": "5"}')],
+    "<tool_call>\n<function=look>\n<parameter=text>\nabc": [("look", '{"text": "abc')],
+    '<tool_call>{"name": "look"}': ['<tool_call>{"name": "look"}'],
+    "<function=a b\n c": ["<function=a b\n c"],
+    "1 < 2 <function": ["1 < 2 <function"],
+}  # fmt: skip
+CASES = [
+    (form, text, expected)
+    for form, cases in (("hermes", HERMES), ("llama3_json", LLAMA), ("qwen3_coder", XML))
+    for text, expected in cases.items()
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CASES)
+def test_parses_whole_and_in_pieces(form, text, expected):
+    assert parse(form, [text]) == expected
+    assert parse(form, list(text)) == expected
+    rng = random.Random(0)
+    for _ in range(RNG_CUTS):
+        chunks = cut(text, rng)
+        assert parse(form, chunks) == expected, chunks
+
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "<function=", "look", "stop", ">", "</function>", "<parameter=",
+    "text", "count", "</parameter>", "\n", " ", '"', "\\", "{", "}", "[", "]", ":", ",", "5", "<",
+    '{"name": "look", "arguments": ', '{"name": "stop", "parameters": ', "<|python_tag|>", ";", "é",
+    "true", '"name"', '"arguments"', "x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", PARSERS)
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=25), st.randoms(use_true_random=False))
+def test_any_text_gives_the_same_parts_in_any_pieces(form, pieces, rng):
+    text = "".join(pieces)
+    expected = parse(form, [text])
+    assert parse(form, list(text)) == expected
+    assert parse(form, cut(text, rng)) == expected
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3_json"])
+def test_only_as_many_calls_as_are_allowed(form):
+    two = {
+        "hermes": '<tool_call>{"name": "stop"}</tool_call>' * 2,
+        "qwen3_coder": "<tool_call><function=stop></function></tool_call>" * 2,
+        "llama3_json": '{"name": "stop", "parameters": {}};' * 2,
+    }[form]
+    parser = PARSERS[form](TOOLS, 1)
+    pieces = [piece for character in two for piece in parser.feed(character)]
+    assert plain(pieces + parser.finish()) == [("stop", "{}")]
+    assert parser.done
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.integers(), st.dictionaries(st.text(), st.none() | st.text() | st.floats(0)))
+def test_xml_values_come_back_as_they_were(text, count, size):
+    """As the template writes them: strings bare, objects as JSON."""
+    if "</parameter>" in text:
+        return
+    call = (
+        f"<tool_call>\n<function=look>\n<parameter=text>\n{text}\n</parameter>\n"
+        f"<parameter=count>\n{count}\n</parameter>\n"
+        f"<parameter=size>\n{json.dumps(size, ensure_ascii=False)}\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    ((name, arguments),) = parse("qwen3_coder", [call])
+    if any(value == float("inf") for value in size.values()):
+        return
+    assert name == "look"
+    assert json.loads(arguments) == {"text": text, "count": count, "size": size}
+
+
+def test_cost_does_not_grow_with_the_arguments():
+    """A long string streams; nothing of it is kept."""
+    for form, start in (
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"text": "'),
+        ("qwen3_coder", "<tool_call><function=look><parameter=text>\n"),
+    ):
+        parser = PARSERS[form](TOOLS)
+        parser.feed(start)
+        for _ in range(2000):
+            assert parser.feed("abcdefgh")
+        assert len(parser._buffer) < 32
+
+
+def test_parts_join():
+    pieces = [
+        Reasoning("a"), Reasoning("b"), Text("c"), Call(0, "i", "f", ""), Call(0, "", "", "{"),
+        Call(0, "", "", "}"), Call(1, "j", "g", "{}"), Text("d"), Text("e"),
+    ]  # fmt: skip
+    assert join(pieces) == [
+        Reasoning("ab"), Text("c"), Call(0, "i", "f", "{}"), Call(1, "j", "g", "{}"), Text("de"),
+    ]  # fmt: skip
+    assert join([]) == []
