@@ -60,7 +60,8 @@ class Decoder:
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self._run = asyncio.create_task(self.front.run())
-        self._channel = create_channel(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{port}"
+        self._channel = create_channel(self.address)
         self.stub = pb_grpc.DecoderStub(self._channel)
         return self
 

@@ -23,6 +23,9 @@ from services.decoder.submission import ImageRequest
 log = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096  # the arena's granularity
+# An image that is asked for at another encoder is fetched from there when the fetch in flight has
+# taken this long: gateways name another encoder when the first one does not answer.
+_TAKEOVER_S = 1.0
 Ready = Callable[[ArenaEntry], None]
 
 
@@ -66,11 +69,13 @@ class _Filling:
     Attributes:
         flight: writes the bytes; None: not started.
         address: of the encoder that the flight calls.
+        started_at: of the flight, by the event loop's clock.
     """
 
     entry: ArenaEntry
     flight: InFlight[None] | None = None
     address: str = ""
+    started_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -218,15 +223,23 @@ class EmbeddingSource:
         """Waits until the entry is filled, at any sequence's request, and passes it to `ready`."""
         filling, address = hold.filling, hold.request.encoder_address
         assert filling is not None
-        joined = filling.flight is not None
+        joined, has_taken_over = filling.flight is not None, False
         while not hold.entry.committed:
             flight = filling.flight
             if flight is None or flight.task.done():
                 flight = self._start(filling, address)
-            asked = filling.address
+            asked, patience_s = filling.address, None
+            if joined and asked != address and not has_taken_over:
+                now = asyncio.get_running_loop().time()
+                patience_s = max(0.0, filling.started_at + _TAKEOVER_S - now)
             done = flight.join()
             try:
-                await asyncio.wait({done})
+                finished, _ = await asyncio.wait({done}, timeout=patience_s)
+                if not finished and filling.flight is flight and not flight.task.done():
+                    has_taken_over = True
+                    self._start(filling, address, instead_of=flight.task)
+                if not finished:
+                    continue
             finally:
                 done.cancel()
             # A flight that failed at another sequence's encoder is tried again at ours.
@@ -237,19 +250,39 @@ class EmbeddingSource:
         not_ready.discard(hold)
         ready(hold.entry)
 
-    def _start(self, filling: _Filling, address: str) -> InFlight[None]:
+    def _start(
+        self, filling: _Filling, address: str, instead_of: asyncio.Task[None] | None = None
+    ) -> InFlight[None]:
+        """Starts a flight. It writes after the one that it replaces has ended; waiters of that one
+        wait for this one.
+        """
         self.arena.acquire(filling.entry)
         filling.address = address
-        filling.flight = InFlight(self._fill(filling), on_end=lambda _: self.release(filling.entry))
+        filling.started_at = asyncio.get_running_loop().time()
+        filling.flight = InFlight(
+            self._fill(filling, address, instead_of), on_end=lambda _: self.release(filling.entry)
+        )
+        if instead_of is not None:
+            instead_of.cancel()
         return filling.flight
 
-    async def _fill(self, filling: _Filling) -> None:
+    async def _fill(
+        self, filling: _Filling, address: str, instead_of: asyncio.Task[None] | None
+    ) -> None:
         entry = filling.entry
+        if instead_of is not None:
+            try:
+                await asyncio.wait((instead_of,))
+            except asyncio.CancelledError:
+                await asyncio.wait((instead_of,))  # one writer at a time
+                raise
+            if entry.committed:
+                return
         try:
             view = self.arena.view(entry)
             if not await self._read_cache(entry, view):
                 started = time.monotonic()
-                fetched = await self.fetcher.fetch(filling.address, entry.key, entry.spec, view)
+                fetched = await self.fetcher.fetch(address, entry.key, entry.spec, view)
                 entry.digest = fetched.digest
                 self.observer.embedding_found("encoder")
                 self.observer.embedding_fetched(

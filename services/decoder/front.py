@@ -317,9 +317,10 @@ class DecoderFront:
 
     def _drop_slow_reader(self, stream: Stream) -> None:
         log.warning("a gateway reads too slowly; aborting its %d sequences", len(stream.live))
-        stream.outbox.discard_tokens()
+        reason = Cancelled("the gateway reads too slowly")
+        stream.outbox.discard_tokens(_failed(reason))
         for live in list(stream.live.values()):
-            self._fail(live, Cancelled("the gateway reads too slowly"))
+            self._fail(live, reason)
 
     def _report(self, live: _Live, end: pb.Finished | pb.Failed, outcome: str) -> None:
         """Puts the last event of a sequence into its stream."""

@@ -59,14 +59,15 @@ class Outbox:
             event.failed.CopyFrom(end)
         del self._open[sequence_id]
 
-    def discard_tokens(self) -> None:
-        """Drops queued tokens; last events stay."""
+    def discard_tokens(self, reason: pb.Failed) -> None:
+        """Drops queued tokens; last events stay. A sequence whose tokens are dropped has not
+        finished as far as the gateway can tell, so its good end becomes `reason`.
+        """
         message = pb.GenerateEvents()
         for event in self._message.events:
             if event.WhichOneof("end"):
-                event.ClearField("token_ids")
-                event.ClearField("logprobs")
-                message.events.add().CopyFrom(event)
+                failed = event.failed if event.HasField("failed") else reason
+                message.events.add(sequence_id=event.sequence_id, failed=failed)
         self._message = message
         self._open.clear()
         self._weight = _EVENT_WEIGHT * len(message.events)

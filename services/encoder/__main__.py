@@ -51,6 +51,7 @@ class EncoderService:
     memory: MemoryTier
     redis: RedisTier | None
     embeddings: Embeddings
+    servicer: EncoderServicer
     add_servicer: AddServicer
     registry: CollectorRegistry
 
@@ -79,14 +80,16 @@ class EncoderService:
             like=description.like, merge_size=ready.merge_size, memory=memory, engine=engine,
             redis=redis, metrics=metrics, max_queued_patches=settings.max_queued_patches,
         )  # fmt: skip
-        add_servicer = partial(add_to_server, EncoderServicer(description, embeddings, metrics))
-        return cls(engine, memory, redis, embeddings, add_servicer, metrics.registry)
+        servicer = EncoderServicer(description, embeddings, metrics)
+        add_servicer = partial(add_to_server, servicer)
+        return cls(engine, memory, redis, embeddings, servicer, add_servicer, metrics.registry)
 
     async def run(self) -> None:
         await self.engine.run()
 
     async def drain(self, stop_server: StopServer, grace_s: float) -> None:
-        await stop_server(grace_s or _FAILED_CALLS_GRACE_S)
+        await self.servicer.drain(grace_s)  # the server answers health checks meanwhile
+        await stop_server(_FAILED_CALLS_GRACE_S)
         if self.redis is not None:
             await self.redis.drain(_WRITES_GRACE_S if grace_s else 0.0)
         await self.embeddings.close()

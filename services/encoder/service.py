@@ -6,7 +6,10 @@ with an error of `services.common.errors`.
 
 import asyncio
 import logging
-from contextlib import aclosing, suppress
+import math
+import time
+from collections.abc import Generator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 import grpc
@@ -34,6 +37,10 @@ _CHUNK_BYTES = 1 << 20
 _MAX_FETCH_WAIT_S = 30.0
 # An entry in shared memory is held at most this long for a reader that does not end its call.
 _MAX_READ_S = 10.0
+# A draining encoder stops when it has had no call for this long: gateways find out within a second
+# that it drains, and decoders fetch what was encoded.
+_QUIET_S = 2.0
+_POLL_S = 0.05
 _SOURCES = {
     Origin.COMPUTED: pb.EncodeResponse.SOURCE_COMPUTED,
     Origin.MEMORY: pb.EncodeResponse.SOURCE_MEMORY,
@@ -63,6 +70,28 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         self._embeddings = embeddings
         self._metrics = metrics
         self._host = host_identity()
+        self._num_calls = 0
+        self._last_call_at = -math.inf
+
+    async def drain(self, grace_s: float) -> None:
+        """Waits until calls have ended and no more come, at most `grace_s`. All are served
+        meanwhile: what was encoded here has yet to be fetched.
+        """
+        deadline = time.monotonic() + grace_s
+        while (now := time.monotonic()) < deadline:
+            quiet_at = self._last_call_at + _QUIET_S
+            if not self._num_calls and now >= quiet_at:
+                return
+            await asyncio.sleep(min(deadline, max(quiet_at, now + _POLL_S)) - now)
+
+    @contextmanager
+    def _call(self) -> Generator[None]:
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            self._last_call_at = time.monotonic()
 
     async def Describe(
         self, request: pb.DescribeEncoderRequest, context: grpc.aio.ServicerContext
@@ -82,7 +111,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
     ) -> pb.EncodeResponse:
         parent = adopt_metadata(context)
         try:
-            with span("encode", parent) as current:
+            with self._call(), span("encode", parent) as current:
                 key = _checked_key(request.image_key)
                 grid = self._checked_grid(request.grid)
                 encoded = await self._embeddings.encode(key, request.image, grid)
@@ -101,16 +130,27 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             key = _checked_key(request.image_key)
             left_s = context.time_remaining()
             wait_s = _MAX_FETCH_WAIT_S if left_s is None else min(left_s, _MAX_FETCH_WAIT_S)
-            async with self._embeddings.reading(key, wait_s) as reading:
-                shared = bool(self._host) and request.reader_host == self._host
-                size_bytes = reading.entry.spec.size_bytes
-                with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
-                    await context.write(_header(reading.entry))
-                    await (self._share if shared else self._stream)(reading, context)
-                if shared:
-                    await _until_read()
+            with self._call():
+                await self._fetch(key, wait_s, request.reader_host, parent, context)
         except Exception as error:
             await self._fail("fetch", error, context)
+
+    async def _fetch(
+        self,
+        key: bytes,
+        wait_s: float,
+        reader_host: bytes,
+        parent: str,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        async with self._embeddings.reading(key, wait_s) as reading:
+            shared = bool(self._host) and reader_host == self._host
+            size_bytes = reading.entry.spec.size_bytes
+            with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
+                await context.write(_header(reading.entry))
+                await (self._share if shared else self._stream)(reading, context)
+            if shared:
+                await _until_read()
 
     async def _stream(self, reading: Reading, context: grpc.aio.ServicerContext) -> None:
         view = self._embeddings.view(reading.entry)

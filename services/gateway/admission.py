@@ -1,16 +1,16 @@
 """Admission control: a slot per request, and a bound on the bytes that all requests hold.
 
 Routes take a slot before they read a request's body, and return it in `finally`; the server drains
-all slots at shutdown. A full or draining gateway refuses at once with `Overloaded`; there is no
-queue here.
+all slots at shutdown, and then ends the requests that still run. A full or draining gateway refuses
+at once with `Overloaded`; there is no queue here.
 """
 
 import asyncio
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from services.common.errors import Overloaded
+from services.common.errors import Overloaded, Unavailable
 
 MAX_HELD_BYTES = 2 << 30
 
@@ -41,6 +41,8 @@ class Admission:
         self._held_bytes = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._blocks: set[asyncio.Timeout] = set()  # those of `until_ended`
+        self._ended = False
         self.num_running = 0
         self.draining = False
 
@@ -75,6 +77,32 @@ class Admission:
         if self._held_bytes + num_bytes > self._max_held_bytes:
             raise Overloaded("running requests hold too much data", retry_after_s=1)
         self._held_bytes += num_bytes
+
+    @asynccontextmanager
+    async def until_ended(self) -> AsyncGenerator[None]:
+        """Runs its block; `end_all` ends it.
+
+        Raises:
+            Unavailable: `end_all` was called.
+        """
+        block = asyncio.timeout(0 if self._ended else None)
+        try:
+            async with block:
+                self._blocks.add(block)
+                try:
+                    yield
+                finally:
+                    self._blocks.discard(block)
+        except TimeoutError:
+            if not block.expired():
+                raise
+            raise Unavailable("the server is shutting down", retry_after_s=1) from None
+
+    def end_all(self) -> None:
+        """Ends all requests that still run, each with an error of its own."""
+        self._ended = True
+        for block in self._blocks:
+            block.reschedule(asyncio.get_running_loop().time())
 
     async def drain(self, grace_s: float) -> bool:
         """Refuses new requests and waits for the running ones.

@@ -82,7 +82,8 @@ class Endpoint(ABC):
         try:
             with self._admission.slot() as slot, self._metrics.running.track_inprogress():
                 exchange = Exchange(scope, receive, send)
-                body = await read_body(scope, receive, slot.hold)
+                async with self._admission.until_ended():
+                    body = await read_body(scope, receive, slot.hold)
                 work = Work(exchange, timings, slot.hold)
                 outcome = await exchange.while_connected(self._serve(work, body))
         except TriptychError as error:
@@ -118,7 +119,7 @@ class Endpoint(ABC):
         remaining_s = self._service.request_timeout_s - work.timings.since_arrival()
         try:
             try:
-                async with asyncio.timeout(remaining_s):
+                async with self._admission.until_ended(), asyncio.timeout(remaining_s):
                     await self.answer(work, body)
                 return work.completions[0].choices[0].finish_reason or "internal_error"
             except TimeoutError:

@@ -28,8 +28,9 @@ class GatewayServer(uvicorn.Server):
     """Serves one gateway.
 
     After the first SIGTERM or SIGINT it drains: it still listens, but `/ready` and new requests
-    get a 503, until the running requests have ended or the grace period is over. The second signal
-    stops it at once.
+    get a 503, until the running requests have ended or the grace period is over. Those that still
+    run then, or at the second signal, end with an error of their own. The third signal stops it at
+    once.
     """
 
     def __init__(self, gateway: Gateway, settings: GatewaySettings) -> None:
@@ -56,6 +57,7 @@ class GatewayServer(uvicorn.Server):
         self._grace_s = settings.shutdown_grace_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._grace_over = asyncio.Event()
 
     @property
     def port(self) -> int:
@@ -76,12 +78,14 @@ class GatewayServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles SIGTERM and SIGINT."""
-        if self._loop is None or self._draining is not None:
+        if self._loop is None or self._grace_over.is_set():
             self.force_exit = self.should_exit
             self.should_exit = True
-            return
-        log.info("draining after %s", signal.Signals(sig).name)
-        self._loop.call_soon_threadsafe(self.drain)
+        elif self._draining is not None:
+            self._loop.call_soon_threadsafe(self._grace_over.set)
+        else:
+            log.info("draining after %s", signal.Signals(sig).name)
+            self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
         """Starts draining. Call from the event loop."""
@@ -89,8 +93,18 @@ class GatewayServer(uvicorn.Server):
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
-        ended = await self._admission.drain(self._grace_s)
-        log.info("drained" if ended else "the grace period is over; cancelling running requests")
+        over = asyncio.ensure_future(self._grace_over.wait())
+        drained = asyncio.ensure_future(self._admission.drain(self._grace_s))
+        await asyncio.wait((over, drained), return_when=asyncio.FIRST_COMPLETED)
+        if drained.done() and drained.result():
+            log.info("drained")
+        else:
+            log.info("the grace period is over; ending %d requests", self._admission.num_running)
+            self._grace_over.set()
+            self._admission.end_all()
+            await self._admission.drain(_CLOSE_S)
+        over.cancel()
+        drained.cancel()
         self.should_exit = True
 
 

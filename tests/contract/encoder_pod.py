@@ -135,6 +135,7 @@ class Pod:
     metrics: EncoderMetrics
     cache: RedisCache | None
     redis: RedisTier | None
+    servicer: EncoderServicer
     stub: pb_grpc.EncoderStub
     channel: grpc.aio.Channel
     address: str
@@ -217,7 +218,9 @@ async def run_pod(
     channel = create_channel(address)
     stub = pb_grpc.EncoderStub(channel)
     try:
-        yield Pod(engine, embeddings, memory, metrics, cache, redis, stub, channel, address)
+        yield Pod(
+            engine, embeddings, memory, metrics, cache, redis, servicer, stub, channel, address
+        )
     finally:
         await channel.close()
         await server.stop(None)

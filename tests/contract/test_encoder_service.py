@@ -14,6 +14,7 @@ from prometheus_client import generate_latest
 from services.common import errors
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc
+from services.encoder import service
 from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
 from tests.noise import PATIENCE_S, async_least, timed
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
@@ -95,6 +96,30 @@ async def test_many_callers_one_job(pod: Pod) -> None:
     }  # fmt: skip
     assert len(set(await asyncio.gather(*fetches))) == 1
     assert len(pod.engine.jobs) == 1
+
+
+async def test_draining_waits_for_running_encodes_and_for_their_fetches(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_QUIET_S", 0.3)
+    pod.engine.gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image"))
+    await until(lambda: pod.engine.jobs)
+    draining = asyncio.create_task(pod.servicer.drain(PATIENCE_S))
+    await asyncio.sleep(0.5)
+    assert not draining.done()
+    pod.engine.gate.set()
+    await encoding
+    assert await pod.fetch(b"image") == pod.expected(b"image")
+    assert not draining.done()
+    await draining
+    await pod.servicer.drain(PATIENCE_S)  # an idle encoder ends at once
+    pod.engine.gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"another"))
+    await until(lambda: len(pod.engine.jobs) == 2)
+    await pod.servicer.drain(0.1)
+    pod.engine.gate.set()
+    await encoding
 
 
 async def test_followers_outlive_the_leader(pod: Pod) -> None:

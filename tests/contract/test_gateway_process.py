@@ -1,5 +1,6 @@
 """`python -m services.gateway` as a process: start, keys, SIGTERM."""
 
+import json
 import os
 import signal
 import socket
@@ -116,6 +117,42 @@ def test_sigterm_ends_at_the_grace(fakes, tmp_path):
         return taken
 
     assert least(seconds, 6) < 6
+
+
+@pytest.mark.parametrize("grace_s", ["0.3", "60"])
+def test_requests_that_outlast_the_grace_or_a_second_signal_end_with_an_error(
+    fakes, tmp_path, grace_s
+):
+    _, decoder = fakes
+    with gateway(fakes, tmp_path, GATEWAY_SHUTDOWN_GRACE_S=grace_s) as (process, client):
+        decoder.reply, decoder.delay_s = [40] * 1000, 0.05
+        answers = {}
+
+        def ask(stream: bool) -> None:
+            with httpx2.Client(base_url=client.base_url, timeout=PATIENCE_S) as other:
+                body = {**BODY, "stream": stream}
+                answers[stream] = other.post("/v1/chat/completions", json=body)
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+        while len(decoder.submits) < 2:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        if grace_s == "60":
+            while client.get("/ready").status_code == 200:
+                pass
+            process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+        last = json.loads(answers[True].text.split("\n\n")[-2].removeprefix("data: "))
+        assert last["error"]["code"] == "unavailable"
+        assert "[DONE]" not in answers[True].text
+        assert answers[False].status_code == 503
+        assert answers[False].headers["retry-after"] == "1"
+        assert answers[False].json()["error"]["code"] == "unavailable"
+        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

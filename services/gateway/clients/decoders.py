@@ -119,6 +119,9 @@ class DecoderPod(Pod):
             The sequence's id, for `cancel`.
         """
         submit.sequence_id = sequence_id = next(self._ids)
+        if not self.connected:  # its stream broke after it was chosen
+            sink(TokenEvent(choice, error=Unavailable("the decoder was lost")))
+            return sequence_id
         self._sinks[sequence_id] = (choice, sink)
         self.num_in_flight = len(self._sinks)
         self._commands.put_nowait(pb.GenerateCommand(submit=submit))

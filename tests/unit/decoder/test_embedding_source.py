@@ -10,6 +10,7 @@ import pytest
 from services.common.arena import Arena, ArenaEntry
 from services.common.embedding import EmbeddingSpec, digest
 from services.common.errors import InvalidImage, InvalidRequest
+from services.decoder import embeddings
 from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.embeddings import EmbeddingSource
 from services.decoder.submission import ImageRequest
@@ -192,6 +193,36 @@ async def test_an_encoder_that_is_not_there_is_named():
         with pytest.raises(EncoderFailed) as failure:
             await world.obtain(request)
         assert failure.value.encoder_address == "127.0.0.1:1"
+
+
+async def test_a_sequence_of_another_encoder_does_not_wait_for_one_that_hangs(monkeypatch):
+    monkeypatch.setattr(embeddings, "_TAKEOVER_S", 0.2)
+    async with World(timeout_s=PATIENCE_S) as world:
+        world.servicers[0].fault = "hangs in the middle"
+        first = asyncio.create_task(world.obtain(world.request(1)))
+        await until(lambda: world.servicers[0].num_calls == 1)
+        second = asyncio.create_task(world.obtain(world.request(1, encoder=1)))
+        third = asyncio.create_task(world.obtain(world.request(1, encoder=1)))
+        await asyncio.gather(first, second, third)
+        assert [s.num_calls for s in world.servicers] == [1, 1]
+        world.release_all()
+        world.assert_unreferenced()
+
+
+async def test_a_takeover_that_fails_leaves_the_first_encoder_to_its_sequence(monkeypatch):
+    monkeypatch.setattr(embeddings, "_TAKEOVER_S", 0.2)
+    async with World() as world:
+        world.servicers[0].gate.clear()
+        world.servicers[1].fault = "nan"
+        first = asyncio.create_task(world.obtain(world.request(1)))
+        await until(lambda: world.servicers[0].num_calls == 1)
+        with pytest.raises(EncoderFailed) as failure:
+            await world.obtain(world.request(1, encoder=1))
+        assert failure.value.encoder_address == world.addresses[1]
+        world.servicers[0].gate.set()
+        await first
+        world.release_all()
+        world.assert_unreferenced()
 
 
 async def test_a_sequence_of_another_encoder_is_not_failed_by_the_first():

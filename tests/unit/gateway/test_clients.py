@@ -210,6 +210,25 @@ async def test_broken_stream_fails_its_sequences_and_comes_back():
 
 
 @in_loop
+async def test_submission_on_a_broken_stream_fails_at_once():
+    fake = FakeDecoder()
+    pool = DecoderPool([await fake.start()])
+    await pool.start()
+    await until(pool.description)
+    pod = pool.choose(b"", ())
+    fake.die_after = 0  # the stream alone: the pod is healthy again in a moment
+    mailbox = Mailbox()
+    pod.submit(submit(), 0, mailbox.put)
+    await take_all(mailbox)
+    assert not pod.connected
+    pod.submit(submit(), 0, mailbox.put)
+    assert isinstance((await take_all(mailbox))[-1].error, Unavailable)
+    assert pod.num_in_flight == 0
+    await pool.close()
+    await fake.stop()
+
+
+@in_loop
 async def test_failures_keep_their_code_and_the_encoder_to_avoid():
     fake = FakeDecoder()
     pool = DecoderPool([await fake.start()])
