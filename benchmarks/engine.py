@@ -34,27 +34,41 @@ _PROFILED = 16  # kernels of a profile
 _SETTLE_STEPS = 10  # decodes before the first that is timed
 
 
-def weight_elements(config: ModelSpec) -> int:
-    """Elements that a decode step reads: all layers and the head."""
-    text = config.text
+def weight_elements(config: ModelSpec, tokens: int = 1, *, used: bool = False) -> float:
+    """Elements that a step reads: all layers and the head; of experts, as many as its tokens touch
+    if each goes to any with the same probability. `used`: what one token is multiplied with.
+    """
+    text, moe = config.text, config.text.moe
     attention = text.head_dim * (2 * text.num_heads + 2 * text.num_kv_heads)
-    layer = text.hidden_size * (attention + 3 * text.intermediate_size)
-    return text.num_layers * layer + text.vocab_size * text.hidden_size
+    found = text.vocab_size * text.hidden_size
+    for layer in range(text.num_layers):
+        width = float(text.intermediate_size)
+        if moe is not None and text.has_experts(layer):
+            missed = (1 - moe.top_k / moe.num_experts) ** tokens
+            width = moe.intermediate_size * moe.num_experts * (1 - missed)
+            if used:
+                width = moe.intermediate_size * moe.top_k
+            width += moe.shared_intermediate_size + moe.num_experts / 3
+        found += text.hidden_size * (attention + 3 * width)
+    return found
 
 
 def decode_floor_s(config: ModelSpec, batch: int, context: int) -> float:
     """Bytes that a step must read, over the bandwidth (bf16)."""
     text = config.text
     per_token = 2 * 2 * text.num_kv_heads * text.head_dim * text.num_layers
-    return (2 * weight_elements(config) + batch * context * per_token) / BANDWIDTH
+    return (2 * weight_elements(config, batch) + batch * context * per_token) / BANDWIDTH
 
 
 def prefill_floor_s(config: ModelSpec, tokens: int) -> float:
-    """Operations of the layers for one prompt, over the rate; the head sees one row."""
+    """Operations of the layers for one prompt, over the rate; the head sees one row. Where that is
+    longer, as with experts, bytes of the weights over the bandwidth.
+    """
     text = config.text
-    linear = 2 * tokens * (weight_elements(config) - text.vocab_size * text.hidden_size)
+    head = text.vocab_size * text.hidden_size
+    linear = 2 * tokens * (weight_elements(config, used=True) - head)
     attention = 2 * tokens**2 * text.num_heads * text.head_dim * text.num_layers
-    return (linear + attention) / FLOPS
+    return max((linear + attention) / FLOPS, 2 * weight_elements(config, tokens) / BANDWIDTH)
 
 
 def add(engine: Engine, number: int, prompt: int, completion: int, vocab: int) -> None:

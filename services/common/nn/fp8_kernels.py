@@ -12,7 +12,7 @@ A weight's value is exact in bf16, so weight-only kernels apply scales to sums i
 columns or once, and round once. The plain twins are in `fp8`.
 """
 
-# ruff: noqa: ANN001, ANN202 - blocks and constants of the kernels' compiler
+# ruff: noqa: ANN001, ANN201, ANN202 - blocks and constants of the kernels' compiler
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 # pyright: reportAssignmentType=false, reportPrivateImportUsage=false
@@ -318,7 +318,7 @@ _TO_F16 = tl.constexpr(_unpack_assembly(1, 0x5C00, "f16x2"))
 
 
 @triton.jit
-def _unpack(values, dtype: tl.constexpr, PURE: tl.constexpr):
+def unpack(values, dtype: tl.constexpr, PURE: tl.constexpr):
     """Bytes of e4m3 as bfloat16 or float16.
 
     If the assembly is declared pure, the compiler moves it behind the change to the tensor cores'
@@ -429,7 +429,7 @@ def _skinny_kernel(
         values = tl.load(weights + at, mask=is_row[:, None], other=0.0)
         x = tl.load(inputs + at, mask=is_token, other=0.0)
         # The interpreter has no assembly.
-        weight = _unpack(values, x.dtype, PURE) if PACKED else values.to(tl.float32)
+        weight = unpack(values, x.dtype, PURE) if PACKED else values.to(tl.float32)
         weight = weight.to(x.dtype)
         if BLOCK_ROWS > 1:
             sums += tl.dot(weight, tl.trans(x)) * tl.load(scales + at // 128)

@@ -152,6 +152,21 @@ def _even_head(facts: KernelFacts) -> str:
     return "" if fits else f"needs an even head_dim up to 256, not {head}"
 
 
+def _experts(facts: KernelFacts) -> str:
+    """Tiles of the kernels divide the experts' matrices; blocks of scales do."""
+    moe, unit = facts.text.moe, 64 if facts.weight_format == UNQUANTIZED else fp8.BLOCK
+    if moe is None:
+        return "needs experts"
+    odd = [size for size in (facts.text.hidden_size, moe.intermediate_size) if size % unit]
+    return f"{odd[0]} is not a multiple of {unit}" if odd else ""
+
+
+def _grouped_mm(facts: KernelFacts) -> str:
+    if facts.dtype != torch.bfloat16:
+        return "needs bfloat16"
+    return "" if hasattr(F, "grouped_mm") else "needs torch.nn.functional.grouped_mm"
+
+
 def _skinny_projections(facts: KernelFacts) -> str:
     for rows, columns in ((facts.qkv_size, facts.text.hidden_size), *facts.residual_shapes):
         if tuning.split_k_config(facts.device, rows, columns) is None:
@@ -380,6 +395,13 @@ def _silu_mul(facts: KernelFacts) -> Kernel:
     return lambda x, layer: silu_mul.silu_and_mul(layer(x), pdl=supported)
 
 
+def _moe(facts: KernelFacts, name: str) -> Kernel:
+    from services.decoder.kernels.moe import MoEKernels
+
+    assert facts.text.moe is not None
+    return getattr(MoEKernels(facts.device, facts.text.moe), name)
+
+
 def _qk_rope_cache(facts: KernelFacts) -> Kernel:
     from services.decoder.kernels import qk_rope_cache
 
@@ -436,6 +458,7 @@ def _unfused(_: KernelFacts) -> None:
 _FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
 _FUSED_FP8 = _needs(_triton, _half_precision, _fp8)
 _SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
+_MOE = _needs(_experts, _triton, _half_precision, _one_rank)
 
 ROWS: Sequence[Row] = (
     Row("pick_tokens", "triton", _pick_tokens, _triton),
@@ -502,6 +525,15 @@ ROWS: Sequence[Row] = (
     ),
     Row("linear_swiglu", "silu_mul", _silu_mul, _triton),
     Row("linear_swiglu", "plain", _plain(lambda x, layer: layers.silu_and_mul(layer(x)))),
+    Row(
+        "moe", "gemv", lambda facts: _moe(facts, "gemv"), _MOE,
+        _tokens(1, tuning.MOE_GEMV_TOKENS),
+    ),
+    Row("moe", "grouped_gemm", lambda facts: _moe(facts, "grouped_gemm"), _MOE),
+    Row(
+        "moe", "grouped_mm", lambda facts: _moe(facts, "grouped_mm"),
+        _needs(_MOE, _unquantized, _grouped_mm),
+    ),
     Row("moe", "plain", _plain(plain.moe)),
     Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head)),
     Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),

@@ -4,8 +4,9 @@
 without a row gets its constants by the rules below, which need the device's facts alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from services.common.model_spec import MoESpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.launches import LAUNCH_HIDING_TOKENS as LAUNCH_HIDING_TOKENS
 
@@ -117,6 +118,66 @@ def swiglu_gemm_config(device: DeviceFacts, num_columns: int) -> SwigluGemmConfi
     time.
     """
     return SwigluGemmConfig(device.num_sms, stages=4 if num_columns >= 4096 else 3)
+
+
+@dataclass(frozen=True, slots=True)
+class MoEGemvConfig:
+    """How the experts' GEMVs of a few tokens are divided: rows of an expert's matrix per CTA,
+    columns that a CTA loads at once, and warps, of the gate and up projection (as many rows of
+    each), and of the down projection (of each of a token's experts).
+    """
+
+    up_rows: int = 4
+    up_columns: int = 1024
+    up_warps: int = 4
+    down_rows: int = 4
+    down_columns: int = 256
+    down_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MoEGemmConfig:
+    """How the experts' grouped GEMMs are divided.
+
+    Attributes:
+        tokens: of a tile, all of one expert.
+        rows: of an expert's matrix, per tile.
+        columns: of K per pipeline stage.
+        stages: of the pipeline.
+        warps: per CTA.
+    """
+
+    tokens: int
+    rows: int
+    columns: int
+    stages: int
+    warps: int
+
+    def shared_bytes(self) -> int:
+        """Of the pipeline, for 2-byte elements."""
+        return (self.rows + self.tokens) * self.columns * 2 * self.stages
+
+
+# Of a mixture of experts. Not measured yet.
+MOE_GEMV = MoEGemvConfig()
+MOE_GEMV_TOKENS = 4  # above, tokens share experts often enough
+ROUTER_SPLITS = 8  # of K, of the router's skinny GEMM
+# Mean number of rows per expert up to which a configuration serves.
+_MOE_GEMM = (
+    (12, MoEGemmConfig(16, 64, 128, 5, 4)),
+    (24, MoEGemmConfig(32, 64, 128, 4, 4)),
+    (96, MoEGemmConfig(64, 128, 64, 4, 4)),
+    (None, MoEGemmConfig(128, 128, 64, 3, 8)),
+)
+
+
+def moe_gemm_config(device: DeviceFacts, num_tokens: int, moe: MoESpec) -> MoEGemmConfig:
+    """By the mean number of rows per expert; fewer stages where shared memory has no room."""
+    mean = num_tokens * moe.top_k / moe.num_experts
+    found = next(config for most, config in _MOE_GEMM if most is None or mean <= most)
+    while found.stages > 2 and found.shared_bytes() > device.shared_memory_bytes:
+        found = replace(found, stages=found.stages - 1)
+    return found
 
 
 # As `benchmarks/tune_kernels.py` found them on an H200, for the shapes of the 2B, 4B, 8B and 32B.

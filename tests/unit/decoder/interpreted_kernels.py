@@ -41,6 +41,7 @@ from services.decoder.kernels.qk_rope_cache import qk_rope_cache
 from services.decoder.kernels.tuning import GemvConfig, SkinnyConfig, SwigluGemmConfig
 from services.decoder.models.rope import RotaryEmbedding
 from tests import sampling_twins
+from tests.unit.decoder import interpreted_moe
 
 PLAIN = PlainOps()
 BLOCK_SIZE, EPS = 16, 1e-6
@@ -349,4 +350,5 @@ if __name__ == "__main__":
     narrow = paged_decode_config(attention_facts(8, 4, 16))
     check_paged([33, 98], 8, 4, 16, 3, replace(narrow, kv_heads=2, tile_rows=32))
     check_kept(130, 2, 1, 64)
+    interpreted_moe.check_all()
     print("agreed")

@@ -1,0 +1,137 @@
+"""A mixture of experts on a GPU: each implementation against the plain twin, and a small model's
+decode and prefill with CUDA graphs against the same without fast kernels. Tolerance as in `twins`,
+twice: an expert's activation and its output are both rounded.
+"""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.decoder_harness import Harness
+from tests.gpu.twins import CUDA, TOLERANCE, error, random
+
+pytest.importorskip("triton")
+from benchmarks.moe import Layer
+from benchmarks.text_shapes import TEXT_SHAPES
+from services.common.nn.device import DeviceFacts
+from services.common.nn.weights import load_dummy
+from services.decoder.kernels import moe_routing, plain, table
+from services.decoder.kernels.table import KernelFacts
+
+pytestmark = pytest.mark.gpu
+TEXT = TEXT_SHAPES["30b-a3b"]
+COUNTS = [1, 2, 3, 4, 5, 16, 63, 64, 65, 200, 1008, 2500]
+FORMATS = ["plain", "fp8_block", "fp8_channel"]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def layer(request: pytest.FixtureRequest) -> Layer:
+    with torch.device("meta"):
+        made = Layer(TEXT, request.param)
+    load_dummy(made, device=CUDA, dtype=torch.bfloat16)
+    made.requires_grad_(False)
+    made.weight_format = request.param  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("name", ["gemv", "grouped_gemm", "grouped_mm"])
+@torch.inference_mode()
+def test_every_implementation_agrees_with_its_twin(layer: Layer, name: str) -> None:
+    facts = KernelFacts(DeviceFacts.of(CUDA), TEXT, torch.bfloat16, str(layer.weight_format))
+    (row,) = [row for row in table.ROWS if (row.operation, row.name) == ("moe", name)]
+    if row.obstacle(facts):
+        pytest.skip(row.obstacle(facts))
+    kernel = row.create(facts)
+    assert kernel is not None
+    for count in COUNTS:
+        if name == "gemv" and count > 16:
+            continue
+        x, residual = random(count, TEXT.hidden_size), random(count, TEXT.hidden_size) * 0.01
+        expected = residual + plain.moe(x, layer.router, layer.experts, residual)
+        found = residual.clone()
+        assert kernel(x, layer.router, layer.experts, found) is None
+        assert error(found - residual, expected - residual) <= 2 * TOLERANCE, count
+        again = residual.clone()
+        kernel(x, layer.router, layer.experts, again)
+        assert torch.equal(found, again), "not deterministic"
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (256, 8), (60, 4)])
+@pytest.mark.parametrize("count", [1, 7, 64, 65, 1000, 8192])
+def test_routing_agrees_with_its_twin(num_experts: int, top_k: int, count: int) -> None:
+    logits = random(count, num_experts) * 2  # of bf16: with many ties
+    found = moe_routing.route(logits, top_k, normalize=True, dtype=torch.bfloat16, tile=16)
+    experts, weights = plain.route(logits, top_k, normalize=True)
+    assert torch.equal(found.experts.long(), experts)
+    torch.testing.assert_close(found.weights, weights.float(), atol=1e-4, rtol=1e-2)
+    order = found.experts.flatten().sort(stable=True).indices
+    assert torch.equal(found.order.long(), order)
+    assert torch.equal(found.places[found.order.long()].long(), torch.arange(len(order)).to(CUDA))
+
+
+@torch.inference_mode()
+def test_a_tokens_output_does_not_depend_on_its_batch_mates(layer: Layer) -> None:
+    """Within an implementation, and of any place in the batch."""
+    facts = KernelFacts(DeviceFacts.of(CUDA), TEXT, torch.bfloat16, str(layer.weight_format))
+    rows = {row.name: row for row in table.ROWS if row.operation == "moe"}
+    x = random(64, TEXT.hidden_size)
+    for name, sizes in (("gemv", (1, 2, 4)), ("grouped_gemm", (5, 17, 64))):
+        kernel = rows[name].create(facts)
+        assert kernel is not None
+        outputs = []
+        for size in sizes:
+            out = torch.zeros_like(x[:size])
+            kernel(x[:size], layer.router, layer.experts, out)
+            outputs.append(out)
+        for out in outputs[:-1]:
+            # The router's scores may come from another GEMM: where its choice is the same, so is
+            # the output, to the last bit.
+            same = (out == outputs[-1][: len(out)]).all(1)
+            print(f"{name}: {int(same.sum())} of {len(out)} tokens are equal")
+            assert error(out, outputs[-1][: len(out)]) <= 2 * TOLERANCE
+
+
+@pytest.fixture(scope="module", params=["plain", "fp8_block"])
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("experts")
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 2048, "hidden_size": 512,
+        "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "max_position_embeddings": 4096, "norm_topk_prob": True, "num_experts": 32,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 256, "eos_token_id": 0,
+        "tie_word_embeddings": False, "mlp_only_layers": [1],
+    }  # fmt: skip
+    if request.param != "plain":
+        config["quantization_config"] = {
+            "quant_method": "fp8", "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "re:.*mlp.gate$"],
+        }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_graphs_and_kernels_generate_what_torch_does(small: Path) -> None:
+    """Random weights leave little between the first and the second token: most of a completion is
+    the same.
+    """
+    answers: dict[str, list[list[int]]] = {}
+    for kernels in ("", "plain"):
+        options = {"device": "cuda", "dtype": "bfloat16", "load_format": "dummy"}
+        with closing(Harness(small, **options, kernels=kernels)) as harness:
+            found = []
+            for seed, length in enumerate((1, 30, 300)):
+                torch.manual_seed(seed)
+                ids = torch.randint(0, 2048, (length,)).tolist()
+                sequence = harness.start(ids)
+                found.append(harness.generate(sequence, 16))
+                harness.finish(sequence)
+            answers[kernels] = found
+            calls = harness.runner.kernel_calls
+            assert ("moe=plain" in calls) == (kernels == "plain"), calls
+    first = [(a[0], b[0]) for a, b in zip(answers[""], answers["plain"], strict=True)]
+    print(answers)
+    assert all(a == b for a, b in first)
