@@ -89,6 +89,10 @@ class Completion:
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
         return usage
 
+    def prompt_token_ids(self) -> list[int]:
+        """With all tokens of images."""
+        return self.prepared.prompt.token_ids.tolist()
+
     def image_reports(self) -> list[ImageReport]:
         """Where each image's embedding came from."""
         prepared = self.prepared
@@ -125,7 +129,12 @@ class ChatService:
     )
 
     async def prepare(
-        self, request: ChatRequest, request_id: str, timings: Timings, hold: Callable[[int], None]
+        self,
+        request: ChatRequest,
+        request_id: str,
+        timings: Timings,
+        hold: Callable[[int], None],
+        draft: Draft | None = None,
     ) -> Completion:
         """Everything that happens before the services are called.
 
@@ -134,13 +143,15 @@ class ChatService:
             request_id: for logs and the other services.
             timings: of the request.
             hold: counts the bytes of images; may refuse.
+            draft: the prompt; None: the request's messages are rendered.
 
         Raises:
             TriptychError: the request cannot be served.
         """
         decoder, grammar = self._decoder(request.model), read_grammar(request)
-        with timings.measure("tokenize"):
-            draft = await self._draft(request, decoder.max_model_len)
+        if draft is None:
+            with timings.measure("tokenize"):
+                draft = await self._draft(request, decoder.max_model_len)
         if grammar is not None and draft.format.thinks:
             grammar = replace(grammar, begins_after=self.prompts.end_of_reasoning)
         # Before images are loaded. Each has at least one token, as its placeholder here.
@@ -242,6 +253,30 @@ class ChatService:
         decoder = self._decoder(self.model_name)
         self.tokenizer.check_length(text, decoder.max_model_len)
         return await self._off_loop(len(text), lambda: self.tokenizer.encode_text(text))
+
+    async def draft_text(
+        self, prompt: str | list[int], param: str, *, add_special_tokens: bool
+    ) -> Draft:
+        """A prompt that is not rendered: text, in which special tokens are recognised, or ids.
+
+        Raises:
+            TriptychError: it is empty, longer than the model's context, or holds the placeholder of
+                an image; `param` is the field.
+        """
+        decoder = self._decoder(self.model_name)
+        if isinstance(prompt, str):
+            self.tokenizer.check_length(prompt, decoder.max_model_len)
+            ids = await self._off_loop(
+                len(prompt), lambda: self.tokenizer.encode_prompt(prompt, add_special_tokens)
+            )
+        else:
+            ids = prompt
+            self.check_token_ids(ids, param)
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param=param)
+        if self.prompts.has_placeholder(ids):
+            raise InvalidRequest("a prompt of text has no images", param=param)
+        return Draft(ids, [])
 
     def ready(self) -> bool:
         """Whether a decoder is healthy and, for a model with vision, an encoder that fits it."""

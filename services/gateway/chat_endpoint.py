@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 from services.gateway.chat import Completion
 from services.gateway.endpoint import Endpoint, Work, now, parse_body
-from services.gateway.openai import parse_chat_request
+from services.gateway.openai import ChatRequest, parse_chat_request
 from services.gateway.responses import (
     DONE,
     ChatCompletion,
@@ -39,7 +39,11 @@ class ChatEndpoint(Endpoint):
         include_usage = bool(options and options.include_usage) or continuous
         writer = ChunkWriter(work.response_id("chatcmpl"), now(), request.model, include_usage)
         usage = completion.usage() if continuous else None
-        pieces = [writer.role(choice, usage) for choice in range(len(completion.choices))]
+        prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
+        pieces = [
+            writer.role(choice, usage, None if choice else prompt_ids)
+            for choice in range(len(completion.choices))
+        ]
         async with aclosing(self._service.answer(completion)) as answer:
             async for updates in answer:
                 usage = completion.usage() if continuous else None
@@ -66,23 +70,28 @@ class ChatEndpoint(Endpoint):
             created=now(),
             model=request.model,
             choices=[
-                _response_choice(index, updates, with_logprobs=bool(request.logprobs))
+                _response_choice(index, updates, request)
                 for index, updates in enumerate(updates_of)
             ],
             usage=completion.usage(),
         )
+        if request.return_token_ids:
+            response.prompt_token_ids = completion.prompt_token_ids()
         if request.include_stage_times:
             response.stage_times_ms = completion.timings.milliseconds()
             response.images = completion.image_reports()
         await work.exchange.write_json(response)
 
 
-def _response_choice(index: int, updates: list[Update], *, with_logprobs: bool) -> ResponseChoice:
+def _response_choice(index: int, updates: list[Update], request: ChatRequest) -> ResponseChoice:
     entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
-    return ResponseChoice(
+    choice = ResponseChoice(
         index,
         assistant_message([part for update in updates for part in update.parts]),
         updates[-1].finish_reason or "stop",
-        Logprobs(entries) if with_logprobs else None,
+        Logprobs(entries) if request.logprobs else None,
         updates[-1].stop_reason,
     )
+    if request.return_token_ids:
+        choice.token_ids = [token for update in updates for token in update.token_ids]
+    return choice

@@ -157,6 +157,7 @@ class Choice:
         stops: matches stop strings in what the parser says is text; without a parser the
             detokenizer does.
         min_tokens: stop strings match only in text after this many tokens.
+        with_ids: updates have token ids.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class Choice:
         parser: AnswerParser | None = None,
         stops: StopMatcher | None = None,
         min_tokens: int = 0,
+        with_ids: bool = False,
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
@@ -178,6 +180,7 @@ class Choice:
         self._parser = parser
         self._stops = stops
         self._min_tokens = min_tokens
+        self._with_ids = with_ids
         self._has_calls = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -189,7 +192,7 @@ class Choice:
         # The text excludes the token that stopped the sequence, unless the request includes it.
         hidden = int(event.finish_reason == "stop" and not self._include_stop)
         visible = ids[: len(ids) - hidden] if hidden else ids
-        before = self._detokenizer.num_tokens
+        before, num_before = self._detokenizer.num_tokens, self.num_tokens
         parts = self._read(visible)
         num_used = self._detokenizer.num_tokens - before
         stop_reason: str | int | None = None
@@ -215,7 +218,10 @@ class Choice:
         if event.logprobs:
             pairs = zip(visible[:num_used], event.logprobs, strict=False)
             logprobs = [self._entry(token_id, found) for token_id, found in pairs]
-        return Update(self._index, parts, logprobs, self.finish_reason, stop_reason)
+        used: Sequence[int] = ()
+        if self._with_ids:
+            used = ids[: self.num_tokens - num_before]
+        return Update(self._index, parts, logprobs, self.finish_reason, stop_reason, used)
 
     def _read(self, token_ids: Sequence[int]) -> list[Part]:
         """Parts of the tokens, up to the one that ends the choice."""
@@ -304,6 +310,7 @@ def create_choices(
             parser,
             StopMatcher(stops, include_stop) if stops and parser is not None else None,
             min_tokens,
+            bool(request.return_token_ids),
         )
 
     return [choice(index) for index in range(request.n or 1)]

@@ -9,7 +9,7 @@ subclass's: `chat_endpoint` for chat completions, one more for each other surfac
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -39,12 +39,15 @@ class Work:
         timings: of the request.
         hold: counts bytes that the request keeps; may refuse.
         completions: what has been prepared for it, in order: for the metrics.
+        paths: how the client calls fields of the chat request that its own was made into; see
+            `renamed`.
     """
 
     exchange: Exchange
     timings: Timings
     hold: Callable[[int], None]
     completions: list[Completion] = field(default_factory=list[Completion])
+    paths: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def response_id(self, prefix: str) -> str:
         """The answer's id, from the request's."""
@@ -125,6 +128,8 @@ class Endpoint(ABC):
             except TimeoutError:
                 raise DeadlineExceeded("the request took too long") from None
         except TriptychError as error:
+            if error.param is not None:
+                error.param = renamed(error.param, work.paths)
             if not work.exchange.started:
                 raise
             with suppress(TimeoutError):
@@ -148,6 +153,16 @@ class Endpoint(ABC):
             num_later = usage.completion_tokens - len(completion.choices)
             if "total" in seconds and num_later > 0:
                 metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
+
+
+def renamed(param: str, paths: Mapping[str, str]) -> str:
+    """The path of a field with its longest beginning replaced that `paths` has."""
+    end = len(param)
+    while end > 0:
+        if param[:end] in paths:
+            return paths[param[:end]] + param[end:]
+        end = max(param.rfind(".", 0, end), param.rfind("[", 0, end))
+    return param
 
 
 async def parse_body(parse: Callable[[bytes], Result], body: bytes) -> Result:

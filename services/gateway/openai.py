@@ -13,35 +13,30 @@ The endpoints parse bodies with it. It knows no model: what depends on the model
 `prompt` and `sampling`. All errors are `InvalidRequest`; `param` names the field.
 """
 
-import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
-from services.gateway.answer_formats import ResponseFormat, StructuredOutputs
-from services.gateway.hints import MessageHints, PartHints, RequestHints
+from services.gateway.generation import (
+    MAX_TOP_LOGPROBS,
+    GenerationFields,
+    check_generation,
+    refuse_unserved,
+)
+from services.gateway.hints import MessageHints, PartHints
 from services.gateway.json_body import decode_json
 from services.gateway.tools import MAX_CALLS, MAX_TOOLS, Tool, ToolCall, ToolChoice
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 256
-MAX_N = 8
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKEN_IDS = 128
-MAX_TOP_LOGPROBS = 20
 
 _Any = msgspec.Raw
 _Detail = Literal["auto", "low", "high"]
 _Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
-_TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class TextPart(PartHints, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -128,14 +123,6 @@ class Message(MessageHints, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
 
-class StreamOptions(Struct, forbid_unknown_fields=True):
-    """Further fields of a stream's chunks."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
-
-
 class MultimodalOptions(Struct, forbid_unknown_fields=True):
     """vLLM's spelling of the request's pixel limits."""
 
@@ -143,33 +130,15 @@ class MultimodalOptions(Struct, forbid_unknown_fields=True):
     max_pixels: _Pixels | None = None
 
 
-class ChatRequest(RequestHints, forbid_unknown_fields=True):
+class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    stop: _StopString | Annotated[list[_StopString], Meta(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
     mm_processor_kwargs: MultimodalOptions | None = None
@@ -180,9 +149,6 @@ class ChatRequest(RequestHints, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     include_stage_times: bool | None = None
     # Refused unless the value means the default behaviour.
     functions: _Any | UnsetType = UNSET
@@ -204,8 +170,6 @@ class ChatRequest(RequestHints, forbid_unknown_fields=True):
         )
 
 
-_MAX_NEUTRAL_BYTES = 64
-
 # Fields that are not served, and their values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": (None,),
@@ -226,7 +190,6 @@ _NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
 NEUTRAL_VALUES = {"ChatRequest": _NEUTRAL, "Message": _NEUTRAL_IN_MESSAGE}
 
 _decoder = msgspec.json.Decoder(ChatRequest)
-_SALT = re.compile(r"[^@/\\\x00]+")
 
 
 def parse_chat_request(body: bytes) -> ChatRequest:
@@ -246,13 +209,12 @@ def check_chat_request(request: ChatRequest) -> None:
     Raises:
         InvalidRequest: a field contradicts another, or is not served.
     """
-    _refuse_unserved(request)
+    refuse_unserved(request, _NEUTRAL)
+    check_generation(request)
     for index, message in enumerate(request.messages):
         _check_message(message, index)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         raise InvalidRequest(
             "give max_completion_tokens or max_tokens, not both", param="max_tokens"
@@ -267,19 +229,6 @@ def check_chat_request(request: ChatRequest) -> None:
             raise InvalidRequest(
                 "the last message is not an assistant's text", param="continue_final_message"
             )
-    if request.logit_bias and len(request.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
-    if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):
-        raise InvalidRequest("cache_salt must not hold @, / or \\", param="cache_salt")
-
-
-def _refuse_unserved(request: ChatRequest) -> None:
-    for name, neutral in _NEUTRAL.items():
-        raw = getattr(request, name)
-        if raw is UNSET:
-            continue
-        if len(raw) > _MAX_NEUTRAL_BYTES or msgspec.json.decode(raw) not in neutral:
-            raise InvalidRequest(f"{name} is not supported", param=name)
 
 
 def _check_message(message: Message, index: int) -> None:

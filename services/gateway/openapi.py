@@ -21,6 +21,7 @@ from services.gateway.responses import (
     ModelCard,
     ModelList,
 )
+from services.gateway.text_completions import NEUTRAL, CompletionRequest, TextCompletion
 from services.gateway.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -35,6 +36,7 @@ _HINTS = {
     for struct in (RequestHints, MessageHints, PartHints)
     for field in struct.__struct_fields__
 }
+_NEUTRAL_VALUES = {**NEUTRAL_VALUES, "CompletionRequest": NEUTRAL}
 _JSON, _EVENTS = "application/json", "text/event-stream"
 
 
@@ -60,6 +62,9 @@ class Operation:
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
         "A chat completion, whole or as a stream", ChatRequest, ChatCompletion, ChatCompletionChunk
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "Text completions, whole or as a stream", CompletionRequest, TextCompletion, TextCompletion
     ),
     ("GET", "/v1/models"): Operation("The served model, as a list", None, ModelList),
     ("GET", "/v1/models/{name}"): Operation("The served model", None, ModelCard),
@@ -109,7 +114,7 @@ def openapi_document(version: str) -> dict[str, Any]:
 def _describe(name: str, schema: dict[str, Any]) -> None:
     """Adds what types do not say: hints, and the values of fields that are not served."""
     properties: dict[str, dict[str, Any]] = schema.get("properties", {})
-    for field, values in NEUTRAL_VALUES.get(name, {}).items():
+    for field, values in _NEUTRAL_VALUES.get(name, {}).items():
         properties[field] = {"enum": list(values)}
     if schema.get("additionalProperties") is False:  # a request's
         for field in _HINTS & properties.keys():

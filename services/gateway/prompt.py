@@ -352,6 +352,10 @@ class PromptBuilder:
             return False
         return self._vision is not None and self._vision.image_token_id in ids
 
+    def has_placeholder(self, token_ids: Sequence[int]) -> bool:
+        """Whether one of the tokens stands for an image."""
+        return self._vision is not None and self._vision.image_token_id in token_ids
+
     def expand(self, draft: Draft, grids: Sequence[Grid]) -> Prompt:
         """Repeats each placeholder once per token of its image, and computes positions.
 

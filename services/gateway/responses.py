@@ -116,6 +116,7 @@ class ResponseChoice(Struct):
     finish_reason: str
     logprobs: Logprobs | None
     stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct):
@@ -129,6 +130,7 @@ class ChatCompletion(Struct):
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: None = None
     prompt_logprobs: None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
     stage_times_ms: dict[str, float] | UnsetType = UNSET
     images: list[ImageReport] | UnsetType = UNSET
 
@@ -148,6 +150,7 @@ class ChunkChoice(Struct):
     logprobs: Logprobs | None
     finish_reason: str | None
     stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct):
@@ -160,6 +163,7 @@ class ChatCompletionChunk(Struct):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: None = None
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     stage_times_ms: dict[str, float] | UnsetType = UNSET
     images: list[ImageReport] | UnsetType = UNSET
 
@@ -229,6 +233,8 @@ class Update:
         parts: pieces, in order.
         finish_reason: `stop`, `length` or `tool_calls`, in the last update of the choice.
         stop_reason: the stop string or the requested stop token's id that ended the choice.
+        token_ids: those of the update, the one that ended the choice included; empty unless the
+            request wants them.
     """
 
     choice: int
@@ -236,6 +242,7 @@ class Update:
     logprobs: list[LogprobEntry] | None
     finish_reason: str | None
     stop_reason: str | int | None = None
+    token_ids: Sequence[int] = ()
 
 
 def assistant_message(pieces: Sequence[Part]) -> AssistantMessage:
@@ -308,19 +315,28 @@ class ChunkWriter:
         self._text_end = b'},"logprobs":null,"finish_reason":null}]' + self._tail
         self._text_starts: dict[int, bytes] = {}
 
-    def role(self, choice: int, usage: Usage | None = None) -> bytes:
+    def role(
+        self,
+        choice: int,
+        usage: Usage | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+    ) -> bytes:
         """The first event of a choice."""
+        ids = b""
+        if prompt_token_ids is not None:
+            ids = b',"prompt_token_ids":' + encode_json(prompt_token_ids)
         return (
             self._head
             + b'{"index":%d,"delta":{"role":"assistant","content":""},' % choice
             + b'"logprobs":null,"finish_reason":null}]'
+            + ids
             + self._tail_with(usage)
         )
 
     def update(self, update: Update, usage: Usage | None = None) -> bytes:
         """An update of a choice; empty bytes if the update is empty."""
         parts = update.parts
-        if update.finish_reason is None and not update.logprobs:
+        if update.finish_reason is None and not update.logprobs and not update.token_ids:
             if not parts:
                 return b""
             if usage is None and len(parts) == 1 and isinstance(text := parts[0], Text):
@@ -330,7 +346,7 @@ class ChunkWriter:
                     self._text_starts[update.choice] = start
                 return start + encode_json(text.text) + self._text_end
         logprobs = Logprobs(update.logprobs) if update.logprobs else None
-        choice = {
+        choice: dict[str, object] = {
             "index": update.choice,
             "delta": _delta(parts),
             "logprobs": logprobs,
@@ -338,6 +354,8 @@ class ChunkWriter:
         }
         if update.finish_reason is not None:
             choice["stop_reason"] = update.stop_reason
+        if update.token_ids:
+            choice["token_ids"] = list(update.token_ids)
         return self._head + encode_json(choice) + b"]" + self._tail_with(usage)
 
     def _tail_with(self, usage: Usage | None) -> bytes:

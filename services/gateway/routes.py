@@ -20,6 +20,7 @@ from services.gateway.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openapi import openapi_document
 from services.gateway.responses import ModelCard, ModelList
+from services.gateway.text_completions_endpoint import TextCompletionEndpoint
 from services.gateway.tokenization import TokenizationRoutes
 from services.gateway.warm_up import WarmUp
 
@@ -54,9 +55,10 @@ class Routes:
 
     def table(self) -> list[Route]:
         """Every route but the warm-up's."""
-        chat = ChatEndpoint(self._service, self._admission, self._metrics)
+        parts = self._service, self._admission, self._metrics
         return [
-            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/chat/completions", ChatEndpoint(*parts), methods=["POST"]),
+            Route("/v1/completions", TextCompletionEndpoint(*parts), methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             *self._tokenization.table(),

@@ -9,6 +9,7 @@ import json
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class ModelTokenizer:
         _check_kind(definition)
         bare: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None}
         self._plain = Tokenizer.from_str(json.dumps({**definition, **bare}))
+        self._definition = definition
         self._fast = BytePairs.of(definition)
         vocabulary = self._plain.get_vocab()
         self.max_token_bytes = max(map(len, vocabulary))
@@ -72,6 +74,19 @@ class ModelTokenizer:
         """Ids of plain text, without BOS; the name of an added token is plain text, too."""
         ids = self._fast.encode(text) if self._fast is not None else None
         return self._plain.encode(text, add_special_tokens=False).ids if ids is None else ids
+
+    def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a prompt as transformers encodes it: names of added tokens are those tokens.
+
+        `add_special_tokens`: with BOS and the like, where tokenizer.json adds them.
+        """
+        return self._whole.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @cached_property
+    def _whole(self) -> Tokenizer:
+        return Tokenizer.from_str(
+            json.dumps({**self._definition, "truncation": None, "padding": None})
+        )
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Refuses text that cannot fit, without tokenizing it.

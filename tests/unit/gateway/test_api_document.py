@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import BY_CODE
-from services.gateway import openai
+from services.gateway import generation, openai
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openapi import openapi_document
 from services.gateway.routes import Routes
@@ -41,7 +41,7 @@ def test_routes_are_described():
 
 
 def test_bounds_equal_those_in_the_code():
-    for number in (openai.MAX_MESSAGES, openai.MAX_PARTS, openai.MAX_LOGIT_BIAS):
+    for number in (openai.MAX_MESSAGES, openai.MAX_PARTS, generation.MAX_LOGIT_BIAS):
         assert str(number) in TEXT
     for name in ("max_images_per_request", "max_concurrent_requests", "request_timeout_s"):
         default = GatewaySettings.model_fields[name].default

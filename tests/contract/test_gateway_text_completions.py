@@ -1,0 +1,186 @@
+"""POST /v1/completions, by the official client, and token ids in answers."""
+
+import json
+
+import numpy as np
+import openai
+import pytest
+
+from tests.gateway_stack import MODEL
+from tests.tiny_tokenizer import added_ids
+
+
+@pytest.fixture
+def client(stack):
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def post(stack, **fields):
+    with stack.client() as client:
+        return client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", **fields})
+
+
+def prompt_ids(submit) -> list[int]:
+    return np.frombuffer(submit.prompt_token_ids, "<i4").tolist()
+
+
+def test_answer(client, stack):
+    answer = client.completions.create(model=MODEL, prompt="hello", seed=1, user="me")
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == ("A red circle.", "stop", None)
+    (submit,) = stack.decoder.submits
+    assert prompt_ids(submit) == stack.tokenizer.encode_text("hello")
+    assert submit.sampling.max_tokens == 16
+    assert answer.usage.prompt_tokens == len(prompt_ids(submit))
+    assert answer.usage.completion_tokens == 5
+
+
+def test_prompt_is_the_whole_input(stack):
+    """As in transformers: names of special tokens are these tokens."""
+    post(stack, prompt="<|im_start|>user\nhi<|im_end|>")
+    added = added_ids()
+    found = prompt_ids(stack.decoder.submits[0])
+    assert (found[0], found[-1]) == (added["<|im_start|>"], added["<|im_end|>"])
+    assert found[1:-1] == stack.tokenizer.encode_text("user\nhi")
+
+
+def test_prompt_is_what_transformers_makes_of_it(stack):
+    transformers = pytest.importorskip("transformers")
+    file = stack.model_directory / "tokenizer.json"
+    hf = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+    for text in ("hello", " <tool_call> a</tool_call>\n", "中文 <|im_end|><think>"):
+        assert stack.tokenizer.encode_prompt(text, True) == hf(text)["input_ids"]
+
+
+def test_many_prompts_and_choices(client, stack):
+    ids = stack.tokenizer.encode_text("two words")
+    answer = client.completions.create(model=MODEL, prompt=["hello", "two words"], n=2, seed=5)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert {choice.text for choice in answer.choices} == {"A red circle."}
+    submits = stack.decoder.submits
+    assert sorted(submit.sampling.seed for submit in submits) == [5, 5, 6, 6]
+    assert sum(prompt_ids(submit) == ids for submit in submits) == 2
+    assert answer.usage.completion_tokens == 20
+    assert answer.usage.prompt_tokens == len(ids) + len(stack.tokenizer.encode_text("hello"))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_token_ids_are_prompts(stack, nested):
+    assert post(stack, prompt=[[5, 6, 7]] if nested else [5, 6, 7]).status_code == 200
+    assert prompt_ids(stack.decoder.submits[0]) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_stream_equals_the_whole_answer(client, echo):
+    fields = dict(model=MODEL, prompt=["hello", "hi"], n=2, echo=echo, logprobs=None)
+    whole = client.completions.create(**fields)
+    texts, reasons = [""] * 4, [None] * 4
+    chunks = list(
+        client.completions.create(stream=True, stream_options={"include_usage": True}, **fields)
+    )
+    for chunk in chunks:
+        for choice in chunk.choices:
+            assert reasons[choice.index] is None
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert texts[0] == ("hello" if echo else "") + "A red circle."
+    assert reasons == ["stop"] * 4
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_logprobs(client):
+    found = client.completions.create(model=MODEL, prompt="hello", logprobs=2).choices[0]
+    assert "".join(found.logprobs.tokens) == found.text == "A red circle."
+    assert found.logprobs.token_logprobs == [-0.5] * 4
+    tops = found.logprobs.top_logprobs
+    assert all(token in top for token, top in zip(found.logprobs.tokens, tops, strict=True))
+    assert [found.text[o:].startswith(t) for o, t in zip(
+        found.logprobs.text_offset, found.logprobs.tokens, strict=True)] == [True] * 4  # fmt: skip
+
+
+def test_echo_alone(stack):
+    choice = post(stack, echo=True, max_tokens=0).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("hello", "length")
+    assert stack.decoder.submits[0].sampling.max_tokens == 1
+
+
+def test_stop(stack):
+    choice = post(stack, stop=[" circle"]).json()["choices"][0]
+    assert (choice["text"], choice["stop_reason"]) == ("A red", " circle")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["x", 1]}, "prompt"),
+        ({"prompt": ["x", ""]}, "prompt[1]"),
+        ({"prompt": [1, 1 << 20]}, "prompt[1]"),
+        ({"prompt": ["x"] * 129}, "prompt"),
+        ({"prompt": ["x"] * 128, "n": 2}, "n"),
+        ({"prompt": "<|image_pad|>"}, "prompt"),
+        ({"prompt": "x" * 100_000}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
+        ({"tools": []}, "tools"),
+    ],
+)
+def test_refused_by_name(stack, fields, param):
+    response = post(stack, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert not stack.decoder.submits
+
+
+def test_other_model_and_failure_in_mid_stream(client, stack):
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    stack.decoder.fail_after = (2, "internal_error")
+    text = ""
+    with pytest.raises(openai.APIError):
+        for chunk in client.completions.create(model=MODEL, prompt=["x", "y"], stream=True):
+            text += chunk.choices[0].text
+    assert text
+    stack.wait(lambda: not stack.decoder.running)
+
+
+# Token ids
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stop", [[], [" circle"]])
+def test_token_ids_of_prompt_and_answer(stack, path, stop):
+    is_chat = path.endswith("chat/completions")
+    body = {"model": MODEL, "return_token_ids": True, "stop": stop}
+    if is_chat:
+        body["messages"] = [{"role": "user", "content": "hello"}]
+    else:
+        body["prompt"] = "hello"
+    with stack.client() as client:
+        whole = client.post(path, json=body).json()
+        lines = client.post(path, json={**body, "stream": True}).text.splitlines()
+    answer = whole if is_chat else whole["choices"][0]
+    assert answer["prompt_token_ids"] == prompt_ids(stack.decoder.submits[0])
+    reply = [*stack.decoder.reply, stack.decoder.end_token]
+    ids = whole["choices"][0]["token_ids"]
+    assert ids == reply[: whole["usage"]["completion_tokens"]]
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    streamed = [t for c in chunks for choice in c["choices"] for t in choice.get("token_ids", ())]
+    assert streamed == ids
+    first = chunks[0] if is_chat else chunks[0]["choices"][0]
+    assert first["prompt_token_ids"] == answer["prompt_token_ids"]
+    with stack.client() as client:
+        plain = client.post(path, json={**body, "return_token_ids": None}).json()
+    assert "token_ids" not in plain["choices"][0] and "prompt_token_ids" not in str(plain)
