@@ -7,6 +7,7 @@ that compiling and matching may take, the waiting compilations and the cache all
 
 import asyncio
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from services.common.errors import InvalidGrammar, Overloaded
+from services.decoder.schema_formats import without_unknown_formats
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # of the stub alone
@@ -48,6 +50,9 @@ _JSON_OPTIONS = {
 }
 
 
+_UNKNOWN_FORMAT = "Unknown format"
+# What the library would have its caller change.
+_OPTION_HINT = re.compile(r"\s*Enable \S+ option [^\n]*")
 _WORDS = {
     "json_schema": "the schema",
     "regex": "the regular expression",
@@ -258,20 +263,17 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         """In a thread."""
+        vocabulary, started = self._vocabulary(grammar.end_ids), time.monotonic()
         try:
-            if grammar.kind == "json_schema":
-                options = cast("JsonCompileOptions", _JSON_OPTIONS)
-                text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
-            else:
-                text = grammar_from(grammar.kind, grammar.text)  # pyright: ignore
+            text = grammar.text
+            compiled = _build(vocabulary, grammar.kind, text)
+            if compiled.get_error().startswith(_UNKNOWN_FORMAT):
+                text = without_unknown_formats(text)
+                compiled = _build(vocabulary, grammar.kind, text)
         except ValueError as error:
             raise _refused(grammar, str(error)) from None
-        vocabulary, started = self._vocabulary(grammar.end_ids), time.monotonic()
-        compiled = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
-        if compiled.is_error():
-            raise _refused(grammar, compiled.get_error())
-        # The lexer's first states, which the copies share.
-        compiled.compute_bitmask()
+        if not compiled.is_error():
+            compiled.compute_bitmask()  # the lexer's first states, which the copies share
         if compiled.is_error():
             raise _refused(grammar, compiled.get_error())
         self._observe_compile(time.monotonic() - started)
@@ -300,17 +302,24 @@ class Grammars:
         return found
 
 
+def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """Raises ValueError, or returns a matcher that may hold an error."""
+    if kind == "json_schema":
+        options = cast("JsonCompileOptions", _JSON_OPTIONS)
+        source = LLMatcher.grammar_from_json_schema(text, overrides=options)
+    else:
+        source = grammar_from(kind, text)  # pyright: ignore[reportArgumentType]
+    return LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
 def _refused(grammar: Grammar, text: str) -> InvalidGrammar:
     what = _WORDS[grammar.kind]
-    return InvalidGrammar(f"{what} is not valid or not supported: {_first_lines(text)}")
+    text = _OPTION_HINT.sub("", _first_lines(text))
+    return InvalidGrammar(f"{what} is not valid or not supported: {text}")
 
 
 def _num_mask_threads() -> int:
     return max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
-
-
-def _limits() -> LLParserLimits:
-    return LLParserLimits(verbose_errors=False)
 
 
 def _restrict(mask: Int32Array, to: Int32Array) -> None:

@@ -109,7 +109,7 @@ async def test_refused_by_name(decoder):
     cases = {
         "not": grammar("JSON_SCHEMA", {"not": {"type": "string"}}),
         "uniqueItems": grammar("JSON_SCHEMA", {"properties": {"a": {"uniqueItems": True}}}),
-        "foo": grammar("JSON_SCHEMA", {"type": "string", "format": "foo"}),
+        "idn-email": grammar("JSON_SCHEMA", {"type": "string", "format": "idn-email"}),
         "look-around": grammar("REGEX", "a(?=b)"),
         "unknown name": grammar("GRAMMAR", "start: nothing"),
         "EOF": grammar("JSON_SCHEMA", "{"),
@@ -120,6 +120,21 @@ async def test_refused_by_name(decoder):
             _, end = await answer(gateway, number, form)
             assert end.code == "invalid_grammar" and name in end.message, (name, end)
     assert decoder.is_idle()
+
+
+async def test_formats_that_no_standard_knows_forbid_nothing(decoder):
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "integer", "format": "int32"},
+            "kind": {"enum": ["x", "y"], "format": "color"},
+        },
+        "required": ["format", "kind"],
+        "additionalProperties": False,
+    }
+    async with Gateway(decoder) as gateway:
+        ids, _ = await answer(gateway, 1, grammar("JSON_SCHEMA", schema))
+        jsonschema.validate(json.loads(text_of(ids)), schema)
 
 
 async def test_grammar_begins_after_the_reasoning(decoder):
