@@ -40,7 +40,7 @@ $(LIGHT): $(PINS) | $(BIN)/python
 	$(PYTHON) -m venv $(LIGHT_VENV)
 	@echo '*' > $(LIGHT_VENV)/.gitignore
 	$(LIGHT_VENV)/bin/python $(PIP_INSTALL) -e '.[gateway]' \
-		pytest pytest-asyncio pytest-rerunfailures pytest-timeout hypothesis
+		pillow pytest pytest-asyncio pytest-rerunfailures pytest-timeout hypothesis
 	@touch $@
 
 .PHONY: setup

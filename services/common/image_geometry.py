@@ -1,24 +1,14 @@
-"""From an image's header to its grid, without decoding a pixel.
+"""From an image's size to its grid.
 
-The gateway reads the header to place the image in the prompt; the encoder decodes the same bytes
-and must arrive at the same grid. Both call this module, so they cannot differ.
+The gateway places the image in the prompt by its grid, and the encoder resizes to it. Both call
+this module, so they cannot differ.
 """
 
-import io
 import math
-import warnings
 from dataclasses import dataclass
-
-from PIL import Image
 
 from services.common.errors import InvalidImage
 
-# Pillow warns of damage beside the pixels, as in EXIF, and of sizes that we bound ourselves. Once
-# for the process: `catch_warnings` is not for threads, and images are opened in several.
-warnings.filterwarnings("ignore", module=r"PIL\.")
-
-ALLOWED_FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-_EXIF_ORIENTATION = 0x0112
 _MAX_ASPECT_RATIO = 200
 
 
@@ -37,54 +27,6 @@ class ImageLimits:
     merge_size: int
     min_pixels: int
     max_pixels: int
-
-
-def open_image(data: bytes, *, max_source_pixels: int) -> Image.Image:
-    """Opens an encoded image lazily: format and size are read, no pixel is decoded.
-
-    Raises:
-        InvalidImage: not an allowed format, unreadable, or over `max_source_pixels`.
-    """
-    try:
-        image = Image.open(io.BytesIO(data), formats=ALLOWED_FORMATS)
-    except Exception:
-        # Pillow raises many kinds on hostile bytes, and its text names objects of this process
-        # by address, so it stays here.
-        raise InvalidImage(
-            f"not a readable image; allowed formats: {', '.join(ALLOWED_FORMATS)}"
-        ) from None
-    if image.width < 1 or image.height < 1:
-        raise InvalidImage("the image has no pixels")
-    if image.width * image.height > max_source_pixels:
-        raise InvalidImage(
-            f"the image has {image.width}x{image.height} pixels; "
-            f"at most {max_source_pixels} are allowed"
-        )
-    return image
-
-
-def exif_orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 to 8, of an opened image; 1 where there is none or it is damaged.
-
-    Decodes nothing: for a PNG, Pillow's `getexif` would load all pixels to look behind them.
-    """
-    try:
-        if image.format == "PNG":
-            exif = Image.Exif()
-            exif.load(image.info.get("exif", b""))
-        else:
-            exif = image.getexif()
-        return int(exif.get(_EXIF_ORIENTATION, 1))
-    except Exception:  # Pillow raises many kinds on a damaged block
-        return 1
-
-
-def upright_size(image: Image.Image) -> tuple[int, int]:
-    """(height, width) once the EXIF orientation is applied."""
-    orientation = exif_orientation(image)
-    if orientation in (5, 6, 7, 8):
-        return image.width, image.height
-    return image.height, image.width
 
 
 def smart_resize(height: int, width: int, limits: ImageLimits) -> tuple[int, int]:

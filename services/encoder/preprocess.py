@@ -5,36 +5,16 @@ interpreter lock. Normalization and patches are made on the device, from these b
 wrong with an image is an `InvalidImage`.
 """
 
-from collections.abc import Callable
-
-import numpy as np
-import simplejpeg
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.errors import InvalidImage
-from services.common.image_geometry import (
-    ImageLimits,
-    exif_orientation,
-    image_grid,
-    open_image,
-    upright_size,
-)
+from services.common.image_geometry import ImageLimits, image_grid
+from services.common.image_header import read_header
+from services.encoder.decode import decode
 
-# As EXIF numbers them: the file's rows and columns → upright ones.
-_UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
-    2: lambda pixels: pixels[:, ::-1],
-    3: lambda pixels: pixels[::-1, ::-1],
-    4: lambda pixels: pixels[::-1],
-    5: lambda pixels: pixels.transpose(1, 0, 2),
-    6: lambda pixels: pixels[::-1].transpose(1, 0, 2),
-    7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
-    8: lambda pixels: pixels[:, ::-1].transpose(1, 0, 2),
-}
 _MAX_PINNED_BYTES = 16 << 20
-_ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
 def preprocess(
@@ -60,74 +40,18 @@ def preprocess(
     Raises:
         InvalidImage: not a readable image, too large, or not of that grid.
     """
-    image = open_image(data, max_source_pixels=max_source_pixels)
-    size = upright_size(image)
+    header = read_header(data, max_source_pixels=max_source_pixels)
+    size = header.upright_size
     found = image_grid(*size, limits)
     if found != grid:
         raise InvalidImage(f"the image's grid is {found}, not {grid}")
     height, width = found[1] * limits.patch_size, found[2] * limits.patch_size
     pinned = pinned and height * width * 3 <= _MAX_PINNED_BYTES
-    pixels = decode(data, image, pinned=pinned and size == (height, width))
+    direct = pinned and size == (height, width)
+    pixels = torch.empty((*size, 3), dtype=torch.uint8, pin_memory=direct)
+    decode(data, header, pixels.numpy())
     resized = resize(pixels, height, width)
     return resized.pin_memory() if pinned and not resized.is_pinned() else resized
-
-
-def decode(data: bytes, image: Image.Image, *, pinned: bool = False) -> Tensor:
-    """Upright RGB pixels of an opened image's first frame, transparency on white.
-
-    Args:
-        data: the encoded file.
-        image: `data`, opened.
-        pinned: in pinned memory, where that costs no copy.
-
-    Returns:
-        `[height, width, 3]` uint8, contiguous.
-
-    Raises:
-        InvalidImage: the data is truncated or corrupt.
-    """
-    orientation = exif_orientation(image)
-    try:
-        pixels = _decode_jpeg(data, image, pinned)
-        if pixels is None:
-            image.load()
-            pixels = torch.from_numpy(np.array(to_rgb(image)))
-        if orientation in _UPRIGHT:
-            pixels = torch.from_numpy(np.ascontiguousarray(_UPRIGHT[orientation](pixels.numpy())))
-        return pixels
-    except Exception:
-        # Pillow raises exceptions of many types on hostile bytes; their text is not passed on.
-        raise InvalidImage("the image is truncated or corrupt") from None
-
-
-def _decode_jpeg(data: bytes, image: Image.Image, pinned: bool) -> Tensor | None:
-    """A whole colour or grey JPEG, bit for bit as Pillow decodes it; None: Pillow must decode it.
-
-    The same library without Pillow's copies: straight into RGB memory, without the interpreter
-    lock.
-    """
-    if image.format != "JPEG" or image.mode not in ("RGB", "L"):
-        return None
-    pixels = torch.empty((image.height, image.width, 3), dtype=torch.uint8, pin_memory=pinned)
-    try:
-        # Strict: Pillow decides which damaged files are accepted.
-        found = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels.numpy(), strict=True)
-    except ValueError:
-        return None
-    return pixels if found.shape == pixels.shape else None
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode to RGB: transparency is composited on white, 16 bits keep their upper 8."""
-    if image.mode in _ALPHA_MODES or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGB", image.size, (255, 255, 255))
-        white.paste(image, mask=image.getchannel("A"))
-        return white
-    if image.mode.startswith("I"):
-        # Pillow's own conversion would clip at 255, which makes such an image white.
-        image = Image.fromarray((np.asarray(image, dtype=np.int64) >> 8).astype(np.uint8))
-    return image.convert("RGB")
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:

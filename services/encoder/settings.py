@@ -31,7 +31,7 @@ class EncoderSettings(EngineServiceSettings):
     kernels: str = ""
     max_batch_patches: int = Field(default=12_288, ge=4)
     max_queued_patches: int = Field(default=1 << 20, ge=4)
-    max_source_pixels: int = Field(default=89_478_485, ge=1)
+    max_source_pixels: int = Field(default=40_000_000, ge=1)
     cache_bytes: int = Field(default=2 << 30, ge=1 << 20)
     cache_ttl_s: int = Field(default=3600, ge=1)
     preprocess_workers: int = Field(default=0, ge=0)

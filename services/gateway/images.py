@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote
 
-import PIL.Image
 import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
-from services.common.image_geometry import ImageLimits, image_grid, open_image, upright_size
+from services.common.image_geometry import ImageLimits, image_grid
+from services.common.image_header import read_header
 from services.common.image_key import image_key
 from services.common.threads import INLINE_BYTES
 from services.gateway.web_media import WebMedia
@@ -95,7 +95,6 @@ class ImageReader:
         self._limits = limits
         self._max_source_pixels = max_source_pixels
         self._patch_area = limits.patch_size**2
-        PIL.Image.init()  # loads its plugins now instead of in the first request
 
     async def read(
         self, sources: Sequence[ImageSource], hold: Callable[[int], None], max_patches: int
@@ -119,7 +118,7 @@ class ImageReader:
                     data = await self._loader.load(source.url)
                     if not source.url.startswith("data:"):
                         hold(len(data))
-                    return await self._measure(data, source.param, limits, max_patches)
+                    return self._measure(data, source.param, limits, max_patches)
                 except TriptychError as error:
                     error.param = error.param or source.param
                     raise
@@ -148,22 +147,15 @@ class ImageReader:
             self._limits, min_pixels=lower, max_pixels=max(min(max(upper, low), high), lower)
         )
 
-    async def _measure(
-        self, data: bytes, param: str, limits: ImageLimits, max_patches: int
-    ) -> Image:
-        height, width = await asyncio.to_thread(self._upright_size, data)
-        grid = image_grid(height, width, limits)
+    def _measure(self, data: bytes, param: str, limits: ImageLimits, max_patches: int) -> Image:
+        header = read_header(data, max_source_pixels=self._max_source_pixels)
+        grid = image_grid(*header.upright_size, limits)
         if grid[0] * grid[1] * grid[2] > max_patches:
             raise InvalidImage(
                 f"the image has {grid[1] * self._patch_area * grid[2]} pixels after resizing; "
                 f"at most {max_patches * self._patch_area} are served: lower max_pixels"
             )
         return Image(param, data, grid)
-
-    def _upright_size(self, data: bytes) -> tuple[int, int]:
-        image = open_image(data, max_source_pixels=self._max_source_pixels)
-        with image:
-            return upright_size(image)
 
 
 class MediaLoader:

@@ -52,7 +52,7 @@ class GatewaySettings(ServiceSettings):
     max_concurrent_requests: Annotated[int, Field(ge=1)] = 512
     max_images_per_request: Annotated[int, Field(ge=0, le=1024)] = 32
     max_image_bytes: Annotated[int, Field(ge=1, le=60 << 20)] = 20 << 20
-    max_source_pixels: Annotated[int, Field(ge=1)] = 89_478_485
+    max_source_pixels: Annotated[int, Field(ge=1)] = 40_000_000
     request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     allowed_media_dir: Path | None = None
     allow_private_media_hosts: bool = False

@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 
 from services.common.errors import InvalidImage
-from services.common.image_geometry import ImageLimits, image_grid, open_image, upright_size
-from services.encoder.preprocess import decode, preprocess
+from services.common.image_geometry import ImageLimits, image_grid
+from services.common.image_header import read_header
+from services.encoder.decode import MAX_SCANS, decode, has_more_scans, to_rgb
+from services.encoder.preprocess import preprocess
 
 LIMITS = ImageLimits(16, 2, 1024, 1 << 20)
 WHITE = (255, 255, 255)
@@ -24,7 +26,10 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 
 
 def pixels_of(data: bytes) -> np.ndarray:
-    return decode(data, open_image(data, max_source_pixels=1 << 24)).numpy()
+    header = read_header(data, max_source_pixels=1 << 24)
+    pixels = np.empty((*header.upright_size, 3), np.uint8)
+    decode(data, header, pixels)
+    return pixels
 
 
 def make_image(width: int = 40, height: int = 30) -> Image.Image:
@@ -117,13 +122,12 @@ def test_damaged_jpegs_are_what_pillow_makes_of_them() -> None:
             damaged[place] = rng.integers(0, 256)
         data = bytes(damaged)
         try:
-            image = open_image(data, max_source_pixels=1 << 24)
             expected = np.asarray(Image.open(io.BytesIO(data), formats=("JPEG",)).convert("RGB"))
         except Exception:
             with pytest.raises(InvalidImage):
                 pixels_of(data)
             continue
-        assert np.array_equal(decode(data, image).numpy(), expected)
+        assert np.array_equal(pixels_of(data), expected)
         shown += 1
     assert 30 < shown < 300
 
@@ -151,7 +155,7 @@ def test_every_orientation_is_made_upright(orientation: int, kind: str) -> None:
     }[orientation]  # fmt: skip
     found = pixels_of(data)
     assert np.array_equal(found, turned)
-    assert upright_size(open_image(data, max_source_pixels=10_000)) == found.shape[:2]
+    assert read_header(data, max_source_pixels=10_000).upright_size == found.shape[:2]
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
@@ -199,8 +203,8 @@ def test_hostile_bytes_are_invalid_images_or_pixels() -> None:
     refused = 0
     for name, data in hostile().items():
         try:
-            image = open_image(data, max_source_pixels=1 << 20)
-            grid = image_grid(*upright_size(image), LIMITS)
+            header = read_header(data, max_source_pixels=1 << 20)
+            grid = image_grid(*header.upright_size, LIMITS)
             pixels = preprocess(data, grid, LIMITS, max_source_pixels=1 << 20)
             assert pixels.dtype == torch.uint8 and pixels.is_contiguous()
             assert pixels.shape == (grid[1] * 16, grid[2] * 16, 3)
@@ -217,3 +221,32 @@ def test_truncated_files_are_refused(kind: str) -> None:
         preprocess(
             data[: len(data) // 2], image_grid(200, 300, LIMITS), LIMITS, max_source_pixels=1 << 20
         )
+
+
+def with_empty_scans(num_scans: int) -> bytes:
+    """A progressive JPEG whose first scan is repeated without data."""
+    whole = encoded(make_image(64, 64), "JPEG", progressive=True)
+    first = whole.index(b"\xff\xda")
+    head = whole[first : first + 2 + int.from_bytes(whole[first + 2 : first + 4], "big")]
+    return whole[:first] + head * num_scans + whole[first:]
+
+
+def test_a_jpeg_of_many_empty_scans_is_refused_before_it_is_decoded() -> None:
+    whole = with_empty_scans(0)
+    assert whole.count(b"\xff\xda") < 20
+    assert not has_more_scans(whole, MAX_SCANS) and has_more_scans(whole, 5)
+    with pytest.raises(InvalidImage, match="scans"):
+        pixels_of(with_empty_scans(7000))
+
+
+def test_bands_are_converted_as_a_whole_image_is() -> None:
+    """Larger than a band, of each mode that is converted."""
+    image = make_image(1100, 700)
+    for mode in ("RGBA", "LA", "P", "L", "RGB", "1"):
+        data = encoded(image.convert(mode))
+        whole = np.asarray(to_rgb(Image.open(io.BytesIO(data))))
+        assert np.array_equal(pixels_of(data), whole), mode
+    values = (np.arange(1100 * 700, dtype=np.uint32) % 65536).astype(np.uint16).reshape(700, 1100)
+    assert np.array_equal(pixels_of(encoded(Image.fromarray(values)))[..., 0], values >> 8)
+    keyed = encoded(image, transparency=(1, 2, 3))
+    assert np.array_equal(pixels_of(keyed), np.asarray(to_rgb(Image.open(io.BytesIO(keyed)))))

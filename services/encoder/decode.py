@@ -1,0 +1,134 @@
+"""Encoded image → upright RGB pixels.
+
+The header says size and orientation; simplejpeg decodes JPEG, Pillow everything else, and both must
+find what the header says. Conversions run in bands, so that only the decoder's own copy of the
+image is large. Needs neither torch nor a device. Whatever is wrong with an image is an
+`InvalidImage`.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import simplejpeg
+from PIL import Image, PngImagePlugin
+
+from services.common.errors import InvalidImage
+from services.common.image_header import ALLOWED_FORMATS, ImageHeader
+
+# Pillow warns of damage beside the pixels, as in EXIF, and of sizes that we bound ourselves. Once
+# for the process: `catch_warnings` is not for threads, and images are opened in several.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+# Pillow inflates text beside the pixels, up to 64 MiB of it.
+PngImagePlugin.MAX_TEXT_MEMORY = 8 << 20
+
+# A decoder passes over all coefficients once a scan, even over an empty one. Real files have up to
+# some dozens.
+MAX_SCANS = 100
+_BAND_PIXELS = 1 << 18
+_ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
+# From upright rows and columns to the file's, as EXIF numbers the orientations; views.
+_AS_STORED: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda pixels: pixels,
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.transpose(1, 0, 2),
+    6: lambda pixels: pixels.transpose(1, 0, 2)[::-1],
+    7: lambda pixels: pixels.transpose(1, 0, 2)[::-1, ::-1],
+    8: lambda pixels: pixels.transpose(1, 0, 2)[:, ::-1],
+}
+# In entropy-coded data, what is neither a stuffed byte, nor a restart, nor padding.
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]", re.DOTALL)
+_SCAN, _END = 0xDA, 0xD9
+
+
+def decode(data: bytes, header: ImageHeader, out: np.ndarray) -> None:
+    """Decodes the first frame, transparency on white.
+
+    Args:
+        data: the encoded file.
+        header: of `data`.
+        out: `[height, width, 3]` uint8, contiguous, upright; written.
+
+    Raises:
+        InvalidImage: the data is truncated or corrupt, or has too many scans.
+    """
+    if header.buffered and has_more_scans(data, MAX_SCANS):
+        raise InvalidImage(f"the image has more than {MAX_SCANS} scans")
+    stored = _AS_STORED[header.orientation](out)
+    try:
+        if not _decode_jpeg(data, header, stored):
+            _decode_with_pillow(data, header, stored)
+    except Exception:
+        # Pillow raises exceptions of many types on hostile bytes; their text is not passed on.
+        raise InvalidImage("the image is truncated or corrupt") from None
+
+
+def has_more_scans(data: bytes, limit: int) -> bool:
+    """Whether a JPEG has more than `limit` scans. Walks the segments between them, too, of which
+    there may be a few for each scan.
+    """
+    position, num_scans = 2, 0
+    for _ in range(8 * limit + 1024):
+        found = _MARKER.search(data, position)
+        if found is None or data[found.end() - 1] == _END:
+            return False
+        marker, position = data[found.end() - 1], found.end()
+        num_scans += marker == _SCAN
+        if num_scans > limit:
+            return True
+        if marker >= 0xC0 and marker != 0xD8:
+            position += int.from_bytes(data[position : position + 2], "big")
+    return True
+
+
+def _decode_jpeg(data: bytes, header: ImageHeader, stored: np.ndarray) -> bool:
+    """A whole colour or grey JPEG, bit for bit as Pillow decodes it; False: Pillow must decode it.
+
+    The same library without Pillow's copies: straight into RGB memory, without the interpreter
+    lock.
+    """
+    if header.format != "JPEG" or header.channels not in (1, 3):
+        return False
+    direct = stored.flags.c_contiguous
+    pixels = stored if direct else np.empty(stored.shape, np.uint8)
+    try:
+        # Strict: Pillow decides which damaged files are accepted.
+        found = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels, strict=True)
+    except ValueError:
+        return False
+    if found.shape != pixels.shape:
+        return False
+    if not direct:
+        stored[...] = pixels
+    return True
+
+
+def _decode_with_pillow(data: bytes, header: ImageHeader, stored: np.ndarray) -> None:
+    with Image.open(io.BytesIO(data), formats=ALLOWED_FORMATS) as image:
+        if image.size != (header.width, header.height):
+            raise InvalidImage("the image's header and pixels differ in size")
+        image.load()
+        if image.size != (header.width, header.height):
+            raise InvalidImage("the image's header and pixels differ in size")
+        num_rows = max(1, _BAND_PIXELS // image.width)
+        for top in range(0, image.height, num_rows):
+            bottom = min(top + num_rows, image.height)
+            band = image.crop((0, top, image.width, bottom))
+            stored[top:bottom] = np.asarray(to_rgb(band))
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any mode to RGB: transparency is composited on white, 16 bits keep their upper 8."""
+    if image.mode in _ALPHA_MODES or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    if image.mode.startswith("I"):
+        # Pillow's own conversion would clip at 255, which makes such an image white.
+        image = Image.fromarray((np.asarray(image, dtype=np.int64) >> 8).astype(np.uint8))
+    return image.convert("RGB")
