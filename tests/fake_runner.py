@@ -87,6 +87,8 @@ def add_message(
     salt: bytes = b"",
     plan_ahead: bool = True,
     token_masks: bool = False,
+    tenant: str = "",
+    tenant_weight: float = 1.0,
     **sampling: object,
 ) -> AddSequence:
     return AddSequence(
@@ -99,6 +101,8 @@ def add_message(
         cache_salt=salt,
         plan_ahead=plan_ahead,
         token_masks=token_masks,
+        tenant=tenant,
+        tenant_weight=tenant_weight,
     )
 
 

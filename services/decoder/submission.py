@@ -22,6 +22,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_BYTES = 256
+MAX_TENANT_CHARS = 128
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_BEGINS_AFTER = 64
 _GRAMMAR_KINDS = {
@@ -57,6 +58,8 @@ def read_submit(
     spans = _spans(submit, num_tokens)
     if len(submit.cache_salt) > MAX_SALT_BYTES:
         raise InvalidRequest(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
+    if len(submit.tenant) > MAX_TENANT_CHARS:
+        raise InvalidRequest(f"tenant has more than {MAX_TENANT_CHARS} characters")
     if not (math.isfinite(submit.timeout_s) and submit.timeout_s >= 0):
         raise InvalidRequest("timeout_s is not a time")
     sampling, grammar = _sampling(submit.sampling, engine), None
@@ -73,6 +76,8 @@ def read_submit(
         images=spans,
         sampling=sampling,
         cache_salt=submit.cache_salt,
+        tenant=submit.tenant,
+        tenant_weight=_weight(submit.tenant_weight),
         token_masks=grammar is not None,
     )
     return message, _image_requests(submit, engine), grammar
@@ -193,6 +198,13 @@ def _grammar(
         kind, given.text, tuple(given.begins_after), tuple(given.end_token_ids), tuple(continued),
         sampling.stop_token_ids, sampling.min_tokens,
     )  # fmt: skip
+
+
+def _weight(given: float) -> float:
+    if given == 0.0:
+        return 1.0
+    _check_range("tenant_weight", given, 1e-3, 1e3)
+    return given
 
 
 def _check_range(

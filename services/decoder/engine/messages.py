@@ -55,6 +55,8 @@ class AddSequence(msgspec.Struct, tag="add"):
     images: list[ImageSpan]
     sampling: SamplingParams
     cache_salt: bytes = b""
+    tenant: str = ""  # shares the engine fairly with others, see engine/tenants.py
+    tenant_weight: float = 1.0
     # False: a step is planned for it only when its last token has arrived. It then takes part in
     # every second step, and others in every one.
     plan_ahead: bool = True

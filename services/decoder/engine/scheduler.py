@@ -27,7 +27,6 @@ those of its completion included. Images that were released after they were read
 unless the prefix cache holds their tokens.
 """
 
-from bisect import insort
 from collections.abc import Iterator
 
 import numpy as np
@@ -36,6 +35,7 @@ from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf, TokenMask
 from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.tenants import Room, Tenants
 
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
 # smaller chunk before a missing image saves nothing.
@@ -89,7 +89,8 @@ class Scheduler:
         self._rows = list(range(max_num_sequences - 1, -1, -1))
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
-        self._waiting: list[Sequence] = []  # by arrival
+        self._room = Room(max_num_sequences, blocks.num_blocks)
+        self._tenants = Tenants()  # and their waiting sequences
         self._parked: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
@@ -109,6 +110,8 @@ class Scheduler:
         self._admissions = 0
         # The head of the queue when it last did not fit, and the number of free blocks then.
         self._blocked: tuple[int, int] = (-1, 0)
+        # The same, and free rows, when no tenant had to give way to it.
+        self._no_room: tuple[int, int, int] = (-1, 0, 0)
         # The head of the queue cannot be admitted before a message or a token arrives.
         self._admission_blocked = False
 
@@ -120,18 +123,18 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no row."""
-        return len(self._waiting) + len(self._parked)
+        return len(self._tenants) + len(self._parked)
 
     @property
     def has_work(self) -> bool:
         """Whether a step could be planned now, or may be when those in flight have finished."""
-        waiting = self._waiting and not self._admission_blocked
+        waiting = len(self._tenants) and not self._admission_blocked
         return bool(self._decoding or self._ready or self._prefilling or waiting)
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         groups = (*self._running, self._parked)
-        return [s for group in groups for s in group.values()] + self._waiting
+        return [s for group in groups for s in group.values()] + list(self._tenants)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence.
@@ -163,6 +166,7 @@ class Scheduler:
         if sequence.late_masks:
             sequence.plans_ahead = True
             self._num_late_masks += 1
+        self._tenants.arrived(sequence)
         self._wait(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
@@ -213,14 +217,17 @@ class Scheduler:
         else:
             self.blocks.register(sequence)
         self._leave(sequence)
+        self._tenants.ended(sequence)
         self._num_late_masks -= sequence.late_masks
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Batch:
         """Plans one step."""
         self.step += 1
+        if self._tenants.are_several:
+            self._make_room()
         chunks, num_tokens = self._decode_chunks()
-        if self._prefilling or self._waiting:
+        if self._prefilling or len(self._tenants):
             num_tokens += self._fill(self._prompts(), self.max_batched_tokens - num_tokens, chunks)
         batch = Batch(chunks, num_tokens, self._admitted, self._extended)
         if self._num_late_masks:
@@ -263,7 +270,7 @@ class Scheduler:
         rows = [s.row for s in running]
         assert len(set(rows)) == len(rows) and not set(rows) & set(self._rows), "a row held twice"
         assert all(s.state is SequenceState.RUNNING for s in running)
-        idle = [*self._waiting, *self._parked.values()]
+        idle = [*self._tenants, *self._parked.values()]
         assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
         assert all(s.plans_ahead for s in self._decoding.values())
         for sequence in (*self._ready.values(), *self._awaiting.values()):
@@ -273,6 +280,7 @@ class Scheduler:
         assert not any(s.block_table for s in idle), "a waiting sequence holds blocks"
         assert len({s.sequence_id for s in running + idle}) == len(running) + len(idle)
         self.blocks.check_integrity(running)
+        self._tenants.check_integrity(running + idle)
 
     # Decoding.
 
@@ -339,10 +347,22 @@ class Scheduler:
     # Prompts.
 
     def _prompts(self) -> Iterator[Sequence]:
-        """Prefilling sequences in order, then new ones while they can be admitted."""
-        yield from list(self._prefilling.values())
-        while (sequence := self._try_admit()) is not None:
+        """Prefilling sequences in order, then new ones while they can be admitted. The first new
+        one of a tenant that prefills nothing comes before the second ones of others.
+        """
+        prefilling = self._tenants.take_turns(self._prefilling.values())
+        tenants: set[str] = set()
+        for sequence in prefilling:
+            if sequence.tenant in tenants:
+                while (head := self._tenants.head()) is not None and head.tenant not in tenants:
+                    if (admitted := self._try_admit()) is None:
+                        break
+                    tenants.add(admitted.tenant)
+                    yield admitted
+            tenants.add(sequence.tenant)
             yield sequence
+        while (admitted := self._try_admit()) is not None:
+            yield admitted
 
     def _fill(self, prompts: Iterator[Sequence], budget: int, chunks: list[Chunk]) -> int:
         """Spends up to `budget` tokens on prompts in order; returns the tokens spent.
@@ -384,8 +404,7 @@ class Scheduler:
 
     def _try_admit(self) -> Sequence | None:
         """Gives the head of the queue a row and blocks; None if it has to wait."""
-        while self._waiting:
-            sequence = self._waiting[0]
+        while (sequence := self._tenants.head()) is not None:
             if sequence.num_in_flight:
                 return None  # preempted, and its last token has not arrived
             num_free = self.blocks.num_free
@@ -397,14 +416,16 @@ class Scheduler:
             prefix = self.blocks.find_prefix(sequence)
             computed = len(prefix) * self.blocks.block_size
             if self._chunk_limit(sequence, computed) == computed:
-                self._parked[sequence.sequence_id] = self._waiting.pop(0)
+                self._tenants.remove(sequence)
+                self._parked[sequence.sequence_id] = sequence
                 self._lacking_images.append(sequence)
                 continue
             others = self._decoding or self._ready or self._awaiting or self._prefilling
             keep_free = self._watermark if others else 0
             fits = self.blocks.can_allocate(len(sequence.token_ids), prefix, keep_free)
             if fits and self._rows:
-                self._admit(self._waiting.pop(0), prefix)
+                self._tenants.remove(sequence)
+                self._admit(sequence, prefix)
                 return sequence
             # A sequence that stalled in this step is part of its batch.
             victims = [s for s in self._stalled.values() if s.last_prefill_step != self.step]
@@ -425,6 +446,7 @@ class Scheduler:
         sequence.admission = self._admissions
         sequence.state = SequenceState.RUNNING
         sequence.row = self._rows.pop()
+        self._tenants.admitted(sequence, sequence.num_computed_tokens)
         self._prefilling[sequence.sequence_id] = sequence
         self._admitted.append(sequence)
 
@@ -450,9 +472,39 @@ class Scheduler:
     # Leaving.
 
     def _victim(self) -> Sequence:
-        """The sequence to preempt next: a stalled one if there is any, else the latest admitted."""
-        groups = [self._stalled] if self._stalled else self._running
-        return max((s for group in groups for s in group.values()), key=_admission)
+        """The sequence to preempt next: a stalled one if there is any, else the latest admitted of
+        the tenant that uses most.
+        """
+        if self._stalled:
+            return max(self._stalled.values(), key=_admission)
+        running = self._all_running()
+        if self._tenants.are_several:
+            running = self._tenants.greediest(running, self._room) or running
+        return max(running, key=_admission)
+
+    def _make_room(self) -> None:
+        """Preempts sequences of tenants that use more than that of the head of the queue, until the
+        head can be admitted.
+        """
+        head = self._tenants.head()
+        if head is None or head.num_in_flight:
+            return
+        state = head.sequence_id, self.blocks.num_free, len(self._rows)
+        if state == self._no_room:
+            return
+        length = len(head.token_ids)
+        prefix = self.blocks.find_prefix(head)
+        while not (self._rows and self.blocks.can_allocate(length, prefix, self._watermark)):
+            needed = self.blocks.num_blocks_for(length)
+            victim = self._tenants.gives_way(self._all_running(), self._room, head, needed)
+            if victim is None:
+                self._no_room = state
+                return
+            self._preempt(victim)
+            prefix = self.blocks.find_prefix(head)
+
+    def _all_running(self) -> list[Sequence]:
+        return [s for group in self._running for s in group.values()]
 
     def _preempt(self, sequence: Sequence) -> None:
         stalled = sequence.sequence_id in self._stalled
@@ -469,25 +521,22 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         self._admission_blocked = False
-        insort(self._waiting, sequence, key=_arrival)
+        self._tenants.wait(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         number = sequence.sequence_id
         self._admission_blocked = False
         if sequence.state is SequenceState.WAITING:
             if self._parked.pop(number, None) is None:
-                self._waiting.remove(sequence)
+                self._tenants.remove(sequence)
             return
         for group in self._running:
             group.pop(number, None)
         self.blocks.free(sequence)
         self._rows.append(sequence.row)
+        self._tenants.left(sequence)
         sequence.row = -1
 
 
 def _admission(sequence: Sequence) -> int:
     return sequence.admission
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival

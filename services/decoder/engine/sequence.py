@@ -33,6 +33,7 @@ class Sequence:
         image_offsets: image key → byte offset in the arena, while the embedding is there.
         images_read: keys of embeddings that were released after they were read; needed again if
             the sequence is preempted.
+        tenant, tenant_weight, num_charged, num_known_at_admission: whose it is; of `Tenants`.
         row: index in the runner's tables while RUNNING, else -1.
         block_table: ids of the KV blocks, in order.
         capacity: tokens that the block table has room for.
@@ -50,7 +51,7 @@ class Sequence:
         stop_ids: `sampling.stop_token_ids` as a set.
         block_hashes: hashes of the leading full blocks, as far as they were computed.
         num_registered_blocks: leading blocks that were registered in the prefix cache.
-        arrival: order of arrival, which is the order of waiting.
+        arrival: order of arrival, which is the order of waiting within a tenant.
         admission: order of the last admission; the latest is preempted first.
         last_prefill_step: the last step that may read the sequence's images.
         received_at, first_scheduled_at, first_token_at: `time.monotonic()`, 0 where not yet.
@@ -64,6 +65,10 @@ class Sequence:
     images: list[ImageSpan]
     sampling: SamplingParams
     cache_salt: bytes = b""
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    num_charged: int = 0
+    num_known_at_admission: int = 0
     state: SequenceState = SequenceState.WAITING
     image_offsets: dict[bytes, int] = field(default_factory=dict[bytes, int])
     images_read: list[bytes] = field(default_factory=list[bytes])
@@ -106,6 +111,8 @@ class Sequence:
             images=sorted(message.images, key=lambda span: span.offset),
             sampling=message.sampling,
             cache_salt=message.cache_salt,
+            tenant=message.tenant,
+            tenant_weight=message.tenant_weight,
             stop_ids=frozenset(message.sampling.stop_token_ids),
             plans_ahead=message.plan_ahead and not message.token_masks,
             late_masks=message.plan_ahead and message.token_masks,

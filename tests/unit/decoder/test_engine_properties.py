@@ -22,6 +22,7 @@ arrivals = st.lists(
             "abort_after": st.none() | st.integers(0, 15),
             "plan_ahead": st.booleans(),
             "token_masks": st.booleans(),
+            "tenant": st.sampled_from(["", "a", "b"]),
         }
     ),
     min_size=1,
@@ -64,7 +65,8 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
             key, offset = arrival["image"]
             offset = min(offset, length - 1)
             images = (ImageSpan(key, offset, min(6, length - offset)),)
-        fields = {name: arrival[name] for name in ("max_tokens", "plan_ahead", "token_masks")}
+        names = ("max_tokens", "plan_ahead", "token_masks", "tenant")
+        fields = {name: arrival[name] for name in names}
         message = add_message(number, prompt_of(seed, length), images=images, **fields)
         if arrival["stop"]:
             tokens, _ = expected_tokens(message, harness.engine.max_model_len)

@@ -1,0 +1,134 @@
+"""Fairness among tenants: who is admitted, who gives way, and that nobody's answer changes."""
+
+from collections import Counter
+
+import pytest
+
+from services.decoder.engine.sequence import Sequence
+from tests.engine_harness import Harness, prompt_of
+from tests.fake_runner import add_message
+from tests.unit.decoder.test_scheduler import scheduler_of
+
+
+def add(scheduler, number: int, tenant: str, length: int = 8, weight: float = 1.0) -> Sequence:
+    message = add_message(
+        number, prompt_of(number, length), tenant=tenant, tenant_weight=weight, max_tokens=60
+    )
+    sequence = Sequence.from_message(message)
+    scheduler.add(sequence)
+    return sequence
+
+
+def run_step(scheduler) -> Counter[str]:
+    """One step whose ids come back at once; tokens computed by tenant."""
+    tokens: Counter[str] = Counter()
+    for chunk in scheduler.schedule().chunks:
+        sequence = chunk.sequence
+        tokens[sequence.tenant] += chunk.length
+        if chunk.samples:
+            sequence.num_in_flight -= 1
+            sequence.token_ids.append(1)
+            if len(sequence.token_ids) >= sequence.max_length:
+                scheduler.finish(sequence)
+    scheduler.check_integrity()
+    return tokens
+
+
+def test_a_flood_delays_another_tenants_first_token_by_a_step():
+    """Forty requests of eight completions each hold all rows; the ninth tenant's waits no longer
+    than one step for a row, and its prompt goes first.
+    """
+    scheduler = scheduler_of(blocks=4096, rows=32, budget=64)
+    for number in range(320):
+        add(scheduler, number, "flood")
+    for _ in range(20):
+        run_step(scheduler)
+    assert scheduler.num_running == 32
+    late = add(scheduler, 1000, "late", length=20)
+    run_step(scheduler)
+    assert late.num_generated == 1
+    assert scheduler.num_preemptions == 1
+
+
+def test_rows_are_shared_by_weight_and_nobody_is_preempted_twice_for_it():
+    scheduler = scheduler_of(blocks=4096, rows=32, budget=64)
+    for number in range(200):
+        add(scheduler, number, "heavy", weight=3.0)
+    for _ in range(10):
+        run_step(scheduler)
+    for number in range(200, 400):
+        add(scheduler, number, "light")
+    for _ in range(10):
+        run_step(scheduler)
+    before = scheduler.num_preemptions
+    tokens: Counter[str] = Counter()
+    for _ in range(200):
+        tokens += run_step(scheduler)
+    assert 2.4 <= tokens["heavy"] / tokens["light"] <= 3.6
+    assert before == 4  # then the counters see to the rest
+    assert scheduler.num_preemptions == before
+
+
+def test_blocks_are_shared_too():
+    """One tenant's few long sequences fill the cache; another's prompt needs blocks, not rows."""
+    scheduler = scheduler_of(blocks=64, rows=32, budget=64, length=256)
+    for number in range(4):
+        add(scheduler, number, "long", length=60)
+    for _ in range(6):
+        run_step(scheduler)
+    late = add(scheduler, 1000, "late", length=64)
+    assert scheduler.blocks.num_free < 64 // 4
+    for _ in range(3):  # its prompt is longer than the room in a step
+        run_step(scheduler)
+    assert late.num_generated >= 1 and scheduler.num_preemptions >= 1
+
+
+def test_a_tenant_beyond_its_share_waits_for_its_own():
+    scheduler = scheduler_of(blocks=4096, rows=8, budget=64)
+    for number in range(4):
+        add(scheduler, number, "a")
+    for number in range(10, 20):
+        add(scheduler, number, "b")
+    for _ in range(10):
+        run_step(scheduler)
+    assert scheduler.num_running == 8 and scheduler.num_preemptions == 0
+
+
+def test_time_without_requests_earns_nothing():
+    """A tenant that was idle is served as the others from then on, not until it has caught up."""
+    scheduler = scheduler_of(blocks=4096, rows=4, budget=32)
+    for number in range(100):
+        add(scheduler, number, "busy")
+    for _ in range(60):
+        run_step(scheduler)
+    for number in range(200, 300):
+        add(scheduler, number, "idle")
+    tokens: Counter[str] = Counter()
+    for _ in range(120):
+        tokens += run_step(scheduler)
+    assert 0.8 <= tokens["idle"] / tokens["busy"] <= 1.25
+
+
+def test_a_long_prompt_of_one_tenant_leaves_room_for_anothers():
+    scheduler = scheduler_of(blocks=4096, rows=16, budget=32, length=2048)
+    for number in range(5):
+        add(scheduler, number, "long", length=1000)
+    run_step(scheduler)
+    late = add(scheduler, 1000, "late", length=16)
+    run_step(scheduler)
+    assert late.num_generated == 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_preemption_for_another_tenant_changes_no_token(overlap: bool):
+    harness = Harness(overlap=overlap, max_num_sequences=4, max_batched_tokens=16, num_blocks=64)
+    for number in range(12):
+        harness.add(add_message(number, prompt_of(number, 10), max_tokens=20, tenant="flood"))
+    for number in range(12, 18):
+        for _ in range(4):
+            harness.step()
+        harness.add(add_message(number, prompt_of(number, 10), max_tokens=9, tenant="late"))
+    harness.run()
+    assert harness.engine._scheduler.num_preemptions > 0
+    harness.assert_all_as_alone()
+    harness.assert_empty()
