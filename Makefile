@@ -103,6 +103,10 @@ test-light: $(LIGHT) ## gateway and scheduling in an environment without torch
 	$(call say,gateway and scheduling without torch)
 	@$(LIGHT_VENV)/bin/python scripts/check_without_torch.py
 
+.PHONY: clients
+clients: system-runtime $(DEV) ## clients that others wrote, newest versions
+	@$(BIN)/python tests/clients/run.py $(ARGS)
+
 .PHONY: test-gpu
 test-gpu: $(DEV) ## tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -131,6 +135,6 @@ constraints: $(DEV) ## write the versions of .venv into constraints.txt and cons
 
 .PHONY: clean
 clean: ## remove environments, caches and build outputs
-	rm -rf $(VENV) $(LIGHT_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(LIGHT_VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@
     │   ├── InvalidGrammar             400
     │   └── ModelNotFound              404
     ├── PayloadTooLarge                413
+    ├── UnsupportedMediaType           415  the body is declared as something other than JSON
     ├── MediaFetchFailed               422  a URL answered, but not with an image
     ├── Cancelled                      499  the caller disconnected (never sent, only logged)
     ├── InternalError                  500
@@ -90,6 +91,15 @@ class PayloadTooLarge(TriptychError):
     http_status = 413
     openai_type = "invalid_request_error"
     grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class UnsupportedMediaType(TriptychError):
+    """The body's content type is not JSON's."""
+
+    code = "unsupported_media_type"
+    http_status = 415
+    openai_type = "invalid_request_error"
+    grpc_status = "INVALID_ARGUMENT"
 
 
 class MediaFetchFailed(TriptychError):

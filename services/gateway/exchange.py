@@ -16,7 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import DeadlineExceeded, PayloadTooLarge, TriptychError
+from services.common.errors import (
+    DeadlineExceeded,
+    PayloadTooLarge,
+    TriptychError,
+    UnsupportedMediaType,
+)
 from services.gateway.responses import encode_json, error_body, error_of
 
 log = logging.getLogger(__name__)
@@ -28,6 +33,7 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_JSON = b"application/json"
 Result = TypeVar("Result")
 
 
@@ -99,7 +105,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, hold: Callable[[int], None]) -> bytes:
-    """A request's whole body.
+    """A request's whole body, which is JSON.
+
+    A page of another origin can send every form's type without asking first (CORS), so a body
+    that is declared as anything else is refused; one that is not declared at all is read.
 
     Args:
         scope: of the request.
@@ -107,11 +116,16 @@ async def read_body(scope: Scope, receive: Receive, hold: Callable[[int], None])
         hold: counts the bytes as they arrive; may refuse.
 
     Raises:
+        UnsupportedMediaType: its content type is not JSON's.
         PayloadTooLarge: over the limit, by content-length or by count.
         DeadlineExceeded: it arrives too slowly.
         ClientDisconnect: the client disconnected.
     """
-    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    headers = dict(scope["headers"])
+    content_type = headers.get(b"content-type", _JSON).partition(b";")[0].strip().lower()
+    if content_type != _JSON:
+        raise UnsupportedMediaType("the body must be JSON: Content-Type: application/json")
+    declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
     body = bytearray()

@@ -1,5 +1,7 @@
 """Small endpoints, CORS, and fields of answers that OpenAI does not have."""
 
+import json
+
 import pytest
 
 from tests.gateway_stack import MODEL, GatewayStack
@@ -131,3 +133,25 @@ def test_answers_and_errors_can_be_read_by_the_page(open_stack):
         for response in (refused, client.get("/ping")):
             assert response.headers["access-control-allow-origin"] == PAGE
             assert "x-request-id" in response.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        (None, 200),
+        ("text/plain", 415),  # this and the next need no preflight in browsers
+        ("application/x-www-form-urlencoded", 415),
+        ("", 415),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_body_declared_as_something_other_than_json_is_refused(stack, path, content_type, status):
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]})
+    headers = {} if content_type is None else {"content-type": content_type}
+    with stack.client() as client:
+        response = client.post(path, content=body.encode(), headers=headers)
+    assert response.status_code == status
+    if status == 415:
+        assert response.json()["error"]["code"] == "unsupported_media_type"
