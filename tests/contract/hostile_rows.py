@@ -120,15 +120,23 @@ def unserved() -> Iterator[Row]:
     """Fields that would change the answer, unknown fields, other roles and parts."""
     for field, value in {
         "tools": [], "tool_choice": "required", "functions": [{}], "function_call": {"name": "f"},
-        "response_format": {"type": "json_schema", "json_schema": {}}, "modalities": ["audio"],
+        "modalities": ["audio"],
         "audio": {"voice": "x"}, "reasoning_effort": "low", "verbosity": "high",
         "web_search_options": {}, "best_of": 4, "chat_template": "{{ 1 }}", "guided_regex": "(a+)+",
-        "structured_outputs": {"regex": "(a|a)*"}, "prompt_embeds": "x", "bad_words": ["x"] * 10000,
-        "allowed_token_ids": [1], "continue_final_message": True, "add_generation_prompt": False,
+        "prompt_embeds": "x", "bad_words": ["x"] * 10000,
+        "allowed_token_ids": [1], "continue_final_message": True,
         "documents": [], "priority": -1, "kv_transfer_params": {}, "lora": "x", "__class__": 1,
         "media_io_kwargs": {}, "echo": True, "": 1,
     }.items():  # fmt: skip
         yield f"unserved {field}", body(**{field: value}), 400, field or None
+    for given, param in (
+        ({"type": "json_schema"}, ".json_schema"),
+        ({"type": "grammar"}, ".type"),
+        ({"type": "json_schema", "json_schema": {"schema": 5}}, ".json_schema.schema"),
+    ):
+        yield f"format {given}", body(response_format=given), 400, f"response_format{param}"
+    for wanted in ({"choice": []}, {"regex": "a", "choice": ["a"]}, {}):
+        yield f"structured {wanted}", body(structured_outputs=wanted), 400, None
     for field in ("tokenize", "add_generation_prompt", "chat_template", "messages"):
         yield (
             f"kwargs {field}",
@@ -137,15 +145,19 @@ def unserved() -> Iterator[Row]:
             f"chat_template_kwargs.{field}",
         )
     yield "processor kwargs", body(mm_processor_kwargs={"size": 1}), 400, "mm_processor_kwargs.size"
-    for role in ("tool", "function", "root", "", "User", 5, None):
+    lost = {"role": "tool", "content": "x"}
+    yield "tool without a call", body(messages=[lost]), 400, "messages[0].tool_call_id"
+    for role in ("function", "root", "", "User", 5, None):
         message = {"role": role, "content": "x"}
         yield f"role {role}", body(messages=[message]), 400, "messages[0].role"
     for field, value in {
-        "tool_calls": [{}], "name": {}, "function_call": {}, "audio": {}, "refusal": "x",
-        "reasoning": "x", "prefix": True, "tool_call_id": "x",
+        "name": {}, "function_call": {}, "audio": {}, "refusal": "x",
+        "prefix": True, "tool_call_id": "x",
     }.items():  # fmt: skip
         message = {"role": "assistant", "content": "x", field: value}
         yield f"message {field}", body(messages=[message]), 400, f"messages[0].{field}"
+    message = {"role": "assistant", "content": "x", "tool_calls": [{}]}
+    yield "empty call", body(messages=[message]), 400, "messages[0].tool_calls[0].id"
     late = [*HELLO, {"role": "system", "content": "x"}]  # Qwen3-VL's template leaves it out
     yield "late system", body(messages=late), 400, "messages[1].role"
     image_part = {"type": "image_url", "image_url": {"url": image_url()}}

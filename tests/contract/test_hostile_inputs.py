@@ -149,8 +149,8 @@ def test_giant_body_is_refused_by_its_header_and_by_count(stack):
     ("method", "path", "status"),
     [
         ("GET", "/v1/chat/completions", 405), ("DELETE", "/v1/models", 405), ("GET", "/nope", 404),
-        ("POST", "/health", 405), ("GET", "/v1/models/%2e%2e/x", 404), ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404), ("POST", "/v1/completions", 404),
+        ("POST", "/health", 405), ("GET", "/v1/models/%2e%2e/x", 404), ("POST", "/docs", 405),
+        ("GET", "/redoc", 404), ("GET", "/v1/completions", 405),
         ("POST", "/collective_rpc", 404), ("GET", "/static/../settings.py", 404),
     ],
 )  # fmt: skip
