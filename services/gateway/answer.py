@@ -5,13 +5,12 @@ choice has a parser of it. Stop strings act on the content alone, so that they c
 reasoning nor a call.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from services.gateway.parts import Part, Text
 from services.gateway.reasoning import ReasoningSplitter, Start
 from services.gateway.tool_parsers import CallParser
+from services.gateway.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +19,11 @@ class ToolCalls:
 
     Attributes:
         parser: of the model's form.
-        tools: JSON schema of each function's parameters, by name.
-        max_calls: None: any number.
+        use: what the request says of its tools.
     """
 
     parser: type[CallParser]
-    tools: Mapping[str, Mapping[str, Any]]
-    max_calls: int | None = None
+    use: ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class AnswerFormat:
             return None
         return AnswerParser(
             ReasoningSplitter(self.reasoning or "closed"),
-            calls.parser(calls.tools, calls.max_calls) if calls else None,
+            calls.parser(calls.use.schemas, calls.use.max_calls) if calls else None,
         )
 
 

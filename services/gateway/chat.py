@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.common.errors import (
@@ -24,7 +24,6 @@ from services.gateway.attempts import Attempts, PreparedRequest
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.detokenizer import Choice, create_choices
-from services.gateway.grammar import read_grammar
 from services.gateway.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.openai import ChatRequest
@@ -148,12 +147,11 @@ class ChatService:
         Raises:
             TriptychError: the request cannot be served.
         """
-        decoder, grammar = self._decoder(request.model), read_grammar(request)
+        decoder = self._decoder(request.model)
         if draft is None:
             with timings.measure("tokenize"):
                 draft = await self._draft(request, decoder.max_model_len)
-        if grammar is not None and draft.format.thinks:
-            grammar = replace(grammar, begins_after=self.prompts.end_of_reasoning)
+        grammar = self.prompts.grammar(request, draft)
         # Before images are loaded. Each has at least one token, as its placeholder here.
         sampling = resolve_sampling(
             request, self.defaults,

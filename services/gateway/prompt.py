@@ -17,10 +17,12 @@ from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpec
 from services.gateway.answer import AnswerFormat, ToolCalls
 from services.gateway.chat_template import RESERVED, ChatTemplate, Conversation
+from services.gateway.grammar import Grammar, read_grammar
 from services.gateway.images import ImageSource
 from services.gateway.openai import ChatRequest, ImagePart, Message, TextPart
 from services.gateway.reasoning import CLOSE, answer_start
 from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.tool_grammar import answer_grammar
 from services.gateway.tool_parsers import PARSERS, CallParser
 from services.gateway.tools import ToolUse, read_arguments, read_tools
 
@@ -196,11 +198,7 @@ def _call_parser(spec: ModelSpec, template: ChatTemplate) -> type[CallParser] | 
 
 
 class PromptBuilder:
-    """Renders and tokenizes for one model. Thread-safe.
-
-    Attributes:
-        end_of_reasoning: token ids of its closing tag.
-    """
+    """Renders and tokenizes for one model. Thread-safe."""
 
     def __init__(
         self,
@@ -216,10 +214,6 @@ class PromptBuilder:
         self._max_images = max_images
         self._thinks = spec.conversation.thinks and CLOSE in template.source
         self._call_parser = _call_parser(spec, template)
-        added = tokenizer.added.get(CLOSE)
-        self.end_of_reasoning = (
-            (added.token_id,) if added is not None else tuple(tokenizer.encode_text(CLOSE))
-        )
         self._takes_tool_images = spec.vision is not None and self._shows_tool_images()
 
     def draft(self, request: ChatRequest, max_tokens: int) -> Draft:
@@ -232,9 +226,6 @@ class PromptBuilder:
         tool_use = read_tools(
             request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
         )
-        if tool_use and (request.response_format or request.structured_outputs):
-            field_name = "response_format" if request.response_format else "structured_outputs"
-            raise InvalidRequest("not supported together with tools", param=field_name)
         messages, images = read_messages(
             request, max_images=self._max_images, takes_images=self._vision is not None
         )
@@ -299,15 +290,7 @@ class PromptBuilder:
     def _tool_calls(self, tool_use: ToolUse) -> ToolCalls:
         if self._call_parser is None:
             raise InvalidRequest("the model's chat template has no tools", param="tools")
-        if tool_use.required:
-            raise InvalidRequest("a required call is not supported", param="tool_choice")
-        for index, definition in enumerate(tool_use.definitions):
-            function = tool_use.functions.get(definition["function"]["name"])
-            if function is not None and function.strict:
-                raise InvalidRequest(
-                    "strict is not supported", param=f"tools[{index}].function.strict"
-                )
-        return ToolCalls(self._call_parser, tool_use.schemas, tool_use.max_calls)
+        return ToolCalls(self._call_parser, tool_use)
 
     def _options(self, request: ChatRequest) -> dict[str, object]:
         """Variables of the template: those given, and `reasoning_effort` as the model has it."""
@@ -355,6 +338,14 @@ class PromptBuilder:
     def has_placeholder(self, token_ids: Sequence[int]) -> bool:
         """Whether one of the tokens stands for an image."""
         return self._vision is not None and self._vision.image_token_id in token_ids
+
+    def grammar(self, request: ChatRequest, draft: Draft) -> Grammar | None:
+        """What an answer to a draft has to be; None: it is free.
+
+        Raises:
+            InvalidRequest: the request contradicts itself, or cannot be held to.
+        """
+        return answer_grammar(read_grammar(request), draft.format, self._tokenizer)
 
     def expand(self, draft: Draft, grids: Sequence[Grid]) -> Prompt:
         """Repeats each placeholder once per token of its image, and computes positions.

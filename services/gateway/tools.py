@@ -87,12 +87,20 @@ class ToolUse:
         functions: those that may be called, by name.
         required: the answer has to call one.
         max_calls: None: any number.
+        restricted: not all functions of the prompt may be called.
     """
 
     definitions: list[dict[str, Any]]
     functions: Mapping[str, FunctionDefinition]
     required: bool = False
     max_calls: int | None = None
+    restricted: bool = False
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether calls have to be held to the request."""
+        strict = any(function.strict for function in self.functions.values())
+        return self.required or self.restricted or strict
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
@@ -139,7 +147,13 @@ def read_tools(
         names = [tool.function for tool in allowed.tools]
         functions = _named(functions, names, "tool_choice.allowed_tools.tools")
         required = allowed.mode == "required"
-    return ToolUse([_definition(tool) for tool in tools], functions, required, max_calls)
+    return ToolUse(
+        [_definition(tool) for tool in tools],
+        functions,
+        required,
+        max_calls,
+        restricted=len(functions) < len(tools),
+    )
 
 
 def _named(

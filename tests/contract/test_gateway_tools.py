@@ -7,6 +7,7 @@ import numpy as np
 import openai
 import pytest
 
+from services.common.errors import InvalidGrammar
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.tiny_tokenizer import added_ids
@@ -156,6 +157,37 @@ def test_a_grammar_begins_after_the_reasoning(thinking):
     with_reasoning, without = (list(s.grammar.begins_after) for s in thinking.decoder.submits)
     assert with_reasoning == [added_ids()["</think>"]]
     assert without == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_grammar"),
+    [
+        ({}, False),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, True),
+        ({"tool_choice": "none"}, False),
+        ({"response_format": {"type": "json_object"}}, True),
+    ],
+)
+def test_choices_that_have_to_hold_go_with_a_grammar(stack, fields, has_grammar):
+    say(stack, CALLS["hermes"])
+    assert stack.chat(tools=TOOLS, **fields).status_code == 200
+    submit = stack.decoder.submits[-1]
+    assert submit.HasField("grammar") == has_grammar
+    if has_grammar:
+        assert "%json" in submit.grammar.text and "now" in submit.grammar.text
+
+
+def test_a_function_that_cannot_be_held_to_is_named(stack):
+    async def refuse(submit):
+        raise InvalidGrammar("no such keyword")
+
+    say(stack, "x")
+    stack.decoder.before = refuse
+    function = {"name": "f", "strict": True, "parameters": {"if": {}}}
+    response = stack.chat(tools=[{"type": "function", "function": function}])
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools[0].function.parameters"
 
 
 def test_tokenize_counts_tools(stack):

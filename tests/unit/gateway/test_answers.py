@@ -15,6 +15,7 @@ from services.gateway.detokenizer import create_choices
 from services.gateway.openai import ChatRequest, Message
 from services.gateway.responses import ChunkWriter, assistant_message
 from services.gateway.tool_parsers import PARSERS
+from services.gateway.tools import FunctionDefinition, ToolUse
 from tests.tiny_tokenizer import added_ids
 
 NUM_CHUNKINGS = 1000
@@ -25,6 +26,13 @@ TOOLS = {
     },
     "now": {},
 }
+
+
+def tool_calls(form, max_calls=None):
+    functions = {name: FunctionDefinition(name, parameters=TOOLS[name]) for name in TOOLS}
+    return ToolCalls(PARSERS[form], ToolUse([], functions, max_calls=max_calls))
+
+
 THOUGHT = "<think>\nThe user asks: 中 🙂 < 5?\n</think>\n\n"
 CALLS = {
     "hermes": 'Let me see 🙂.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich '
@@ -124,7 +132,7 @@ def streamed(updates):
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("form", PARSERS)
 def test_streamed_is_the_whole_in_a_thousand_chunkings(tokenizer, form, thinking):
-    answer_format = AnswerFormat("optional" if thinking else None, ToolCalls(PARSERS[form], TOOLS))
+    answer_format = AnswerFormat("optional" if thinking else None, tool_calls(form))
     ids = encode(tokenizer, (THOUGHT if thinking else "") + CALLS[form])
     updates, choice = answer(tokenizer, ids, answer_format, [ids])
     expected = plain(whole(updates))
@@ -153,7 +161,7 @@ def test_streamed_is_the_whole_in_a_thousand_chunkings(tokenizer, form, thinking
 @pytest.mark.parametrize("form", PARSERS)
 def test_cut_anywhere_the_stream_is_a_prefix(tokenizer, form):
     """The arguments of an answer cut by max_tokens begin as those of the whole answer do."""
-    answer_format = AnswerFormat("optional", ToolCalls(PARSERS[form], TOOLS))
+    answer_format = AnswerFormat("optional", tool_calls(form))
     ids = encode(tokenizer, THOUGHT + CALLS[form])
     full = plain(whole(answer(tokenizer, ids, answer_format, [ids])[0]))
     for size in range(len(ids)):
@@ -169,7 +177,7 @@ def test_cut_anywhere_the_stream_is_a_prefix(tokenizer, form):
 
 def test_stop_strings_match_in_content_alone(tokenizer):
     """Neither in the reasoning, nor in the arguments."""
-    answer_format = AnswerFormat("open", ToolCalls(PARSERS["hermes"], TOOLS))
+    answer_format = AnswerFormat("open", tool_calls("hermes"))
     ids = encode(
         tokenizer,
         'a STOP b\n</think>\n\nfirst<tool_call>{"name": "now", "arguments": {"a": "STOP"}}'
@@ -188,7 +196,7 @@ def test_stop_strings_match_in_content_alone(tokenizer):
 
 
 def test_parallel_calls_can_be_switched_off(tokenizer):
-    answer_format = AnswerFormat(None, ToolCalls(PARSERS["hermes"], TOOLS, max_calls=1))
+    answer_format = AnswerFormat(None, tool_calls("hermes", 1))
     ids = encode(tokenizer, CALLS["hermes"])
     updates, choice = answer(tokenizer, ids, answer_format, [[i] for i in ids])
     assert [c["function"]["name"] for c in plain(whole(updates))["tool_calls"]] == ["weather"]

@@ -344,4 +344,4 @@ def test_allowed_tools_keep_the_prompt(models):
     model = models["qwen3"]
     draft = model.draft([user()], tools=TOOLS, tool_choice=choice)
     assert draft.token_ids == model.expected([user()], tools=TOOLS)
-    assert list(draft.format.tool_calls.tools) == ["now"]
+    assert list(draft.format.tool_calls.use.functions) == ["now"]

@@ -1,0 +1,310 @@
+"""Grammars of calls, in the library that holds answers to them: what a random model writes parses
+into calls that validate.
+"""
+
+import json
+import random
+import re
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from services.common.errors import InvalidRequest
+from services.gateway.answer import AnswerFormat, ToolCalls
+from services.gateway.grammar import Grammar
+from services.gateway.parts import Call, Reasoning, Text, join
+from services.gateway.tool_grammar import answer_grammar
+from services.gateway.tool_parsers import PARSERS
+from services.gateway.tools import FunctionDefinition, ToolUse
+from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
+from tests.unit.gateway.test_answers import encode
+
+END = added_ids()["<|im_end|>"]
+POINT = {
+    "type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"],
+    "additionalProperties": False,
+}  # fmt: skip
+LOOK = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "what \"to\" say"},
+        "count": {"type": "integer"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "unit": {"enum": ["°C", "<F>", "\n"]},
+        "at": {"$ref": "#/$defs/Point"},
+        "many": {"type": "array", "items": {"$ref": "#/$defs/Point"}, "maxItems": 2},
+        "flag": {"type": "boolean"},
+    },
+    "required": ["text", "unit", "at"],
+    "additionalProperties": False,
+    "$defs": {"Point": POINT},
+}  # fmt: skip
+NONE = {"type": "object", "properties": {}}
+TWO = {"look": LOOK, "now": NONE}
+OTHER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def use(functions, *, strict=False, **fields):
+    found = {
+        name: FunctionDefinition(name, parameters=schema, strict=strict)
+        for name, schema in functions.items()
+    }
+    definitions = [{"type": "function", "function": {"name": name}} for name in functions]
+    return ToolUse(definitions, found, **fields)
+
+
+def format_of(form, tool_use, reasoning=None):
+    return AnswerFormat(reasoning, ToolCalls(PARSERS[form], tool_use))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_text(tokenizer_json())
+    return LLTokenizer(str(path), n_vocab=vocab_size(), eos_token=[END])
+
+
+@pytest.fixture(scope="module")
+def matcher(vocabulary):
+    def create(grammar: Grammar) -> LLMatcher:
+        text = grammar.text
+        if grammar.kind != "grammar":
+            text = LLMatcher.grammar_from_json_schema(text)
+        found = LLMatcher(vocabulary, text, limits=LLParserLimits())
+        assert not found.is_error(), f"{found.get_error()}\n{grammar.text}"
+        return found
+
+    return create
+
+
+def accepts(matcher, tokenizer, text):
+    """Whether a text is whole of the grammar."""
+    ids = encode(tokenizer, text)
+    copy = matcher.deep_copy()
+    return copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()
+
+
+def sample(matcher, rng, max_tokens=250):
+    """What a random model writes: ids, and whether it came to an end."""
+    matcher, ids = matcher.deep_copy(), []
+    mask = allocate_token_bitmask(1, vocab_size())
+    while len(ids) < max_tokens and not matcher.is_stopped():
+        fill_next_token_bitmask(matcher, mask, 0)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: vocab_size()]
+        allowed = np.flatnonzero(bits).tolist()
+        assert allowed
+        # Random text does not end on its own: what ends it is as likely as all else.
+        if rng.random() < 0.1 and matcher.deep_copy().try_consume_tokens(CLOSING) == len(CLOSING):
+            assert matcher.consume_tokens(CLOSING)
+            ids += CLOSING
+            continue
+        enders = [i for i in allowed if i == END or i in ENDERS]
+        token = rng.choice(enders if enders and rng.random() < 0.3 else allowed)
+        if token == END:
+            return ids, True
+        assert matcher.consume_token(token)
+        ids.append(token)
+    return ids, matcher.is_accepting()
+
+
+ENDERS: set[int] = set()
+CLOSING: list[int] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _enders(tokenizer):
+    for text in ('"', "}", "]", ",", "</", "<", "\n", "0", "{", '{"', "para", "meter", ">"):
+        ENDERS.update(tokenizer.encode_text(text)[:1])
+    CLOSING.extend(tokenizer.encode_text("</parameter>"))
+    ENDERS.update(added_ids()[t] for t in ("</tool_call>", "<tool_call>", "</think>"))
+
+
+def parse(tokenizer, ids, answer_format):
+    parser = answer_format.parser()
+    text = b"".join(tokenizer.token_bytes(i) for i in ids).decode(errors="replace")
+    return join([*parser.feed(text), *parser.finish()])
+
+
+def check(parts, schemas):
+    """Every call is of a function and validates."""
+    calls = [part for part in parts if isinstance(part, Call)]
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+    return calls
+
+
+@pytest.mark.parametrize("form", PARSERS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_required_calls_of_a_random_model_validate(form, strict, tokenizer, matcher):
+    answer_format = format_of(form, use(TWO, strict=strict, required=True))
+    compiled = matcher(answer_grammar(None, answer_format, tokenizer))
+    rng, names, ended = random.Random(form), set(), 0
+    for _ in range(60):
+        ids, is_whole = sample(compiled, rng)
+        if not is_whole:
+            continue
+        ended += 1
+        parts = parse(tokenizer, ids, answer_format)
+        calls = check(parts, TWO)
+        assert calls and len(calls) == len(parts)  # calls alone
+        names |= {call.name for call in calls}
+    assert ended > 5 and names == {"look", "now"}
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_strict_functions_leave_text_free(form, tokenizer, matcher):
+    answer_format = format_of(form, use(TWO, strict=True))
+    compiled = matcher(answer_grammar(None, answer_format, tokenizer))
+    assert accepts(compiled, tokenizer, "Just text, 中 < 5.\n\n")
+    assert accepts(compiled, tokenizer, "")
+    rng, num_calls, num_texts = random.Random(form), 0, 0
+    for _ in range(150):
+        ids, is_whole = sample(compiled, rng)
+        if is_whole:
+            parts = parse(tokenizer, ids, answer_format)
+            num_calls += len(check(parts, TWO))
+            num_texts += any(isinstance(part, Text) for part in parts)
+    assert num_calls > 1 and num_texts > 3
+
+
+CALL = {
+    "hermes": '<tool_call>\n{{"name": "{}", "arguments": {{}}}}\n</tool_call>',
+    "llama3_json": '{{"name": "{}", "parameters": {{}}}}',
+    "qwen3_coder": "<tool_call>\n<function={}>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_what_may_be_called(form, tokenizer, matcher):
+    def taken(text, *args, **fields):
+        answer_format = format_of(form, *args, **fields)
+        return accepts(matcher(answer_grammar(None, answer_format, tokenizer)), tokenizer, text)
+
+    now, look = CALL[form].format("now"), CALL[form].format("look")
+    two = {"look": NONE, "now": NONE}
+    named = use({"now": NONE}, required=True, max_calls=1)
+    assert taken(now, named) and not taken(look, named) and not taken("hi", named)
+    assert not taken(f"{now}\n{now}", named)
+    required = use(two, required=True)
+    assert taken(now, required) and taken(look, required) and not taken("", required)
+    assert taken(f"{now}\n{look}", required) == (form != "llama3_json")
+    allowed = use({"now": NONE}, restricted=True)
+    assert taken(now, allowed) and taken("hi", allowed) and not taken(look, allowed)
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("reasoning", ["open", "optional"])
+@pytest.mark.parametrize("required", [False, True])
+def test_reasoning_stays_free(form, reasoning, required, tokenizer, matcher):
+    answer_format = format_of(form, use(TWO, strict=True, required=required), reasoning)
+    grammar = answer_grammar(None, answer_format, tokenizer)
+    compiled, call = matcher(grammar), CALL[form].format("now")
+    if reasoning == "open":
+        assert grammar.begins_after == (added_ids()["</think>"],)
+        assert accepts(compiled, tokenizer, f"\n\n{call}")
+    else:
+        assert grammar.begins_after == ()
+        assert accepts(compiled, tokenizer, f"<think>\nwhy? <b>\n</think>\n\n{call}")
+        assert accepts(compiled, tokenizer, call)
+        assert not accepts(compiled, tokenizer, "<think>\nwhy?")
+    assert accepts(compiled, tokenizer, "\n\nNo call.") != required
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+def test_an_answer_is_a_call_or_of_the_format(form, tokenizer, matcher):
+    answer_format = format_of(form, use(TWO))
+    asked = Grammar("json_schema", json.dumps(OTHER), "response_format")
+    compiled = matcher(answer_grammar(asked, answer_format, tokenizer))
+    assert accepts(compiled, tokenizer, '{"a": 5}')
+    assert accepts(compiled, tokenizer, CALL[form].format("now"))
+    assert not accepts(compiled, tokenizer, "text")
+    rng, kinds = random.Random(form), set()
+    for _ in range(40):
+        ids, is_whole = sample(compiled, rng)
+        if is_whole:
+            parts = parse(tokenizer, ids, answer_format)
+            kinds.add(bool(check(parts, TWO)))
+            if isinstance(parts[0], Text):
+                jsonschema.validate(json.loads(parts[0].text), OTHER)
+    assert kinds == {True, False}
+    choice = Grammar("choice", '["a\\"b","c"]', "structured_outputs.choice")
+    compiled = matcher(answer_grammar(choice, answer_format, tokenizer))
+    assert accepts(compiled, tokenizer, 'a"b')
+    with pytest.raises(InvalidRequest) as refused:
+        answer_grammar(Grammar("regex", "a", "structured_outputs.regex"), answer_format, tokenizer)
+    assert refused.value.param == "structured_outputs.regex"
+    with pytest.raises(InvalidRequest) as refused:
+        answer_grammar(asked, format_of("llama3_json", use(TWO)), tokenizer)
+    assert refused.value.param == "response_format"
+    required = format_of("llama3_json", use(TWO, required=True))
+    assert not accepts(matcher(answer_grammar(asked, required, tokenizer)), tokenizer, '{"a": 5}')
+
+
+def test_without_a_need_there_is_no_grammar(tokenizer):
+    assert answer_grammar(None, AnswerFormat("open"), tokenizer) is None
+    assert answer_grammar(None, format_of("hermes", use(TWO)), tokenizer) is None
+    asked = Grammar("json_object", "", "response_format")
+    assert answer_grammar(asked, AnswerFormat(), tokenizer) is asked
+    begun = answer_grammar(asked, AnswerFormat("optional"), tokenizer)
+    assert begun.begins_after == (added_ids()["</think>"],)
+
+
+ODD = {
+    "length": ({"properties": {"a": {"type": "string", "maxLength": 3}}}, ".properties.a"),
+    "pattern": ({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {
+        "type": "string", "pattern": "x"}}}, ".properties.a"),
+    "mixed": ({"properties": {"a": {"type": ["string", "object"]}}}, ".properties.a"),
+    "more": ({"properties": {}, "additionalProperties": True}, ".additionalProperties"),
+    "root": ({"properties": {}, "anyOf": [{}]}, ".anyOf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_bare_text_cannot_hold_is_refused_if_strict(name, tokenizer, matcher):
+    schema, path = ODD[name]
+    with pytest.raises(InvalidRequest, match="strict") as refused:
+        functions = use({"f": schema}, strict=True)
+        answer_grammar(None, format_of("qwen3_coder", functions), tokenizer)
+    assert refused.value.param == f"tools[0].function.parameters{path}"
+    functions = use({"f": schema}, required=True)
+    matcher(answer_grammar(None, format_of("qwen3_coder", functions), tokenizer))
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_a_schema_of_no_object_is_refused(form, tokenizer):
+    functions = use({"now": NONE, "f": {"type": "array"}}, required=True)
+    with pytest.raises(InvalidRequest) as refused:
+        answer_grammar(None, format_of(form, functions), tokenizer)
+    assert refused.value.param == "tools[1].function.parameters.type"
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_unknown_keywords_are_refused_only_if_strict(form, vocabulary, tokenizer, matcher):
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "if": {}}}}
+    matcher(answer_grammar(None, format_of(form, use({"f": schema}, required=True)), tokenizer))
+    strict = use({"f": schema}, strict=True, required=True)
+    grammar = answer_grammar(None, format_of(form, strict), tokenizer)
+    assert grammar.param == "tools[0].function.parameters"
+    assert "Unimplemented" in LLMatcher(vocabulary, grammar.text, log_level=0).get_error()
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("name", ['a"b', "a\nb", "a/b", "é", "start: x", "a}b", "\\"])
+def test_no_name_breaks_out_of_the_grammar(form, name, tokenizer, matcher):
+    schema = {"type": "object", "properties": {name: {"enum": [name]}}, "required": [name]}
+    answer_format = format_of(form, use({"f": schema}, required=True))
+    compiled = matcher(answer_grammar(None, answer_format, tokenizer))
+    ids, is_whole = sample(compiled, random.Random(0), 400)
+    if is_whole:
+        check(parse(tokenizer, ids, answer_format), {"f": schema})
+
+
+def test_reasoning_is_parsed_beside_a_required_call(tokenizer):
+    answer_format = format_of("hermes", use(TWO, required=True), "open")
+    ids = encode(tokenizer, "hm\n</think>\n\n" + CALL["hermes"].format("now"))
+    reasoning, call = parse(tokenizer, ids, answer_format)
+    assert reasoning == Reasoning("hm")
+    assert re.fullmatch("call_.*", call.call_id) and call.arguments == "{}"
