@@ -48,6 +48,7 @@ class Routes:
         self._warm_up = warm_up
         self._admission = admission
         self._metrics = metrics
+        self._was_ready = False
         self._created = int(time.time())
         pages = Path(__file__).parent / "static"
         self._page = (pages / "index.html").read_bytes()
@@ -88,13 +89,20 @@ class Routes:
         return JsonResponse({"version": _version()})
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: the services are healthy, the warm-up is done, and it is not draining."""
+        """Readiness: the services were healthy once, the warm-up is done, and it is not draining.
+
+        Without services later on, requests get a 503 that says when to retry; clients of a gateway
+        that is not ready would find nothing to connect to.
+        """
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)
+        if self._was_ready:
+            return JsonResponse({"status": "ready"})
         if not self._service.ready():
             return JsonResponse({"status": f"waiting for {self._service.needs}"}, 503)
         if not self._warm_up.done:
             return JsonResponse({"status": "warming up"}, 503)
+        self._was_ready = True
         return JsonResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:

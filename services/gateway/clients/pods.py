@@ -4,6 +4,9 @@ An address is `host:port`, used literally, or `dns:///name:port`, resolved every
 one pod per IP address. The other services dial a pod under the same address. `EncoderPool` and
 `DecoderPool` build on this file; what a pod serves is theirs. A failed lookup keeps the known pods;
 the calls of a pod that cannot be reached fail.
+
+A name loses a pod when it terminates or misses some readiness probes; neither may break what runs
+there. So a pod that has left its name gets no new work, and is closed when it has none.
 """
 
 import asyncio
@@ -26,7 +29,10 @@ log = logging.getLogger(__name__)
 _DNS = "dns:///"
 RESOLVE_PERIOD_S = 5.0
 CHECK_PERIOD_S = 1.0
-_UNHEALTHY_PERIOD_S = 0.05  # of an unhealthy pod, so that it gets work soon after it recovers
+# An unhealthy pod is checked soon, so that it gets work soon after it recovers, then less and less
+# often: loading a model takes minutes.
+_UNHEALTHY_PERIOD_S = 0.05
+_UNHEALTHY_GROWTH = 1.2
 CHECK_TIMEOUT_S = 2.0
 # Consecutive checks without an answer after which a pod's calls fail.
 _MAX_SILENT_CHECKS = 2
@@ -50,12 +56,14 @@ class Pod:
     Attributes:
         address: host:port.
         healthy: it accepts work.
+        leaving: its name no longer resolves to it.
         num_in_flight: its calls or sequences from this gateway.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.healthy = False
+        self.leaving = False
         self.num_in_flight = 0
         self.channel = create_channel(address)
         self._check = self.channel.unary_unary(
@@ -152,7 +160,7 @@ class PodSet(Generic[PodT]):
 
     def healthy(self) -> list[PodT]:
         """The pods that accept work now."""
-        return [pod for pod, _ in self._pods.values() if pod.healthy]
+        return [pod for pod, _ in self._pods.values() if pod.healthy and not pod.leaving]
 
     async def _watch_names(self) -> None:
         while True:
@@ -171,8 +179,10 @@ class PodSet(Generic[PodT]):
         for address in wanted - set(self._pods):
             pod = self._create(address)
             self._pods[address] = (pod, asyncio.create_task(_watch(pod)))
-        for address in set(self._pods) - wanted:
-            await self._remove(address)
+        for address, (pod, _) in list(self._pods.items()):
+            pod.leaving = address not in wanted
+            if pod.leaving and not pod.num_in_flight:
+                await self._remove(address)
 
     async def _remove(self, address: str) -> None:
         pod, task = self._pods[address]
@@ -200,7 +210,7 @@ class Pool(Generic[PodT]):
 
 async def _watch(pod: Pod) -> None:
     """Checks a pod's health and connects it, until cancelled."""
-    silent = 0
+    silent, unhealthy_period_s = 0, _UNHEALTHY_PERIOD_S
     while True:
         state = await pod.check()
         silent = silent + 1 if state is PodState.SILENT else 0
@@ -214,7 +224,11 @@ async def _watch(pod: Pod) -> None:
             pod.healthy = False  # its running calls may finish
         if pod.healthy is not was_healthy:
             log.info("%s is %s", pod.address, state.value)
-        await asyncio.sleep(CHECK_PERIOD_S if pod.healthy else _UNHEALTHY_PERIOD_S)
+        if pod.healthy or was_healthy:
+            unhealthy_period_s = _UNHEALTHY_PERIOD_S
+        await asyncio.sleep(CHECK_PERIOD_S if pod.healthy else unhealthy_period_s)
+        if not pod.healthy:
+            unhealthy_period_s = min(CHECK_PERIOD_S, unhealthy_period_s * _UNHEALTHY_GROWTH)
 
 
 async def _connect(pod: Pod) -> bool:

@@ -330,11 +330,21 @@ def test_images_are_pinned(resources: list[Resource]) -> None:
 
 
 def test_there_is_time_to_drain(resources: list[Resource]) -> None:
+    gateway = environment(resources, pods(resources)["gateway"])
+    default_s = GatewaySettings.model_fields["request_timeout_s"].default
+    longest_s = float(gateway.get("GATEWAY_REQUEST_TIMEOUT_S", default_s))
     for name in services_in(resources):
         pod = pods(resources)[name]
         sleep_s = container_of(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
         grace_s = float(environment(resources, pod)[f"{name.upper()}_SHUTDOWN_GRACE_S"])
+        assert grace_s >= longest_s
         assert pod["spec"]["terminationGracePeriodSeconds"] > sleep_s + grace_s
+
+
+def test_names_keep_pods_that_terminate(resources: list[Resource]) -> None:
+    for name in services_in(resources):
+        spec = of_kind(resources, "Service")[name]["spec"]
+        assert spec.get("publishNotReadyAddresses", False) == (name != "gateway")
 
 
 def test_mounts_have_volumes_and_claims_exist(resources: list[Resource]) -> None:

@@ -57,6 +57,7 @@ class UnconnectedPod(Pod):
 
     def __init__(self, address):
         self.address, self.num_in_flight, self.healthy = address, 0, True
+        self.leaving = False
 
 
 def test_equal_keys_get_one_pod_and_different_ones_spread():
@@ -104,9 +105,48 @@ async def test_names_are_resolved_into_pods(monkeypatch):
     await known.start()
     assert set(known._pods) == {"10.0.0.1:50051", "10.0.0.2:50051", "fixed:1"}
     await until(lambda: set(known._pods) == {"10.0.0.3:50051", "fixed:1"})
-    await until(lambda: closed == ["10.0.0.1:50051", "10.0.0.2:50051"])
     await known.close()
     assert len(closed) == 4
+
+
+async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do(monkeypatch):
+    """It terminates, or missed its readiness probes for a moment: its answers go on."""
+    found, closed = ["10.0.0.1", "10.0.0.2"], []
+
+    class Known(UnconnectedPod):
+        connected = True
+
+        async def check(self):
+            return pods.PodState.SERVING
+
+        async def close(self):
+            closed.append(self.address)
+
+    async def getaddrinfo(host, port, type):
+        return [(2, 1, 6, "", (address, port)) for address in found]
+
+    def healthy():
+        return {pod.address for pod in known.healthy()}
+
+    monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    known = PodSet(["dns:///decoder:1"], Known)
+    await known.start()
+    pod = known._pods["10.0.0.1:1"][0]
+    pod.num_in_flight = 1
+    for _ in range(2):
+        del found[0]
+        await until(lambda: healthy() == {"10.0.0.2:1"})
+        await asyncio.sleep(0.05)
+        assert not closed
+        found.insert(0, "10.0.0.1")
+        await until(lambda: healthy() == {"10.0.0.1:1", "10.0.0.2:1"})
+    assert known._pods["10.0.0.1:1"][0] is pod
+    del found[0]
+    await until(lambda: healthy() == {"10.0.0.2:1"})
+    pod.num_in_flight = 0
+    await until(lambda: closed == ["10.0.0.1:1"])
+    await known.close()
 
 
 async def test_a_pod_that_is_being_removed_is_closed_with_the_rest(monkeypatch):
