@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,12 @@ from safetensors.torch import load_file, save_file
 import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
-from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+)
 
 from services.common.families import read_spec
 from tests.parity.oracle import (
@@ -49,8 +55,13 @@ class Tiny:
     dtype_of_a_log: torch.dtype = torch.float32
     conv_width: int = 4
     kinds: tuple[str, ...] | None = None
+    experts: Mapping[str, object] | None = None  # fields of the config; None: dense
 
 
+EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 _FULL, _LINEAR = "full_attention", "linear_attention"
 CONFIGS = {
     "repeated-twice-tied": Tiny(4, 2, 32, (2, 1, 1), 2, 4, 16, 16, True),
@@ -64,16 +75,20 @@ CONFIGS = {
         6, 3, 16, (3, 3, 2), 5, 5, 8, 8, False, partial=1.0, conv_width=3, hidden=48,
         kinds=(_FULL, _LINEAR, _LINEAR, _FULL, _LINEAR, _FULL, _LINEAR, _LINEAR),
     ),
+    "experts-one-shared": Tiny(
+        4, 2, 32, (2, 1, 1), 2, 4, 16, 16, False, experts=EXPERTS, dtype_of_a_log=torch.bfloat16
+    ),
 }  # fmt: skip
 
 
 def make_qwen3_5(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
-    """A checkpoint of `Qwen3_5ForConditionalGeneration`, saved as transformers does."""
+    """A checkpoint with a tower, dense or with experts, saved as transformers does."""
     rope = {
         "rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True,
         "mrope_section": list(tiny.section), "partial_rotary_factor": tiny.partial,
     }  # fmt: skip
-    config = Qwen3_5Config(
+    kind = Qwen3_5Config if tiny.experts is None else Qwen3_5MoeConfig
+    config = kind(
         text_config={
             "vocab_size": VOCAB_SIZE, "hidden_size": tiny.hidden, "num_hidden_layers": tiny.layers,
             "intermediate_size": 96, "num_attention_heads": tiny.heads,
@@ -84,7 +99,7 @@ def make_qwen3_5(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
             "linear_value_head_dim": tiny.value_dim, "linear_conv_kernel_dim": tiny.conv_width,
             "layer_types": None if tiny.kinds is None else list(tiny.kinds),
             "tie_word_embeddings": tiny.tied, "bos_token_id": None, "eos_token_id": EOS_ID,
-            "pad_token_id": None,
+            "pad_token_id": None, **(tiny.experts or {}),
         },
         vision_config={
             "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
@@ -95,7 +110,8 @@ def make_qwen3_5(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
         vision_end_token_id=VISION_END_ID, tie_word_embeddings=tiny.tied,
     )  # fmt: skip
     config._attn_implementation = "eager"
-    model = Qwen3_5ForConditionalGeneration(config).eval()
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.set_experts_implementation("eager")
     fill_hybrid(model, seed)
     model.save_pretrained(directory)
     preprocessor = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}

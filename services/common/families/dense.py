@@ -152,12 +152,15 @@ def read_text(
     )
 
 
-def read_moe(config: Mapping[str, Any], *, norm_topk_prob: bool = True) -> MoESpec:
+def read_moe(
+    config: Mapping[str, Any], *, norm_topk_prob: bool = True, has_shared_expert: bool = False
+) -> MoESpec:
     """The experts of a config.json, or of its `text_config`.
 
     Args:
         config: the JSON object.
         norm_topk_prob: see `MoESpec`.
+        has_shared_expert: read its size.
 
     Raises:
         UnsupportedOption: names the option and what to do.
@@ -168,6 +171,7 @@ def read_moe(config: Mapping[str, Any], *, norm_topk_prob: bool = True) -> MoESp
         raise UnsupportedOption(
             f"num_experts_per_tok {top_k} is not supported: there are {num_experts} experts"
         )
+    shared = _size(config, "shared_expert_intermediate_size") if has_shared_expert else 0
     step = _size(config, "decoder_sparse_step", 1)
     layers = range(_size(config, "num_hidden_layers"))
     mlp_only = cast("list[int]", config.get("mlp_only_layers") or [])
@@ -176,6 +180,7 @@ def read_moe(config: Mapping[str, Any], *, norm_topk_prob: bool = True) -> MoESp
         top_k=top_k,
         intermediate_size=_size(config, "moe_intermediate_size"),
         norm_topk_prob=norm_topk_prob,
+        shared_intermediate_size=shared,
         dense_layers=frozenset(i for i in layers if i in mlp_only or (i + 1) % step),
     )
 

@@ -14,6 +14,7 @@ from services.common.model_spec import (
     LayerKind,
     LinearAttentionSpec,
     ModelSpec,
+    MoESpec,
     TextSpec,
     UnsupportedOption,
     VisionSpec,
@@ -42,8 +43,12 @@ def read_parts(
     return read_vision(directory, config, ()), replace(names, ignored=(*names.ignored, _MTP))
 
 
-def read_hybrid_text(config: Mapping[str, Any]) -> TextSpec:
-    """The language model of a config.json with layers of both kinds."""
+def read_hybrid_text(
+    config: Mapping[str, Any], *, num_kv_heads: int = 4, moe: MoESpec | None = None
+) -> TextSpec:
+    """The language model of a config.json with layers of both kinds; for the arguments see
+    `read_text`.
+    """
     section: Mapping[str, Any] = config.get("text_config") or config
     _refuse_unsupported(section)
     kinds = _layer_kinds(section)
@@ -53,12 +58,13 @@ def read_hybrid_text(config: Mapping[str, Any]) -> TextSpec:
     text = read_text(
         {**shared, "tie_word_embeddings": tied},
         head_dim=256,
-        num_kv_heads=4,
+        num_kv_heads=num_kv_heads,
         mrope_section=(11, 11, 10),
         partial_rotary_factor=0.25,
         qk_norm=True,
         qkv_bias=bias,
         o_bias=bias,
+        moe=moe,
     )
     return replace(
         text,

@@ -6,6 +6,7 @@ from services.encoder.models.base import VisionModel
 
 MODELS = {
     "Qwen3_5ForConditionalGeneration": "services.encoder.models.qwen3_vl:Qwen3VLVisionModel",
+    "Qwen3_5MoeForConditionalGeneration": "services.encoder.models.qwen3_vl:Qwen3VLVisionModel",
     "Qwen3VLForConditionalGeneration": "services.encoder.models.qwen3_vl:Qwen3VLVisionModel",
     "Qwen3VLMoeForConditionalGeneration": "services.encoder.models.qwen3_vl:Qwen3VLVisionModel",
 }

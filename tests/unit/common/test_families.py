@@ -330,6 +330,7 @@ def test_every_family_of_the_registry_reads(tmp_path: Path) -> None:
     assert set(FAMILIES) - tested == {
         "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
     }  # fmt: skip
 
 
@@ -412,3 +413,23 @@ def test_qwen3_5_refuses_by_name(tmp_path: Path, changes: dict, named: str) -> N
 
 def test_qwen3_5_serves_the_other_name_of_its_gate(tmp_path: Path) -> None:
     assert read_qwen3_5(tmp_path, output_gate_type="swish").text.output_gate
+
+
+EXPERTS_3_5 = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 40,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 512, "intermediate_size": ABSENT,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+
+
+def test_qwen3_5_with_experts(tmp_path: Path) -> None:
+    text = read(tmp_path, QWEN3_5, **EXPERTS_3_5).text
+    assert text.moe == MoESpec(
+        num_experts=256, top_k=8, intermediate_size=512, shared_intermediate_size=512
+    )
+    assert (text.intermediate_size, text.num_layers, len(text.linear_layers)) == (512, 40, 30)
+    with pytest.raises(ModelSpecError, match="lacks 'shared_expert_intermediate_size'"):
+        read(tmp_path, QWEN3_5, **EXPERTS_3_5 | {"shared_expert_intermediate_size": ABSENT})
+    with pytest.raises(UnsupportedOption, match="mlp_only_layers"):
+        read(tmp_path, QWEN3_5, **EXPERTS_3_5 | {"mlp_only_layers": [3]})

@@ -1,0 +1,17 @@
+"""Qwen3.5 with a mixture of experts and a shared expert in place of each MLP."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.families.dense import read_model, read_moe
+from services.common.families.qwen3_5 import read_hybrid_text, read_parts
+from services.common.model_spec import ModelSpec
+
+
+def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
+    section: Mapping[str, Any] = config.get("text_config") or config
+    moe = read_moe(section, has_shared_expert=True)
+    text = read_hybrid_text(config, num_kv_heads=2, moe=moe)
+    vision, checkpoint = read_parts(directory, config, text)
+    return read_model(directory, config, text, vision=vision, checkpoint=checkpoint)
