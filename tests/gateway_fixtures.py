@@ -37,6 +37,24 @@ def stack(_stack) -> Iterator[GatewayStack]:
 
 
 @pytest.fixture(scope="session")
+def _thinking(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
+    stack = GatewayStack(
+        loop_thread, tmp_path_factory.mktemp("thinking"), text_only=True, num_encoders=0,
+        log_level="ERROR",
+    )  # fmt: skip
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+def thinking(_thinking) -> Iterator[GatewayStack]:
+    """A text model whose template thinks, reset."""
+    _thinking.reset()
+    yield _thinking
+    _thinking.wait(lambda: _thinking.gateway.admission.num_running == 0)
+
+
+@pytest.fixture(scope="session")
 def _pair(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
     stack = GatewayStack(
         loop_thread, tmp_path_factory.mktemp("pair"), num_encoders=2, num_decoders=2,

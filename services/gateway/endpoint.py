@@ -41,6 +41,7 @@ class Work:
         completions: what has been prepared for it, in order: for the metrics.
         paths: how the client calls fields of the chat request that its own was made into; see
             `renamed`.
+        writer: of the answer's events, for `Endpoint.error_event`.
     """
 
     exchange: Exchange
@@ -48,6 +49,7 @@ class Work:
     hold: Callable[[int], None]
     completions: list[Completion] = field(default_factory=list[Completion])
     paths: Mapping[str, str] = field(default_factory=dict[str, str])
+    writer: object = None
 
     def response_id(self, prefix: str) -> str:
         """The answer's id, from the request's."""
@@ -70,8 +72,8 @@ class Endpoint(ABC):
             TriptychError: the request cannot be served.
         """
 
-    def error_event(self, error: TriptychError) -> bytes:
-        """The last event of a stream that failed."""
+    def error_event(self, work: Work, error: TriptychError) -> bytes:
+        """The last events of a stream that failed."""
         return error_event(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,7 +136,7 @@ class Endpoint(ABC):
                 raise
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
-                    await work.exchange.write(self.error_event(error), last=True)
+                    await work.exchange.write(self.error_event(work, error), last=True)
             return error.code
         finally:
             for completion in work.completions:

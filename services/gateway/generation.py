@@ -24,7 +24,7 @@ MAX_TOP_LOGPROBS = 20
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 _SALT = re.compile(r"[^@/\\\x00]+")
 _MAX_NEUTRAL_BYTES = 64
 
@@ -50,7 +50,7 @@ class GenerationFields(RequestHints, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    stop: _StopString | Annotated[list[_StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from services.gateway import responses_api, text_completions
 from services.gateway.hints import MessageHints, PartHints, RequestHints
 from services.gateway.openai import NEUTRAL_VALUES, ChatRequest
 from services.gateway.responses import (
@@ -21,7 +22,8 @@ from services.gateway.responses import (
     ModelCard,
     ModelList,
 )
-from services.gateway.text_completions import NEUTRAL, CompletionRequest, TextCompletion
+from services.gateway.responses_api import ResponseEvent, ResponseObject, ResponsesRequest
+from services.gateway.text_completions import CompletionRequest, TextCompletion
 from services.gateway.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -36,7 +38,11 @@ _HINTS = {
     for struct in (RequestHints, MessageHints, PartHints)
     for field in struct.__struct_fields__
 }
-_NEUTRAL_VALUES = {**NEUTRAL_VALUES, "CompletionRequest": NEUTRAL}
+_NEUTRAL_VALUES = {
+    **NEUTRAL_VALUES,
+    "CompletionRequest": text_completions.NEUTRAL,
+    "ResponsesRequest": responses_api.NEUTRAL,
+}
 _JSON, _EVENTS = "application/json", "text/event-stream"
 
 
@@ -65,6 +71,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/completions"): Operation(
         "Text completions, whole or as a stream", CompletionRequest, TextCompletion, TextCompletion
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "A response, whole or as a stream", ResponsesRequest, ResponseObject, ResponseEvent
     ),
     ("GET", "/v1/models"): Operation("The served model, as a list", None, ModelList),
     ("GET", "/v1/models/{name}"): Operation("The served model", None, ModelCard),

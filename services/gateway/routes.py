@@ -20,6 +20,7 @@ from services.gateway.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openapi import openapi_document
 from services.gateway.responses import ModelCard, ModelList
+from services.gateway.responses_endpoint import ResponsesEndpoint
 from services.gateway.text_completions_endpoint import TextCompletionEndpoint
 from services.gateway.tokenization import TokenizationRoutes
 from services.gateway.warm_up import WarmUp
@@ -60,6 +61,7 @@ class Routes:
         return [
             Route("/v1/chat/completions", ChatEndpoint(*parts), methods=["POST"]),
             Route("/v1/completions", TextCompletionEndpoint(*parts), methods=["POST"]),
+            Route("/v1/responses", ResponsesEndpoint(*parts), methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             *self._tokenization.table(),

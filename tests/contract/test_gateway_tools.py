@@ -1,7 +1,6 @@
 """Tools and reasoning over HTTP: the official client, and a decoder that says what it is told."""
 
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import openai
@@ -9,7 +8,7 @@ import pytest
 
 from services.common.errors import InvalidGrammar
 from tests.gateway_fixtures import image_url
-from tests.gateway_stack import MODEL, GatewayStack
+from tests.gateway_stack import MODEL
 from tests.tiny_tokenizer import added_ids
 from tests.unit.gateway.test_answers import CALLS, THOUGHT, encode
 
@@ -25,17 +24,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 ARGUMENTS = {"city": 'Zürich "中"', "days": 3}
-
-
-@pytest.fixture(scope="module")
-def thinking(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
-    """A text model whose template thinks."""
-    stack = GatewayStack(
-        loop_thread, tmp_path_factory.mktemp("thinking"), text_only=True, num_encoders=0,
-        log_level="ERROR",
-    )  # fmt: skip
-    yield stack
-    stack.close()
 
 
 def client_of(stack):

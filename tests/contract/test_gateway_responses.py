@@ -1,0 +1,268 @@
+"""POST /v1/responses, as the official client sends and reads it."""
+
+import json
+
+import numpy as np
+import openai
+import pydantic
+import pytest
+
+from tests.gateway_fixtures import image_url
+from tests.gateway_stack import MODEL
+from tests.unit.gateway.test_answers import CALLS, encode
+
+TOOLS = [
+    {
+        "type": "function",
+        "name": "weather",
+        "strict": False,
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+    {"type": "function", "name": "now", "parameters": None, "strict": None},
+]
+THOUGHT = "<think>\nI think.\n</think>\n\n"
+
+
+def client_of(stack):
+    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0)
+
+
+@pytest.fixture
+def client(stack):
+    with client_of(stack) as client:
+        yield client
+
+
+def say(stack, text, tokens_per_event=1):
+    stack.decoder.reply = encode(stack.tokenizer, text)
+    stack.decoder.tokens_per_event = tokens_per_event
+
+
+def prompt(stack) -> str:
+    """Text of the last prompt."""
+    ids = np.frombuffer(stack.decoder.submits[-1].prompt_token_ids, "<i4").tolist()
+    return b"".join(map(stack.tokenizer.token_bytes, ids)).decode()
+
+
+def chat_prompt(stack, **fields) -> str:
+    """Text of the prompt of a chat request."""
+    assert stack.chat(**fields).status_code == 200
+    return prompt(stack)
+
+
+def post(stack, **fields):
+    with stack.client() as client:
+        return client.post("/v1/responses", json={"model": MODEL, "input": "hello", **fields})
+
+
+def events_of(response) -> list[dict]:
+    blocks = [block.split("\n") for block in response.text.strip().split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+    assert [name.removeprefix("event: ") for name, _ in blocks] == [e["type"] for e in events]
+    return events
+
+
+def test_answer(client, stack):
+    answer = client.responses.create(
+        model=MODEL, input="hello", instructions="Be brief.", store=True, temperature=0.5,
+        metadata={"a": "b"}, user="me", max_output_tokens=9,
+    )  # fmt: skip
+    assert answer.id.startswith("resp_") and answer.object == "response"
+    assert answer.status == "completed"
+    assert answer.output_text == "A red circle."
+    (item,) = answer.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
+    assert answer.usage.output_tokens == 5
+    assert answer.usage.input_tokens_details.cached_tokens == 7
+    assert (answer.temperature, answer.metadata) == (0.5, {"a": "b"})
+    assert answer.instructions == "Be brief."
+    sampling = stack.decoder.submits[0].sampling
+    assert (sampling.temperature, sampling.max_tokens) == (0.5, 9)
+    found = prompt(stack)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    assert found == chat_prompt(stack, messages=messages)
+
+
+def test_answer_is_not_stored(client):
+    answer = client.responses.create(model=MODEL, input="hello", store=True)
+    assert answer.model_extra["store"] is False
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=MODEL, input="x", previous_response_id=answer.id)
+    assert refused.value.param == "previous_response_id"
+
+
+def test_events_in_the_order_of_openai(stack):
+    events = events_of(post(stack, stream=True))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added",
+        *["output_text.delta"] * 4, "output_text.done", "content_part.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    assert events[0]["response"]["status"] == "in_progress"
+    assert events[2]["item"]["content"] == []
+    assert events[2]["item"]["status"] == "in_progress"
+    assert events[3]["part"]["text"] == ""
+    deltas = [e["delta"] for e in events if e["type"].endswith("text.delta")]
+    done = events[-1]["response"]
+    assert "".join(deltas) == events[-4]["text"] == done["output"][0]["content"][0]["text"]
+    assert len({event["item_id"] for event in events if "item_id" in event}) == 1
+    assert done["usage"]["total_tokens"] > 5
+
+
+@pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
+def test_reasoning_text_and_calls(thinking, tokens_per_event):
+    say(thinking, THOUGHT + CALLS["hermes"], tokens_per_event)
+    fields = {
+        "model": MODEL,
+        "input": "x",
+        "tools": TOOLS,
+        "include": ["reasoning.encrypted_content"],
+    }
+    with client_of(thinking) as client:
+        whole = client.responses.create(**fields)
+        with client.responses.stream(**fields) as stream:
+            kinds = [event.type for event in stream]
+            streamed = stream.get_final_response()
+    for answer in (whole, streamed):
+        thought, text, first, second = answer.output
+        assert thought.content[0].text == "I think."
+        assert text.content[0].text == "Let me see 🙂."
+        assert (first.type, first.name, second.name) == ("function_call", "weather", "now")
+        assert json.loads(first.arguments)["days"] == 3
+        assert first.call_id != second.call_id
+        assert {item.status for item in answer.output} == {"completed"}
+        assert answer.status == "completed"
+        assert answer.usage.output_tokens_details.reasoning_tokens > 0
+    assert (
+        kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+    )
+    assert kinds.count("response.function_call_arguments.done") == 2
+
+
+def test_answer_can_be_sent_back(thinking):
+    """A second turn is the same prompt as that of chat with the same messages."""
+    say(thinking, THOUGHT + CALLS["hermes"])
+    with client_of(thinking) as client:
+        answer = client.responses.create(model=MODEL, input="x", tools=TOOLS)
+        calls = [item for item in answer.output if item.type == "function_call"]
+        say(thinking, "Done.")
+        history = [
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            *answer.output,
+            *({"type": "function_call_output", "call_id": c.call_id, "output": "7"} for c in calls),
+        ]
+        second = client.responses.create(model=MODEL, input=history, tools=TOOLS)
+    assert second.output_text == "Done."
+    found = prompt(thinking)
+    assistant = {
+        "role": "assistant", "content": "Let me see 🙂.", "reasoning_content": "I think.",
+        "tool_calls": [
+            {"id": c.call_id, "type": "function",
+             "function": {"name": c.name, "arguments": c.arguments}}
+            for c in calls
+        ],
+    }  # fmt: skip
+    tools = [
+        {"type": "function", "function": {"name": "weather", "parameters": TOOLS[0]["parameters"]}},
+        {"type": "function", "function": {"name": "now"}},
+    ]
+    results = [{"role": "tool", "tool_call_id": c.call_id, "content": "7"} for c in calls]
+    messages = [{"role": "user", "content": "x"}, assistant, *results]
+    assert found == chat_prompt(thinking, messages=messages, tools=tools)
+
+
+def test_images(client, stack):
+    url = image_url(300, 200)
+    parts = [{"type": "input_image", "image_url": url, "detail": "auto"},
+             {"type": "input_text", "text": "what?"}]  # fmt: skip
+    answer = client.responses.create(model=MODEL, input=[{"role": "user", "content": parts}])
+    assert answer.output_text == "A red circle."
+    assert stack.decoder.submits[0].images[0].num_tokens == 70
+
+
+def test_structured_text(client, stack):
+    class Shape(pydantic.BaseModel):
+        color: str
+
+    say(stack, '{"color": "red"}')
+    answer = client.responses.parse(model=MODEL, input="x", text_format=Shape)
+    assert answer.output_parsed == Shape(color="red")
+    grammar = stack.decoder.submits[0].grammar
+    assert json.loads(grammar.text)["properties"]["color"]["type"] == "string"
+    client.responses.create(model=MODEL, input="x", text={"format": {"type": "json_object"}})
+    assert stack.decoder.submits[1].HasField("grammar")
+
+
+def test_cut_answer_is_incomplete(client, stack):
+    answer = client.responses.create(model=MODEL, input="x", max_output_tokens=2)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output[0].status == "incomplete"
+    events = events_of(post(stack, stream=True, max_output_tokens=2))
+    assert events[-1]["type"] == "response.incomplete"
+
+
+def test_empty_answer_is_an_empty_message(client, stack):
+    stack.decoder.reply = []
+    assert client.responses.create(model=MODEL, input="x").output_text == ""
+    kinds = [event["type"] for event in events_of(post(stack, stream=True))]
+    assert kinds[-1] == "response.completed" and "response.output_item.done" in kinds
+
+
+def test_logprobs(client):
+    answer = client.responses.create(
+        model=MODEL, input="x", top_logprobs=2, include=["message.output_text.logprobs"]
+    )
+    found = answer.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in found) == "A red circle."
+    assert len(found[0].top_logprobs) == 2
+
+
+def test_failure_in_mid_stream(client, stack):
+    stack.decoder.fail_after = (2, "internal_error")
+    events = list(client.responses.create(model=MODEL, input="x", stream=True))
+    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+    assert events[-1].response.status == "failed"
+    assert events[-1].response.error.code == "server_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input[0].call_id"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]},
+            "input[0].arguments",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+         "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": "a"},
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+         "input[1].content[0]"),
+        ({"input": [{"role": "user", "content": "x" * 100_000}]}, "input"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 5}}},
+         "text.format.schema"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"messages": []}, "messages"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)  # fmt: skip
+def test_refused_by_name(stack, fields, param):
+    response = post(stack, **fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param) or param in error["message"]
+    assert not stack.decoder.submits
