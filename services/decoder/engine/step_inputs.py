@@ -18,7 +18,7 @@ from services.decoder.engine.images import ImageRun
 from services.decoder.engine.staging import Staged, Staging
 from services.decoder.engine.step import Step
 from services.decoder.kernels.ops import Ops
-from services.decoder.kernels.states import StateCache, StateLayout
+from services.decoder.kernels.states import StateCache, StateLayout, prefill_pieces
 
 IntArray = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", np.int32, np.int64)
@@ -67,6 +67,7 @@ class Places:
     visual_rows: Staged | None  # [V] int64
     visual_mask: Staged | None  # [T] int32, in a captured step with chunks
     cu_query_lens: Staged | None  # [S + 1] int32, of a model with recurrent states
+    pieces: Staged | None  # [W, 2] int32, of chunks of such a model
     block_ids: Staged
 
 
@@ -294,6 +295,7 @@ def stage(
         visual_rows=_stage_visual_rows(step, staging) if step.images and not masked else None,
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
         cu_query_lens=staging.add(step.cu_query_lens) if with_states else None,
+        pieces=_stage_pieces(step, staging) if with_states else None,
         block_ids=staging.add(_block_ids(step, table, block_size)),
     )
     return step
@@ -313,6 +315,12 @@ def _block_ids(step: StepInputs, table: RowTable, block_size: int) -> npt.NDArra
     for row, context in zip(rows, seq_lens, strict=True):
         parts.append(table.blocks[row, : -(-context // block_size)])
     return np.concatenate(parts)
+
+
+def _stage_pieces(step: StepInputs, staging: Staging) -> Staged | None:
+    if step.num_decodes == len(step.seq_lens):
+        return None
+    return staging.add(prefill_pieces(step.cu_query_lens, step.num_decodes, step.num_tokens))
 
 
 def _stage_visual_rows(step: StepInputs, staging: Staging) -> Staged:
@@ -352,6 +360,7 @@ def attention_metadata(
             slots=staging.device(places.output_rows),
             cu_query_lens_device=staging.device(places.cu_query_lens),
             seq_lens_device=metadata.seq_lens_device,
+            work=None if places.pieces is None else staging.device(places.pieces),
         )
     return metadata
 

@@ -31,6 +31,7 @@ def decode(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: T
         layout: of the step.
         out: `[T, value_heads, value_dim]`; the decodes' tokens are written.
     """
+    _refuse_capture()
     count, width = layout.num_decodes, inputs.spec.conv_width
     slots, index = layout.slots[:count], layout.seq_lens_device[:count].long() - 1
     tokens = inputs.qkv[:count]
@@ -48,6 +49,7 @@ def decode(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: T
 
 def prefill(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor) -> None:
     """The step's chunks, one sequence after the other; arguments as of `decode`."""
+    _refuse_capture()
     starts, lens = layout.cu_query_lens.tolist(), layout.seq_lens.tolist()
     for index in range(layout.num_decodes, len(lens)):
         tokens = slice(starts[index], starts[index + 1])
@@ -126,6 +128,16 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = (weight * normed.to(x.dtype)).flatten(1)
     return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+def _refuse_capture() -> None:
+    """A graph's lengths change from replay to replay; these functions read them on the host.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the plain gated delta rule cannot be part of a CUDA graph")
 
 
 def _column(states: LayerStates, slots: Tensor, index: Tensor, width: int) -> Tensor:

@@ -19,6 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from services.decoder.kernels.silu_mul import swiglu
 from services.decoder.kernels.tuning import SkinnyConfig
 
+_REDUCED = 1024  # elements of a CTA
+
 
 def split_k_partials(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: SkinnyConfig, *,
@@ -39,6 +41,16 @@ def linear_swiglu(
     """`silu_and_mul(x @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
     out = x.new_empty(len(x), len(weight) // 2)
     _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, swiglu=True)
+    return out
+
+
+def reduce_split_k(x: Tensor, dtype: torch.dtype, *, pdl: bool = False) -> Tensor:
+    """Implements `plain.reduce_split_k` of partials `[S, T, N]`."""
+    out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
+    size = out.numel()
+    _reduce_kernel[(triton.cdiv(size, _REDUCED),)](
+        x, out, size, SPLITS=len(x), BLOCK=_REDUCED, PDL=pdl, launch_pdl=pdl
+    )
     return out
 
 
@@ -100,6 +112,19 @@ def _skinny_gemm_kernel(
     else:
         place = (split * num_tokens + token)[:, None] * num_rows + row[None, :]
         tl.store(out_ptr + place, tl.trans(acc), mask=inside)
+
+
+@triton.jit
+def _reduce_kernel(
+    x_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    values = load_reduced(x_ptr, place, place < size, size, SPLITS, dtype)
+    tl.store(out_ptr + place, values, mask=place < size)
 
 
 @triton.jit

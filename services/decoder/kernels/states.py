@@ -6,6 +6,7 @@ that no flag can be forgotten.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from services.common.model_spec import LinearAttentionSpec
+
+PIECE = 64  # tokens of a chunk whose recurrence kernels solve at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class StateLayout:
         slots: `[S]` int64, device.
         cu_query_lens_device: `[S + 1]` int32.
         seq_lens_device: `[S]` int32.
-        work: `[W, 2]` int32, device: pieces of chunks, see `prefill_work`; None: there are none.
+        work: `[W, 2]` int32, device: see `prefill_pieces`; None: there are no chunks.
     """
 
     cache: StateCache
@@ -97,6 +100,24 @@ class StateLayout:
     cu_query_lens_device: Tensor
     seq_lens_device: Tensor
     work: Tensor | None = None
+
+
+def prefill_pieces(
+    cu_query_lens: npt.NDArray[np.int32], num_decodes: int, num_tokens: int
+) -> npt.NDArray[np.int32]:
+    """Pieces of a step's chunks: the sequence, and the piece's first token in the step; -1 and 0
+    for padding. `[W, 2]`, where W depends only on the numbers of tokens and of sequences.
+    """
+    starts = cu_query_lens[num_decodes:].tolist()
+    found = [
+        (num_decodes + index, first)
+        for index, (start, stop) in enumerate(pairwise(starts))
+        for first in range(start, stop, PIECE)
+    ]
+    pieces = np.zeros((num_tokens // PIECE + len(starts) - 1, 2), np.int32)
+    pieces[:, 0] = -1
+    pieces[: len(found)] = found
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,15 @@ def _no_mlp_bias(facts: KernelFacts) -> str:
     return "needs an MLP without biases" if facts.text.mlp_bias else ""
 
 
+def _delta_sizes(facts: KernelFacts) -> str:
+    """A CTA holds all rows of a head's state."""
+    sizes = facts.text.linear_attention
+    if sizes is None:
+        return "the model has no linear attention"
+    largest = max(sizes.key_head_dim, sizes.value_head_dim)
+    return "" if largest <= 128 else f"needs heads of at most 128 elements, not {largest}"
+
+
 def _even_head(facts: KernelFacts) -> str:
     head = facts.text.head_dim
     fits = head % 2 == 0 and head <= 256
@@ -408,6 +417,33 @@ def _qk_rope_cache(facts: KernelFacts) -> Kernel:
     return _with_pdl(qk_rope_cache.qk_rope_cache, facts)
 
 
+def _output_gates(name: str) -> Callable[[KernelFacts], Kernel]:
+    def create(facts: KernelFacts) -> Kernel:
+        from services.decoder.kernels import output_gates
+
+        return _with_pdl(getattr(output_gates, name), facts)
+
+    return create
+
+
+def _reduce_split_k(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import skinny_gemm
+
+    return _with_pdl(skinny_gemm.reduce_split_k, facts)
+
+
+def _delta_decode(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import delta_rule_decode
+
+    return _with_pdl(delta_rule_decode.decode, facts)
+
+
+def _delta_prefill(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import delta_rule_prefill
+
+    return delta_rule_prefill.prefill
+
+
 def _pick_tokens(facts: KernelFacts) -> Kernel:
     from services.decoder.kernels import step_entry
 
@@ -542,10 +578,15 @@ ROWS: Sequence[Row] = (
         _needs(_triton, _fused_decode), _fused_decode_sequences,
     ),
     Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
+    Row("output_gate", "triton", _output_gates("output_gate"), _triton),
     Row("output_gate", "plain", _plain(plain.output_gate)),
+    Row("reduce_split_k", "triton", _reduce_split_k, _triton),
     Row("reduce_split_k", "plain", _plain(plain.reduce_split_k)),
+    Row("delta_decode", "triton", _delta_decode, _needs(_triton, _delta_sizes)),
     Row("delta_decode", "plain", _plain(delta_rule.decode)),
+    Row("delta_prefill", "triton", _delta_prefill, _needs(_triton, _delta_sizes)),
     Row("delta_prefill", "plain", _plain(delta_rule.prefill)),
+    Row("gated_norm", "triton", _output_gates("gated_norm"), _triton),
     Row("gated_norm", "plain", _plain(delta_rule.gated_norm)),
     Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),
     Row("logits", "plain", _plain(plain.linear)),

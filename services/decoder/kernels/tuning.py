@@ -113,6 +113,43 @@ class SwigluGemmConfig:
         return -(-num_tokens // self.tokens) * (num_rows // self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaDecodeConfig:
+    """How the decode kernel of the gated delta rule divides a head's state. Not measured yet.
+
+    Attributes:
+        columns: of the state, per CTA.
+        warps: of a CTA.
+    """
+
+    columns: int
+    warps: int
+
+
+def delta_decode_config(num_sequences: int) -> DeltaDecodeConfig:
+    """Small parts where few sequences must fill the device."""
+    return DeltaDecodeConfig(32, 4) if num_sequences < 4 else DeltaDecodeConfig(64, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPrefillConfig:
+    """How the prefill kernels of the gated delta rule are divided. Not measured yet.
+
+    Attributes:
+        columns: of a head's state, per CTA of the scan.
+        channels: of the convolution, per CTA.
+        solve_warps: of a CTA that inverts.
+        scan_warps: of a CTA of the scan.
+        scan_stages: of its pipeline.
+    """
+
+    columns: int = 32
+    channels: int = 64
+    solve_warps: int = 4
+    scan_warps: int = 4
+    scan_stages: int = 1
+
+
 def swiglu_gemm_config(device: DeviceFacts, num_columns: int) -> SwigluGemmConfig:
     """For a weight with this many columns: with 4,096, a fourth stage saves 2.7 % of 8,064 tokens'
     time.
