@@ -38,10 +38,13 @@ def weight_elements(config: ModelSpec, tokens: int = 1, *, used: bool = False) -
     """Elements that a step reads: all layers and the head; of experts, as many as its tokens touch
     if each goes to any with the same probability. `used`: what one token is multiplied with.
     """
-    text, moe = config.text, config.text.moe
-    attention = text.head_dim * (2 * text.num_heads + 2 * text.num_kv_heads)
+    text, moe, linear = config.text, config.text.moe, config.text.linear_attention
+    num_queries = text.num_heads * (3 if text.output_gate else 2)  # with the output projection's
     found = text.vocab_size * text.hidden_size
     for layer in range(text.num_layers):
+        mixer = text.head_dim * (num_queries + 2 * text.num_kv_heads)
+        if linear is not None and layer in text.linear_layers:
+            mixer = linear.num_channels + 2 * linear.value_size + 2 * linear.num_value_heads
         width = float(text.intermediate_size)
         if moe is not None and text.has_experts(layer):
             missed = (1 - moe.top_k / moe.num_experts) ** tokens
@@ -49,25 +52,30 @@ def weight_elements(config: ModelSpec, tokens: int = 1, *, used: bool = False) -
             if used:
                 width = moe.intermediate_size * moe.top_k
             width += moe.shared_intermediate_size + moe.num_experts / 3
-        found += text.hidden_size * (attention + 3 * width)
+        found += text.hidden_size * (mixer + 3 * width)
     return found
 
 
 def decode_floor_s(config: ModelSpec, batch: int, context: int) -> float:
-    """Bytes that a step must read, over the bandwidth (bf16)."""
-    text = config.text
-    per_token = 2 * 2 * text.num_kv_heads * text.head_dim * text.num_layers
-    return (2 * weight_elements(config, batch) + batch * context * per_token) / BANDWIDTH
+    """Bytes that a step must read, over the bandwidth (bf16); recurrent states are written, too."""
+    text, linear = config.text, config.text.linear_attention
+    per_token = 2 * 2 * text.num_kv_heads * text.head_dim * len(text.attention_layers)
+    states = 0
+    if linear is not None:
+        states = 2 * 4 * linear.value_size * linear.key_head_dim * len(text.linear_layers)
+    per_sequence = context * per_token + states
+    return (2 * weight_elements(config, batch) + batch * per_sequence) / BANDWIDTH
 
 
 def prefill_floor_s(config: ModelSpec, tokens: int) -> float:
-    """Operations of the layers for one prompt, over the rate; the head sees one row. Where that is
+    """Operations of the layers for one prompt, over the rate; the head sees one row, and the delta
+    rule's own few are left out. Where that is
     longer, as with experts, bytes of the weights over the bandwidth.
     """
     text = config.text
     head = text.vocab_size * text.hidden_size
     linear = 2 * tokens * (weight_elements(config, used=True) - head)
-    attention = 2 * tokens**2 * text.num_heads * text.head_dim * text.num_layers
+    attention = 2 * tokens**2 * text.num_heads * text.head_dim * len(text.attention_layers)
     return max((linear + attention) / FLOPS, 2 * weight_elements(config, tokens) / BANDWIDTH)
 
 

@@ -249,8 +249,8 @@ def prefill_obstacle(facts: AttentionFacts) -> str:
         return "needs Triton and Hopper's wgmma"
     if facts.dtype.itemsize != 2:
         return f"needs bfloat16 or float16, not {facts.dtype}"
-    if facts.head_dim not in (64, 128):
-        return f"needs a head_dim of 64 or 128, not {facts.head_dim}"
+    if facts.head_dim not in (64, 128, 256):
+        return f"needs a head_dim of 64, 128 or 256, not {facts.head_dim}"
     return ""
 
 

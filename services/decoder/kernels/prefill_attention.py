@@ -85,7 +85,8 @@ class PrefillAttention:
     def __init__(self, facts: AttentionFacts, device: torch.device) -> None:
         num_heads, head_dim = facts.num_heads, facts.head_dim
         # With this many work items there are enough CTAs, and none is split.
-        self._max_splits = facts.device.num_sms * PREFILL.ctas_per_sm // num_heads
+        ctas_per_sm = PREFILL.ctas_per_sm if head_dim <= 128 else 1
+        self._max_splits = facts.device.num_sms * ctas_per_sm // num_heads
         rows = self._max_splits * num_heads * TILE
         self._acc = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
         self._m_l = torch.empty((2, rows), dtype=torch.float32, device=device)

@@ -7,7 +7,6 @@ printed for any device, without a GPU and without Triton.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,65 +22,8 @@ from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.kernels import attention_tuning, delta_rule, plain, sampling, tuning
-from services.decoder.kernels.attention_tuning import AttentionFacts
+from services.decoder.kernels.kernel_facts import UNQUANTIZED, KernelFacts, attention_facts
 from services.decoder.kernels.tuning import SkinnyConfig, SwigluGemmConfig
-
-UNQUANTIZED = "plain"  # as `LinearMethod.weight_format`
-
-
-@dataclass(frozen=True, slots=True)
-class KernelFacts:
-    """What decides which kernels run.
-
-    Attributes:
-        device: that they run on.
-        text: the model's sizes and options.
-        dtype: of weights, activations and the KV cache.
-        weight_format: of the linear layers, see `LinearMethod`.
-        num_ranks: that share the model by tensor parallelism.
-    """
-
-    device: DeviceFacts
-    text: TextSpec
-    dtype: torch.dtype
-    weight_format: str = UNQUANTIZED
-    num_ranks: int = 1
-
-    @property
-    def query_size(self) -> int:
-        """Columns of the output projection."""
-        return self.text.num_heads * self.text.head_dim
-
-    @property
-    def qkv_size(self) -> int:
-        """Rows of the merged q, k and v projection."""
-        return self.query_size + 2 * self.text.num_kv_heads * self.text.head_dim
-
-    @property
-    def residual_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(N, K) of the projections that add to the residual stream: output, down."""
-        hidden = self.text.hidden_size
-        return (hidden, self.query_size), (hidden, self.text.intermediate_size)
-
-    @property
-    def gate_up_shape(self) -> tuple[int, int]:
-        """(N, K) of the merged gate and up projection."""
-        return 2 * self.text.intermediate_size, self.text.hidden_size
-
-
-def attention_facts(
-    facts: KernelFacts, *, block_size: int = 16, has_flashinfer: bool = False
-) -> AttentionFacts:
-    """The facts that select attention kernels. Fused operations depend neither on `block_size` nor
-    on flashinfer.
-    """
-    text = facts.text
-    return AttentionFacts(
-        device=facts.device, dtype=facts.dtype, num_heads=text.num_heads,
-        num_kv_heads=text.num_kv_heads, head_dim=text.head_dim, block_size=block_size,
-        rotary_dim=text.rope.rotary_dim, has_flashinfer=has_flashinfer,
-    )  # fmt: skip
-
 
 Row = Implementation[KernelFacts]
 Check = Callable[[KernelFacts], str]
@@ -359,18 +301,18 @@ def _skinny_project(facts: KernelFacts) -> Kernel:
     from services.decoder.kernels import skinny_gemm
 
     @cache
-    def config(rows: int, columns: int) -> SkinnyConfig:
-        found = tuning.split_k_config(facts.device, rows, columns)
-        assert found is not None
-        return found
+    def config(rows: int, columns: int) -> SkinnyConfig | None:
+        return tuning.split_k_config(facts.device, rows, columns)
 
     shared, supported = facts.device.shared_memory_bytes, facts.device.supports_pdl
 
     def project(x: Tensor, layer: Linear) -> Tensor:
+        chosen = config(layer.out_features, layer.in_features)
+        if chosen is None:  # linear attention's may have any number of rows
+            return layer(x)
         return skinny_gemm.split_k_partials(
-            x, layer.weight, layer.bias, config(layer.out_features, layer.in_features),
-            shared_memory_bytes=shared, pdl=supported,
-        )  # fmt: skip
+            x, layer.weight, layer.bias, chosen, shared_memory_bytes=shared, pdl=supported
+        )
 
     return project
 
