@@ -36,7 +36,8 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer
 
 from services.common.errors import InvalidGrammar
-from services.decoder.grammar import Grammar, Grammars, Matcher, MatcherFailed
+from services.decoder.grammar import Demands, Grammar, Grammars
+from services.decoder.matcher import Matcher, MatcherFailed
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _SCHEMA_TIMEOUT_S = 60.0
@@ -114,7 +115,7 @@ class OfDecoder:
 
     async def _new(self, grammar: Grammar) -> Matcher:
         started = time.process_time()
-        matcher = await self._grammars.matcher(grammar)
+        matcher = await self._grammars.matcher(Demands(grammar))
         self.compile_s = time.process_time() - started
         return matcher
 
@@ -130,7 +131,8 @@ class DecoderMatcher:
 
     def mask(self) -> npt.NDArray[np.bool_]:
         started = time.thread_time()
-        self._matcher.grammar.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        assert self._matcher.running is not None
+        self._matcher.running.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._matcher.finish(self._mask[0])
         self.mask_s = time.thread_time() - started
         return np.unpackbits(self._mask.view(np.uint8), bitorder="little").view(np.bool_)
@@ -215,23 +217,23 @@ class Examiner:
             outcome.refused = error.message
             return outcome
         outcome.compile_s = self._library.compile_s
-        validator = _validator(case.schema)
         for number in range(self._options.answers):
             answer = self._answer(self._library.start(text), outcome, f"{case.name}/{number}")
             if answer is None:
                 outcome.cut += 1
                 continue
-            try:
-                validator.validate(json.loads(answer, parse_float=Decimal))
-                outcome.valid += 1
-            except (jsonschema.ValidationError, ValueError) as error:
-                outcome.invalid += 1
-                outcome.example = f"{answer[:200]!r}: {str(error).splitlines()[0][:200]}"
+            problem = _problem(case.schema, answer)
+            outcome.valid += not problem
+            outcome.invalid += bool(problem)
+            if problem:
+                outcome.example = f"{answer[:200]!r}: {problem}"
         for instance, is_valid in case.instances[:10]:
             taken = self._takes(self._library.start(text), json.dumps(instance, ensure_ascii=False))
             outcome.accepted += is_valid and taken
             outcome.rejected += is_valid and not taken
             outcome.leaked += not is_valid and taken
+            if taken and not is_valid:
+                outcome.example = f"takes the invalid {str(instance)[:100]}"
             outcome.held += not is_valid and not taken
         return outcome
 
@@ -260,11 +262,21 @@ class Examiner:
         return bool(matcher.mask()[self._end_id])
 
 
-def _validator(schema: Any) -> Any:  # noqa: ANN401 - jsonschema's
-    # Decimal numbers: 0.3 is a multiple of 0.1, which it is not in binary.
-    schema = json.loads(json.dumps(schema), parse_float=Decimal)
-    kind = validator_for(schema, jsonschema.Draft202012Validator)
-    return kind(schema, format_checker=kind.FORMAT_CHECKER)
+def _problem(schema: Any, answer: bytes) -> str:  # noqa: ANN401 - any JSON
+    """Why the answer does not validate; empty if it does."""
+    # In decimal, 0.3 is a multiple of 0.1; numbers of thousands of digits are too long for that.
+    for number in (Decimal, float):
+        exact = json.loads(json.dumps(schema), parse_float=number)
+        kind = validator_for(exact, jsonschema.Draft202012Validator)
+        try:
+            instance = json.loads(answer, parse_float=number)
+            kind(exact, format_checker=kind.FORMAT_CHECKER).validate(instance)
+        except ArithmeticError:
+            continue
+        except (jsonschema.ValidationError, ValueError) as error:
+            return str(error).splitlines()[0][:200]
+        break
+    return ""
 
 
 def run_examiner(options: argparse.Namespace, pipe: "Connection[Outcome, Case]") -> None:
@@ -346,8 +358,8 @@ def report(outcomes: Sequence[Outcome], label: str) -> int:
     reasons = Counter(_kind_of(o.refused) for o in outcomes if o.refused)
     for reason, count in reasons.most_common(25):
         print(f"  {count:5d} x {reason}")
-    for outcome in [o for o in good if o.invalid][:20]:
-        print(f"  invalid: {outcome.name}: {outcome.example}")
+    for outcome in [o for o in good if o.example][:20]:
+        print(f"  {outcome.name}: {outcome.example}")
     return sum(o.invalid for o in good)
 
 

@@ -173,7 +173,7 @@ class DecoderFront:
                 raise Overloaded(self._refusal)
             if len(self._live) >= self._max_live:
                 raise Overloaded(f"{len(self._live)} sequences run or wait here already")
-            message, images, grammar = read_submit(submit, live.number, self.engine)
+            message, images, demands = read_submit(submit, live.number, self.engine)
         except TriptychError as error:
             self._report(live, _failed(error), error.code)
         except Exception:
@@ -181,8 +181,8 @@ class DecoderFront:
             self._report(live, _failed(InternalError("the submission failed")), "internal_error")
         else:
             self._start(live, message, images, submit.timeout_s)
-            if grammar is not None:
-                self._masks.add(live.number, grammar)
+            if demands is not None:
+                self._masks.add(live.number, demands)
 
     def cancel(self, stream: Stream, sequence_id: int) -> None:
         """Ends a sequence, unless it has ended already."""

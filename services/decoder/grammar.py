@@ -12,24 +12,29 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from services.common.errors import InvalidGrammar, Overloaded
+from services.decoder.matcher import (
+    GrammarMatcher,
+    Int32Array,
+    Matcher,
+    MatcherFailed,
+    mask_of,
+    short,
+)
 from services.decoder.schema_formats import without_unknown_formats
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # of the stub alone
 
-Int32Array = npt.NDArray[np.int32]
 
 # Compiling is rare and must not take the cores from the masks of running sequences.
 _COMPILE_THREADS = 2
@@ -38,7 +43,6 @@ _MAX_COMPILING = 64
 _COMPILE_TIMEOUT_S = 10.0
 _CACHE_ENTRIES = 256
 _MAX_VOCABULARIES = 4  # a model has one set of end ids; each costs a second and 100 MB
-_MAX_MESSAGE_CHARS = 500
 # One space, or a new line and indentation: what models write. More lets a sequence that has lost
 # its way fill max_tokens with blanks.
 _JSON_OPTIONS = {
@@ -85,67 +89,18 @@ class Grammar(NamedTuple):
     min_tokens: int = 0
 
 
-class MatcherFailed(Exception):
-    """A matcher cannot go on; the message says why."""
-
-
-@dataclass(slots=True, eq=False)
-class Matcher:
-    """What one sequence may have next. Used by one thread at a time.
+class Demands(NamedTuple):
+    """What a request demands of a completion's tokens.
 
     Attributes:
-        grammar: llguidance's state.
-        begins_after: as of the grammar; empty once it has begun.
-        num_generated: completion tokens seen.
-        min_tokens: until then no id of `stop_ids` ends the sequence, if anything else is allowed.
-        ends_early: end ids may be sampled where the text is complete and could be continued.
-        without_ends, without_stops: masks of all ids but the grammar's end ids, and of all but the
-            sequence's stop ids; `[words]`.
+        grammar: None: any text.
+        allowed_ids: empty: all.
+        bad_words: token ids of each; the last one of a word is not sampled after its others.
     """
 
-    grammar: LLMatcher
-    begins_after: tuple[int, ...]
-    min_tokens: int
-    ends_early: bool
-    without_ends: Int32Array
-    without_stops: Int32Array
-    num_generated: int = 0
-    _recent: tuple[int, ...] = ()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the next token is the grammar's."""
-        return not self.begins_after
-
-    def consume(self, token_ids: list[int]) -> None:
-        """Takes the sequence's next tokens.
-
-        Raises:
-            MatcherFailed: they are not of the grammar.
-        """
-        self.num_generated += len(token_ids)
-        while token_ids and not self.has_begun:
-            token_id, *token_ids = token_ids
-            self._recent = (*self._recent, token_id)[-len(self.begins_after) :]
-            if self._recent == self.begins_after:
-                self.begins_after = ()
-        if token_ids and not self.grammar.consume_tokens(token_ids):
-            raise MatcherFailed(_first_lines(self.grammar.get_error()))
-
-    def finish(self, mask: Int32Array) -> None:
-        """Takes ids that may not end the sequence yet out of a mask that llguidance has filled.
-
-        Raises:
-            MatcherFailed: nothing is allowed.
-        """
-        if self.grammar.is_error():
-            raise MatcherFailed(_first_lines(self.grammar.get_error()))
-        if not self.has_begun:
-            mask[:] = self.without_ends
-        elif not self.ends_early:
-            _restrict(mask, self.without_ends)
-        if self.num_generated < self.min_tokens:
-            _restrict(mask, self.without_stops)
+    grammar: Grammar | None = None
+    allowed_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class Grammars:
@@ -174,28 +129,33 @@ class Grammars:
         self._num_compiling = 0
         self._without: OrderedDict[tuple[int, ...], Int32Array] = OrderedDict()
 
-    async def matcher(self, grammar: Grammar) -> Matcher:
+    async def matcher(self, demands: Demands) -> Matcher:
         """A matcher at the start of a sequence's completion.
 
         Raises:
             InvalidGrammar: it is not a grammar, or beyond what is supported; the message names it.
             Overloaded: too many grammars are being compiled.
         """
-        compiled = await self._compiled(grammar)
-        matcher = Matcher(
-            compiled.deep_copy(),
+        allowed = demands.allowed_ids
+        return Matcher(
+            grammar=demands.grammar and await self._matcher(demands.grammar),
+            allowed=mask_of(list(allowed), self.num_words) if allowed else None,
+            bad_words=demands.bad_words,
+        )
+
+    async def _matcher(self, grammar: Grammar) -> GrammarMatcher:
+        matcher = GrammarMatcher(
+            (await self._compiled(grammar)).deep_copy(),
             grammar.begins_after,
-            grammar.min_tokens,
             ends_early=set(grammar.end_ids) <= set(grammar.stop_ids),
+            min_tokens=grammar.min_tokens,
             without_ends=self._mask_without(grammar.end_ids),
             without_stops=self._mask_without((*grammar.end_ids, *grammar.stop_ids)),
         )
-        if grammar.continued:
-            try:
-                matcher.consume(list(grammar.continued))
-            except MatcherFailed as error:
-                raise InvalidGrammar(f"the continued text does not fit it: {error}") from None
-            matcher.num_generated = 0
+        try:
+            matcher.consume(list(grammar.continued))
+        except MatcherFailed as error:
+            raise InvalidGrammar(f"the continued text does not fit it: {error}") from None
         return matcher
 
     async def masks(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
@@ -213,7 +173,7 @@ class Grammars:
 
     def _masks(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
         masks = np.empty((len(work), self.num_words), np.int32)
-        results: list[bytes | MatcherFailed] = [b""] * len(work)
+        results: list[bytes | MatcherFailed | None] = [None] * len(work)
         running: list[tuple[LLMatcher, int]] = []
         for index, (matcher, token_ids) in enumerate(work):
             try:
@@ -221,20 +181,16 @@ class Grammars:
             except MatcherFailed as error:
                 results[index] = error
             else:
-                if matcher.has_begun:
-                    running.append((matcher.grammar, index))
+                if (state := matcher.running) is not None:
+                    running.append((state, index))
         if running:
             if self._parallel is None:
                 self._parallel = LLExecutor(_num_mask_threads())
             fill_next_token_bitmask_par(self._parallel, running, masks)
-        for index, (matcher, _) in enumerate(work):
-            if not results[index]:
-                try:
-                    matcher.finish(masks[index])
-                    results[index] = masks[index].tobytes()
-                except MatcherFailed as error:
-                    results[index] = error
-        return results
+        return [
+            _finished(matcher, masks[index]) if (result := results[index]) is None else result
+            for index, (matcher, _) in enumerate(work)
+        ]
 
     async def _compiled(self, grammar: Grammar) -> LLMatcher:
         key = (grammar.kind, grammar.text, grammar.end_ids)
@@ -293,9 +249,7 @@ class Grammars:
     def _mask_without(self, ids: tuple[int, ...]) -> Int32Array:
         found = self._without.get(ids)
         if found is None:
-            bits = np.ones(32 * self.num_words, np.uint8)
-            bits[list(ids)] = 0
-            found = np.packbits(bits, bitorder="little").view("<i4")
+            found = ~mask_of(list(ids), self.num_words)
             self._without[ids] = found
             if len(self._without) > _CACHE_ENTRIES:
                 self._without.popitem(last=False)
@@ -314,7 +268,7 @@ def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
 
 def _refused(grammar: Grammar, text: str) -> InvalidGrammar:
     what = _WORDS[grammar.kind]
-    text = _OPTION_HINT.sub("", _first_lines(text))
+    text = _OPTION_HINT.sub("", short(text))
     return InvalidGrammar(f"{what} is not valid or not supported: {text}")
 
 
@@ -322,12 +276,8 @@ def _num_mask_threads() -> int:
     return max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
-def _restrict(mask: Int32Array, to: Int32Array) -> None:
-    """Keeps what `to` allows of the mask, unless that is nothing."""
-    kept = mask & to
-    if kept.any():
-        mask[:] = kept
-
-
-def _first_lines(text: str) -> str:
-    return text.strip()[:_MAX_MESSAGE_CHARS]
+def _finished(matcher: Matcher, mask: Int32Array) -> bytes | MatcherFailed:
+    try:
+        return matcher.finish(mask)
+    except MatcherFailed as error:
+        return error

@@ -16,7 +16,7 @@ from services.common.errors import ContextLengthExceeded, InvalidGrammar, Invali
 from services.common.image_key import KEY_BYTES
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
-from services.decoder.grammar import Grammar
+from services.decoder.grammar import Demands, Grammar
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -25,6 +25,8 @@ MAX_SALT_BYTES = 256
 MAX_TENANT_CHARS = 128
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_BEGINS_AFTER = 64
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_TOKENS = 1024
 _GRAMMAR_KINDS = {
     pb.Grammar.KIND_JSON_SCHEMA: "json_schema",
     pb.Grammar.KIND_REGEX: "regex",
@@ -45,8 +47,9 @@ class ImageRequest:
 
 def read_submit(
     submit: pb.Submit, sequence_id: int, engine: EngineInfo
-) -> tuple[AddSequence, list[ImageRequest], Grammar | None]:
-    """The engine's message, under the front's `sequence_id`, the images it needs, and its grammar.
+) -> tuple[AddSequence, list[ImageRequest], Demands | None]:
+    """The engine's message, under the front's `sequence_id`, the images it needs, and what masks
+    have to see to; None: no token is masked.
 
     Raises:
         InvalidRequest: the message says which field and why.
@@ -68,6 +71,7 @@ def read_submit(
         # The grammar decides when the sequence may end.
         stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *grammar.end_ids)))
         sampling = structs.replace(sampling, stop_token_ids=stop_ids, min_tokens=0)
+    demands = _demands(submit.sampling, grammar, engine)
     message = AddSequence(
         sequence_id=sequence_id,
         prompt_token_ids=submit.prompt_token_ids,
@@ -78,9 +82,9 @@ def read_submit(
         cache_salt=submit.cache_salt,
         tenant=submit.tenant,
         tenant_weight=_weight(submit.tenant_weight),
-        token_masks=grammar is not None,
+        token_masks=demands is not None,
     )
-    return message, _image_requests(submit, engine), grammar
+    return message, _image_requests(submit, engine), demands
 
 
 def _check_prompt(submit: pb.Submit, engine: EngineInfo) -> int:
@@ -174,6 +178,22 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
         min_tokens=min(given.min_tokens, engine.max_model_len),
         top_logprobs=top_logprobs,
     )
+
+
+def _demands(
+    given: pb.SamplingParams, grammar: Grammar | None, engine: EngineInfo
+) -> Demands | None:
+    if not (grammar or given.allowed_token_ids or given.bad_words):
+        return None
+    if len(given.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words has more than {MAX_BAD_WORDS} entries")
+    bad_words = tuple(tuple(word.ids) for word in given.bad_words)
+    for word in bad_words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(f"a bad word has not 1 to {MAX_BAD_WORD_TOKENS} tokens")
+        _check_ids("bad_words", word, engine)
+    _check_ids("allowed_token_ids", given.allowed_token_ids, engine)
+    return Demands(grammar, tuple(given.allowed_token_ids), bad_words)
 
 
 def _grammar(

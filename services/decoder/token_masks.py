@@ -1,7 +1,7 @@
 """Token masks of the front's sequences: from the tokens of a step to the masks of the next one.
 
-`DecoderFront` reports sequences with grammars here, and their tokens; masks are made in threads and
-sent to the engine, which plans such a sequence when its mask has arrived.
+`DecoderFront` reports sequences whose tokens are masked here, and their tokens; masks are made in
+threads and sent to the engine, which samples the step under way when they have arrived.
 """
 
 import asyncio
@@ -9,16 +9,17 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 
-from services.common.errors import InternalError, TriptychError
+from services.common.errors import InternalError, InvalidRequest, TriptychError
 from services.decoder.embeddings import EngineSender
 from services.decoder.engine.messages import SequenceEvent, TokenMask
-from services.decoder.grammar import Grammar, Grammars, Matcher, MatcherFailed
+from services.decoder.grammar import Demands, Grammars
+from services.decoder.matcher import Matcher, MatcherFailed, NothingAllowed
 
 log = logging.getLogger(__name__)
 
 
 class SequenceMasks:
-    """Owner of the matchers, one for each running sequence that has a grammar.
+    """Owner of the matchers, one for each running sequence whose tokens are masked.
 
     Args:
         grammars: compiles them.
@@ -41,10 +42,10 @@ class SequenceMasks:
         self._matchers: dict[int, Matcher | None] = {}  # None: being compiled
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, number: int, grammar: Grammar) -> None:
+    def add(self, number: int, demands: Demands) -> None:
         """Starts on a sequence that the engine was sent: its first mask follows."""
         self._matchers[number] = None
-        self._start(self._begin(number, grammar))
+        self._start(self._begin(number, demands))
 
     def tokens_arrived(self, events: list[SequenceEvent]) -> None:
         """Starts on the next masks of sequences that had tokens in a step."""
@@ -60,7 +61,7 @@ class SequenceMasks:
             self._start(self._send_masks(work))
 
     def remove(self, number: int) -> None:
-        """A sequence has ended; of those without a grammar nothing is known."""
+        """A sequence has ended; of one without masks nothing is known."""
         self._matchers.pop(number, None)
 
     async def close(self) -> None:
@@ -70,9 +71,9 @@ class SequenceMasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._grammars.close()
 
-    async def _begin(self, number: int, grammar: Grammar) -> None:
+    async def _begin(self, number: int, demands: Demands) -> None:
         try:
-            matcher = await self._grammars.matcher(grammar)
+            matcher = await self._grammars.matcher(demands)
         except TriptychError as error:
             self._fail(number, error)
             return
@@ -93,7 +94,9 @@ class SequenceMasks:
             masks = [MatcherFailed("token masks failed")] * len(work)
         messages: list[TokenMask] = []
         for (number, generated, _, _), mask in zip(work, masks, strict=True):
-            if isinstance(mask, MatcherFailed):
+            if isinstance(mask, NothingAllowed):
+                self._fail(number, InvalidRequest(str(mask)))
+            elif isinstance(mask, MatcherFailed):
                 self._fail(number, InternalError(f"the grammar cannot be followed: {mask}"))
             elif number in self._matchers:
                 messages.append(TokenMask(number, generated, mask))

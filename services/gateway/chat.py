@@ -158,6 +158,7 @@ class ChatService:
             prompt_tokens=len(draft.token_ids),
             max_model_len=decoder.max_model_len,
             vocab_size=decoder.vocab_size,
+            encode=self.tokenizer.encode_text,
         )  # fmt: skip
         images: list[Image] = []
         if draft.images:

@@ -21,9 +21,12 @@ MAX_N = 8
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOP_LOGPROBS = 20
+MAX_ALLOWED_TOKEN_IDS = 16384
+MAX_BAD_WORDS = 128
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 _SALT = re.compile(r"[^@/\\\x00]+")
 _MAX_NEUTRAL_BYTES = 64
@@ -52,6 +55,8 @@ class GenerationFields(RequestHints, kw_only=True, forbid_unknown_fields=True):
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    allowed_token_ids: _AllowedIds | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None

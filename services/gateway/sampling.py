@@ -6,13 +6,13 @@ an `InvalidRequest`; bounds of single fields are checked by `openai`.
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.model_spec import ModelSpec
-from services.common.pb.decoder_pb2 import SamplingParams
+from services.common.pb.decoder_pb2 import SamplingParams, TokenIds
 from services.gateway.openai import ChatRequest
 
 # Completion tokens of a request that names no number.
@@ -53,19 +53,25 @@ def resolve_sampling(
     prompt_tokens: int,
     max_model_len: int,
     vocab_size: int,
+    encode: Callable[[str], list[int]],
 ) -> SamplingParams:
     """The sampling parameters of a request's first choice; choice i uses seed + i.
+
+    Args:
+        request: already checked field by field.
+        defaults: the model's.
+        prompt_tokens, max_model_len: bound the answer.
+        vocab_size: ids are below.
+        encode: plain text to token ids, for bad words.
 
     Raises:
         ContextLengthExceeded: the prompt leaves no room for an answer.
         InvalidRequest: an id outside the vocabulary, or bounds that contradict each other.
     """
     stop_ids = tuple(request.stop_token_ids or ())
-    for index, token_id in enumerate(stop_ids):
-        if token_id >= vocab_size:
-            raise InvalidRequest(
-                f"ids must be below {vocab_size}", param=f"stop_token_ids[{index}]"
-            )
+    allowed_ids = tuple(request.allowed_token_ids or ())
+    _check_ids("stop_token_ids", stop_ids, vocab_size)
+    _check_ids("allowed_token_ids", allowed_ids, vocab_size)
     eos = () if request.ignore_eos else defaults.eos_token_ids
     sampling = SamplingParams(
         temperature=_given(request.temperature, defaults.temperature),
@@ -81,6 +87,9 @@ def resolve_sampling(
         min_tokens=request.min_tokens or 0,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
+    sampling.allowed_token_ids.extend(allowed_ids)
+    for word in request.bad_words or ():
+        sampling.bad_words.extend(TokenIds(ids=ids) for ids in bad_word_ids(word, encode))
     limit_completion(sampling, request, prompt_tokens=prompt_tokens, max_model_len=max_model_len)
     return sampling
 
@@ -95,11 +104,30 @@ def limit_completion(
         InvalidRequest: `min_tokens` is above the result.
     """
     sampling.max_tokens = _max_tokens(request, prompt_tokens, max_model_len)
+    allowed = set(sampling.allowed_token_ids)
+    if sampling.min_tokens and allowed and allowed <= set(sampling.stop_token_ids):
+        raise InvalidRequest("min_tokens leaves none of them", param="allowed_token_ids")
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
             f"min_tokens {sampling.min_tokens} is above the {sampling.max_tokens} tokens allowed",
             param="min_tokens",
         )
+
+
+def bad_word_ids(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Token ids of a word at the start of a text and within it, as vLLM forbids them."""
+    if not (bare := word.lstrip()):
+        return [encode(word)]
+    found, within = [encode(bare)], encode(f" {bare}")
+    if within[0] != found[0][0] and len(within) == len(found[0]):
+        found.append(within)
+    return found
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    for index, token_id in enumerate(ids):
+        if token_id >= vocab_size:
+            raise InvalidRequest(f"ids must be below {vocab_size}", param=f"{name}[{index}]")
 
 
 def choice_seed(seed: int, choice: int) -> int:

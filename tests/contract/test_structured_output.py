@@ -216,3 +216,51 @@ async def test_sequences_without_a_grammar_are_planned_ahead_as_before(decoder):
         await gateway.end(1)
     assert [type(m) for m in sent] == [AddSequence]
     assert sent[0].plan_ahead and not sent[0].token_masks
+
+
+async def test_allowed_ids_and_bad_words(decoder):
+    words = [[7], [300, 500], [300, 700, 850]]
+    fields = {"bad_words": [pb.TokenIds(ids=word) for word in words]}
+    allowed = [7, 100, 300, 500, 700, 850]
+    async with Gateway(decoder) as gateway:
+        for number in range(1, 6):
+            submit = submit_of(number, prompt_of(number), seed=number, max_tokens=100, **fields)
+            submit.sampling.allowed_token_ids.extend(allowed)
+            await gateway.submit(submit)
+            assert (await gateway.end(number)).reason == pb.Finished.REASON_LENGTH
+            ids = gateway.tokens[number]
+            assert set(ids) <= set(allowed) - {7} and len(set(ids)) > 2
+            text = " ".join(map(str, ids)) + " "
+            assert "300 500 " not in text and "300 700 850 " not in text
+        free = submit_of(6, prompt_of(6), seed=6, max_tokens=8)
+        await gateway.submit(free)
+        await gateway.end(6)
+        free.sequence_id = 7
+        free.sampling.bad_words.append(
+            pb.TokenIds(ids=[gateway.tokens[6][2], gateway.tokens[6][3]])
+        )
+        await gateway.submit(free)
+        await gateway.end(7)
+        assert gateway.tokens[7][:3] == gateway.tokens[6][:3]
+        assert gateway.tokens[7][3] != gateway.tokens[6][3]
+
+
+async def test_demands_that_exclude_each_other(decoder):
+    async with Gateway(decoder) as gateway:
+        submit = submit_of(1, prompt_of(1))
+        submit.grammar.CopyFrom(grammar("CHOICE", ["a", "b"]))
+        submit.sampling.allowed_token_ids.append(END)
+        await gateway.submit(submit)
+        end = await gateway.end(1)
+        assert end.code == "invalid_request" and "leave no token" in end.message
+        for number, fields in enumerate(
+            (
+                {"allowed_token_ids": [1000]},
+                {"bad_words": [pb.TokenIds()]},
+                {"bad_words": [pb.TokenIds(ids=[5])] * 513},
+            ),
+            2,
+        ):
+            await gateway.submit(submit_of(number, prompt_of(1), **fields))
+            assert (await gateway.end(number)).code == "invalid_request"
+    assert decoder.is_idle()

@@ -8,10 +8,13 @@ from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.gateway.hints import MessageHints, RequestHints
 from services.gateway.openai import MAX_PARTS, parse_chat_request
 from services.gateway.prompt import read_messages
-from services.gateway.sampling import SamplingDefaults, choice_seed, resolve_sampling
+from services.gateway.sampling import SamplingDefaults, bad_word_ids, choice_seed, resolve_sampling
 
 HELLO = [{"role": "user", "content": "hello"}]
-LIMITS = {"prompt_tokens": 10, "max_model_len": 100, "vocab_size": 1000}
+LIMITS = {
+    "prompt_tokens": 10, "max_model_len": 100, "vocab_size": 1000,
+    "encode": lambda text: [ord(c) for c in text],
+}  # fmt: skip
 DEFAULTS = SamplingDefaults(0.7, 0.8, 20, 0.0, 1.05, (7, 8))
 
 
@@ -216,3 +219,42 @@ def test_developer_is_system_and_null_is_empty():
         {"role": "system", "content": "x"},
         {"role": "assistant", "content": ""},
     ]
+
+
+def test_allowed_ids_and_bad_words():
+    found = sampling(allowed_token_ids=[3, 5, 3], bad_words=["x", " yz", "\n"])
+    assert list(found.allowed_token_ids) == [3, 5, 3]
+    assert [list(word.ids) for word in found.bad_words] == [[120], [121, 122], [10]]
+    assert not sampling().allowed_token_ids and not sampling(bad_words=[]).bad_words
+
+
+def test_a_bad_word_is_one_at_the_start_and_after_a_space():
+    vocabulary = {
+        "cat": [1],
+        " cat": [2],
+        "big cat": [3, 2],
+        " big cat": [4, 2],
+        "a": [5],
+        " a": [6, 5],
+    }
+    assert bad_word_ids("cat", vocabulary.__getitem__) == [[1], [2]]
+    assert bad_word_ids(" big cat", vocabulary.__getitem__) == [[3, 2], [4, 2]]
+    assert bad_word_ids("a", vocabulary.__getitem__) == [[5]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1, 1000]}, "allowed_token_ids[1]"),
+        ({"allowed_token_ids": ["1"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [7, 8], "min_tokens": 2}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+    ],
+)
+def test_allowed_ids_and_bad_words_are_refused_by_name(fields, param):
+    with pytest.raises(InvalidRequest) as refused:
+        sampling(**fields)
+    assert refused.value.param.startswith(param)

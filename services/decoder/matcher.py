@@ -1,0 +1,154 @@
+"""What one sequence may have next: a grammar's matcher, allowed ids, forbidden words.
+
+`grammar.Grammars` makes matchers and runs them in threads; plain state and no waiting here.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+Int32Array = npt.NDArray[np.int32]
+
+_MAX_MESSAGE_CHARS = 500
+
+
+class MatcherFailed(Exception):
+    """A matcher cannot go on; the message says why."""
+
+
+class NothingAllowed(MatcherFailed):
+    """The request's demands exclude each other: no token satisfies them all."""
+
+
+@dataclass(slots=True)
+class GrammarMatcher:
+    """A grammar after the sequence's tokens.
+
+    Attributes:
+        state: llguidance's.
+        begins_after: ids after which the grammar begins; empty once it has begun.
+        ends_early: end ids may be sampled where the text is complete and could be continued.
+        min_tokens: until then no end id and no stop id is sampled, if anything else is allowed.
+        without_ends, without_stops: masks of all ids but the grammar's end ids, and of all but the
+            sequence's stop ids; `[words]`.
+    """
+
+    state: LLMatcher
+    begins_after: tuple[int, ...]
+    ends_early: bool
+    min_tokens: int
+    without_ends: Int32Array
+    without_stops: Int32Array
+    _recent: tuple[int, ...] = ()
+
+    def consume(self, token_ids: list[int]) -> None:
+        """Takes the sequence's next tokens; raises MatcherFailed."""
+        while token_ids and self.begins_after:
+            token_id, *token_ids = token_ids
+            self._recent = (*self._recent, token_id)[-len(self.begins_after) :]
+            if self._recent == self.begins_after:
+                self.begins_after = ()
+        if token_ids and not self.state.consume_tokens(token_ids):
+            raise MatcherFailed(message_of(self.state))
+
+    def finish(self, mask: Int32Array, num_generated: int) -> None:
+        """Takes ids that may not end the sequence yet out of a mask that llguidance has filled."""
+        if self.state.is_error():
+            raise MatcherFailed(message_of(self.state))
+        if self.begins_after:
+            mask[:] = self.without_ends
+        elif not self.ends_early:
+            _restrict(mask, self.without_ends)
+        if num_generated < self.min_tokens:
+            _restrict(mask, self.without_stops)
+
+
+@dataclass(slots=True, eq=False)
+class Matcher:
+    """All demands of one sequence. Used by one thread at a time.
+
+    Attributes:
+        grammar: None: any text.
+        allowed: mask of the ids that the request allows, `[words]`; None: all.
+        bad_words: token ids of each, of which the last one is forbidden after the others.
+        num_generated: completion tokens seen.
+    """
+
+    grammar: GrammarMatcher | None = None
+    allowed: Int32Array | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_generated: int = 0
+    _tail: tuple[int, ...] = ()  # the last tokens, as many as bad words look back
+    _look_back: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._look_back = max((len(word) - 1 for word in self.bad_words), default=0)
+
+    @property
+    def running(self) -> LLMatcher | None:
+        """What fills the next mask; None: a mask of all ids is where it starts."""
+        grammar = self.grammar
+        return None if grammar is None or grammar.begins_after else grammar.state
+
+    def consume(self, token_ids: list[int]) -> None:
+        """Takes the sequence's next tokens.
+
+        Raises:
+            MatcherFailed: they are not of the grammar.
+        """
+        self.num_generated += len(token_ids)
+        if self._look_back:
+            self._tail = (*self._tail, *token_ids)[-self._look_back :]
+        if self.grammar is not None:
+            self.grammar.consume(token_ids)
+
+    def finish(self, mask: Int32Array) -> bytes:
+        """The mask for the next token, of one that `running` has filled; empty: all ids.
+
+        Raises:
+            MatcherFailed: the grammar cannot go on, or nothing is allowed.
+        """
+        forbidden = [word[-1] for word in self.bad_words if self._ends_with(word[:-1])]
+        if self.grammar is not None:
+            self.grammar.finish(mask, self.num_generated)
+        elif self.allowed is None and not forbidden:
+            return b""
+        else:
+            mask[:] = -1
+        if self.allowed is not None:
+            mask &= self.allowed
+        bits = mask.view(np.uint8)
+        for token_id in forbidden:
+            bits[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
+        if (forbidden or self.allowed is not None) and not mask.any():
+            raise NothingAllowed("the request's demands leave no token that may come next")
+        return mask.tobytes()
+
+    def _ends_with(self, prefix: tuple[int, ...]) -> bool:
+        return not prefix or self._tail[-len(prefix) :] == prefix
+
+
+def mask_of(ids: list[int], num_words: int) -> Int32Array:
+    """The mask that allows these ids; `[num_words]`."""
+    bits = np.zeros(32 * num_words, np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
+def message_of(state: LLMatcher) -> str:
+    """Why llguidance cannot go on."""
+    return short(state.get_error())
+
+
+def short(text: str) -> str:
+    """A message of llguidance, which may hold a whole grammar."""
+    return text.strip()[:_MAX_MESSAGE_CHARS]
+
+
+def _restrict(mask: Int32Array, to: Int32Array) -> None:
+    """Keeps what `to` allows of the mask, unless that is nothing."""
+    kept = mask & to
+    if kept.any():
+        mask[:] = kept
