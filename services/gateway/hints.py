@@ -32,6 +32,7 @@ class MessageHints(Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     id: str | None = None
     created: _Any | UnsetType = UNSET
+    parsed: _Any | UnsetType = UNSET
 
 
 class PartHints(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -67,6 +67,7 @@ class FunctionCall(Struct, forbid_unknown_fields=True):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None  # clients add it to what they send back
 
 
 class ToolCall(Struct, forbid_unknown_fields=True):
