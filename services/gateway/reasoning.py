@@ -67,7 +67,7 @@ class ReasoningSplitter:
             self._strip = not text
         end = text.find(CLOSE)
         if end < 0:
-            size = _num_held(text)
+            size = _certain(text)
             self._held = text[size:]
             return [Reasoning(text[:size])] if size else []
         self.thinking, self._strip = False, True
@@ -91,13 +91,12 @@ class ReasoningSplitter:
         return [Text(text)]
 
 
-def _num_held(text: str) -> int:
-    """Where the longest suffix begins that may belong to the closing tag and its line breaks."""
+def _certain(text: str) -> int:
+    """Length of the text before what may be the closing tag, and its line breaks."""
     size = len(text)
-    for length in range(min(len(CLOSE) - 1, size), 0, -1):
-        if text.endswith(CLOSE[:length]):
-            size -= length
-            break
+    at = text.rfind("<", max(0, size - len(CLOSE) + 1))
+    if at >= 0 and CLOSE.startswith(text[at:]):
+        size = at
     while size and text[size - 1] == "\n":
         size -= 1
     return size

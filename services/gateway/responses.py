@@ -6,7 +6,6 @@ A streamed token costs one small JSON string between two byte strings made once 
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -225,8 +224,7 @@ def error_of(error: TriptychError) -> dict[str, dict[str, Any]]:
     return error_body(message, kind=error.openai_type, param=param, code=error.code)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(Struct, frozen=True):
     """New parts of one choice.
 
     Attributes:

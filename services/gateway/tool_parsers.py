@@ -360,10 +360,14 @@ PARSERS: dict[str, type[CallParser]] = {
 
 def _num_held(text: str, tags: Sequence[str]) -> int:
     """Length of the longest suffix of `text` that begins one of the tags."""
-    for size in range(min(len(text), max(map(len, tags)) - 1), 0, -1):
-        if any(tag.startswith(text[-size:]) for tag in tags if len(tag) > size):
-            return size
-    return 0
+    held = 0
+    for tag in tags:
+        at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
+        while at >= 0 and not tag.startswith(text[at:]):
+            at = text.find(tag[0], at + 1)
+        if at >= 0:
+            held = max(held, len(text) - at)
+    return held
 
 
 def _escaped(text: str) -> str:
