@@ -33,10 +33,12 @@ class AnswerFormat:
     Attributes:
         reasoning: where an answer begins; None: the model does not think.
         tool_calls: None: everything is text.
+        include_reasoning: false: it is left out.
     """
 
     reasoning: Start | None = None
     tool_calls: ToolCalls | None = None
+    include_reasoning: bool = True
 
     @property
     def thinks(self) -> bool:
@@ -51,15 +53,19 @@ class AnswerFormat:
         return AnswerParser(
             ReasoningSplitter(self.reasoning or "closed"),
             calls.parser(calls.use.schemas, calls.use.max_calls) if calls else None,
+            self.include_reasoning,
         )
 
 
 class AnswerParser:
     """One choice's text to parts."""
 
-    def __init__(self, splitter: ReasoningSplitter, calls: CallParser | None) -> None:
+    def __init__(
+        self, splitter: ReasoningSplitter, calls: CallParser | None, include_reasoning: bool
+    ) -> None:
         self._splitter = splitter
         self._calls = calls
+        self._include_reasoning = include_reasoning
 
     @property
     def thinking(self) -> bool:
@@ -81,6 +87,8 @@ class AnswerParser:
         return parts + self._calls.finish() if self._calls is not None else parts
 
     def _parse_calls(self, parts: list[Part]) -> list[Part]:
+        if not self._include_reasoning:
+            parts = [part for part in parts if isinstance(part, Text)]
         if self._calls is None:
             return parts
         parsed: list[Part] = []

@@ -27,7 +27,7 @@ from services.gateway.generation import (
 )
 from services.gateway.hints import MessageHints, PartHints
 from services.gateway.json_body import decode_json
-from services.gateway.tools import MAX_CALLS, MAX_TOOLS, Tool, ToolCall, ToolChoice
+from services.gateway.tools import MAX_CALLS, MAX_TOOLS, Tool, ToolCall, ToolChoice, tool_characters
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
@@ -146,6 +146,7 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -160,14 +161,17 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
 
     @property
     def num_characters(self) -> int:
-        """Length of the text in the messages."""
-        contents = [message.content or "" for message in self.messages]
-        return sum(
-            len(content)
-            if isinstance(content, str)
-            else sum(len(part.text) for part in content if isinstance(part, TextPart))
-            for content in contents
-        )
+        """Length of the text in messages and tools, nearly."""
+        size = tool_characters(self.tools) if self.tools else 0
+        for message in self.messages:
+            content = message.content or ""
+            if isinstance(content, str):
+                size += len(content)
+            else:
+                size += sum(len(part.text) for part in content if isinstance(part, TextPart))
+            for call in message.tool_calls or ():
+                size += len(call.function.arguments)
+        return size
 
 
 # Fields that are not served, and their values that change nothing.

@@ -245,6 +245,7 @@ class PromptBuilder:
         answer_format = AnswerFormat(
             answer_start(tail) if self._thinks else None,
             self._tool_calls(tool_use) if tool_use else None,
+            request.include_reasoning is not False,
         )
         return Draft(ids, images, answer_format)
 

@@ -6,7 +6,7 @@ here. All errors are `InvalidRequest`; `param` names the field.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -77,6 +77,25 @@ class ToolCall(Struct, forbid_unknown_fields=True):
     function: FunctionCall
     type: Literal["function"] = "function"
     index: int | None = None
+
+
+def tool_characters(tools: Sequence[Tool]) -> int:
+    """Length of the strings of all definitions."""
+    return sum(
+        len(tool.function.description or "") + _characters(tool.function.parameters)
+        for tool in tools
+    )
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value).items()
+        return sum(len(key) + _characters(item) for key, item in items)
+    if isinstance(value, list):
+        return sum(map(_characters, cast("list[object]", value)))
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,14 @@ def test_reasoning_whole_and_streamed(thinking):
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+def test_reasoning_can_be_left_out(thinking):
+    say(thinking, THOUGHT + "yes")
+    body = thinking.chat(include_reasoning=False).json()
+    message = body["choices"][0]["message"]
+    assert message["content"] == "yes" and "reasoning" not in message
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 5
+
+
 def test_thinking_switched_off(thinking):
     say(thinking, "plain")
     body = thinking.chat(chat_template_kwargs={"enable_thinking": False}).json()
