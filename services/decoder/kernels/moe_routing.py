@@ -17,8 +17,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.decoder.kernels.skinny_gemm import load_reduced
 
-_ELEMENTS = 8192  # probabilities that a CTA holds: more than one CTA above
+_ELEMENTS = 8192  # probabilities that a CTA holds at most, unless there is one CTA
 _MOST_TOKENS = 64  # of one CTA
+_CTAS = 128  # for many tokens, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,9 @@ def route(
     size = triton.next_power_of_2(num_experts)
     most = min(_MOST_TOKENS, max(1, 2 * _ELEMENTS // size))
     is_one = num_tokens <= most
-    held = triton.next_power_of_2(num_tokens) if is_one else max(1, _ELEMENTS // size)
+    held = triton.next_power_of_2(num_tokens if is_one else triton.cdiv(num_tokens, _CTAS))
+    if not is_one:
+        held = max(4, min(held, _ELEMENTS // size))
     ctas, rows = triton.cdiv(num_tokens, held), num_tokens * top_k
 
     def ints(*shape: int) -> Tensor:

@@ -46,6 +46,8 @@ class StepKernels:
             residual stream; None: it has been added to `residual` in place.
         moe: (x `[T, hidden]`, router, experts, residual) → the layer's output, to be added to the
             residual stream, or None, as by `linear_residual`; see `plain.moe`.
+        shared_gate: (output of a shared expert or partials, x, gate, residual) → as `moe`; see
+            `plain.shared_gate`.
         qk_rope_cache: see `plain.qk_rope_cache`.
         output_gate: see `plain.output_gate`.
         fused_decode_attention: see `plain.fused_decode_attention`.
@@ -59,6 +61,7 @@ class StepKernels:
     norm_swiglu: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
     linear_residual: Callable[[Tensor, Linear, Tensor], Tensor | None]
     moe: Callable[[Tensor, Router, Experts, Tensor], Tensor | None]
+    shared_gate: Callable[[Tensor, Tensor, Linear, Tensor], Tensor | None]
     qk_rope_cache: Callable[[ProjectedHeads, Tensor | None, Tensor | None], Tensor]
     output_gate: Callable[[Tensor, Tensor], Tensor]
     fused_decode_attention: Callable[[ProjectedHeads, Tensor, Tensor], Tensor]

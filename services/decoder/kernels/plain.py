@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from services.common.nn import layers
 from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import rms_norm, silu_and_mul
+from services.common.nn.linear import Linear
 from services.decoder.kernels.heads import ProjectedHeads, Rotary, kv_rows, write_kv
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "rope_and_rows",
     "rotate",
     "route",
+    "shared_gate",
     "silu_and_mul",
     "split_k_partials",
 ]  # fmt: skip
@@ -122,6 +124,21 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
         found = found / found.sum(-1, keepdim=True)
     experts, order = experts.sort(-1)
     return experts, found.gather(-1, order).to(logits.dtype)
+
+
+def shared_gate(out: Tensor, x: Tensor, gate: Linear, residual: Tensor) -> Tensor:
+    """A shared expert's output, scaled for each token by a sigmoid gate.
+
+    Args:
+        out: of the expert, `[T, hidden]` or split-K partials.
+        x: its input, `[T, hidden]`.
+        gate: to one output.
+        residual: as of `moe`.
+
+    Returns:
+        `[T, hidden]`.
+    """
+    return reduce_split_k(out, x.dtype) * torch.sigmoid(gate(x))
 
 
 def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:

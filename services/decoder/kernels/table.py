@@ -112,6 +112,11 @@ def _experts(facts: KernelFacts) -> str:
     return f"{odd[0]} is not a multiple of {unit}" if odd else ""
 
 
+def _shared_expert(facts: KernelFacts) -> str:
+    moe = facts.text.moe
+    return "" if moe is not None and moe.shared_intermediate_size else "needs a shared expert"
+
+
 def _grouped_mm(facts: KernelFacts) -> str:
     if facts.dtype != torch.bfloat16:
         return "needs bfloat16"
@@ -353,6 +358,19 @@ def _moe(facts: KernelFacts, name: str) -> Kernel:
     return getattr(MoEKernels(facts.device, facts.text.moe), name)
 
 
+def _shared_gate(facts: KernelFacts) -> Kernel:
+    from services.decoder.kernels import shared_gate
+
+    supported = facts.device.supports_pdl
+
+    def gated(out: Tensor, x: Tensor, gate: Linear, residual: Tensor) -> Tensor | None:
+        if not gate.is_plain:
+            return plain.shared_gate(out, x, gate, residual)
+        return shared_gate.add(out, x, gate.weight, residual, pdl=supported)
+
+    return gated
+
+
 def _qk_rope_cache(facts: KernelFacts) -> Kernel:
     from services.decoder.kernels import qk_rope_cache
 
@@ -513,6 +531,10 @@ ROWS: Sequence[Row] = (
         _needs(_MOE, _unquantized, _grouped_mm),
     ),
     Row("moe", "plain", _plain(plain.moe)),
+    Row(
+        "shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert, _one_rank)
+    ),
+    Row("shared_gate", "plain", _plain(plain.shared_gate)),
     Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head)),
     Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
     Row(

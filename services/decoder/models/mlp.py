@@ -6,7 +6,6 @@ among ranks by the intermediate size: of the MLP, of each expert, of the shared 
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from services.common.model_spec import MoESpec, TextSpec
@@ -76,19 +75,15 @@ class MoE(nn.Module):
     ) -> tuple[Tensor | None, Tensor]:
         """The experts of the normed hidden state `x + residual`."""
         normed, residual = kernels.add_norm(x, residual, norm)
-        shared = None if self.shared_expert is None else self._shared(normed, kernels)
         out = kernels.moe(normed, self.gate, self.experts, residual)
-        if shared is not None:
-            out = shared if out is None else out + shared
+        if self.shared_expert is not None:
+            hidden = kernels.linear_swiglu(normed, self.shared_expert.gate_up_proj)
+            shared = kernels.project(hidden, self.shared_expert.down_proj)
+            gated = kernels.shared_gate(shared, normed, self.shared_expert_gate, residual)
+            out = gated if out is None else out if gated is None else out + gated
         if self.all_reduce is not None and out is not None:
             out = self.all_reduce(out)
         return out, residual
-
-    def _shared(self, x: Tensor, kernels: StepKernels) -> Tensor:
-        assert self.shared_expert is not None
-        hidden = kernels.linear_swiglu(x, self.shared_expert.gate_up_proj)
-        out = kernels.project(hidden, self.shared_expert.down_proj)
-        return plain.reduce_split_k(out, x.dtype) * torch.sigmoid(self.shared_expert_gate(x))
 
 
 def create_mlp(spec: TextSpec, layer: int, all_reduce: AllReduce | None) -> MLP | MoE:

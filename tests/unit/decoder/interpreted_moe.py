@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.experts import Experts, Router
 from services.common.nn.fp8 import E4M3, Fp8Linear
+from services.common.nn.linear import Linear
 from services.common.nn.weights import materialize
-from services.decoder.kernels import moe_gemm, moe_gemv, plain
+from services.decoder.kernels import moe_gemm, moe_gemv, plain, shared_gate
 from services.decoder.kernels.moe_routing import route
 from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.tuning import MoEGemmConfig, MoEGemvConfig
@@ -87,6 +88,16 @@ def check_experts(
         moe_gemv.experts(x, routing, up, down, residual, config, pdl=False)
     else:
         moe_gemm.grouped_experts(x, routing, up, down, residual, config, pdl=False)
+    torch.testing.assert_close(residual, expected, atol=2e-5, rtol=2e-5)
+
+
+def check_shared_gate(num_tokens: int, hidden: int, num_partials: int) -> None:
+    x, residual = torch.randn(num_tokens, hidden), torch.randn(num_tokens, hidden)
+    gate = Linear(hidden, 1)
+    gate.weight = nn.Parameter(torch.randn(1, hidden) / hidden**0.5, requires_grad=False)
+    out = torch.randn(num_partials, num_tokens, hidden) if num_partials else torch.randn_like(x)
+    expected = residual + plain.shared_gate(out, x, gate, residual)
+    shared_gate.add(out, x, gate.weight, residual)
     torch.testing.assert_close(residual, expected, atol=2e-5, rtol=2e-5)
 
 

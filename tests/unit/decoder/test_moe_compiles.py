@@ -11,7 +11,7 @@ from services.common.nn.experts import Experts, Router
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.linear import StackedLinear
 from services.common.nn.weights import materialize
-from services.decoder.kernels import table
+from services.decoder.kernels import shared_gate, table
 from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.ops import Ops
 from services.decoder.kernels.table import KernelFacts
@@ -57,10 +57,12 @@ def test_what_the_table_picks_compiles_and_fits(
         for count in (1, 40, 1008):
             x = half(count, HIDDEN)
             ops.for_tokens(count).moe(x, router, experts, half(count, HIDDEN))
+        for out in (half(8, HIDDEN), torch.empty(4, 8, HIDDEN)):
+            shared_gate.add(out, half(8, HIDDEN), half(1, HIDDEN), half(8, HIDDEN), pdl=False)
     compiled = {launch.name for launch in launches}
     assert compiled >= {
         "_route_kernel", "_sort_kernel", "_gate_up_kernel", "_down_kernel",
-        "_grouped_gemm_kernel", "_combine_kernel",
+        "_grouped_gemm_kernel", "_combine_kernel", "_shared_gate_kernel",
     }  # fmt: skip
     for launch in launches:
         assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch.name
