@@ -22,7 +22,8 @@ from services.common.errors import (
     TriptychError,
     UnsupportedMediaType,
 )
-from services.gateway.responses import encode_json, error_body, error_of
+from services.gateway.error_answers import error_body, error_of, shaped_for
+from services.gateway.responses import encode_json
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,8 @@ async def handle_triptych_error(request: Request, error: Exception) -> Response:
     headers: dict[str, str] = {}
     if error.http_status == 503 or error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))
-    return JsonResponse(error_of(error), error.http_status, headers)
+    status = error.http_status
+    return JsonResponse(shaped_for(request.url.path, status, error_of(error)), status, headers)
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
@@ -160,10 +162,11 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     body = error_body(str(error.detail), kind="invalid_request_error", param=None, code=code)
-    return JsonResponse(body, error.status_code, dict(error.headers or {}))
+    answer = shaped_for(request.url.path, error.status_code, body)
+    return JsonResponse(answer, error.status_code, dict(error.headers or {}))
 
 
 async def handle_bug(request: Request, error: Exception) -> Response:
     """Starlette's handler for all other errors: the middleware logs them, the client sees none."""
     body = error_body("internal error", kind="server_error", param=None, code="internal_error")
-    return JsonResponse(body, 500)
+    return JsonResponse(shaped_for(request.url.path, 500, body), 500)

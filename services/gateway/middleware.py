@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.telemetry import bind_request_id
 from services.common.tracing import TRACEPARENT, Span, span
 from services.gateway.admission import Admission
+from services.gateway.error_answers import error_body, shaped_for
 from services.gateway.exchange import JsonResponse
-from services.gateway.responses import error_body
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,8 @@ class Middleware:
         if not self._key_digests or path in self._open_paths:
             return True
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if not scheme:  # as Anthropic's clients send it
+            scheme, given = b"bearer", headers.get(b"x-api-key", b"")
         found = hashlib.sha256(given.strip()).digest()
         # Compares with all keys, so that the time does not depend on which one matches.
         matches = [secrets.compare_digest(found, digest) for digest in self._key_digests]
@@ -128,7 +130,8 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     message = "a valid API key is needed: Authorization: Bearer <key>"
     body = error_body(message, kind="authentication_error", param=None, code="invalid_api_key")
-    await JsonResponse(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+    answer = shaped_for(scope["path"], 401, body)
+    await JsonResponse(answer, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
 
 
 def _request_span(scope: Scope, headers: Mapping[bytes, bytes]) -> AbstractContextManager[Span]:

@@ -13,12 +13,19 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway import responses_api, text_completions
+from services.gateway.error_answers import ErrorAnswer, MessagesErrorAnswer
 from services.gateway.hints import MessageHints, PartHints, RequestHints
+from services.gateway.messages_api import (
+    CountTokensRequest,
+    MessageAnswer,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
+)
 from services.gateway.openai import NEUTRAL_VALUES, ChatRequest
 from services.gateway.responses import (
     ChatCompletion,
     ChatCompletionChunk,
-    ErrorAnswer,
     ModelCard,
     ModelList,
 )
@@ -74,6 +81,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/responses"): Operation(
         "A response, whole or as a stream", ResponsesRequest, ResponseObject, ResponseEvent
+    ),
+    ("POST", "/v1/messages"): Operation(
+        "A message, whole or as a stream", MessagesRequest, MessageAnswer, MessageEvent,
+        error=MessagesErrorAnswer,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "Tokens of a message's prompt", CountTokensRequest, TokenCount, error=MessagesErrorAnswer
     ),
     ("GET", "/v1/models"): Operation("The served model, as a list", None, ModelList),
     ("GET", "/v1/models/{name}"): Operation("The served model", None, ModelCard),

@@ -1,20 +1,19 @@
-"""What the gateway answers, in OpenAI's shapes: whole responses, stream chunks, and errors.
+"""What the gateway answers to chat requests, in OpenAI's shapes: whole responses and chunks.
 
 A streamed token costs one small JSON string between two byte strings made once per request.
 `chat` and `exchange` send what is made here; nothing here sends, waits or fails.
 """
 
-import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from services.common.errors import TriptychError
+from services.gateway.error_answers import error_of
 from services.gateway.parts import Call, Part, Reasoning, Text, join
 
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 encode_json = msgspec.json.encode
 
 
@@ -167,21 +166,6 @@ class ChatCompletionChunk(Struct):
     images: list[ImageReport] | UnsetType = UNSET
 
 
-class ErrorDetail(Struct):
-    """What is wrong; `param` is the path of a field."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(Struct):
-    """The body of every error, and the last event of a stream that failed."""
-
-    error: ErrorDetail
-
-
 class ModelCard(Struct):
     """The served model."""
 
@@ -200,28 +184,6 @@ class ModelList(Struct):
 
     data: list[ModelCard]
     object: Literal["list"] = "list"
-
-
-def error_body(
-    message: str, *, kind: str, param: str | None, code: str | None
-) -> dict[str, dict[str, Any]]:
-    """OpenAI's error shape. Anything that looks like a memory address is masked."""
-    return {
-        "error": {
-            "message": _ADDRESS.sub("0x...", message),
-            "type": kind,
-            "param": None if param is None else _ADDRESS.sub("0x...", param),
-            "code": code,
-        }
-    }
-
-
-def error_of(error: TriptychError) -> dict[str, dict[str, Any]]:
-    """`error_body` of one of our errors; the message begins with the path of the field."""
-    message, param = error.message, error.param
-    if param is not None and param not in message:
-        message = f"{param}: {message}"
-    return error_body(message, kind=error.openai_type, param=param, code=error.code)
 
 
 class Update(Struct, frozen=True):

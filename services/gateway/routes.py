@@ -17,6 +17,7 @@ from services.gateway.admission import Admission
 from services.gateway.chat import ChatService
 from services.gateway.chat_endpoint import ChatEndpoint
 from services.gateway.exchange import JsonResponse
+from services.gateway.messages_endpoint import MessagesEndpoint, TokenCounter
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openapi import openapi_document
 from services.gateway.responses import ModelCard, ModelList
@@ -57,11 +58,14 @@ class Routes:
 
     def table(self) -> list[Route]:
         """Every route but the warm-up's."""
+        counter = TokenCounter(self._service, self._admission)
         parts = self._service, self._admission, self._metrics
         return [
             Route("/v1/chat/completions", ChatEndpoint(*parts), methods=["POST"]),
             Route("/v1/completions", TextCompletionEndpoint(*parts), methods=["POST"]),
             Route("/v1/responses", ResponsesEndpoint(*parts), methods=["POST"]),
+            Route("/v1/messages", MessagesEndpoint(*parts), methods=["POST"]),
+            Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             *self._tokenization.table(),

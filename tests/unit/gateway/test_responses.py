@@ -3,6 +3,7 @@
 import json
 
 from services.common.errors import InvalidRequest, Unavailable
+from services.gateway.error_answers import error_of
 from services.gateway.parts import Text
 from services.gateway.responses import (
     ChunkWriter,
@@ -11,7 +12,6 @@ from services.gateway.responses import (
     Update,
     Usage,
     error_event,
-    error_of,
 )
 
 USAGE = Usage(3, 2, 5, PromptTokensDetails(1, None))
