@@ -8,8 +8,8 @@ Reads the files of JSON-Schema-Test-Suite (`tests/draft2020-12`) and JSONSchemaB
 why it is refused; samples answers from the tokens that the masks allow; validates each finished one
 with `jsonschema`; and feeds it the instances that come with the schema, of which the valid ones
 should be accepted. Times are CPU times of one thread. `--library xgrammar` does the same with the
-other library, which is no dependency and has to be installed. A schema that takes a minute, or ends
-the process, is counted and left behind.
+other library, which is no dependency and has to be installed. A schema that takes too long, or
+ends the process, is counted and left behind.
 """
 
 import argparse
@@ -39,8 +39,8 @@ from services.common.errors import InvalidGrammar
 from services.decoder.grammar import Demands, Grammar, Grammars
 from services.decoder.matcher import Matcher, MatcherFailed
 
+_START_S = 60.0
 _CONTEXT = multiprocessing.get_context("spawn")
-_SCHEMA_TIMEOUT_S = 60.0
 # The random model likes these, so that its strings and lists end.
 _CLOSING = (*'"}],:0123456789aeE.-', '"}', '"]', '",', "}}", "true", "null")
 
@@ -297,19 +297,22 @@ def run_examiner(options: argparse.Namespace, pipe: "Connection[Outcome, Case]")
 def examine_all(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Outcome]:
     """The outcomes of all cases; a process that hangs or dies is replaced."""
     process: Any = None
+    started = False  # whether it has read the vocabulary
     ours: Any = None
     for case in cases:
         if process is None:
             ours, theirs = _CONTEXT.Pipe()
             process = _CONTEXT.Process(target=run_examiner, args=(options, theirs), daemon=True)
             process.start()
+            started = False
             theirs.close()
         ours.send(case)
         try:
-            if ours.poll(_SCHEMA_TIMEOUT_S):
+            if ours.poll(options.timeout_s if started else _START_S):
+                started = True
                 yield ours.recv()
                 continue
-            problem = f"FAILED: took more than {_SCHEMA_TIMEOUT_S:g} s"
+            problem = f"FAILED: took more than {options.timeout_s:g} s"
         except (EOFError, OSError):
             problem = "FAILED: the process ended"
         process.kill()
@@ -382,6 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--count", type=int, default=1000, help="of schemas, evenly from the directories")
     add("--answers", type=int, default=3, help="of each schema")
     add("--tokens", type=int, default=300, help="at most, of each answer")
+    add("--timeout-s", type=float, default=20.0, help="for all that is done with one schema")
     add("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     cases: list[Case] = []

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from services.common.arena import Arena
 from services.common.channel import FrontChannel
 from services.common.embedding_cache import CacheCollector, RedisCache
+from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.pb import decoder_pb2_grpc as pb_grpc
 from services.common.service_process import AddServicer, GpuService, StopServer, run_service
@@ -63,6 +64,7 @@ class DecoderService:
         fetcher = EncoderFetcher(shared_memory=settings.shared_memory)
         source = EmbeddingSource(arena, fetcher, cache, metrics)
         grammars = Grammars(settings.model, ready.vocab_size, metrics.grammar_compile.observe)
+        grammars.preload(read_spec(settings.model).eos_token_ids)
         front = DecoderFront(ready, channel, source, grammars, metrics)
         add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, DecoderServicer(front))
         return cls(front, cache, add_servicer, registry)

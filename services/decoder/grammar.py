@@ -42,6 +42,7 @@ _MAX_MASK_THREADS = 8
 _MAX_COMPILING = 64
 _COMPILE_TIMEOUT_S = 10.0
 _CACHE_ENTRIES = 256
+_CACHE_CHARS = 1 << 22  # of the texts, in all
 _MAX_VOCABULARIES = 4  # a model has one set of end ids; each costs a second and 100 MB
 # One space, or a new line and indentation: what models write. More lets a sequence that has lost
 # its way fill max_tokens with blanks.
@@ -63,6 +64,9 @@ _WORDS = {
     "choice": "the choice",
     "grammar": "the grammar",
 }
+
+
+_Key = tuple[str, str, tuple[int, ...]]  # kind, text, end ids
 
 
 class Grammar(NamedTuple):
@@ -107,7 +111,7 @@ class Grammars:
     """Owner of the vocabulary, the compiled grammars and the threads.
 
     Args:
-        directory: of the model; its tokenizer.json is read when the first grammar arrives.
+        directory: of the model; its tokenizer.json is read by `preload` or the first grammar.
         vocab_size: of the model's head, at least the tokenizer's.
         observe_compile: called with the seconds that a compilation took.
     """
@@ -125,9 +129,16 @@ class Grammars:
         self._maskers = ThreadPoolExecutor(1, "token-masks")
         self._parallel: LLExecutor | None = None
         # One that is being compiled is in it, too, so that it is compiled once.
-        self._cache: OrderedDict[tuple[object, ...], asyncio.Future[LLMatcher]] = OrderedDict()
+        self._cache: OrderedDict[_Key, asyncio.Future[LLMatcher]] = OrderedDict()
+        self._cached_chars = 0
         self._num_compiling = 0
         self._without: OrderedDict[tuple[int, ...], Int32Array] = OrderedDict()
+
+    def preload(self, end_ids: tuple[int, ...]) -> None:
+        """Reads the vocabulary in a thread, so that the first grammar does not wait for it: a
+        second for 150,000 tokens. A tokenizer that cannot be read is that grammar's error.
+        """
+        self._compilers.submit(self._vocabulary, end_ids)
 
     async def matcher(self, demands: Demands) -> Matcher:
         """A matcher at the start of a sequence's completion.
@@ -158,6 +169,14 @@ class Grammars:
             raise InvalidGrammar(f"the continued text does not fit it: {error}") from None
         return matcher
 
+    async def first_mask(self, matcher: Matcher) -> bytes | MatcherFailed:
+        """The mask for a sequence's first token.
+
+        The one that takes longest, as a second for a hostile grammar: beside compilations.
+        """
+        loop = asyncio.get_running_loop()
+        return (await loop.run_in_executor(self._compilers, self._masks, [(matcher, [])]))[0]
+
     async def masks(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
         """Feeds each matcher the sequence's new tokens; returns the masks for the next ones.
 
@@ -183,7 +202,10 @@ class Grammars:
             else:
                 if (state := matcher.running) is not None:
                     running.append((state, index))
-        if running:
+        if len(running) == 1:
+            state, index = running[0]
+            state.unsafe_compute_mask_ptr(masks[index].ctypes.data, masks[index].nbytes)
+        elif running:
             if self._parallel is None:
                 self._parallel = LLExecutor(_num_mask_threads())
             fill_next_token_bitmask_par(self._parallel, running, masks)
@@ -205,17 +227,22 @@ class Grammars:
         )
         self._cache[key] = compiling
         compiling.add_done_callback(partial(self._compiled_one, key))
-        if len(self._cache) > _CACHE_ENTRIES:
-            self._cache.popitem(last=False)
+        self._cached_chars += len(grammar.text)
+        while len(self._cache) > _CACHE_ENTRIES or self._cached_chars > _CACHE_CHARS:
+            self._forget(next(iter(self._cache)))
         try:
             return await asyncio.wait_for(asyncio.shield(compiling), _COMPILE_TIMEOUT_S)
         except TimeoutError:
             raise InvalidGrammar(f"takes more than {_COMPILE_TIMEOUT_S:g} s to compile") from None
 
-    def _compiled_one(self, key: tuple[object, ...], done: "asyncio.Future[LLMatcher]") -> None:
+    def _compiled_one(self, key: _Key, done: "asyncio.Future[LLMatcher]") -> None:
         self._num_compiling -= 1
         if (done.cancelled() or done.exception()) and self._cache.get(key) is done:
-            del self._cache[key]
+            self._forget(key)
+
+    def _forget(self, key: _Key) -> None:
+        del self._cache[key]
+        self._cached_chars -= len(key[1])
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         """In a thread."""
@@ -263,7 +290,19 @@ def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
         source = LLMatcher.grammar_from_json_schema(text, overrides=options)
     else:
         source = grammar_from(kind, text)  # pyright: ignore[reportArgumentType]
-    return LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    return LLMatcher(vocabulary, source, log_level=0, limits=_limits())
+
+
+def _limits() -> LLParserLimits:
+    """About 20 ms of work for a compilation, 7 ms for a mask, 100 MB for the states of a lexer."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_lexer_states=60_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
 
 
 def _refused(grammar: Grammar, text: str) -> InvalidGrammar:

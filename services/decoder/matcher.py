@@ -18,6 +18,10 @@ class MatcherFailed(Exception):
     """A matcher cannot go on; the message says why."""
 
 
+class UnexpectedToken(MatcherFailed):
+    """A token is not of the grammar, although the sequence was sampled under its masks."""
+
+
 class NothingAllowed(MatcherFailed):
     """The request's demands exclude each other: no token satisfies them all."""
 
@@ -51,7 +55,7 @@ class GrammarMatcher:
             if self._recent == self.begins_after:
                 self.begins_after = ()
         if token_ids and not self.state.consume_tokens(token_ids):
-            raise MatcherFailed(message_of(self.state))
+            raise UnexpectedToken(message_of(self.state))
 
     def finish(self, mask: Int32Array, num_generated: int) -> None:
         """Takes ids that may not end the sequence yet out of a mask that llguidance has filled."""

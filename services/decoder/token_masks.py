@@ -9,11 +9,11 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 
-from services.common.errors import InternalError, InvalidRequest, TriptychError
+from services.common.errors import InternalError, InvalidGrammar, InvalidRequest, TriptychError
 from services.decoder.embeddings import EngineSender
 from services.decoder.engine.messages import SequenceEvent, TokenMask
 from services.decoder.grammar import Demands, Grammars
-from services.decoder.matcher import Matcher, MatcherFailed, NothingAllowed
+from services.decoder.matcher import Matcher, MatcherFailed, NothingAllowed, UnexpectedToken
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class SequenceMasks:
     async def _begin(self, number: int, demands: Demands) -> None:
         try:
             matcher = await self._grammars.matcher(demands)
+            mask = await self._grammars.first_mask(matcher)
         except TriptychError as error:
             self._fail(number, error)
             return
@@ -83,26 +84,28 @@ class SequenceMasks:
             return
         if number in self._matchers:
             self._matchers[number] = matcher
-            await self._send_masks([(number, 0, matcher, [])])
+            self._send([(number, 0)], [mask])
 
     async def _send_masks(self, work: list[tuple[int, int, Matcher, list[int]]]) -> None:
         started = time.monotonic()
+        masks: list[bytes | MatcherFailed]
         try:
             masks = await self._grammars.masks([(matcher, ids) for _, _, matcher, ids in work])
         except Exception:
             log.exception("token masks failed")
-            masks = [MatcherFailed("token masks failed")] * len(work)
+            masks = [UnexpectedToken("token masks failed")] * len(work)
+        self._send([(number, generated) for number, generated, _, _ in work], masks)
+        self._observe(time.monotonic() - started)
+
+    def _send(self, places: list[tuple[int, int]], masks: list[bytes | MatcherFailed]) -> None:
         messages: list[TokenMask] = []
-        for (number, generated, _, _), mask in zip(work, masks, strict=True):
-            if isinstance(mask, NothingAllowed):
-                self._fail(number, InvalidRequest(str(mask)))
-            elif isinstance(mask, MatcherFailed):
-                self._fail(number, InternalError(f"the grammar cannot be followed: {mask}"))
+        for (number, generated), mask in zip(places, masks, strict=True):
+            if isinstance(mask, MatcherFailed):
+                self._fail(number, _error_of(mask))
             elif number in self._matchers:
                 messages.append(TokenMask(number, generated, mask))
         if messages:
             self._engine.send(*messages)
-            self._observe(time.monotonic() - started)
 
     def _fail(self, number: int, error: TriptychError) -> None:
         if number in self._matchers:
@@ -112,3 +115,11 @@ class SequenceMasks:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _error_of(failure: MatcherFailed) -> TriptychError:
+    if isinstance(failure, NothingAllowed):
+        return InvalidRequest(str(failure))
+    if isinstance(failure, UnexpectedToken):
+        return InternalError(f"the grammar cannot be followed: {failure}")
+    return InvalidGrammar(f"it takes too much work to follow: {failure}")
