@@ -41,7 +41,7 @@ class MoEKernels:
 
     def gemv(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
         """Implements `plain.moe` for a few tokens."""
-        routing = self._route(x, router, tile=16)
+        routing = self._route(x, router, tile=0)
         up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
         config = tuning.MOE_GEMV
         moe_gemv.experts(

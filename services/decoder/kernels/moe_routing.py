@@ -34,6 +34,8 @@ class Routing:
         ends: `[E]` int32: where each expert's rows end in `order`.
         tiles: `[3, n]` int32: expert, first place and number of rows of each tile of one expert's
             rows; the tiles behind the last one have no rows.
+
+    The last four are not filled if `route` was asked for no tiles.
     """
 
     experts: Tensor
@@ -65,7 +67,7 @@ def route(
         top_k: experts per token.
         normalize: scale a token's weights to a sum of 1.
         dtype: the model's.
-        tile: most rows of a tile.
+        tile: most rows of a tile; 0: no lists are wanted, for up to 64 tokens.
         pdl: see `DeviceFacts.supports_pdl`.
     """
     num_tokens, num_experts = logits.shape[-2:]
@@ -86,8 +88,9 @@ def route(
         order=ints(rows),
         places=ints(rows),
         ends=ints(num_experts),
-        tiles=ints(3, max_tiles(rows, num_experts, tile)),
+        tiles=ints(3, max_tiles(rows, num_experts, max(1, tile))),
     )
+    assert is_one or tile > 0
     counts = routing.ends if is_one else ints(ctas, num_experts)
     warps = min(16, max(1, held * size // 1024))
     lists = routing.order, routing.places, routing.ends, routing.tiles
@@ -151,12 +154,12 @@ def _route_kernel(
     tl.store(experts_ptr + row, ids, mask=chosen > 0)
     tl.store(weights_ptr + row, found.to(HALF).to(tl.float32), mask=chosen > 0)
     counts = tl.sum(chosen, axis=0)
-    if ONE:
+    if ONE and TILE > 0:
         _list(
             chosen, row, counts, counts * 0, order_ptr, places_ptr, ends_ptr, tiles_ptr, expert,
             is_expert, num_tokens, widest, TILE,
         )  # fmt: skip
-    else:
+    elif not ONE:
         tl.store(counts_ptr + tl.program_id(0) * num_experts + expert, counts, mask=is_expert)
 
 
