@@ -201,7 +201,8 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
             stops = len(self.reply) < sampling.max_tokens
             if stops:
                 reply = [*reply, self.end_token]
-            for start in range(0, len(reply), self.tokens_per_event):
+            begin = len(submit.generated_token_ids) // 4
+            for start in range(begin, len(reply), self.tokens_per_event):
                 if self.die_after is not None and start >= self.die_after:
                     await events.put(None)
                     return
@@ -214,7 +215,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
                     token_ids=ids,
                     logprobs=logprobs if sampling.HasField("top_logprobs") else [],
                 )
-                if start == 0:
+                if start == begin:
                     event.started.CopyFrom(
                         decoder_pb2.Started(
                             num_cached_tokens=7, queue_s=0.001, transfer_s=0.002, prefill_s=0.003

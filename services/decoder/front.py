@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
+from array import array
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -182,7 +183,8 @@ class DecoderFront:
         else:
             self._start(live, message, images, submit.timeout_s)
             if demands is not None:
-                self._masks.add(live.number, demands)
+                generated = array("i", message.generated_token_ids).tolist()
+                self._masks.add(live.number, demands, generated)
 
     def cancel(self, stream: Stream, sequence_id: int) -> None:
         """Ends a sequence, unless it has ended already."""

@@ -169,13 +169,14 @@ class Grammars:
             raise InvalidGrammar(f"the continued text does not fit it: {error}") from None
         return matcher
 
-    async def first_mask(self, matcher: Matcher) -> bytes | MatcherFailed:
-        """The mask for a sequence's first token.
+    async def first_mask(self, matcher: Matcher, generated: list[int]) -> bytes | MatcherFailed:
+        """The mask for a sequence's first token, or for the one behind those `generated` elsewhere.
 
         The one that takes longest, as a second for a hostile grammar: beside compilations.
         """
         loop = asyncio.get_running_loop()
-        return (await loop.run_in_executor(self._compilers, self._masks, [(matcher, [])]))[0]
+        work = [(matcher, generated)]
+        return (await loop.run_in_executor(self._compilers, self._masks, work))[0]
 
     async def masks(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
         """Feeds each matcher the sequence's new tokens; returns the masks for the next ones.

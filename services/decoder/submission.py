@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import structs
 
 from services.common.embedding import EmbeddingSpec
@@ -66,6 +67,7 @@ def read_submit(
     if not (math.isfinite(submit.timeout_s) and submit.timeout_s >= 0):
         raise InvalidRequest("timeout_s is not a time")
     sampling, grammar = _sampling(submit.sampling, engine), None
+    _check_generated(submit, num_tokens, sampling, engine)
     if submit.HasField("grammar"):
         grammar = _grammar(submit.grammar, sampling, submit.prompt_token_ids, engine)
         # The grammar decides when the sequence may end.
@@ -79,6 +81,7 @@ def read_submit(
         position_delta=submit.position_delta,
         images=spans,
         sampling=sampling,
+        generated_token_ids=submit.generated_token_ids,
         cache_salt=submit.cache_salt,
         tenant=submit.tenant,
         tenant_weight=_weight(submit.tenant_weight),
@@ -87,18 +90,32 @@ def read_submit(
     return message, _image_requests(submit, engine), demands
 
 
-def _check_prompt(submit: pb.Submit, engine: EngineInfo) -> int:
-    data = submit.prompt_token_ids
-    if not data or len(data) % _INT_BYTES:
-        raise InvalidRequest("prompt_token_ids is not a list of int32")
+def _ids(name: str, data: bytes, engine: EngineInfo) -> npt.NDArray[np.int32]:
+    if len(data) % _INT_BYTES:
+        raise InvalidRequest(f"{name} is not a list of int32")
     ids = np.frombuffer(data, "<i4")
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= engine.vocab_size):
+        raise InvalidRequest(f"{name} has ids outside [0, {engine.vocab_size})")
+    return ids
+
+
+def _check_generated(
+    submit: pb.Submit, num_prompt: int, sampling: SamplingParams, engine: EngineInfo
+) -> None:
+    ids = _ids("generated_token_ids", submit.generated_token_ids, engine)
+    if len(ids) and len(ids) >= min(sampling.max_tokens, engine.max_model_len - num_prompt):
+        raise InvalidRequest(f"nothing is left to generate after {len(ids)} tokens")
+
+
+def _check_prompt(submit: pb.Submit, engine: EngineInfo) -> int:
+    ids = _ids("prompt_token_ids", submit.prompt_token_ids, engine)
+    if not len(ids):
+        raise InvalidRequest("prompt_token_ids is empty")
     if len(ids) >= engine.max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {len(ids)} tokens; prompt and completion may have "
             f"{engine.max_model_len} together"
         )
-    if int(ids.min()) < 0 or int(ids.max()) >= engine.vocab_size:
-        raise InvalidRequest(f"prompt_token_ids has ids outside [0, {engine.vocab_size})")
     return len(ids)
 
 
@@ -197,7 +214,10 @@ def _demands(
 
 
 def _grammar(
-    given: pb.Grammar, sampling: SamplingParams, prompt: bytes, engine: EngineInfo
+    given: pb.Grammar,
+    sampling: SamplingParams,
+    prompt: bytes,
+    engine: EngineInfo,
 ) -> Grammar:
     kind = _GRAMMAR_KINDS.get(given.kind)
     if kind is None:

@@ -42,10 +42,16 @@ class SequenceMasks:
         self._matchers: dict[int, Matcher | None] = {}  # None: being compiled
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, number: int, demands: Demands) -> None:
-        """Starts on a sequence that the engine was sent: its first mask follows."""
+    def add(self, number: int, demands: Demands, generated: list[int]) -> None:
+        """Starts on a sequence that the engine was sent: its next mask follows.
+
+        Args:
+            number: of the sequence.
+            demands: of its completion.
+            generated: completion tokens that another decoder has sampled.
+        """
         self._matchers[number] = None
-        self._start(self._begin(number, demands))
+        self._start(self._begin(number, demands, generated))
 
     def tokens_arrived(self, events: list[SequenceEvent]) -> None:
         """Starts on the next masks of sequences that had tokens in a step."""
@@ -71,10 +77,10 @@ class SequenceMasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._grammars.close()
 
-    async def _begin(self, number: int, demands: Demands) -> None:
+    async def _begin(self, number: int, demands: Demands, generated: list[int]) -> None:
         try:
             matcher = await self._grammars.matcher(demands)
-            mask = await self._grammars.first_mask(matcher)
+            mask = await self._grammars.first_mask(matcher, generated)
         except TriptychError as error:
             self._fail(number, error)
             return
@@ -84,7 +90,7 @@ class SequenceMasks:
             return
         if number in self._matchers:
             self._matchers[number] = matcher
-            self._send([(number, 0)], [mask])
+            self._send([(number, len(generated))], [mask])
 
     async def _send_masks(self, work: list[tuple[int, int, Matcher, list[int]]]) -> None:
         started = time.monotonic()

@@ -1,19 +1,19 @@
 """The failure contract between the gateway and the two services behind it.
 
-A request is retried until the client has seen its first token: the failed encoder or decoder is
-excluded and the whole request submitted again, because the client has seen nothing yet and encoding
-is idempotent. A non-streaming request can be restarted even after its first token. Any other
-failure after the first token ends the request. An unreadable image ends it at once, whichever
-service reports it. `ChatService.answer` runs one `Attempts` per request; it knows no HTTP and no
-text.
+When an encoder or a decoder fails, it is excluded and the request submitted again: encoding is
+idempotent, and a decoder continues what another one has begun from the prompt and the token ids
+generated so far. To the client the answer goes on. An unreadable image ends the request at once,
+whichever service reports it. `ChatService.answer` runs one `Attempts` per request; it knows no HTTP
+and no text.
 """
 
 import asyncio
 import logging
 import math
 import time
+from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -40,6 +40,8 @@ from services.gateway.sampling import choice_seed
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
+# Decoders that a request may lose in mid-answer. One that loses more may be the cause.
+MAX_HANDOVERS = 2
 _SOURCES_GRACE_S = 0.05
 # Prompts that begin with the same tokens, up to this many, go to the same decoder.
 _AFFINITY_TOKENS = 256
@@ -109,11 +111,11 @@ class Mailbox(Generic[Item]):
 class _RetryableFailure(Exception):
     """A failure that another pod may not have."""
 
-    def __init__(self, error: TriptychError, service: str, address: str) -> None:
+    def __init__(self, error: TriptychError, service: str, pod: str) -> None:
         super().__init__(error.message)
         self.error = error
         self.service = service
-        self.address = address
+        self.pod = pod  # to be excluded
 
 
 class Attempts:
@@ -134,35 +136,36 @@ class Attempts:
         self._encode_timeout_s = encode_timeout_s
         self._mailbox: Mailbox[TokenEvent | _RetryableFailure | InvalidRequest] = Mailbox()
         self._decoder: DecoderPod | None = None
-        self._sequences: dict[int, int] = {}  # running choice -> sequence id
+        self._session = ""  # of the decoder
+        self._sequences: dict[int, int] = {}  # of this attempt: running choice -> sequence id
+        # Of the choices that have not ended: the token ids so far.
+        self._generated = {choice: array("i") for choice in range(request.num_choices)}
+        self._lost_at = 0.0  # when a decoder was lost in mid-answer; 0: the answer goes on
         self._span = Span()  # of the running attempt's sequences
         self._encodes: list[asyncio.Task[None]] = []
         self._encoded: dict[bytes, str] = {}  # image key -> address of the encoder that has it
         self._keys: list[bytes] = []  # of each image
+        # Encoders by address, decoders by session: one that has restarted may be the only one.
         self._excluded: dict[str, set[str]] = {"encoder": set(), "decoder": set()}
         self._cause: TriptychError | None = None  # of the last failed attempt
         self._has_readmitted_encoders = False
 
-    async def events(
-        self, on_restart: Callable[[], None] | None = None
-    ) -> AsyncGenerator[list[TokenEvent], None]:
+    async def events(self) -> AsyncGenerator[list[TokenEvent]]:
         """Batches of events, in order per choice, until all choices have ended or stopped.
-
-        Args:
-            on_restart: called before the request restarts after its first events, which are void
-                then. None: the client has seen them, so that the request cannot restart.
 
         Raises:
             TriptychError: the request failed.
         """
+        num_handovers = 0
         for _ in range(MAX_ATTEMPTS):
-            started = False
+            started = False  # in this attempt
             try:
                 await self._start()
                 while self._sequences:
                     good, failure = self._sort(await self._mailbox.take(), started)
                     if good:
                         started = True
+                        self._record_handover()
                         yield good
                     if failure is not None:
                         raise failure
@@ -170,10 +173,13 @@ class Attempts:
                     await asyncio.wait(self._encodes, timeout=_SOURCES_GRACE_S)
                 return
             except _RetryableFailure as failure:
+                if not self._generated:
+                    return  # the last choices were stopped by the caller
                 if started:
-                    if on_restart is None:
+                    num_handovers += 1
+                    if num_handovers > MAX_HANDOVERS:
                         raise failure.error from None
-                    on_restart()
+                    self._lost_at = time.monotonic()
                 self._exclude(failure)
             finally:
                 self._cancel()
@@ -181,21 +187,17 @@ class Attempts:
 
     def stop(self, choice: int) -> None:
         """Cancels one choice; no more events of it follow."""
+        self._generated.pop(choice, None)
+        self._cancel_sequence(choice)
+
+    def _cancel_sequence(self, choice: int) -> None:
         sequence_id = self._sequences.pop(choice, None)
         if sequence_id is not None and self._decoder is not None:
             self._decoder.cancel(sequence_id)
 
     async def _start(self) -> None:
-        """Starts the encode calls and submits all choices at the same time."""
+        """Starts the encode calls and submits all choices that run, at the same time."""
         refs, calls = await self._assign_encoders()
-        try:
-            decoder = self._decoders.choose(self._affinity_key(), self._excluded["decoder"])
-        except Unavailable:
-            raise self._no_pod_left() from None
-        self._decoder = decoder
-        self._span = start_span(
-            "decode stream", decoder=decoder.address, num_choices=self._request.num_choices
-        )
         self._mailbox = Mailbox()
         self._encodes = [
             asyncio.create_task(self._encode(key, pod, index))
@@ -203,6 +205,17 @@ class Attempts:
         ]
         # Lets the encode calls go out first: the prompt waits for the images.
         await asyncio.sleep(0)
+        try:
+            decoder = self._decoders.choose(self._affinity_key(), self._excluded["decoder"])
+        except Unavailable:
+            raise self._no_pod_left() from None
+        self._decoder, self._session = decoder, decoder.session
+        self._span = start_span(
+            "decode stream",
+            decoder=decoder.address,
+            num_choices=len(self._generated),
+            num_generated=sum(map(len, self._generated.values())),
+        )
         request, prompt = self._request, self._request.prompt
         positions = b""
         if prompt.positions is not None:
@@ -219,8 +232,9 @@ class Attempts:
             traceparent=self._span.traceparent,
             grammar=request.grammar,
         )
-        for choice in range(request.num_choices):
+        for choice, generated in self._generated.items():
             submit.sampling.seed = choice_seed(request.sampling.seed, choice)
+            submit.generated_token_ids = generated.tobytes()
             self._sequences[choice] = decoder.submit(submit, choice, self._mailbox.put)
 
     async def _assign_encoders(
@@ -305,11 +319,14 @@ class Attempts:
                 del self._sequences[item.choice]
             if item.error is not None:
                 return good, self._decoder_failure(item.error)
+            if item.is_last:
+                del self._generated[item.choice]
+            else:
+                self._generated[item.choice].extend(item.token_ids)
             good.append(item)
         return good, None
 
     def _decoder_failure(self, error: TriptychError) -> Exception:
-        address = "" if self._decoder is None else self._decoder.address
         if isinstance(error, EmbeddingLost):
             # That encoder must be called again for all its images.
             lost = error.encoder_address
@@ -319,14 +336,21 @@ class Attempts:
             error = Unavailable("the decoder cancelled the request")
         if isinstance(error, InvalidGrammar):
             error.param = self._request.grammar_param
-        return _RetryableFailure(error, "decoder", address) if error.retryable else error
+        return _RetryableFailure(error, "decoder", self._session) if error.retryable else error
+
+    def _record_handover(self) -> None:
+        """Records how long the client has waited for another decoder, if it has."""
+        if self._lost_at:
+            self._metrics.handovers.inc()
+            self._request.timings.record("handover", time.monotonic() - self._lost_at)
+            self._lost_at = 0.0
 
     def _exclude(self, failure: _RetryableFailure) -> None:
         self._cause = failure.error
-        self._excluded[failure.service].add(failure.address)
+        self._excluded[failure.service].add(failure.pod)
         self._metrics.retries.labels(failure.service).inc()
         log.warning(
-            "retrying without %s %s: %s", failure.service, failure.address, failure.error.message
+            "retrying without %s %s: %s", failure.service, failure.pod, failure.error.message
         )
 
     def _no_pod_left(self) -> TriptychError:
@@ -342,7 +366,7 @@ class Attempts:
 
     def _cancel(self) -> None:
         for choice in list(self._sequences):
-            self.stop(choice)
+            self._cancel_sequence(choice)
         for task in self._encodes:
             task.cancel()
         self._encodes = []

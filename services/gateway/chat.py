@@ -184,14 +184,8 @@ class ChatService:
         choices = create_choices(request, self.tokenizer, draft.format)
         return Completion(request, prepared, draft.format, choices)
 
-    async def answer(
-        self, completion: Completion, on_restart: Callable[[], None] | None = None
-    ) -> AsyncGenerator[list[Update], None]:
+    async def answer(self, completion: Completion) -> AsyncGenerator[list[Update]]:
         """Runs a prepared request; yields updates until every choice has a finish reason.
-
-        Args:
-            completion: as prepared.
-            on_restart: as for `Attempts.events`: given if the client sees nothing before the end.
 
         Raises:
             TriptychError: the request failed.
@@ -200,18 +194,7 @@ class ChatService:
             completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s
         )
         timings, started = completion.timings, False
-
-        def restart() -> None:
-            nonlocal started
-            started = False
-            completion.cached_tokens = None
-            completion.choices = create_choices(
-                completion.request, self.tokenizer, completion.answer_format
-            )
-            assert on_restart is not None
-            on_restart()
-
-        async with aclosing(attempts.events(restart if on_restart else None)) as batches:
+        async with aclosing(attempts.events()) as batches:
             async for events in batches:
                 if not started:
                     started = True

@@ -108,12 +108,7 @@ class Endpoint(ABC):
     async def collect(self, completion: Completion) -> list[list[Update]]:
         """Runs a completion to its end; returns the updates of each choice."""
         updates_of: list[list[Update]] = [[] for _ in completion.choices]
-
-        def restart() -> None:
-            for updates in updates_of:
-                updates.clear()
-
-        async with aclosing(self._service.answer(completion, restart)) as answer:
+        async with aclosing(self._service.answer(completion)) as answer:
             async for updates in answer:
                 for update in updates:
                     updates_of[update.choice].append(update)

@@ -19,8 +19,9 @@ class Timings:
     """Seconds per stage of one request; a stage that did not run is absent.
 
     `fetch` (image URLs to bytes and headers) and `tokenize` run in the gateway; `encode` is the
-    longest encode call; the decoder measures `queue`, `transfer` and `prefill`; `first_token` and
-    `total` count from the request's arrival.
+    longest encode call; the decoder measures `queue`, `transfer` and `prefill`; `handover` is the
+    time from the loss of a decoder in mid-answer to the next token; `first_token` and `total` count
+    from the request's arrival.
     """
 
     arrived: float = field(default_factory=time.monotonic)
@@ -64,6 +65,9 @@ class GatewayMetrics:
             "gateway_encodes", "Encode calls that succeeded, by where the embedding was", "source"
         )
         self.retries = counter("gateway_retries", "Retries, by the service that failed", "service")
+        self.handovers = counter(
+            "gateway_handovers", "Times that another decoder continued an answer"
+        )
         self.rejections = counter(
             "gateway_rejections", "Requests refused: the gateway is full or draining", "reason"
         )

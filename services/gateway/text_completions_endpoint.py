@@ -99,14 +99,7 @@ class TextCompletionEndpoint(Endpoint):
             [[] for _ in completion.choices] for completion in work.completions
         ]
 
-        def restart_of(index: int) -> None:
-            for updates in updates_of[index]:
-                updates.clear()
-
-        answers = [
-            self._service.answer(completion, lambda index=index: restart_of(index))
-            for index, completion in enumerate(work.completions)
-        ]
+        answers = [self._service.answer(completion) for completion in work.completions]
         async with aclosing(merge(answers)) as merged:
             async for index, updates in merged:
                 for update in updates:

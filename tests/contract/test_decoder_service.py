@@ -376,6 +376,20 @@ async def test_a_preempted_sequence_whose_image_cannot_be_fetched_again_fails():
         assert written == alone(prompt_of(2), span, max_tokens=40)[: len(written)]
 
 
+@pytest.mark.parametrize("num_generated", [1, 4, 17, 39])
+async def test_a_sequence_is_continued_behind_the_tokens_of_another_decoder(num_generated):
+    whole = alone(prompt_of(1), ImageSpan(KEYS[1], 3, 6), max_tokens=40)
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        submit = submit_of(1, prompt_of(1), image_of(decoder, 1), max_tokens=40, top_logprobs=2)
+        submit.generated_token_ids = np.asarray(whole[:num_generated], "<i4").tobytes()
+        await gateway.submit(submit)
+        end = await gateway.end(1)
+        assert isinstance(end, pb.Finished) and end.reason == pb.Finished.REASON_LENGTH
+        assert gateway.tokens[1] == whole[num_generated:]
+        assert len(gateway.logprobs[1]) == 40 - num_generated
+        await until(decoder.is_idle)
+
+
 async def test_nothing_is_left_after_a_storm():
     rng = np.random.default_rng(7)
     async with Decoder(arena_pages=4, num_blocks=24) as decoder:

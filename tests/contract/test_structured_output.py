@@ -4,6 +4,7 @@ import json
 import re
 
 import jsonschema
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -103,6 +104,31 @@ async def test_cut_by_max_tokens_is_a_prefix(decoder):
         end = await gateway.end(8)
     assert end.reason == pb.Finished.REASON_LENGTH
     assert gateway.tokens[8] == whole[: len(whole) // 2]
+
+
+@pytest.mark.parametrize("begins_after", [[], [5]])
+async def test_continued_behind_the_tokens_of_another_decoder(decoder, begins_after):
+    async with Gateway(decoder) as gateway:
+        form = grammar("JSON_SCHEMA", SCHEMA, begins_after=begins_after)
+        fields = {"temperature": 1.0, "min_tokens": 4, "logit_bias": {5: 8.0}}
+        _, end = await answer(gateway, 7, form, **fields)
+        assert isinstance(end, pb.Finished)
+        ids = gateway.tokens[7]
+        for number in range(8, 8 + min(len(ids) - 1, 12)):
+            submit = submit_of(
+                number, prompt_of(7), seed=7, max_tokens=400, stop_token_ids=[END], **fields
+            )
+            submit.grammar.CopyFrom(form)
+            submit.generated_token_ids = np.asarray(ids[: number - 7], "<i4").tobytes()
+            await gateway.submit(submit)
+            assert (await gateway.end(number)).reason == end.reason
+            assert gateway.tokens[number] == ids[number - 7 :]
+        wrong = submit_of(100, prompt_of(7), max_tokens=400, stop_token_ids=[END])
+        wrong.grammar.CopyFrom(grammar("JSON_SCHEMA", SCHEMA))
+        wrong.generated_token_ids = np.asarray([END, END], "<i4").tobytes()
+        await gateway.submit(wrong)
+        assert (await gateway.end(100)).code == "internal_error"
+    assert decoder.is_idle()
 
 
 async def test_refused_by_name(decoder):

@@ -43,7 +43,7 @@ class GenerateCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("sequence_id", "request_id", "prompt_token_ids", "positions", "position_delta", "images", "sampling", "cache_salt", "timeout_s", "traceparent", "grammar", "tenant", "tenant_weight")
+    __slots__ = ("sequence_id", "request_id", "prompt_token_ids", "positions", "position_delta", "images", "sampling", "cache_salt", "timeout_s", "traceparent", "grammar", "generated_token_ids", "tenant", "tenant_weight")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class Submit(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
@@ -68,9 +69,10 @@ class Submit(_message.Message):
     timeout_s: float
     traceparent: str
     grammar: Grammar
+    generated_token_ids: bytes
     tenant: str
     tenant_weight: float
-    def __init__(self, sequence_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., position_delta: _Optional[int] = ..., images: _Optional[_Iterable[_Union[ImageRef, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., position_delta: _Optional[int] = ..., images: _Optional[_Iterable[_Union[ImageRef, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., generated_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("kind", "text", "begins_after", "end_token_ids", "num_continued_tokens")

@@ -54,6 +54,8 @@ class AddSequence(msgspec.Struct, tag="add"):
     position_delta: int
     images: list[ImageSpan]
     sampling: SamplingParams
+    # int32: the completion's first tokens, if it is continued.
+    generated_token_ids: bytes = b""
     cache_salt: bytes = b""
     tenant: str = ""  # shares the engine fairly with others, see engine/tenants.py
     tenant_weight: float = 1.0

@@ -99,13 +99,14 @@ class Sequence:
     def from_message(cls, message: AddSequence) -> "Sequence":
         """The sequence that a message of the front describes."""
         token_ids = array("i", message.prompt_token_ids)  # little-endian, as GPUs' machines are
-        positions = None
+        num_prompt, positions = len(token_ids), None
         if message.positions:
-            positions = np.frombuffer(message.positions, dtype="<i4").reshape(3, len(token_ids))
+            positions = np.frombuffer(message.positions, dtype="<i4").reshape(3, num_prompt)
+        token_ids.frombytes(message.generated_token_ids)  # as if it had been preempted
         return cls(
             sequence_id=message.sequence_id,
             token_ids=token_ids,
-            num_prompt_tokens=len(token_ids),
+            num_prompt_tokens=num_prompt,
             positions=positions,
             position_delta=message.position_delta,
             images=sorted(message.images, key=lambda span: span.offset),

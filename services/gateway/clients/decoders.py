@@ -77,6 +77,7 @@ class DecoderPod(Pod):
             response_deserializer=pb.GenerateEvents.FromString,
         )
         self._ids = itertools.count(1)
+        self._num_streams = 0
         self._sinks: dict[int, tuple[int, Sink]] = {}
         self._commands: asyncio.Queue[pb.GenerateCommand] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,6 +85,11 @@ class DecoderPod(Pod):
     @property
     def connected(self) -> bool:
         return bool(self._tasks)
+
+    @property
+    def session(self) -> str:
+        """Which decoder, and which of its streams: the pod under an address may have restarted."""
+        return f"{self.address} (stream {self._num_streams})"
 
     async def connect(self) -> None:
         try:
@@ -93,6 +99,7 @@ class DecoderPod(Pod):
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure, "the decoder") from None
         self._commands = asyncio.Queue()
+        self._num_streams += 1
         call = self._generate()
         self._tasks = [
             asyncio.create_task(self._write(call, self._commands)),
@@ -213,10 +220,14 @@ class DecoderPool(Pool[DecoderPod]):
     def choose(self, key: bytes, exclude: Collection[str]) -> DecoderPod:
         """The decoder for a prompt; equal keys get the same decoder, see `pick`.
 
+        Args:
+            key: of the prompt.
+            exclude: sessions of pods that have failed.
+
         Raises:
             Unavailable: no decoder is left.
         """
-        pods = [pod for pod in self._pods.healthy() if pod.address not in exclude]
+        pods = [pod for pod in self._pods.healthy() if pod.session not in exclude]
         if not pods:
             raise Unavailable("no decoder is available")
         return pick(pods, key)
