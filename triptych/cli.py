@@ -1,4 +1,4 @@
-"""The `triptych` command: serve, ask, bench, demo.
+"""The `triptych` command: serve, ask, key, bench, demo.
 
 Parses arguments and imports the command that runs, so that `ask` needs no services. Bad arguments
 are exit status 2.
@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_ask(commands)
+    _add_key(commands)
     commands.add_parser("bench", help="measure a server under load (see: triptych bench --help)")
     demo = commands.add_parser("demo", help="start the stack and ask about the sample images")
     demo.set_defaults(run=_demo)
@@ -69,6 +70,20 @@ def _add_ask(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     ask.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
     ask.add_argument("--max-tokens", type=int, default=None, metavar="N")
     ask.set_defaults(run=_ask)
+
+
+def _add_key(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    key = commands.add_parser("key", help="make an API key and its entry in the key file")
+    key.add_argument("tenant", help="whose key it is")
+    key.add_argument("--id", default=None, help="default: the tenant's name and the date")
+    key.set_defaults(run=_key)
+
+
+def _key(options: argparse.Namespace) -> int:
+    from triptych.key import make_key
+
+    print(make_key(options.tenant, options.id))
+    return 0
 
 
 def _count(text: str) -> int:

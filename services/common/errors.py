@@ -9,6 +9,7 @@
     ├── PayloadTooLarge                413
     ├── UnsupportedMediaType           415  the body is declared as something other than JSON
     ├── MediaFetchFailed               422  a URL answered, but not with an image
+    ├── RateLimited                    429  a limit of the caller's tenant; `retry_after_s`
     ├── Cancelled                      499  the caller disconnected (never sent, only logged)
     ├── InternalError                  500
     ├── EmbeddingUnavailable           503  one encoder did not deliver an embedding
@@ -109,6 +110,15 @@ class MediaFetchFailed(TriptychError):
     http_status = 422
     openai_type = "invalid_request_error"
     grpc_status = "FAILED_PRECONDITION"
+
+
+class RateLimited(TriptychError):
+    """A tenant has used what it may use for now."""
+
+    code = "rate_limit_exceeded"
+    http_status = 429
+    openai_type = "rate_limit_error"
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class Cancelled(TriptychError):

@@ -1,18 +1,24 @@
-"""Admission control: a slot per request, and a bound on the bytes that all requests hold.
+"""Admission control: a slot per request, quotas per tenant, and a bound on the bytes that all
+requests hold.
 
 Routes take a slot before they read a request's body, and return it in `finally`; the server drains
 all slots at shutdown, and then ends the requests that still run. A full or draining gateway refuses
-at once with `Overloaded`; there is no queue here.
+at once with `Overloaded`; there is no queue here. Where there are several tenants, a part of the
+slots is for tenants that have less than their share of them.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from services.common.errors import Overloaded, Unavailable
+from services.gateway.quota import Quotas, Usage
+from services.gateway.tenants import ANONYMOUS, Tenant
 
 MAX_HELD_BYTES = 2 << 30
+_RESERVED = 4  # one slot of so many is for tenants with less than their share
 
 
 @dataclass(slots=True)
@@ -20,6 +26,8 @@ class Slot:
     """One request's slot. Valid inside the `with` that made it."""
 
     admission: "Admission"
+    tenant: Tenant
+    usage: Usage
     held_bytes: int = 0
 
     def hold(self, num_bytes: int) -> None:
@@ -35,10 +43,17 @@ class Slot:
 class Admission:
     """Counts running requests. Only the event loop's thread uses it."""
 
-    def __init__(self, max_requests: int, max_held_bytes: int = MAX_HELD_BYTES) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        max_held_bytes: int = MAX_HELD_BYTES,
+        quotas: Quotas | None = None,
+    ) -> None:
         self._max_requests = max_requests
         self._max_held_bytes = max_held_bytes
+        self._quotas = quotas or Quotas()
         self._held_bytes = 0
+        self._running: Counter[str] = Counter()  # by tenant
         self._idle = asyncio.Event()
         self._idle.set()
         self._blocks: set[asyncio.Timeout] = set()  # those of `until_ended`
@@ -47,26 +62,43 @@ class Admission:
         self.draining = False
 
     @contextmanager
-    def slot(self) -> Generator[Slot]:
+    def slot(self, tenant: Tenant = ANONYMOUS) -> Generator[Slot]:
         """Takes a slot for the duration of a `with`.
 
         Raises:
             Overloaded: no slot is free, or the gateway is draining.
+            RateLimited: the tenant has as many requests as it may have.
         """
         if self.draining:
             raise Overloaded("the server is shutting down", retry_after_s=1)
-        if self.num_running >= self._max_requests:
-            raise Overloaded("too many requests are running", retry_after_s=1)
-        self.num_running += 1
-        self._idle.clear()
-        slot = Slot(self)
-        try:
-            yield slot
-        finally:
-            self._held_bytes -= slot.held_bytes
-            self.num_running -= 1
-            if not self.num_running:
-                self._idle.set()
+        with self._quotas.request(tenant) as usage:
+            if self.num_running >= self._room(tenant):
+                raise Overloaded("too many requests are running", retry_after_s=1)
+            self.num_running += 1
+            self._running[tenant.name] += 1
+            self._idle.clear()
+            slot = Slot(self, tenant, usage)
+            try:
+                yield slot
+            finally:
+                self._held_bytes -= slot.held_bytes
+                self._leave(tenant)
+
+    def _room(self, tenant: Tenant) -> int:
+        """Slots that may be taken in all when this tenant takes one."""
+        if tenant.name == ANONYMOUS.name:
+            return self._max_requests
+        active = len(self._running) + (tenant.name not in self._running)
+        has_share = self._running[tenant.name] < self._max_requests / max(2, active)
+        return self._max_requests - (0 if has_share else self._max_requests // _RESERVED)
+
+    def _leave(self, tenant: Tenant) -> None:
+        self.num_running -= 1
+        self._running[tenant.name] -= 1
+        if not self._running[tenant.name]:
+            del self._running[tenant.name]
+        if not self.num_running:
+            self._idle.set()
 
     def hold(self, num_bytes: int) -> None:
         """Counts bytes; they are returned with the slot.

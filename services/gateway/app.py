@@ -28,9 +28,11 @@ from services.gateway.images import ImageReader, MediaLoader
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import Middleware, with_cors
 from services.gateway.prompt import PromptBuilder
+from services.gateway.quota import Quotas
 from services.gateway.routes import Routes
 from services.gateway.sampling import SamplingDefaults
 from services.gateway.settings import GatewaySettings
+from services.gateway.tenants import Keyring
 from services.gateway.tokenizer import ModelTokenizer
 from services.gateway.warm_up import WarmUp
 from services.gateway.web_media import WebMedia
@@ -59,7 +61,8 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
     Raises:
         ModelSpecError: the model directory cannot be served.
-        SettingsError: the model takes images, and no encoder address is set.
+        SettingsError: the model takes images and no encoder address is set, or the key file cannot
+            be read.
     """
     spec, max_images = read_spec(settings.model), settings.max_images_per_request
     if spec.vision is not None and not settings.encoders:
@@ -90,7 +93,9 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         metrics=metrics,
         request_timeout_s=settings.request_timeout_s,
     )
-    admission = Admission(settings.max_concurrent_requests)
+    keyring = Keyring(settings.keys, settings.api_keys_file)
+    quotas = Quotas()
+    admission = Admission(settings.max_concurrent_requests, quotas=quotas)
     warm_up = _warm_up(service, warm_up_rounds, images=max_images > 0)
 
     @asynccontextmanager
@@ -107,7 +112,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
     routes = Routes(service, warm_up, admission, metrics, spec.directory)
     app = _application([*routes.table(), warm_up.route], lifespan)
-    middleware = Middleware(app, admission, settings.keys, warm_up.path)
+    middleware = Middleware(app, admission, keyring, quotas, warm_up.path)
     return Gateway(
         with_cors(middleware, settings.cors_origins), admission, service, metrics, warm_up
     )

@@ -36,6 +36,7 @@ from services.gateway.images import Image
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompt import Prompt
 from services.gateway.sampling import choice_seed
+from services.gateway.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class PreparedRequest:
 
     Attributes:
         sampling: of the first choice.
+        tenant: whose request it is.
+        cache_salt: of the tenant and the request.
         deadline: on the monotonic clock.
         grammar: what the answer has to be; None: any text.
         grammar_param: the field that an error of the grammar names.
@@ -66,6 +69,7 @@ class PreparedRequest:
     images: Sequence[Image]
     sampling: pb.SamplingParams
     num_choices: int
+    tenant: Tenant
     cache_salt: bytes
     deadline: float
     timings: Timings
@@ -228,6 +232,8 @@ class Attempts:
             images=refs,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
+            tenant=request.tenant.name,
+            tenant_weight=request.tenant.limits.weight,
             timeout_s=request.remaining_s(),
             traceparent=self._span.traceparent,
             grammar=request.grammar,

@@ -19,6 +19,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
+from services.gateway.admission import Slot
 from services.gateway.answer import AnswerFormat
 from services.gateway.attempts import Attempts, PreparedRequest
 from services.gateway.clients.decoders import DecoderPool
@@ -132,7 +133,7 @@ class ChatService:
         request: ChatRequest,
         request_id: str,
         timings: Timings,
-        hold: Callable[[int], None],
+        slot: Slot,
         draft: Draft | None = None,
     ) -> Completion:
         """Everything that happens before the services are called.
@@ -141,7 +142,7 @@ class ChatService:
             request: already checked field by field.
             request_id: for logs and the other services.
             timings: of the request.
-            hold: counts the bytes of images; may refuse.
+            slot: counts the bytes of images and what the tenant uses; may refuse.
             draft: the prompt; None: the request's messages are rendered.
 
         Raises:
@@ -163,17 +164,22 @@ class ChatService:
         images: list[Image] = []
         if draft.images:
             with timings.measure("fetch"):
-                images = await self._read_images(draft.images, hold)
+                images = await self._read_images(draft.images, slot.hold)
+            assert self.images is not None
+            slot.usage.charge_pixels(self.images.num_pixels(images))
         prompt = self.prompts.expand(draft, [image.grid for image in images])
         if images:
             limit_completion(
                 sampling, request,
                 prompt_tokens=len(prompt.token_ids), max_model_len=decoder.max_model_len,
             )  # fmt: skip
+        num_choices = request.n or 1
+        slot.usage.charge(len(prompt.token_ids), sampling.max_tokens, num_choices)
         prepared = PreparedRequest(
             request_id, prompt, images, sampling,
-            num_choices=request.n or 1,
-            cache_salt=(request.cache_salt or "").encode(),
+            num_choices=num_choices,
+            tenant=slot.tenant,
+            cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
             deadline=timings.arrived + self.request_timeout_s,
             timings=timings,
             grammar=grammar and grammar.to_proto(self.defaults.eos_token_ids),

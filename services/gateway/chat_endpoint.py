@@ -24,7 +24,7 @@ class ChatEndpoint(Endpoint):
         request = await parse_body(parse_chat_request, body)
         del body
         completion = await self._service.prepare(
-            request, work.exchange.request_id, work.timings, work.hold
+            request, work.exchange.request_id, work.timings, work.slot
         )
         work.completions.append(completion)
         if request.stream:

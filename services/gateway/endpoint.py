@@ -7,9 +7,10 @@ subclass's: `chat_endpoint` for chat completions, one more for each other surfac
 """
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,11 +20,14 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
 from services.common.threads import INLINE_BYTES
-from services.gateway.admission import Admission
+from services.gateway.admission import Admission, Slot
 from services.gateway.chat import ChatService, Completion
 from services.gateway.exchange import Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.responses import Update, error_event
+from services.gateway.tenants import Tenant, key_of, tenant_of
+
+audit = logging.getLogger("triptych.audit")
 
 # How long a client may take to accept the error event of a stream that failed.
 _ERROR_EVENT_TIMEOUT_S = 5.0
@@ -37,7 +41,7 @@ class Work:
 
     Attributes:
         timings: of the request.
-        hold: counts bytes that the request keeps; may refuse.
+        slot: that the request holds, with its tenant.
         completions: what has been prepared for it, in order: for the metrics.
         paths: how the client calls fields of the chat request that its own was made into; see
             `renamed`.
@@ -46,7 +50,7 @@ class Work:
 
     exchange: Exchange
     timings: Timings
-    hold: Callable[[int], None]
+    slot: Slot
     completions: list[Completion] = field(default_factory=list[Completion])
     paths: Mapping[str, str] = field(default_factory=dict[str, str])
     writer: object = None
@@ -83,13 +87,14 @@ class Endpoint(ABC):
             TriptychError: before the response has started; becomes an HTTP error.
         """
         outcome = "internal_error"
-        timings = Timings()
+        timings, tenant = Timings(), tenant_of(scope)
+        work: Work | None = None
         try:
-            with self._admission.slot() as slot, self._metrics.running.track_inprogress():
+            with self._admission.slot(tenant) as slot, self._metrics.running.track_inprogress():
                 exchange = Exchange(scope, receive, send)
                 async with self._admission.until_ended():
                     body = await read_body(scope, receive, slot.hold)
-                work = Work(exchange, timings, slot.hold)
+                work = Work(exchange, timings, slot)
                 outcome = await exchange.while_connected(self._serve(work, body))
         except TriptychError as error:
             outcome = error.code
@@ -102,6 +107,7 @@ class Endpoint(ABC):
             raise
         finally:
             scope["state"]["outcome"] = outcome
+            self._audit(scope, tenant, outcome, work.completions if work else [])
             self._metrics.requests.labels(outcome).inc()
             self._metrics.request.observe(timings.since_arrival())
 
@@ -136,6 +142,24 @@ class Endpoint(ABC):
         finally:
             for completion in work.completions:
                 self._observe(completion)
+            usages = [completion.usage() for completion in work.completions]
+            work.slot.usage.correct([u.prompt_tokens + u.completion_tokens for u in usages])
+
+    def _audit(
+        self, scope: Scope, tenant: Tenant, outcome: str, completions: Sequence[Completion]
+    ) -> None:
+        """One line and the tenant's counters: who asked for how much, and nothing of what."""
+        usages = [completion.usage() for completion in completions]
+        amounts = {
+            "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
+            "completion_tokens": sum(usage.completion_tokens for usage in usages),
+            "images": sum(len(completion.prepared.images) for completion in completions),
+        }
+        self._metrics.tenant_requests.labels(tenant.name, outcome).inc()
+        for kind, amount in amounts.items():
+            self._metrics.tenant_usage.labels(tenant.name, kind).inc(amount)
+        who = {"tenant": tenant.name, "key": key_of(scope), "model": self._service.model_name}
+        audit.info("%s", scope["path"], extra={"fields": {**who, **amounts, "outcome": outcome}})
 
     def _observe(self, completion: Completion) -> None:
         metrics, usage, seconds = self._metrics, completion.usage(), completion.timings.seconds

@@ -96,6 +96,10 @@ class ImageReader:
         self._max_source_pixels = max_source_pixels
         self._patch_area = limits.patch_size**2
 
+    def num_pixels(self, images: Sequence[Image]) -> int:
+        """Of all images, resized."""
+        return sum(t * h * w for t, h, w in (image.grid for image in images)) * self._patch_area
+
     async def read(
         self, sources: Sequence[ImageSource], hold: Callable[[int], None], max_patches: int
     ) -> list[Image]:

@@ -71,6 +71,14 @@ class GatewayMetrics:
         self.rejections = counter(
             "gateway_rejections", "Requests refused: the gateway is full or draining", "reason"
         )
+        self.tenant_requests = counter(
+            "gateway_tenant_requests", "Requests that ended, by tenant", "tenant", "outcome"
+        )
+        self.tenant_usage = counter(
+            "gateway_tenant_usage",
+            "Used by a tenant's requests: prompt_tokens, completion_tokens, images",
+            "tenant", "kind",
+        )  # fmt: skip
         self.stage = histogram("gateway_stage_seconds", "Time of a request in a stage", "stage")
         self.ttft = histogram("gateway_ttft_seconds", "Time to first token, from arrival")
         self.tpot = histogram(

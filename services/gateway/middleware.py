@@ -4,10 +4,8 @@ uvicorn calls it, and it calls the routes. A wrong key is answered here with a 4
 that a route lets through is logged here, after Starlette has answered with a 500.
 """
 
-import hashlib
 import logging
 import re
-import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -22,6 +20,8 @@ from services.common.tracing import TRACEPARENT, Span, span
 from services.gateway.admission import Admission
 from services.gateway.error_answers import error_body, shaped_for
 from services.gateway.exchange import JsonResponse
+from services.gateway.quota import Quotas
+from services.gateway.tenants import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +37,25 @@ class Middleware:
     Args:
         app: the routes.
         admission: says whether the gateway is draining.
-        keys: accepted API keys; empty: requests need none.
+        keyring: knows the API keys.
+        quotas: of the tenants, for the headers that tell them what is left.
         warm_up_path: of the gateway's own requests, which need no key and no line in the log.
     """
 
     def __init__(
-        self, app: ASGIApp, admission: Admission, keys: Sequence[str], warm_up_path: str
+        self,
+        app: ASGIApp,
+        admission: Admission,
+        keyring: Keyring,
+        quotas: Quotas,
+        warm_up_path: str,
     ) -> None:
         self._app = app
         self._open_paths = _OPEN_PATHS | {warm_up_path}
         self._quiet_paths = _QUIET_PATHS | {warm_up_path}
         self._admission = admission
-        self._key_digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keyring = keyring
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,6 +82,15 @@ class Middleware:
         """Answers; returns the response's status, 0 if it never started, 499 after a disconnect."""
         status = 0
         request_id: str = scope["state"]["request_id"]
+        app, identity = self._app, None
+        if scope["path"] not in self._open_paths:
+            identity = self._keyring.identify(_authorization(headers))
+            scope["state"]["identity"] = identity
+            needed = "metrics" if scope["path"] == "/metrics" else "inference"
+            if identity is None:
+                app = _unauthorized
+            elif needed not in identity.scopes:
+                app = _forbidden
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -83,11 +99,12 @@ class Middleware:
                 message["headers"] = [
                     *message.get("headers", ()), (b"x-request-id", request_id.encode())
                 ]  # fmt: skip
+                if identity is not None:
+                    message["headers"] += self._quotas.of(identity.tenant).headers()
                 if self._admission.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        app = self._app if self._is_authorized(scope["path"], headers) else _unauthorized
         try:
             await app(scope, receive, send_with_id)
         except ClientDisconnect:
@@ -97,16 +114,11 @@ class Middleware:
             log.exception("a request failed")
         return status
 
-    def _is_authorized(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        if not self._key_digests or path in self._open_paths:
-            return True
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if not scheme:  # as Anthropic's clients send it
-            scheme, given = b"bearer", headers.get(b"x-api-key", b"")
-        found = hashlib.sha256(given.strip()).digest()
-        # Compares with all keys, so that the time does not depend on which one matches.
-        matches = [secrets.compare_digest(found, digest) for digest in self._key_digests]
-        return scheme.lower() == b"bearer" and any(matches)
+
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
+    """The `Authorization` header, or what Anthropic's clients send instead of it."""
+    given = headers.get(b"authorization", b"")
+    return given or b"Bearer " + headers.get(b"x-api-key", b"")
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -125,6 +137,12 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         expose_headers=["x-request-id", "retry-after"],
         max_age=_PREFLIGHT_AGE_S,
     )
+
+
+async def _forbidden(scope: Scope, receive: Receive, send: Send) -> None:
+    message = f"the API key does not open {scope['path']}"
+    body = error_body(message, kind="permission_error", param=None, code="forbidden")
+    await JsonResponse(body, 403)(scope, receive, send)
 
 
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:

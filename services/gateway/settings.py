@@ -33,7 +33,8 @@ class GatewaySettings(ServiceSettings):
         request_timeout_s: from arrival to the last token.
         allowed_media_dir: where `file:` URLs may point; default: nowhere.
         allow_private_media_hosts: whether image URLs may reach private and loopback addresses.
-        api_keys: comma-separated; empty: requests need no key.
+        api_keys: comma-separated; with none, and no file of them, requests need no key.
+        api_keys_file: keys as digests, with their tenants and limits, see `tenants.py`.
         cors_allow_origins: comma-separated origins of web pages that may call, such as
             `https://example.com`, or `*`; empty: none.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
@@ -57,6 +58,7 @@ class GatewaySettings(ServiceSettings):
     allowed_media_dir: Path | None = None
     allow_private_media_hosts: bool = False
     api_keys: SecretStr = SecretStr("")
+    api_keys_file: Path | None = None
     cors_allow_origins: str = ""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -48,7 +48,7 @@ class TextCompletionEndpoint(Endpoint):
                     add_special_tokens=request.add_special_tokens is not False,
                 )
             completion = await self._service.prepare(
-                chat, work.exchange.request_id, timings, work.hold, draft
+                chat, work.exchange.request_id, timings, work.slot, draft
             )
             work.completions.append(completion)
         writer = _Writer(request, work.response_id("cmpl"), self._texts(request, work.completions))

@@ -20,6 +20,7 @@ from services.gateway.chat_template import read_template
 from services.gateway.exchange import JsonResponse, read_body
 from services.gateway.json_body import decode_json
 from services.gateway.openai import MAX_MESSAGES, ChatRequest, Message, check_chat_request
+from services.gateway.tenants import tenant_of
 from services.gateway.tools import MAX_TOOLS, Tool
 
 MAX_TOKENS = 1 << 20
@@ -84,7 +85,7 @@ class TokenizationRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids; messages count with all tokens of their images."""
         service = self._service
-        with self._admission.slot() as slot:
+        with self._admission.slot(tenant_of(request.scope)) as slot:
             body = await read_body(request.scope, request.receive, slot.hold)
             parsed = decode_json(_tokenize_decoder, body)
             if (parsed.prompt is None) == (parsed.messages is None):
@@ -111,7 +112,7 @@ class TokenizationRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        with self._admission.slot() as slot:
+        with self._admission.slot(tenant_of(request.scope)) as slot:
             body = await read_body(request.scope, request.receive, slot.hold)
             parsed = decode_json(_detokenize_decoder, body)
             if parsed.model is not None:

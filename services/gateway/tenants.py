@@ -1,0 +1,222 @@
+"""Who a request belongs to: tenants, and the API keys that name them.
+
+Keys are in a file as SHA-256 digests, with their tenants; the file is read again when it changes. A
+file that cannot be read is refused at start; later, the last good one stays in force and the log
+says so.
+
+    {"tenants": {"search": {"weight": 2, "max_requests": 64, "tokens_per_minute": 1000000}},
+     "keys": [{"id": "search-2026", "tenant": "search", "sha256": "9f86…",
+               "expires": "2027-01-31T00:00:00Z", "scopes": ["inference"]}]}
+
+`triptych key` makes a key and its entry.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.common.settings import SettingsError
+
+log = logging.getLogger(__name__)
+
+Scope = Literal["inference", "metrics"]
+Count = Annotated[int, Meta(ge=1)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+_CHECK_INTERVAL_S = 1.0
+_MAX_FILE_BYTES = 4 << 20
+_ALL_SCOPES: frozenset[Scope] = frozenset(("inference", "metrics"))
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a tenant may use; None: as much as there is.
+
+    Attributes:
+        weight: of its share where tenants wait for the same thing.
+        max_requests: at a time.
+        max_sequences: at a time; a request with `n` has n.
+        requests_per_minute: in any 60 seconds, as the others.
+        tokens_per_minute: of prompts and completions, images included.
+        pixels_per_minute: of images as they are sent.
+    """
+
+    weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
+    max_requests: Count | None = None
+    max_sequences: Count | None = None
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    pixels_per_minute: Count | None = None
+
+
+class _Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    id: Name
+    tenant: Name
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+    expires: Annotated[datetime, Meta(tz=True)] | None = None
+    scopes: frozenset[Scope] = frozenset(("inference",))
+
+
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    keys: Annotated[list[_Key], Meta(min_length=1)]
+    tenants: dict[Name, Limits] = {}
+    # Requests find what other tenants' requests left in the caches, and can tell so by their speed.
+    share_caches: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A tenant of this gateway.
+
+    Attributes:
+        name: for limits, metrics and logs; empty: callers without a key.
+        shares_caches: cached prefixes and images are found by requests of other tenants.
+    """
+
+    name: str
+    limits: Limits
+    shares_caches: bool
+
+    def cache_salt(self, given: str) -> bytes:
+        """Separates the tenant's cached prefixes and images from others'.
+
+        Args:
+            given: the request's own `cache_salt`, which separates further; may be empty.
+        """
+        if self.shares_caches:
+            return given.encode()
+        return hmac.digest(self.name.encode(), given.encode(), "sha256")
+
+
+ANONYMOUS = Tenant("", Limits(), shares_caches=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose key a request carries.
+
+    Attributes:
+        key_id: of the key, never the key; empty: none was needed.
+        scopes: what the key opens.
+        expires_at: Unix time; None: never.
+    """
+
+    tenant: Tenant
+    key_id: str = ""
+    scopes: frozenset[Scope] = _ALL_SCOPES
+    expires_at: float | None = None
+
+
+def tenant_of(scope: Mapping[str, Any]) -> Tenant:
+    """The tenant of a request that the middleware has identified."""
+    identity: Identity | None = scope["state"].get("identity")
+    return ANONYMOUS if identity is None else identity.tenant
+
+
+def key_of(scope: Mapping[str, Any]) -> str:
+    """The id of the request's key; empty: it needed none."""
+    identity: Identity | None = scope["state"].get("identity")
+    return "" if identity is None else identity.key_id
+
+
+class Keyring:
+    """Owner of the keys.
+
+    Args:
+        keys: accepted as they are; each is a tenant of its own, without limits.
+        path: of the key file; None: there is none.
+
+    Raises:
+        SettingsError: the file cannot be read, or two keys are equal.
+    """
+
+    def __init__(self, keys: Iterable[str] = (), path: Path | None = None) -> None:
+        self._path = path
+        digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        # One tenant has nobody to keep its caches from.
+        alone = path is None and len(digests) < 2
+        self._fixed: dict[bytes, Identity] = {}
+        for digest in digests:
+            name = f"key-{digest.hex()[:8]}"
+            tenant = Tenant(name, Limits(), shares_caches=alone)
+            self._fixed[digest] = Identity(tenant, name)
+        self._by_digest = dict(self._fixed)
+        self._state: tuple[int, int, int] | None = None
+        self._next_check = 0.0
+        if path is not None:
+            try:
+                self._read(path)
+            except (OSError, ValueError) as error:
+                raise SettingsError(f"GATEWAY_API_KEYS_FILE: {error}") from None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests need no key."""
+        return not self._fixed and self._path is None
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """All that have keys."""
+        return list({i.tenant.name: i.tenant for i in self._by_digest.values()}.values())
+
+    def identify(self, authorization: bytes) -> Identity | None:
+        """Whose request it is, by its `Authorization` header; None: a key is needed, or it is not
+        valid, or it has expired.
+        """
+        if self.is_open:
+            return Identity(ANONYMOUS)
+        self._reload()
+        scheme, _, given = authorization.partition(b" ")
+        # By the digest: how long the look-up takes says nothing about the keys.
+        found = self._by_digest.get(hashlib.sha256(given.strip()).digest())
+        if found is None or scheme.lower() != b"bearer":
+            return None
+        if found.expires_at is not None and time.time() >= found.expires_at:
+            return None
+        return found
+
+    def _reload(self) -> None:
+        if self._path is None or (now := time.monotonic()) < self._next_check:
+            return
+        self._next_check = now + _CHECK_INTERVAL_S
+        try:
+            self._read(self._path)
+        except (OSError, ValueError) as error:
+            if self._state is not None:
+                log.error("the key file is not read, the keys before stay: %s", error)
+                self._state = None
+
+    def _read(self, path: Path) -> None:
+        found = os.stat(path)
+        state = found.st_mtime_ns, found.st_size, found.st_ino
+        if state == self._state:
+            return
+        if found.st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"{path} has more than {_MAX_FILE_BYTES} bytes")
+        try:
+            content = msgspec.json.decode(path.read_bytes(), type=_KeyFile)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}: {error}") from None
+        by_digest = dict(self._fixed)
+        tenants = {
+            name: Tenant(name, limits, shares_caches=content.share_caches)
+            for name, limits in content.tenants.items()
+        }
+        for key in content.keys:
+            tenant = tenants.setdefault(
+                key.tenant, Tenant(key.tenant, Limits(), shares_caches=content.share_caches)
+            )
+            digest = bytes.fromhex(key.sha256)
+            if digest in by_digest:
+                raise ValueError(f"{path}: two keys are equal, the second is {key.id!r}")
+            expires = None if key.expires is None else key.expires.astimezone(UTC).timestamp()
+            by_digest[digest] = Identity(tenant, key.id, key.scopes, expires)
+        self._by_digest, self._state = by_digest, state

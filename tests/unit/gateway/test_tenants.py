@@ -1,0 +1,198 @@
+"""Keys and their tenants; quotas, exact over any minute."""
+
+import hashlib
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import Overloaded, RateLimited
+from services.common.settings import SettingsError
+from services.gateway.admission import Admission
+from services.gateway.quota import Quotas
+from services.gateway.tenants import Keyring, Limits, Tenant
+
+
+def entry(name: str, key: str, **more: object) -> dict[str, object]:
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return {"id": f"{name}-key", "tenant": name, "sha256": digest, **more}
+
+
+def write(path: Path, *keys: dict[str, object], **tenants: dict[str, object]) -> Path:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"keys": keys, "tenants": tenants}))
+    os.replace(new, path)
+    return path
+
+
+def limited(**limits: object) -> Tenant:
+    return Tenant("t", Limits(**limits), shares_caches=False)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_keys_everybody_is_served_as_one_tenant():
+    identity = Keyring().identify(b"")
+    assert identity is not None and identity.tenant.name == ""
+    assert identity.tenant.cache_salt("x") == b"x"
+
+
+def test_keys_name_their_tenants(tmp_path: Path):
+    path = write(
+        tmp_path / "keys", entry("a", "one"), entry("a", "two", id="second"), entry("b", "three"),
+        a={"weight": 2.0, "max_requests": 3},
+    )  # fmt: skip
+    keyring = Keyring(["fixed"], path)
+    found = [keyring.identify(b"Bearer " + key) for key in (b"one", b"two", b"three", b"fixed")]
+    assert [i and i.tenant.name for i in found[:3]] == ["a", "a", "b"]
+    assert found[0] and found[0].tenant.limits.max_requests == 3
+    assert found[3] and found[3].tenant.name.startswith("key-")
+    for wrong in (b"", b"Bearer", b"Bearer four", b"Basic one", b"one"):
+        assert keyring.identify(wrong) is None
+
+
+def test_an_expired_key_opens_nothing(tmp_path: Path):
+    path = write(
+        tmp_path / "keys",
+        entry("a", "old", expires="2020-01-01T00:00:00Z"),
+        entry("b", "new", expires="2999-01-01T00:00:00Z"),
+    )
+    keyring = Keyring((), path)
+    assert keyring.identify(b"Bearer old") is None
+    assert keyring.identify(b"Bearer new") is not None
+
+
+def test_the_file_is_read_again_and_a_bad_one_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    path = write(tmp_path / "keys", entry("a", "one"))
+    keyring = Keyring((), path)
+    write(path, entry("a", "two"))
+    clock.now += 2
+    assert keyring.identify(b"Bearer one") is None and keyring.identify(b"Bearer two")
+    path.write_text("{")
+    clock.now += 2
+    assert keyring.identify(b"Bearer two") is not None
+    clock.now += 2
+    assert keyring.identify(b"Bearer two") is not None
+    assert len([r for r in caplog.records if "keys before stay" in r.message]) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", '{"keys": []}', '{"keys": [{"id": "x"}]}', '{"keys": [], "more": 1}'],
+)
+def test_a_bad_file_is_refused_at_start(tmp_path: Path, content: str):
+    path = tmp_path / "keys"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match="GATEWAY_API_KEYS_FILE"):
+        Keyring((), path)
+
+
+def test_equal_keys_are_refused(tmp_path: Path):
+    path = write(tmp_path / "keys", entry("a", "one"), entry("b", "one"))
+    with pytest.raises(SettingsError, match="equal"):
+        Keyring((), path)
+
+
+def test_caches_are_apart_unless_they_are_shared():
+    first, second = (Tenant(name, Limits(), shares_caches=False) for name in "ab")
+    salts = {t.cache_salt(given) for t in (first, second) for given in ("", "x")}
+    assert len(salts) == 4 and b"" not in salts
+    shared = Tenant("a", Limits(), shares_caches=True)
+    assert shared.cache_salt("") == b""
+    one, two = Keyring(["x", "y"]).tenants
+    assert one.cache_salt("") != two.cache_salt("")
+    (alone,) = Keyring(["x"]).tenants
+    assert alone.cache_salt("") == b""
+
+
+def test_tokens_per_minute_are_exact():
+    """Whatever sizes arrive whenever: no 60 seconds have more than the limit, and a tenant that
+    asks all the time gets at least 99 % of it.
+    """
+    clock, rng = Clock(), random.Random(3)
+    quotas, tenant = Quotas(clock), limited(tokens_per_minute=100_000)
+    admitted: list[tuple[float, int]] = []
+    for _ in range(60_000):
+        clock.now += rng.expovariate(100.0)
+        size = rng.randrange(100, 900)
+        try:
+            with quotas.request(tenant) as usage:
+                usage.charge(size, 100, 1)
+                usage.correct([size + 50])
+        except RateLimited as refused:
+            assert refused.retry_after_s and 0 < refused.retry_after_s <= 60
+        else:
+            admitted.append((clock.now, size + 50))
+    start = 0
+    total = 0
+    for at, size in admitted:
+        total += size
+        while admitted[start][0] <= at - 60:
+            total -= admitted[start][1]
+            start += 1
+        assert total <= 100_000
+    minutes = (admitted[-1][0] - admitted[0][0]) / 60
+    assert sum(size for _, size in admitted) >= 0.99 * 100_000 * int(minutes)
+
+
+def test_a_refused_request_succeeds_after_its_retry_after():
+    clock = Clock()
+    quotas, tenant = Quotas(clock), limited(requests_per_minute=2)
+    for _ in range(2):
+        with quotas.request(tenant):
+            clock.now += 7
+    with pytest.raises(RateLimited) as refused, quotas.request(tenant):
+        pass
+    assert refused.value.http_status == 429
+    clock.now += refused.value.retry_after_s or 0
+    with quotas.request(tenant):
+        pass
+
+
+def test_limits_at_a_time():
+    quotas, tenant = Quotas(), limited(max_requests=2, max_sequences=5)
+    with quotas.request(tenant) as first, quotas.request(tenant) as second:
+        with pytest.raises(RateLimited, match="2 requests at a time"), quotas.request(tenant):
+            pass
+        first.charge(1, 1, 4)
+        with pytest.raises(RateLimited, match="5 sequences at a time"):
+            second.charge(1, 1, 2)
+    with quotas.request(tenant) as third:
+        third.charge(1, 1, 5)
+
+
+def test_headers_say_what_is_left():
+    clock = Clock()
+    quotas, tenant = Quotas(clock), limited(requests_per_minute=10, tokens_per_minute=1000)
+    with quotas.request(tenant) as usage:
+        usage.charge(300, 100, 1)
+    clock.now += 20
+    found = dict(quotas.of(tenant).headers())
+    assert found[b"x-ratelimit-remaining-requests"] == b"9"
+    assert found[b"x-ratelimit-remaining-tokens"] == b"600"
+    assert found[b"x-ratelimit-reset-tokens"] == b"40.000s"
+    assert not quotas.of(Tenant("free", Limits(), shares_caches=False)).headers()
+
+
+def test_one_tenant_cannot_take_all_slots():
+    admission = Admission(8)
+    flood, other = (Tenant(name, Limits(), shares_caches=False) for name in ("flood", "other"))
+    held = [admission.slot(flood) for _ in range(6)]
+    for slot in held:
+        slot.__enter__()
+    with pytest.raises(Overloaded), admission.slot(flood):
+        pass
+    with admission.slot(other), admission.slot(other):
+        assert admission.num_running == 8
