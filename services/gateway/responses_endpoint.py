@@ -90,7 +90,7 @@ class ResponsesEndpoint(Endpoint):
         chat = to_chat(request, paths)
         check_chat_request(chat)
         completion = await self._service.prepare(
-            chat, work.exchange.request_id, work.timings, work.hold
+            chat, work.exchange.request_id, work.timings, work.slot
         )
         work.completions.append(completion)
         writer = work.writer = ResponseWriter(request, work.response_id("resp"), completion)
