@@ -110,7 +110,7 @@ class MessagesEndpoint(Endpoint):
         chat.top_k = request.top_k
         check_chat_request(chat)
         completion = await self._service.prepare(
-            chat, work.exchange.request_id, work.timings, work.hold
+            chat, work.exchange.request_id, work.timings, work.slot
         )
         work.completions.append(completion)
         message_id = f"msg_{work.response_id('').removeprefix('-')}"
