@@ -14,7 +14,6 @@ import argparse
 import functools
 import io
 import mmap
-import os
 import socket
 import statistics
 import threading
@@ -47,6 +46,7 @@ from services.encoder.engine.messages import (
 )
 from services.encoder.engine.runner import Runner
 from services.encoder.engine_main import (
+    create_decoders,
     create_ops,
     load_model,
     prepare_device,
@@ -278,16 +278,17 @@ class EngineBench:
         arena = mmap.mmap(-1, self._slots * self._slot_bytes)
         self.runner = Runner(bench.model, bench.device, bench.dtype, arena)
         settings, limits = bench.settings, bench.limits
+        self._decoders = create_decoders(settings)
         prepare = functools.partial(
             preprocess, limits=limits, max_source_pixels=settings.max_source_pixels,
-            pinned=bench.device.type == "cuda",
+            decoder=self._decoders, pinned=bench.device.type == "cuda",
         )  # fmt: skip
         warm_up(self.runner, prepare, limits, settings.max_batch_patches)
         self._ends = create_socket_pair()
         self._front: EngineChannel[EngineMessage] = EngineChannel(self._ends[0], EngineMessage)
         self._engine = Engine(
             EngineChannel(self._ends[1], FrontMessage), self.runner, prepare,
-            max_batch_patches=settings.max_batch_patches, workers=os.cpu_count() or 1,
+            max_batch_patches=settings.max_batch_patches, workers=len(self._decoders.pids),
         )  # fmt: skip
         self._thread = threading.Thread(target=self._engine.run)
         self._thread.start()
@@ -322,6 +323,7 @@ class EngineBench:
                 thread.join()
         for end in self._ends:
             end.close()
+        self._decoders.close()
 
 
 def measure_engine(bench: Bench, side: int, in_flight: int, count: int) -> None:

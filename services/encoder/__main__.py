@@ -15,6 +15,7 @@ from services.common.channel import FrontChannel
 from services.common.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embedding_cache import CacheCollector, RedisCache
 from services.common.model_spec import ModelSpec, ModelSpecError
+from services.common.pod_limits import memory_limit_bytes
 from services.common.service_process import AddServicer, GpuService, StopServer, run_service
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
@@ -25,6 +26,9 @@ from services.encoder.redis_tier import RedisTier
 from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
 from services.encoder.settings import EncoderSettings
 
+# Files of images in work, which front and engine both hold: a sixteenth of the pod's memory, and at
+# least one image of the largest size that a call may have.
+_QUEUED_SHARE, _MIN_QUEUED_BYTES = 16, 64 << 20
 _WRITES_GRACE_S = 2.0
 _FAILED_CALLS_GRACE_S = 0.5  # for calls whose error is on its way when the engine has died
 
@@ -79,6 +83,7 @@ class EncoderService:
         embeddings = Embeddings(
             like=description.like, merge_size=ready.merge_size, memory=memory, engine=engine,
             redis=redis, metrics=metrics, max_queued_patches=settings.max_queued_patches,
+            max_queued_bytes=max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE),
         )  # fmt: skip
         servicer = EncoderServicer(description, embeddings, metrics)
         add_servicer = partial(add_to_server, servicer)

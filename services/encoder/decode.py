@@ -13,21 +13,26 @@ from collections.abc import Callable
 
 import numpy as np
 import simplejpeg
-from PIL import Image, PngImagePlugin
+from PIL import Image, PngImagePlugin, WebPImagePlugin
 
 from services.common.errors import InvalidImage
-from services.common.image_header import ALLOWED_FORMATS, ImageHeader
+from services.common.image_header import ALLOWED_FORMATS, ImageHeader, read_header
 
 # Pillow warns of damage beside the pixels, as in EXIF, and of sizes that we bound ourselves. Once
 # for the process: `catch_warnings` is not for threads, and images are opened in several.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+# Pillow would load its plugins in the first call. It knows WebP once its module is imported.
+Image.preinit()
+assert WebPImagePlugin.SUPPORTED
 # Pillow inflates text beside the pixels, up to 64 MiB of it.
 PngImagePlugin.MAX_TEXT_MEMORY = 8 << 20
 
 # A decoder passes over all coefficients once a scan, even over an empty one. Real files have up to
 # some dozens.
 MAX_SCANS = 100
+_LARGE_BYTES = 192 << 20  # of memory: a photo of 12 million pixels takes 100 to 180
 _BAND_PIXELS = 1 << 18
+_BASE_BYTES = 24 << 20  # of a band's conversions, PNG's texts, tables
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 # From upright rows and columns to the file's, as EXIF numbers the orientations; views.
 _AS_STORED: dict[int, Callable[[np.ndarray], np.ndarray]] = {
@@ -55,6 +60,7 @@ def decode(data: bytes, header: ImageHeader, out: np.ndarray) -> None:
 
     Raises:
         InvalidImage: the data is truncated or corrupt, or has too many scans.
+        MemoryError: the process may not allocate what the image takes.
     """
     if header.buffered and has_more_scans(data, MAX_SCANS):
         raise InvalidImage(f"the image has more than {MAX_SCANS} scans")
@@ -62,9 +68,35 @@ def decode(data: bytes, header: ImageHeader, out: np.ndarray) -> None:
     try:
         if not _decode_jpeg(data, header, stored):
             _decode_with_pillow(data, header, stored)
+    except MemoryError:
+        raise
     except Exception:
         # Pillow raises exceptions of many types on hostile bytes; their text is not passed on.
         raise InvalidImage("the image is truncated or corrupt") from None
+
+
+def worst_case_bytes(header: ImageHeader, file_bytes: int) -> int:
+    """Memory that `decode` may use for an image, its file and its pixels included.
+
+    Bytes a pixel, as measured with Pillow 13: its images have one or four; WebP's decoder holds
+    two canvases beside the frame that it returns and Pillow's copy; a JPEG in several scans has two
+    for each coefficient. A JPEG that simplejpeg refuses is decoded by Pillow.
+    """
+    per_pixel = {"PNG": 3 + 8, "GIF": 3 + 8, "WEBP": 3 + 20, "JPEG": 3 + 4}[header.format]
+    if header.format == "JPEG":
+        per_pixel += 2 * header.channels * header.buffered
+        per_pixel += 3 * (header.orientation != 1)
+    # Three copies of a file: as sent, as received, in a decoder's buffers.
+    return header.width * header.height * per_pixel + 3 * file_bytes + _BASE_BYTES
+
+
+def is_large(data: bytes, *, max_source_pixels: int) -> bool:
+    """Whether the image takes a decoder far longer than a photo does; False for what is refused."""
+    try:
+        header = read_header(data, max_source_pixels=max_source_pixels)
+    except InvalidImage:
+        return False
+    return worst_case_bytes(header, len(data)) > _LARGE_BYTES
 
 
 def has_more_scans(data: bytes, limit: int) -> bool:

@@ -24,6 +24,7 @@ from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_tier import Found, Lock, RedisTier
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
+_MAX_SOURCES_BYTES = 256 << 20
 Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
 
 
@@ -81,6 +82,7 @@ class Embeddings:
         redis: shared by all pods; None: there is none.
         metrics: counts.
         max_queued_patches: images beyond this in work are refused at once.
+        max_queued_bytes: so are files beyond this.
         min_streamed_bytes: smaller embeddings are handed out in one piece: the messages for their
             features would cost more than they hide.
     """
@@ -95,6 +97,7 @@ class Embeddings:
         redis: RedisTier | None,
         metrics: EncoderMetrics,
         max_queued_patches: int,
+        max_queued_bytes: int = 1 << 30,
         min_streamed_bytes: int = 8 << 20,
     ) -> None:
         self._like = like
@@ -104,10 +107,11 @@ class Embeddings:
         self._redis = redis
         self._metrics = metrics
         self._max_queued_patches = max_queued_patches
+        self._max_queued_bytes = max_queued_bytes
         self._min_streamed_bytes = min_streamed_bytes
-        self._sources = SourceStore()
+        self._sources = SourceStore(min(_MAX_SOURCES_BYTES, max_queued_bytes))
         self._encodes: dict[bytes, _Encode] = {}
-        self._queued_patches = 0
+        self._queued_patches = self._queued_bytes = 0
         self._s_per_patch = 0.0  # measured on the last image; 0: none yet
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
 
@@ -226,12 +230,16 @@ class Embeddings:
     def _start(self, key: bytes, image: bytes, grid: Grid, *, need_bytes: bool) -> _Encode:
         entry: asyncio.Future[ArenaEntry] = asyncio.get_running_loop().create_future()
         encode = _Encode(key, image, grid, self.spec_of(grid), need_bytes, 0, entry)
-        if self._queued_patches + encode.num_patches > self._max_queued_patches:
+        if (
+            self._queued_patches + encode.num_patches > self._max_queued_patches
+            or self._queued_bytes + len(image) > self._max_queued_bytes
+        ):
             work_s = self._queued_patches * self._s_per_patch
             retry_after_s = min(max(work_s, 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         self._encodes[key] = encode
         self._queued_patches += encode.num_patches
+        self._queued_bytes += len(image)
         encode.num_queued_patches = self._queued_patches
         encode.flight = InFlight(
             self._run(encode),
@@ -247,6 +255,7 @@ class Embeddings:
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
         self._queued_patches -= encode.num_patches
+        self._queued_bytes -= len(encode.image)
         self._remove(encode)
         self._update_gauges()
         if not task.cancelled() and task.exception() is None:
@@ -360,7 +369,7 @@ class SourceStore:
     Holds at most `max_bytes`, each file for `ttl_s`; the oldest are dropped first.
     """
 
-    def __init__(self, max_bytes: int = 256 << 20, ttl_s: float = 120.0) -> None:
+    def __init__(self, max_bytes: int = _MAX_SOURCES_BYTES, ttl_s: float = 120.0) -> None:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._sources: OrderedDict[bytes, Source] = OrderedDict()  # by time of `put`

@@ -30,9 +30,12 @@ from services.common.nn.weights import (
     load_dummy,
     load_weights,
 )
+from services.common.pod_limits import memory_limit_bytes, num_cpus
 from services.common.process_memory import freeze_gc
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
+from services.encoder.decode import is_large
+from services.encoder.decode_pool import DecodePool
 from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.messages import EngineReady, FrontMessage
 from services.encoder.engine.runner import Runner
@@ -43,6 +46,8 @@ from services.encoder.models.base import VisionModel
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings
 
+# More keep no GPU busier; without a CPU limit a pod would have as many as the machine has cores.
+_MAX_DEFAULT_DECODERS = 16
 # With a smaller share of its memory, other processes are taken to use the GPU, too.
 _MEMORY_FRACTION_OF_SOLE_USER = 0.5
 
@@ -79,10 +84,12 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     model, weights = load_model(spec, settings, device, dtype)
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
     runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
+    decoders = create_decoders(settings)
     prepare = functools.partial(
         preprocess,
         limits=vision.limits,
         max_source_pixels=settings.max_source_pixels,
+        decoder=decoders,
         pinned=device.type == "cuda",
     )
     warm_up(runner, prepare, vision.limits, settings.max_batch_patches)
@@ -109,7 +116,8 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         runner,
         prepare,
         max_batch_patches=settings.max_batch_patches,
-        workers=settings.preprocess_workers or os.cpu_count() or 1,
+        workers=len(decoders.pids),
+        is_large=functools.partial(is_large, max_source_pixels=settings.max_source_pixels),
     ).run()
 
 
@@ -120,8 +128,19 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
         torch.cuda.set_per_process_memory_fraction(settings.memory_fraction)
         # The pool's threads resize in parallel; intra-op threads for each would oversubscribe.
         torch.set_num_threads(1)
-    elif settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
+    else:
+        torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_cpus()))
+
+
+def create_decoders(settings: EncoderSettings) -> DecodePool:
+    """The processes that decode, within what the pod may use. At least two, so that no image has
+    to wait until a large one is decoded.
+    """
+    return DecodePool(
+        max(2, settings.preprocess_workers or min(num_cpus(), _MAX_DEFAULT_DECODERS)),
+        memory_bytes=settings.decode_memory_bytes or memory_limit_bytes() // 4,
+        max_source_pixels=settings.max_source_pixels,
+    )
 
 
 def create_ops(

@@ -1,8 +1,8 @@
 """Encoded image → resized RGB pixels, as the reference image processor makes them.
 
-The engine's pool of threads calls `preprocess`: the decoders and torch's resize release the
-interpreter lock. Normalization and patches are made on the device, from these bytes. Whatever is
-wrong with an image is an `InvalidImage`.
+The engine's pool of threads calls `preprocess`: a decoder gives the pixels, torch resizes them
+without the interpreter lock. Normalization and patches are made on the device, from these bytes.
+Whatever is wrong with an image is an `InvalidImage`.
 """
 
 import torch
@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from services.common.errors import InvalidImage
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_header import read_header
-from services.encoder.decode import decode
+from services.encoder.decode_pool import Decoder, InProcessDecoder
 
 _MAX_PINNED_BYTES = 16 << 20
+_IN_PROCESS = InProcessDecoder()
 
 
 def preprocess(
@@ -23,6 +24,7 @@ def preprocess(
     limits: ImageLimits,
     *,
     max_source_pixels: int,
+    decoder: Decoder = _IN_PROCESS,
     pinned: bool = False,
 ) -> Tensor:
     """Decodes and resizes one image.
@@ -32,6 +34,7 @@ def preprocess(
         grid: (1, h, w) in patches, as read from the header elsewhere.
         limits: of the model.
         max_source_pixels: larger images are refused before a pixel is decoded.
+        decoder: of the file.
         pinned: the result is in pinned memory, unless it is large.
 
     Returns:
@@ -47,11 +50,12 @@ def preprocess(
         raise InvalidImage(f"the image's grid is {found}, not {grid}")
     height, width = found[1] * limits.patch_size, found[2] * limits.patch_size
     pinned = pinned and height * width * 3 <= _MAX_PINNED_BYTES
-    direct = pinned and size == (height, width)
-    pixels = torch.empty((*size, 3), dtype=torch.uint8, pin_memory=direct)
-    decode(data, header, pixels.numpy())
-    resized = resize(pixels, height, width)
-    return resized.pin_memory() if pinned and not resized.is_pinned() else resized
+    with decoder.decoded(data, header) as pixels:
+        if size == (height, width):
+            resized = torch.empty((*size, 3), dtype=torch.uint8, pin_memory=pinned)
+            return resized.copy_(torch.from_numpy(pixels))
+        resized = resize(torch.from_numpy(pixels), height, width)
+    return resized.pin_memory() if pinned else resized
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:

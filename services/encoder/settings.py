@@ -21,7 +21,9 @@ class EncoderSettings(EngineServiceSettings):
         max_source_pixels: larger images are refused before a pixel is decoded.
         cache_bytes: of the arena that holds embeddings, pinned on CUDA.
         cache_ttl_s: how long an embedding lives in Redis.
-        preprocess_workers: threads that decode and resize; 0: one per core.
+        preprocess_workers: processes that decode, at least 2; 0: one per CPU that the pod may use,
+            at most 16.
+        decode_memory_bytes: of all images that are being decoded; 0: a quarter of the pod's memory.
     """
 
     model_config = SettingsConfigDict(env_prefix="ENCODER_", frozen=True, extra="forbid")
@@ -35,3 +37,4 @@ class EncoderSettings(EngineServiceSettings):
     cache_bytes: int = Field(default=2 << 30, ge=1 << 20)
     cache_ttl_s: int = Field(default=3600, ge=1)
     preprocess_workers: int = Field(default=0, ge=0)
+    decode_memory_bytes: int = Field(default=0, ge=0)

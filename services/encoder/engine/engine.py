@@ -44,6 +44,10 @@ _MAX_LAUNCHED = 2
 Prepare = Callable[[bytes, tuple[int, int, int]], Tensor]
 
 
+def _is_never_large(image: bytes) -> bool:
+    return False
+
+
 @dataclass(slots=True)
 class _Job:
     """One image from its arrival to its `ImageDone`.
@@ -89,6 +93,8 @@ class Engine:
             `TriptychError` for a bad image.
         max_batch_patches: budget of one batch.
         workers: threads of the preprocessing pool.
+        is_large: whether a file takes so long that others must not wait for it: such images have
+            a pool of a quarter as many threads.
     """
 
     def __init__(
@@ -99,13 +105,16 @@ class Engine:
         *,
         max_batch_patches: int,
         workers: int,
+        is_large: Callable[[bytes], bool] = _is_never_large,
     ) -> None:
         self._channel = channel
         self._sending = threading.Lock()
         self._runner = runner
         self._prepare = prepare
         self._batcher = Batcher(max_batch_patches)
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="preprocess")
+        self._pool = ThreadPoolExecutor(workers, "preprocess")
+        self._large_pool = ThreadPoolExecutor(max(1, workers // 4), "preprocess-large")
+        self._is_large = is_large
         self._mailbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
         self._jobs: dict[int, _Job] = {}  # until their end; the receiver adds, the loop removes
@@ -127,7 +136,8 @@ class Engine:
             logging.warning("the front has closed the channel")
         finally:
             self._awaited.put(None)
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            for pool in (self._pool, self._large_pool):
+                pool.shutdown(wait=False, cancel_futures=True)
 
     # The receiver's thread.
 
@@ -144,7 +154,8 @@ class Engine:
             case EncodeImage():
                 job = _Job(message, time.monotonic())
                 self._jobs[message.job_id] = job
-                self._pool.submit(self._preprocess, job)
+                pool = self._large_pool if self._is_large(message.image) else self._pool
+                pool.submit(self._preprocess, job)
             case PlaceImage():
                 self._mailbox.put(message)
             case CancelImage():

@@ -81,12 +81,21 @@ def container_ports(pod: dict[str, Any]) -> dict[str, int]:
 
 
 def environment(resources: list[Resource], pod: dict[str, Any]) -> dict[str, str]:
-    """What the container will see; a secret's value stands as its reference."""
+    """What the container will see; a secret's value stands as its reference, a resource of the
+    container as what is requested.
+    """
     container = container_of(pod)
     found: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         found |= of_kind(resources, "ConfigMap")[source["configMapRef"]["name"]]["data"]
     for variable in container.get("env", ()):
+        if field := variable.get("valueFrom", {}).get("resourceFieldRef"):
+            kind, _, resource = field["resource"].partition(".")
+            amount = container["resources"][kind][resource]
+            if amount.endswith("m"):  # rounded up, as Kubernetes does
+                amount = str(-(-int(amount[:-1]) // 1000))
+            found[variable["name"]] = amount
+            continue
         found[variable["name"]] = variable.get("value", json.dumps(variable.get("valueFrom")))
     return found
 

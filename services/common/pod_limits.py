@@ -1,0 +1,71 @@
+"""What this process may use: the memory and the CPUs of its cgroup, not the machine's.
+
+Both generations of cgroups are read, with all ancestors that the process can see; without a limit
+there, the machine's own. Asked once, at a service's start.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CGROUPS = "sys/fs/cgroup"
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int:
+    """The least memory limit that applies, or the machine's memory.
+
+    Args:
+        root: of the file system; for tests.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for folder in _folders(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limits += [number for number in _numbers(folder / name)[:1] if number > 0]
+    return min(limits)
+
+
+def num_cpus(root: Path = Path("/")) -> int:
+    """The least CPU quota that applies, rounded up, or the CPUs that the process may run on.
+
+    Args:
+        root: of the file system; for tests.
+    """
+    counts = [len(os.sched_getaffinity(0))]
+    for folder in _folders(root, "cpu"):
+        quota = _numbers(folder / "cpu.max")
+        quota = quota or _numbers(folder / "cpu.cfs_quota_us") + _numbers(
+            folder / "cpu.cfs_period_us"
+        )
+        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
+            counts.append(max(1, math.ceil(quota[0] / quota[1])))
+    return min(counts)
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """The process's cgroups that may limit `controller`, and their ancestors.
+
+    A container sees its own cgroup as the mount's root, whatever path `/proc` says.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / _CGROUPS / (controller if controllers else "")
+        folder = mount / path.lstrip("/")
+        while folder != mount and folder.is_relative_to(mount):
+            yield folder
+            folder = folder.parent
+        yield mount
+
+
+def _numbers(file: Path) -> list[int]:
+    """The numbers in a file; none where it does not exist or says `max`."""
+    try:
+        return [int(word) for word in file.read_text().split()]
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,178 @@
+"""Decoding in processes: the same pixels, limits for each image; a bad image ends no other."""
+
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from services.common.errors import InvalidImage
+from services.common.image_header import ImageHeader, read_header
+from services.encoder.decode import worst_case_bytes
+from services.encoder.decode_pool import DecodePool, InProcessDecoder, MemoryBudget
+from tests.noise import PATIENCE_S
+
+MAX_PIXELS = 40_000_000
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def noise(width: int, height: int) -> Image.Image:
+    rng = np.random.default_rng(0)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def read(data: bytes) -> ImageHeader:
+    return read_header(data, max_source_pixels=MAX_PIXELS)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DecodePool]:
+    pool = DecodePool(2, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS)
+    yield pool
+    pool.close()
+
+
+def shape_of(pool: DecodePool, data: bytes) -> tuple[int, ...]:
+    with pool.decoded(data, read(data)) as pixels:
+        return pixels.shape
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_pixels_are_the_twins(pool: DecodePool, kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {} if kind == "GIF" else {"exif": exif.tobytes()}
+    for size in ((1, 1), (40, 30), (700, 300)):
+        data = encoded(noise(*size), kind, **options)
+        header = read(data)
+        with pool.decoded(data, header) as ours, InProcessDecoder().decoded(data, header) as twins:
+            assert np.array_equal(ours, twins)
+
+
+def test_threads_get_their_own_images(pool: DecodePool) -> None:
+    colors = [(red, 10, 200) for red in range(0, 250, 10)]
+    files = [encoded(Image.new("RGB", (300, 200), color)) for color in colors]
+
+    def first_pixel(data: bytes) -> tuple[int, ...]:
+        with pool.decoded(data, read(data)) as pixels:
+            assert (pixels == pixels[0, 0]).all()
+            return tuple(int(value) for value in pixels[0, 0])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(first_pixel, files)) == colors
+
+
+def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served() -> None:
+    pool = DecodePool(1, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS, cpu_s=0.02)
+    try:
+        slow, quick = encoded(Image.new("RGB", (6000, 6000))), encoded(noise(8, 8))
+        for _ in range(2):
+            before = pool.pids
+            with pytest.raises(InvalidImage, match="more time"):
+                shape_of(pool, slow)
+            assert pool.pids != before
+            assert shape_of(pool, quick) == (8, 8, 3)
+    finally:
+        pool.close()
+
+
+def test_an_image_over_its_memory_is_invalid_and_its_decoder_lives(
+    pool: DecodePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.encoder.decode_pool.worst_case_bytes", lambda *_: 1)
+    before = pool.pids
+    data = encoded(Image.new("RGB", (6000, 6000)))
+    with pytest.raises(InvalidImage, match="memory"):
+        shape_of(pool, data)
+    assert pool.pids == before
+
+
+def test_a_decoder_that_is_killed_costs_its_image_alone(pool: DecodePool) -> None:
+    data = encoded(noise(8, 8))
+    shape_of(pool, data)  # so that it has started
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        decoding = threads.submit(shape_of, pool, data)
+        time.sleep(0.05)
+        assert not decoding.done()
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InvalidImage, match="more time or memory"):
+            decoding.result(PATIENCE_S)
+    for _ in range(4):  # one that died idle is replaced without an error
+        assert shape_of(pool, data) == (8, 8, 3)
+
+
+@pytest.mark.parametrize("error", ["cut", "bits"])
+def test_bad_files_are_invalid(pool: DecodePool, error: str) -> None:
+    data = encoded(noise(300, 200))
+    bad = data[: len(data) // 2] if error == "cut" else data[:-40] + bytes(40)
+    before = pool.pids
+    with pytest.raises(InvalidImage, match="truncated or corrupt"):
+        shape_of(pool, bad)
+    assert pool.pids == before
+
+
+LARGE = {
+    "png": ("RGB", "PNG", {}), "png rgba": ("RGBA", "PNG", {}), "png palette": ("P", "PNG", {}),
+    "png 1 bit": ("1", "PNG", {}), "gif": ("P", "GIF", {}), "webp": ("RGB", "WEBP", {}),
+    "webp lossless": ("RGBA", "WEBP", {"lossless": True}), "jpeg": ("RGB", "JPEG", {}),
+    "jpeg grey": ("L", "JPEG", {}), "jpeg cmyk": ("CMYK", "JPEG", {}),
+    "progressive": ("RGB", "JPEG", {"progressive": True, "subsampling": 0}),
+    "progressive cmyk": ("CMYK", "JPEG", {"progressive": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_no_format_needs_more_than_its_worst_case(pool: DecodePool, name: str) -> None:
+    """Else the limit of the process would refuse it."""
+    mode, kind, options = LARGE[name]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    if kind != "GIF":
+        options = {**options, "exif": exif.tobytes()}
+    data = encoded(Image.new(mode, (4000, 2500)), kind, **options)
+    before = pool.pids
+    assert shape_of(pool, data)[2] == 3
+    assert pool.pids == before
+
+
+def test_an_image_that_never_fits_is_refused_and_others_wait_in_order() -> None:
+    budget, order = MemoryBudget(100), []
+    with pytest.raises(InvalidImage, match="at most 100"), budget.taken(101):
+        pass
+    started = threading.Semaphore(0)
+
+    def take(name: str, size: int) -> None:
+        started.release()
+        with budget.taken(size):
+            order.append(name)
+
+    with ThreadPoolExecutor(3) as threads, budget.taken(60):
+        for name, size in (("large", 90), ("small", 10)):
+            threads.submit(take, name, size)
+            started.acquire()
+            time.sleep(0.05)  # until it waits
+        assert order == []  # the small one is behind the large one
+    assert order == ["large", "small"]
+    with budget.taken(100):
+        pass
+
+
+def test_the_worst_case_is_bytes_a_pixel() -> None:
+    header = ImageHeader("WEBP", 5000, 8000)
+    assert 0.9e9 < worst_case_bytes(header, 0) < 1e9
+    assert worst_case_bytes(ImageHeader("JPEG", 4000, 3000), 3 << 20) < 130e6
