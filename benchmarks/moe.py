@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.text_shapes import TEXT_SHAPES
-from services.common.model_spec import QuantizationSpec, TextSpec
+from services.common.model_spec import MoESpec, QuantizationSpec, TextSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
 from services.common.nn.fp8 import Fp8Linear
@@ -35,6 +35,11 @@ from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.table import KernelFacts
 from services.decoder.kernels.tuning import MoEGemmConfig, MoEGemvConfig
 
+_30B = TEXT_SHAPES["30b-a3b"]
+SHAPES = {
+    "30b-a3b": _30B,
+    "35b-a3b": replace(_30B, moe=MoESpec(num_experts=256, top_k=8, intermediate_size=512)),
+}
 TOKENS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1008, 2048, 4096, 8192)
 LAYERS = 4  # of weights, used in turn
 _LAUNCH_US = 2.0  # predicted, of a kernel that follows another in a graph
@@ -161,12 +166,18 @@ class Bench:
             out = x.new_empty(len(routing.order), self.moe.intermediate_size)
             moe_gemm._launch(x, routing, weights, out, config, is_up=True, pure=False, pdl=pdl)
 
-        return {"scores": scores, "scores+route": route, "grouped up": up}
+        def down(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
+            weights, routing = ExpertWeights.of(experts.down_proj), kept[x.data_ptr()]
+            inner = x.new_empty(len(routing.order), self.moe.intermediate_size)
+            out = x.new_empty(len(routing.order), self.text.hidden_size)
+            moe_gemm._launch(inner, routing, weights, out, config, is_up=False, pure=False, pdl=pdl)
+
+        return {"scores": scores, "scores+route": route, "up": up, "down": down}
 
     def compare(self, counts: tuple[int, ...]) -> None:
         """Prints a line per number of tokens."""
         calls = self.implementations()
-        heads = ["floor", "by", "predicted", *calls, "scores", "scores+route", "grouped up"]
+        heads = ["floor", "by", "predicted", *calls, "scores", "scores+route", "up", "down"]
         print(f"\n{self.format} experts, us per call (error)")
         print(f"{'T':>5} " + " ".join(f"{head:>16}" for head in heads))
         for count in counts:
@@ -252,13 +263,13 @@ _WIDE = (
     (64, 64, 5, 4), (128, 64, 3, 4), (128, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 4),
     (256, 64, 3, 8), (256, 64, 4, 8),
 )  # fmt: skip
-_SHAPES = {16: _SKINNY, 32: _SKINNY, 64: _WIDE, 128: _WIDE}
+_TILES = {16: _SKINNY, 32: _SKINNY, 64: _WIDE, 128: _WIDE}
 
 
 def _gemm_configs(device: DeviceFacts, count: int) -> Iterator[MoEGemmConfig]:
     sizes = (16,) if count <= 64 else (16, 32) if count <= 256 else (64, 128)
     for tokens in sizes:
-        for rows, columns, stages, warps in _SHAPES[tokens]:
+        for rows, columns, stages, warps in _TILES[tokens]:
             config = MoEGemmConfig(tokens, rows, columns, stages, warps)
             if config.shared_bytes() <= device.shared_memory_bytes:
                 yield config
@@ -286,8 +297,7 @@ def write_model(directory: Path, text: TextSpec) -> None:
 def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    shapes = [name for name, text in TEXT_SHAPES.items() if text.moe is not None]
-    parser.add_argument("--shape", default=shapes[0], choices=shapes)
+    parser.add_argument("--shape", default="30b-a3b", choices=SHAPES)
     parser.add_argument("--format", default="plain", choices=["plain", "fp8_block", "fp8_channel"])
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--bandwidth", type=float, default=4.8, help="TB/s")
@@ -296,7 +306,7 @@ def main() -> None:
     parser.add_argument("--tune-tokens", default="1,2,4,8,16,64,256,1008,8192")
     parser.add_argument("--write-model", type=Path)
     chosen = parser.parse_args()
-    text = TEXT_SHAPES[chosen.shape]
+    text = SHAPES[chosen.shape]
     if chosen.write_model:
         write_model(chosen.write_model, text)
         return
