@@ -106,12 +106,11 @@ class OfDecoder:
         self._end_ids = (end_id,)
         self._grammars = Grammars(tokenizer.parent, vocab_size, lambda _: None)
         self.compile_s = 0.0
-        self._loop = asyncio.new_event_loop()
         self.start('{"type": "string"}')  # reads the vocabulary
 
     def start(self, schema: str) -> "DecoderMatcher":
         grammar = Grammar("json_schema", schema, (), self._end_ids, stop_ids=self._end_ids)
-        return DecoderMatcher(self._grammars, self._loop.run_until_complete(self._new(grammar)))
+        return DecoderMatcher(self._grammars, asyncio.run(self._new(grammar)))
 
     async def _new(self, grammar: Grammar) -> Matcher:
         started = time.process_time()

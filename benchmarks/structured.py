@@ -35,7 +35,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 _STREAMS_PER_CLIENT = 16
 _TIMEOUT_S = 600.0
 # A table of so many records that the answer always fills its tokens.
-_SCHEMA: dict[str, Any] = {
+SCHEMA: dict[str, Any] = {
     "type": "array",
     "minItems": 100,
     "items": {
@@ -56,9 +56,7 @@ _SCHEMA: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
-_FORM = {
-    "response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": _SCHEMA}}
-}
+_FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA}}}
 Answer = tuple[bool, Sample]  # whether it was constrained
 
 
