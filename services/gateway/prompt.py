@@ -24,7 +24,7 @@ from services.gateway.reasoning import CLOSE, answer_start
 from services.gateway.tokenizer import ModelTokenizer
 from services.gateway.tool_grammar import answer_grammar
 from services.gateway.tool_parsers import PARSERS, CallParser
-from services.gateway.tools import ToolUse, read_arguments, read_tools
+from services.gateway.tools import ToolUse, check_nesting, read_arguments, read_tools
 
 Grid = tuple[int, int, int]
 Int32s = npt.NDArray[np.int32]
@@ -305,6 +305,7 @@ class PromptBuilder:
                 continue
             if name not in variables:
                 raise InvalidRequest(f"the model's chat template has no {name[:100]}", param=param)
+            check_nesting(value, param)
             options[name] = value
         effort = request.reasoning_effort
         if effort is None:

@@ -28,7 +28,7 @@ from services.gateway.tool_parsers import (
     Llama3JsonParser,
     Qwen3CoderParser,
 )
-from services.gateway.tools import FunctionDefinition
+from services.gateway.tools import FunctionDefinition, check_nesting
 
 # As templates write arguments: Python's JSON.
 _CALL_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -182,7 +182,11 @@ class _Writer:
                 param=asked.param,
             )
         if asked.kind in ("json_schema", "json_object"):
-            schema = msgspec.json.decode(asked.text) if asked.text else {"type": "object"}
+            try:
+                schema = msgspec.json.decode(asked.text) if asked.text else {"type": "object"}
+            except (msgspec.MsgspecError, RecursionError):
+                raise InvalidGrammar("not a JSON schema", param=asked.param) from None
+            check_nesting(schema, asked.param)
             return self._rule(_json(schema, _ANSWER_STYLE))
         if asked.kind == "choice":
             return self._rule(" | ".join(map(_literal, msgspec.json.decode(asked.text))))

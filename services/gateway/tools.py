@@ -4,7 +4,7 @@ The chat request has these types. What depends on the model (template, form of c
 here. All errors are `InvalidRequest`; `param` names the field.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -15,6 +15,7 @@ from services.common.errors import InvalidRequest
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
+MAX_NESTING = 100
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
@@ -87,15 +88,33 @@ def tool_characters(tools: Sequence[Tool]) -> int:
     )
 
 
-def _characters(value: object) -> int:
-    if isinstance(value, str):
-        return len(value)
+def check_nesting(value: object, param: str) -> None:
+    """Refuses JSON values that are nested more than `MAX_NESTING` deep."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return
+    raise InvalidRequest(f"nested more than {MAX_NESTING} deep", param=param)
+
+
+def _children(value: object) -> Iterable[object]:
     if isinstance(value, dict):
-        items = cast("dict[str, object]", value).items()
-        return sum(len(key) + _characters(item) for key, item in items)
-    if isinstance(value, list):
-        return sum(map(_characters, cast("list[object]", value)))
-    return 0
+        return cast("dict[str, object]", value).values()
+    return cast("list[object]", value) if isinstance(value, list) else ()
+
+
+def _characters(value: object) -> int:
+    """Length of all strings and keys."""
+    size, level = 0, [value]
+    while level:
+        for item in level:
+            if isinstance(item, str):
+                size += len(item)
+            elif isinstance(item, dict):
+                size += sum(map(len, cast("dict[str, object]", item)))
+        level = [child for item in level for child in _children(item)]
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +161,7 @@ def read_tools(
         None if no call is possible: no tools, or the choice is `none`; the prompt has none then.
 
     Raises:
-        InvalidRequest: a name is there twice, or not at all.
+        InvalidRequest: a name is there twice, or not at all; a schema is nested too deeply.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -155,6 +174,7 @@ def read_tools(
                 f"a second function is named {tool.function.name}",
                 param=f"tools[{index}].function.name",
             )
+        check_nesting(tool.function.parameters, f"tools[{index}].function.parameters")
         functions[tool.function.name] = tool.function
     if choice == "none":
         return None
@@ -196,9 +216,11 @@ def read_arguments(call: ToolCall, param: str) -> dict[str, Any]:
     """A call's arguments, as templates take them.
 
     Raises:
-        InvalidRequest: they are not the JSON text of an object.
+        InvalidRequest: they are not the JSON text of an object, or nested too deeply.
     """
     try:
-        return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         raise InvalidRequest("not the JSON text of an object", param=param) from None
+    check_nesting(arguments, param)
+    return arguments

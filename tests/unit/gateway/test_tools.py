@@ -345,3 +345,26 @@ def test_allowed_tools_keep_the_prompt(models):
     draft = model.draft([user()], tools=TOOLS, tool_choice=choice)
     assert draft.token_ids == model.expected([user()], tools=TOOLS)
     assert list(draft.format.tool_calls.use.functions) == ["now"]
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize("depth", [60, 300])
+def test_deep_nesting_is_refused_by_name(models, depth):
+    """Before anything of ours recurses into it."""
+    function = {"name": "f", "parameters": {"properties": nested(depth)}}
+    for fields, param in (
+        ({"tools": [{"type": "function", "function": function}]}, "tools[0].function.parameters"),
+        ({"chat_template_kwargs": {"add_vision_id": nested(depth)}},
+         "chat_template_kwargs.add_vision_id"),
+        ({"messages": [user(), assistant(call("f", nested(depth)))]},
+         "messages[1].tool_calls[0].function.arguments"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest, match="deep") as refused:
+            models["qwen3_vl"].draft(**{"messages": [user()], **fields})
+        assert refused.value.param == param
