@@ -51,7 +51,7 @@ class AnswerFormat:
         if calls is None and not self.thinks:
             return None
         return AnswerParser(
-            ReasoningSplitter(self.reasoning or "closed"),
+            ReasoningSplitter(self.reasoning or "closed", calls.parser.tag if calls else None),
             calls.parser(calls.use.schemas, calls.use.max_calls) if calls else None,
             self.include_reasoning,
         )

@@ -4,6 +4,7 @@
 of the prompt: some templates open the block themselves, some write an empty one to switch it off.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from services.gateway.parts import Part, Reasoning, Text
@@ -36,9 +37,14 @@ class ReasoningSplitter:
 
     Attributes:
         thinking: the text up to now has not left the block.
+
+    Args:
+        start: where the answer begins.
+        call_tag: ends the block, too, and is content: Qwen3.5 calls tools before it closes it.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, call_tag: str | None = None) -> None:
+        self._ends = (CLOSE,) if call_tag is None else (CLOSE, call_tag)
         self.thinking = start == "open"
         self._undecided = start == "optional"
         self._strip = start == "open"  # line breaks that come next
@@ -65,15 +71,16 @@ class ReasoningSplitter:
         if self._strip:
             text = text.lstrip("\n")
             self._strip = not text
-        end = text.find(CLOSE)
-        if end < 0:
-            size = _certain(text)
+        found = [(at, tag) for tag in self._ends if (at := text.find(tag)) >= 0]
+        if not found:
+            size = _certain(text, self._ends)
             self._held = text[size:]
             return [Reasoning(text[:size])] if size else []
+        end, _ = min(found)
         self.thinking, self._strip = False, True
         reasoning = text[:end].rstrip("\n")
         parts: list[Part] = [Reasoning(reasoning)] if reasoning else []
-        return parts + self._content(text[end + len(CLOSE) :])
+        return parts + self._content(text[end:].removeprefix(CLOSE))
 
     def finish(self) -> list[Part]:
         """The text held back, once no more follows."""
@@ -91,11 +98,11 @@ class ReasoningSplitter:
         return [Text(text)]
 
 
-def _certain(text: str) -> int:
-    """Length of the text before what may be the closing tag, and its line breaks."""
+def _certain(text: str, tags: Sequence[str]) -> int:
+    """Length of the text before what may be one of the tags, and its line breaks."""
     size = len(text)
-    at = text.rfind("<", max(0, size - len(CLOSE) + 1))
-    if at >= 0 and CLOSE.startswith(text[at:]):
+    at = text.rfind("<", max(0, size - max(map(len, tags)) + 1))
+    if at >= 0 and any(tag.startswith(text[at:]) for tag in tags):
         size = at
     while size and text[size - 1] == "\n":
         size -= 1

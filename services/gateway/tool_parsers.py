@@ -20,6 +20,7 @@ class CallParser:
 
     Attributes:
         marker: what a chat template that teaches this form contains.
+        tag: what a call begins with; None: nothing of its own.
         done: `max_calls` calls are complete; the text that follows is of no use.
 
     Args:
@@ -28,6 +29,7 @@ class CallParser:
     """
 
     marker: ClassVar[str]
+    tag: ClassVar[str | None] = None
 
     def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
         self.tools = tools
@@ -67,6 +69,7 @@ class CallParser:
 class _TaggedParser(CallParser):
     """Calls between tags in free text. Blanks between text and calls belong to neither."""
 
+    tag = "<tool_call>"
     openers: ClassVar[Sequence[str]]
 
     def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:

@@ -7,7 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from services.common.families.dense import read_model, read_text, text_checkpoint
+from services.common.families.dense import (
+    QWEN_CONVERSATION,
+    read_model,
+    read_text,
+    text_checkpoint,
+)
 from services.common.families.qwen3_vl import read_vision
 from services.common.model_spec import (
     CheckpointSpec,
@@ -27,7 +32,10 @@ _KINDS = ("full_attention", "linear_attention")
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     text = read_hybrid_text(config)
     vision, checkpoint = read_parts(directory, config, text)
-    return read_model(directory, config, text, vision=vision, checkpoint=checkpoint)
+    return read_model(
+        directory, config, text, vision=vision, checkpoint=checkpoint,
+        conversation=QWEN_CONVERSATION,
+    )  # fmt: skip
 
 
 def read_parts(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.families.dense import read_model, read_moe
+from services.common.families.dense import QWEN_CONVERSATION, read_model, read_moe
 from services.common.families.qwen3_5 import read_hybrid_text, read_parts
 from services.common.model_spec import ModelSpec
 
@@ -14,4 +14,7 @@ def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     moe = read_moe(section, has_shared_expert=True)
     text = read_hybrid_text(config, num_kv_heads=2, moe=moe)
     vision, checkpoint = read_parts(directory, config, text)
-    return read_model(directory, config, text, vision=vision, checkpoint=checkpoint)
+    return read_model(
+        directory, config, text, vision=vision, checkpoint=checkpoint,
+        conversation=QWEN_CONVERSATION,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 
 from services.common.families import FAMILIES, read_spec
 from services.common.model_spec import (
+    ConversationSpec,
     ModelSpec,
     ModelSpecError,
     MoESpec,
@@ -112,6 +113,16 @@ def test_a_published_config_is_a_text_model(tmp_path: Path, config: dict) -> Non
     assert text.sliding_window is None
     with pytest.raises(ModelSpecError, match="no vision tower"):
         _ = spec.vision_part
+
+
+def test_forms_of_tool_calls(tmp_path: Path) -> None:
+    found = {name: read(tmp_path, config).conversation for name, config in CONFIGS.items()}
+    found["qwen3.5"] = read(tmp_path, QWEN3_5).conversation
+    found["qwen3.5-moe"] = read(tmp_path, QWEN3_5, **EXPERTS_3_5).conversation
+    qwen = ConversationSpec(tool_parsers=("qwen3_coder", "hermes"), thinks=True)
+    assert all(spec == qwen for name, spec in found.items() if name.startswith("qwen"))
+    assert found["llama"].tool_parsers == ("llama3_json",)
+    assert found["mistral"] == ConversationSpec()
 
 
 def test_families_differ_in_norms_biases_and_head_size(tmp_path: Path) -> None:

@@ -49,6 +49,17 @@ def test_any_text_gives_the_same_parts_in_any_pieces(start, pieces, seed):
     assert split(start, cut) == split(start, list(text)) == split(start, [text])
 
 
+def test_a_call_ends_the_reasoning():
+    """If tools are there; its tag is content."""
+    for chunks in (["why\n<tool_call>{}</think>"], "why\n<tool_call>{}</think>"):
+        splitter = ReasoningSplitter("open", "<tool_call>")
+        pieces = [piece for chunk in chunks for piece in splitter.feed(chunk)]
+        assert join(pieces + splitter.finish()) == [
+            Reasoning("why"), Text("<tool_call>{}</think>"),
+        ]  # fmt: skip
+    assert split("open", ["why <tool_call> yes"]) == [Reasoning("why <tool_call> yes")]
+
+
 def test_nothing_but_tags_and_line_breaks_is_lost():
     assert split("open", ["a\n\nb\n", "</think>", "\n", "c\n\nd"]) == [
         Reasoning("a\n\nb"), Text("c\n\nd"),
