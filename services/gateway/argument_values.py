@@ -24,6 +24,21 @@ def to_json(text: str, types: frozenset[str]) -> str:
     return token
 
 
+def ends_in_string(text: str) -> bool:
+    """Whether JSON text that begins so is inside a string."""
+    if not text.lstrip().startswith(("{", "[")):
+        return False
+    is_inside, is_escaped = False, False
+    for character in text:
+        if is_escaped:
+            is_escaped = False
+        elif character == "\\":
+            is_escaped = is_inside
+        elif character == '"':
+            is_inside = not is_inside
+    return is_inside
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-from services.gateway.argument_values import Schema, to_json, types_of
+from services.gateway.argument_values import Schema, ends_in_string, to_json, types_of
 from services.gateway.call_object import SPACE, CallObject
 from services.gateway.parts import Call, Part, Text
 
@@ -327,6 +327,9 @@ class Qwen3CoderParser(_TaggedParser):
 
     def _step_value(self, parts: list[Part]) -> bool:
         end = self._buffer.find(self._end_parameter)
+        if self._types and "string" not in self._types:
+            while end >= 0 and ends_in_string(self._buffer[:end]):
+                end = self._buffer.find(self._end_parameter, end + 1)
         if end >= 0:
             value = self._buffer[:end].removesuffix("\n")
             self._buffer = self._buffer[end + len(self._end_parameter) :]

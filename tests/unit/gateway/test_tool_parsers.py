@@ -113,6 +113,9 @@ XML = {
     "<function=look>\n<parameter=text>x</parameter></function> bye": [
         ("look", '{"text": "x"}'), "bye",
     ],
+    '<function=look><parameter=size>\n{"a": "</parameter>\\""}\n</parameter></function>': [
+        ("look", '{"size": {"a": "</parameter>\\""}}'),
+    ],
     # What is no value of the type is a string; a word of a union with string stays one.
     "<tool_call><function=look><parameter=count>\nfive\n</parameter><parameter=maybe>\n5\n"
     "</parameter></function></tool_call>": [("look", '{"count": "five", "maybe": "5"}')],
