@@ -32,6 +32,7 @@ class Harness:
             out_of_memory=(MemoryError,),
             prefix_caching=prefix_caching,
             min_partial_tokens=1,
+            min_checkpoint_tokens=1,
         )
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}

@@ -6,6 +6,10 @@ entry before it; sampling reads *all* entries of the sequence through the row's 
 each against those of the sequence running alone, and hashes the last. So a block that was shared
 wrongly, reused too early or registered too soon is an error, and `expected_tokens` says what every
 right schedule must produce.
+
+With `info.has_states`, each row has a recurrent state, too, which is what the cache holds for its
+last token: a state that was not kept, not restored, restored from another prefix, or changed twice
+differs from the cache. A row's state is garbage when it is given to a sequence.
 """
 
 from __future__ import annotations
@@ -209,6 +213,10 @@ class FakeRunner:
     _last: dict[int, int] = field(default_factory=dict)
     _starts: dict[int, RowStart] = field(default_factory=dict)  # by row, as of the launches
     _tables: dict[int, list[int]] = field(default_factory=dict)
+    _states: dict[int, int] = field(default_factory=dict)  # by row
+    _checkpoints: dict[int, int] = field(default_factory=dict)  # by slot
+    num_restored: int = 0
+    num_saved: int = 0
     _references: dict[int, Reference] = field(default_factory=dict)
     _queue: deque[tuple[Step, list[RowStart], list[list[int]], FakePending]] = field(
         default_factory=deque
@@ -217,7 +225,11 @@ class FakeRunner:
     def execute(self, step: Step) -> FakePending:
         step = Step.from_bytes(step.to_bytes())
         if self.on_execute is not None:
-            self.on_execute(step)
+            try:
+                self.on_execute(step)
+            except BaseException:
+                self._damage_states(step)
+                raise
         for start in step.row_starts:
             assert 0 <= start.row < self.info.max_num_sequences
             self._starts[start.row] = start
@@ -254,6 +266,8 @@ class FakeRunner:
         counts = np.ones(len(samples), np.int32)
         logprobs: dict[int, list[Logprobs]] = {}
         first = 0
+        for start in step.row_starts:
+            self._start_state(start)
         for index, length in enumerate(step.lengths.tolist()):
             poison = self._compute(step, index, first, starts[index], tables[index])
             first += length
@@ -276,7 +290,25 @@ class FakeRunner:
             counts[sample] = len(tokens)
             if starts[index].sampling.top_logprobs is not None:
                 logprobs[sample] = [Logprobs(-float(t), [t], [-1.0]) for t in tokens]
+        for row, slot in () if step.state_saves is None else step.state_saves.tolist():
+            assert 0 <= slot < self.info.num_checkpoints
+            self._checkpoints[slot] = self._states[row]
+            self.num_saved += 1
         pending.output = StepOutput(found, counts, logprobs)
+
+    def _start_state(self, start: RowStart) -> None:
+        self._states[start.row] = _GARBAGE
+        if start.checkpoint >= 0:
+            self._states[start.row] = self._checkpoints[start.checkpoint]
+            self.num_restored += 1
+
+    def _damage_states(self, step: Step) -> None:
+        """A step that raises has changed its rows' states, and perhaps copied them."""
+        while self.info.has_states and self._queue:
+            self.run_oldest()
+        self._states |= dict.fromkeys(step.rows.tolist(), _GARBAGE)
+        if step.state_saves is not None:
+            self._checkpoints |= dict.fromkeys(step.state_saves[:, 1].tolist(), _GARBAGE)
 
     def _compute(
         self, step: Step, index: int, first: int, start: RowStart, table: list[int]
@@ -294,7 +326,12 @@ class FakeRunner:
                 self._last[start.row] = token
             previous = self._read(table, number - 1)
             feature = features.get(offset, (b"", 0))[1]
-            self._write(table, number, next_entry(previous, token, position, feature))
+            entry = next_entry(previous, token, position, feature)
+            self._write(table, number, entry)
+            if self.info.has_states:
+                state = self._states[start.row] if number else 0
+                self._states[start.row] = next_entry(state, token, position, feature)
+                assert self._states[start.row] == entry, "the recurrent state is another one's"
         return any(key in self.poisoned for key, _ in features.values())
 
     def _features(self, step: Step, first: int, length: int) -> dict[int, tuple[bytes, int]]:

@@ -17,6 +17,8 @@ class DecoderSettings(EngineServiceSettings):
         max_batched_tokens: most tokens of a step.
         max_model_len: most tokens of prompt and completion; default: the model's.
         kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, the runner's on a CPU.
+        checkpoint_bytes: for checkpoints of recurrent states, without which models with linear
+            attention reuse no prefix; default: an eighth of what they and the KV cache have.
         embedding_cache_bytes: of the arena that holds images' embeddings; a text model has none.
         shared_memory: read embeddings from the memory of an encoder on the same machine; false: all
             come over gRPC.
@@ -31,6 +33,7 @@ class DecoderSettings(EngineServiceSettings):
     max_batched_tokens: Annotated[int, Field(ge=1)] = 8192
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
+    checkpoint_bytes: Annotated[int, Field(ge=0)] | None = None
     embedding_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     shared_memory: bool = True
 

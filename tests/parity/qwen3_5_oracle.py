@@ -81,8 +81,10 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def make_qwen3_5(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
-    """A checkpoint with a tower, dense or with experts, saved as transformers does."""
+def make_qwen3_5(tiny: Tiny, directory: Path, seed: int = 0, gain: float = 0.5) -> Oracle:
+    """A checkpoint with a tower, dense or with experts, saved as transformers does; see
+    `fill_hybrid` for `gain`.
+    """
     rope = {
         "rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True,
         "mrope_section": list(tiny.section), "partial_rotary_factor": tiny.partial,
@@ -112,7 +114,7 @@ def make_qwen3_5(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
     config._attn_implementation = "eager"
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.set_experts_implementation("eager")
-    fill_hybrid(model, seed)
+    fill_hybrid(model, seed, gain)
     model.save_pretrained(directory)
     preprocessor = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}
     (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
@@ -122,12 +124,13 @@ def make_qwen3_5(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
 
 
 @torch.no_grad()
-def fill_hybrid(model: PreTrainedModel, seed: int) -> None:
+def fill_hybrid(model: PreTrainedModel, seed: int, gain: float) -> None:
     """Random weights that make every layer, gate and norm matter.
 
     Decays spread from nearly 1 to nearly 0. Values of A_log are those of bfloat16, so that a file
-    may hold either dtype. Projections are half as large as in models of three layers: otherwise,
-    eight layers amplify rounding so much that the oracle is 8e-4 from itself in float64.
+    may hold either dtype. Projections are `gain` times as large as in models of three layers: with
+    1, eight layers amplify rounding so much that the oracle is 8e-4 from itself in float64; with a
+    half, greedy tokens depend on little but the last one.
     """
     fill(model, seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -140,7 +143,7 @@ def fill_hybrid(model: PreTrainedModel, seed: int) -> None:
         elif "norm" in name and "visual" not in name and "linear_attn.norm" not in name:
             parameter.uniform_(-0.5, 0.5, generator=generator)  # zero-centred
         elif name.startswith("model.language_model.layers.") and "proj" in name:
-            parameter.mul_(0.5)
+            parameter.mul_(gain)
 
 
 def rewrite_a_log(directory: Path, dtype: torch.dtype) -> None:

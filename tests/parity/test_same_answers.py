@@ -8,7 +8,7 @@ sequences alike: a sample depends on the sequence's own seed and place, not on i
 import mmap
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,8 @@ from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingPar
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, make_oracle
+from tests.parity.qwen3_5_oracle import CONFIGS as HYBRID_CONFIGS
+from tests.parity.qwen3_5_oracle import make_qwen3_5
 
 NUM_TOKENS = 12
 NUM_REQUESTS = 64
@@ -31,6 +33,14 @@ SHAPES: Seq[Seq[Part]] = (
     (7, (4, 6), 9),
     (3, (8, 12), 5, (6, 4), 4, (4, 4), 6),
     (40, (16, 20), 8),
+    (5, (4, 4), 30, (12, 8), 3),
+)
+# Long enough that checkpoints are kept behind an image and before the end.
+HYBRID_SHAPES: Seq[Seq[Part]] = (
+    (40,),
+    (7, (4, 6), 45),
+    (3, (8, 12), 5, (6, 4), 40, (4, 4), 60),
+    (40, (16, 20), 90),
     (5, (4, 4), 30, (12, 8), 3),
 )
 TEXT_SHAPES: Seq[Seq[Part]] = ((20,), (1,), (75,), (33,), (140,))
@@ -93,7 +103,13 @@ class Bench:
         runner = create_runner(
             RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
         )
-        return Engine(runner, overlap=overlap, prefix_caching=prefix_caching, min_partial_tokens=1)
+        return Engine(
+            runner,
+            overlap=overlap,
+            prefix_caching=prefix_caching,
+            min_partial_tokens=1,
+            min_checkpoint_tokens=1,
+        )
 
     def ask(self, engine: Engine, numbers: Seq[int]) -> dict[int, list[int]]:
         """All at once; the tokens of each."""
@@ -125,13 +141,16 @@ class Bench:
         return answers
 
 
-@pytest.fixture(scope="module", params=["images", "text", "experts"])
+@pytest.fixture(scope="module", params=["images", "text", "experts", "hybrid"])
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
     torch.set_num_threads(1)
     directory = Path(tmp_path_factory.mktemp("checkpoint"))
-    if request.param != "text":
+    if request.param == "hybrid":
+        tiny = replace(HYBRID_CONFIGS["odd-heads-repeated-thrice"], layers=4)
+        yield Bench(make_qwen3_5(tiny, directory, seed=3, gain=1.5), HYBRID_SHAPES)
+    elif request.param != "text":
         name = {"images": "gqa4-hd64-three-taps", "experts": "moe-gqa3-two-taps"}[request.param]
         yield Bench(make_oracle(CONFIGS[name], directory, seed=3), SHAPES)
     else:
@@ -171,7 +190,7 @@ def test_with_the_next_step_launched_before_the_last_is_read(
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted(bench: Bench, alone: dict[int, list[int]], overlap: bool) -> None:
     text = bench.oracle.spec.text
-    block = 2 * 16 * text.num_kv_heads * text.head_dim * 4 * text.num_layers
+    block = 2 * 16 * text.num_kv_heads * text.head_dim * 4 * len(text.attention_layers)
     engine = bench.engine(kv_cache_bytes=24 * block, max_model_len=256, overlap=overlap)
     answers = bench.ask(engine, range(NUM_REQUESTS))
     assert engine.stats().num_preemptions > 0

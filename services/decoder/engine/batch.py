@@ -33,6 +33,7 @@ class Chunk:
         samples: the chunk reaches the last token of the sequence, so a token is sampled.
         generated: tokens sampled for the sequence before this step, those in flight included.
         limit: the most tokens that the step may yield for the sequence.
+        checkpoint: slot that takes the recurrent state after the chunk; -1: none.
         is_late: the sequence's mask arrives while the step is computed.
         is_void: its mask did not: the token is not the sequence's.
     """
@@ -44,6 +45,7 @@ class Chunk:
     samples: bool
     generated: int
     limit: int = 1
+    checkpoint: int = -1
     is_late: bool = False
     is_void: bool = False
 
@@ -128,6 +130,7 @@ class Batch:
             masked=np.array(masked, np.int64) if masked else _NO_INDICES,
             token_masks=np.stack(masks) if masks else _NO_MASKS,
             late=late,
+            state_saves=_state_saves(known) if known else None,
         )
 
     def _block_updates(self) -> tuple[Int64Array, Int32Array]:
@@ -153,8 +156,14 @@ def _row_start(sequence: Sequence) -> RowStart:
         completion = sequence.token_ids[count:].tobytes()
     return RowStart(
         sequence.row, sequence.sequence_id, sequence.position_delta, sequence.sampling, prompt,
-        completion,
+        completion, sequence.checkpoint,
     )  # fmt: skip
+
+
+def _state_saves(chunks: list[Chunk]) -> Int64Array | None:
+    """`Step.state_saves`."""
+    saves = [(chunk.sequence.row, chunk.checkpoint) for chunk in chunks if chunk.checkpoint >= 0]
+    return np.array(saves, np.int64) if saves else None
 
 
 def _known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:

@@ -9,10 +9,11 @@ block reads it in a later step, and the device runs steps in order, so nothing h
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from services.decoder.engine.prefix_hash import extend_hashes
 from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.state_pool import StateCheckpoints
 
 
 class BlockManager:
@@ -22,11 +23,21 @@ class BlockManager:
         num_blocks: blocks of the pool, ids 0 .. num_blocks - 1.
         block_size: tokens per block.
         prefix_caching: whether blocks are shared at all.
+        checkpoints: of recurrent states, without which blocks are not shared; None: the model has
+            no such states.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        checkpoints: StateCheckpoints | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.checkpoints = checkpoints
         self._prefix_caching = prefix_caching
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # free and not registered
@@ -46,7 +57,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest run of registered blocks that the sequence begins with.
+        """The longest run of registered blocks that the sequence begins with; of a model with
+        recurrent states, the longest one that ends at a checkpoint.
 
         The block of the last known token is never among them: at least one token has to be
         computed for the next to be sampled.
@@ -63,6 +75,10 @@ class BlockManager:
             if block is None:
                 break
             prefix.append(block)
+        if self.checkpoints is not None:
+            hashes = sequence.block_hashes
+            while prefix and hashes[len(prefix) - 1] not in self.checkpoints:
+                prefix.pop()
         return prefix
 
     def can_allocate(self, num_tokens: int, prefix: list[int], keep_free: int = 0) -> bool:
@@ -110,6 +126,22 @@ class BlockManager:
                 self._hash_of[block] = block_hash
         sequence.num_registered_blocks = num_full
 
+    def use_checkpoint(self, sequence: Sequence, num_tokens: int) -> int:
+        """The slot of the state after a prefix that `find_prefix` found; -1: there is no prefix."""
+        if self.checkpoints is None or num_tokens == 0:
+            return -1
+        return self.checkpoints.use(sequence.block_hashes[num_tokens // self.block_size - 1])
+
+    def plan_checkpoint(self, sequence: Sequence, num_tokens: int, in_use: Container[int]) -> int:
+        """A slot for the state after `num_tokens` tokens, whose ids are known; -1: it is not worth
+        one, see `StateCheckpoints.plan`.
+        """
+        if self.checkpoints is None or not self._prefix_caching:
+            return -1
+        extend_hashes(sequence, self.block_size, num_tokens // self.block_size)
+        block_hash = sequence.block_hashes[num_tokens // self.block_size - 1]
+        return self.checkpoints.plan(block_hash, in_use)
+
     def free(self, sequence: Sequence) -> None:
         """Takes the sequence's blocks back; registered ones can be found until they are reused."""
         # The last block first, so that it is also reused first: a block is found only if all blocks
@@ -127,9 +159,12 @@ class BlockManager:
         sequence.num_sent_blocks = 0
 
     def invalidate(self, sequence: Sequence) -> None:
-        """Removes the sequence's blocks from the prefix cache: their contents are wrong."""
+        """Removes the sequence's blocks and states from the prefix cache: they are wrong."""
         for block in sequence.block_table:
             self._unregister(block)
+        if self.checkpoints is not None:
+            for block_hash in sequence.block_hashes:
+                self.checkpoints.drop(block_hash)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError unless `sequences` own exactly the blocks that are not free, and
@@ -148,6 +183,8 @@ class BlockManager:
         assert not any(block in self._hash_of for block in self._blank)
         assert all(block in self._hash_of for block in self._reusable)
         assert self._block_of == {name: block for block, name in self._hash_of.items()}
+        if self.checkpoints is not None:
+            self.checkpoints.check_integrity(self._block_of)
 
     def _take(self) -> int:
         if self._blank:
@@ -162,6 +199,8 @@ class BlockManager:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if self.checkpoints is not None:
+                self.checkpoints.drop(block_hash)
             if block in self._reusable:
                 del self._reusable[block]
                 self._blank.append(block)

@@ -28,6 +28,7 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, StateCheckpoints
 from services.decoder.engine.step import Int32Array, PendingStep, Runner, StepOutput
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
@@ -50,7 +51,7 @@ class Engine:
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         prefix_caching: share blocks of equal prefixes.
-        min_partial_tokens: see `Scheduler`.
+        min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
     """
 
     def __init__(
@@ -61,14 +62,20 @@ class Engine:
         out_of_memory: tuple[type[BaseException], ...] = (),
         prefix_caching: bool = True,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
+        min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
     ) -> None:
         info = runner.info
         self._info = info
         self._runner = runner
         self._overlap = overlap
         self._out_of_memory = out_of_memory
+        if info.has_states and info.max_tokens_per_step > 1:
+            raise ValueError("recurrent states cannot be taken back: max_tokens_per_step must be 1")
         self._blocks = BlockManager(
-            info.num_blocks, info.block_size, prefix_caching=prefix_caching and not info.has_states
+            info.num_blocks,
+            info.block_size,
+            prefix_caching=prefix_caching,
+            checkpoints=StateCheckpoints(info.num_checkpoints) if info.has_states else None,
         )
         self._scheduler = Scheduler(
             self._blocks,
@@ -77,8 +84,10 @@ class Engine:
             # One sequence alone must fit: its last token is sampled, never computed.
             max_model_len=min(info.max_model_len, info.num_blocks * info.block_size + 1),
             max_tokens_per_step=info.max_tokens_per_step,
-            late_masks=overlap,
+            # A step without its mask is computed again, which recurrent states do not allow.
+            late_masks=overlap and not info.has_states,
             min_partial_tokens=min_partial_tokens,
+            min_checkpoint_tokens=min_checkpoint_tokens,
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
@@ -239,6 +248,8 @@ class Engine:
             if chunk.from_device:
                 break
             self._blocks.register(chunk.sequence)
+            if chunk.checkpoint >= 0 and self._blocks.checkpoints is not None:
+                self._blocks.checkpoints.commit(chunk.checkpoint)
             if chunk.samples and chunk.sequence.late_masks:
                 chunk.sequence.token_mask = None  # the step has it
 

@@ -125,6 +125,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         max_batched_tokens: tokens of one step.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         has_states: rows have recurrent states, without which KV blocks cannot be shared.
+        num_checkpoints: slots 0 .. num_checkpoints - 1 for states are the scheduler's.
     """
 
     model_name: str
@@ -139,6 +140,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_batched_tokens: int
     max_tokens_per_step: int = 1
     has_states: bool = False
+    num_checkpoints: int = 0
 
 
 class Logprobs(msgspec.Struct, array_like=True):

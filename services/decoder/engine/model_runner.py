@@ -120,6 +120,7 @@ class DeviceState:
     device: torch.device
     kv_cache: Tensor  # [num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]
     states: StateCache | None  # of rows, and one more for padding; None: the model has none
+    checkpoints: StateCache | None
     last_tokens: Tensor  # [rows + 1] int32: what each row sampled last; the last row is scratch
 
 
@@ -176,14 +177,17 @@ class ModelRunner:
         if graphs is not None:
             count = len(step.samples)
             logits, token_ids = (out[:count] for out in graphs.replay(inputs))
+            self._save_states(step)
             if sampling is not None:
                 return self._sample_or_wait(step, inputs, logits, sampling)
             return self._copy_back(Sampled(token_ids, None), None)
         if len(step.samples) == 0:
             self._forward(inputs)
+            self._save_states(step)
             # The step still reads the arena, which may be reused once its result is there.
             return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, self._mark())
         hidden = self._forward(inputs, self._staging.device(inputs.places.sampled_tokens))
+        self._save_states(step)
         return self._sample_or_wait(step, inputs, self._model.logits(hidden), sampling)
 
     @torch.inference_mode()
@@ -295,6 +299,18 @@ class ModelRunner:
                 prompt = np.frombuffer(start.prompt_token_ids, np.int32)
                 completion = np.frombuffer(start.completion_token_ids, np.int32)
             self._sampler.start_row(start.row, start.sampling, prompt, completion)
+            if start.checkpoint >= 0:
+                states, checkpoints = self._state.states, self._state.checkpoints
+                assert states is not None and checkpoints is not None
+                checkpoints.copy_slot(start.checkpoint, states, start.row)
+
+    def _save_states(self, step: Step) -> None:
+        """Copies states that the step has computed to checkpoints."""
+        if step.state_saves is not None:
+            states, checkpoints = self._state.states, self._state.checkpoints
+            assert states is not None and checkpoints is not None
+            for row, slot in step.state_saves.tolist():
+                states.copy_slot(row, checkpoints, slot)
 
     def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Runs an uploaded step eagerly; see `CausalLM.forward` for `rows`."""

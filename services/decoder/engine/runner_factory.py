@@ -54,6 +54,8 @@ class RunnerOptions:
             what the KV pool holds if that is less.
         memory_fraction: share of the whole card this process may use (GPU).
         kv_cache_bytes: size of the KV pool; None: what the fraction leaves (GPU), 512 MiB (CPU).
+        checkpoint_bytes: for checkpoints of recurrent states; None: an eighth of what is left for
+            them and the KV pool, or of `kv_cache_bytes` besides.
         cuda_graphs: capture decode steps (GPU).
         kernels: overrides of the dispatch table: `op=implementation,...`, or `plain`.
     """
@@ -68,6 +70,7 @@ class RunnerOptions:
     max_model_len: int | None = None
     memory_fraction: float = 0.9
     kv_cache_bytes: int | None = None
+    checkpoint_bytes: int | None = None
     cuda_graphs: bool = True
     kernels: str = ""
     seed: int = 0
@@ -117,15 +120,27 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     def make(info: EngineInfo) -> ModelRunner:
         pool = kv_cache.allocate(shape, info.num_blocks, device)
         last_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        state = DeviceState(device, pool, states, last_tokens)
+        checkpoints = None
+        if linear is not None and info.num_checkpoints:
+            count = len(text.linear_layers)
+            checkpoints = StateCache.allocate(linear, count, info.num_checkpoints, dtype, device)
+        state = DeviceState(device, pool, states, checkpoints, last_tokens)
         return ModelRunner(info, model, backend, state, images)
 
     info = _info(spec, options, dtype)
     with model.ops.warming_up():
         budget = _budget(options, device, lambda: _run_largest_step(make(info)))
+        num_checkpoints, budget = _count_checkpoints(spec.text, options, dtype, budget)
         num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
         max_model_len = min(limit, num_blocks * options.block_size)
-        runner = make(structs.replace(info, num_blocks=num_blocks, max_model_len=max_model_len))
+        runner = make(
+            structs.replace(
+                info,
+                num_blocks=num_blocks,
+                max_model_len=max_model_len,
+                num_checkpoints=num_checkpoints,
+            )
+        )
         _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
     _log_ready(runner.info, device, backend, time.monotonic() - started)
     return runner
@@ -231,6 +246,18 @@ def _budget(
     return kv_cache.device_budget(device, options.memory_fraction, run_largest_step())
 
 
+def _count_checkpoints(
+    text: TextSpec, options: RunnerOptions, dtype: torch.dtype, budget: int
+) -> tuple[int, int]:
+    """How many checkpoints of recurrent states fit, and the bytes left for the KV pool."""
+    if text.linear_attention is None:
+        return 0, budget
+    size = StateCache.slot_bytes(text.linear_attention, len(text.linear_layers), dtype)
+    wanted = options.checkpoint_bytes
+    count = (budget // 8 if wanted is None else wanted) // size
+    return count, budget if options.kv_cache_bytes is not None else budget - count * size
+
+
 def _log_ready(
     info: EngineInfo, device: torch.device, backend: AttentionBackend, seconds: float
 ) -> None:
@@ -239,6 +266,7 @@ def _log_ready(
         "dtype": info.dtype,
         "backend": type(backend).__name__,
         "num_blocks": info.num_blocks,
+        "num_checkpoints": info.num_checkpoints,
         "max_model_len": info.max_model_len,
         "seconds": round(seconds, 2),
     }

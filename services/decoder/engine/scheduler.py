@@ -35,6 +35,7 @@ from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf, TokenMask
 from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, checkpoint_boundaries
 from services.decoder.engine.tenants import Room, Tenants
 
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
@@ -58,6 +59,8 @@ class Scheduler:
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         late_masks: steps may be planned before the masks for their samples are there.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
+        min_checkpoint_tokens: a checkpoint of a recurrent state is at least as many tokens behind
+            the last one.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Scheduler:
         max_tokens_per_step: int = 1,
         late_masks: bool = False,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
+        min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
     ) -> None:
         if max_batched_tokens < max_num_sequences * max_tokens_per_step:
             raise ValueError(
@@ -84,6 +88,7 @@ class Scheduler:
         self._late_masks = late_masks and max_tokens_per_step == 1
         self._num_late_masks = 0  # sequences that have them
         self._min_partial_tokens = min_partial_tokens
+        self._min_checkpoint_tokens = min_checkpoint_tokens
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
         self._rows = list(range(max_num_sequences - 1, -1, -1))
@@ -249,7 +254,9 @@ class Scheduler:
         return wanted
 
     def roll_back(self, batch: Batch) -> None:
-        """Reverts a batch that was not launched: its chunks will be scheduled again."""
+        """Reverts a batch that was not launched: its chunks will be scheduled again, or its
+        sequences begin again if they have recurrent states, which may have been changed.
+        """
         for chunk in batch.chunks:
             sequence, number = chunk.sequence, chunk.sequence.sequence_id
             sequence.num_computed_tokens = chunk.start
@@ -263,6 +270,11 @@ class Scheduler:
             sequence.num_sent_blocks = 0
         self._admitted = batch.admitted + self._admitted
         self._extended = batch.extended + self._extended
+        if (checkpoints := self.blocks.checkpoints) is not None:
+            for chunk in batch.chunks:
+                if chunk.checkpoint >= 0:
+                    checkpoints.abandon(chunk.checkpoint)
+                self._preempt(chunk.sequence)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless rows, blocks and states agree."""
@@ -384,7 +396,10 @@ class Scheduler:
         """Appends the sequence's next chunk; returns its length."""
         start = sequence.num_computed_tokens
         length = min(self._chunk_limit(sequence, start) - start, budget)
-        end = start + length
+        end, checkpoint = start + length, -1
+        if sequence.checkpoints:
+            end, checkpoint = self._end_at_checkpoint(sequence, start, end)
+            length = end - start
         samples = end == len(sequence.token_ids)
         generated = len(sequence.token_ids) - sequence.num_prompt_tokens
         sequence.num_computed_tokens = end
@@ -399,8 +414,20 @@ class Scheduler:
             self._stalled[number] = self._prefilling.pop(number)
             self._lacking_images.append(sequence)
         if length:
-            chunks.append(Chunk(sequence, start, length, False, samples, generated))
+            chunk = Chunk(sequence, start, length, False, samples, generated)
+            chunk.checkpoint = checkpoint
+            chunks.append(chunk)
         return length
+
+    def _end_at_checkpoint(self, sequence: Sequence, start: int, end: int) -> tuple[int, int]:
+        """Where a chunk [start, end) ends so that a state can be kept, and the slot; -1: none."""
+        for boundary in sequence.checkpoints:
+            if start < boundary <= end:
+                in_use = {other.checkpoint for other in self._admitted}
+                slot = self.blocks.plan_checkpoint(sequence, boundary, in_use)
+                if slot >= 0:
+                    return boundary, slot
+        return end, -1
 
     def _try_admit(self) -> Sequence | None:
         """Gives the head of the queue a row and blocks; None if it has to wait."""
@@ -438,7 +465,12 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.allocate(sequence, len(sequence.token_ids), prefix)
-        sequence.num_computed_tokens = len(prefix) * self.blocks.block_size
+        computed = sequence.num_computed_tokens = len(prefix) * self.blocks.block_size
+        if self.blocks.checkpoints is not None:
+            sequence.checkpoint = self.blocks.use_checkpoint(sequence, computed)
+            sequence.checkpoints = checkpoint_boundaries(
+                sequence, self.blocks.block_size, computed, self._min_checkpoint_tokens
+            )
         if sequence.admission == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_prefix_hit_tokens += sequence.num_computed_tokens

@@ -41,6 +41,8 @@ class Sequence:
             steps in flight are done.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_in_flight: steps that sample for the sequence and whose tokens have not arrived.
+        checkpoint: slot of the recurrent state that the row starts from; -1: zero.
+        checkpoints: after how many tokens the state is to be kept, ascending.
         num_sent_blocks: entries of the block table that were sent to the runner.
         plans_ahead: the next step may be planned while the last token is in flight.
         late_masks: it may even while the last token's mask is not there, which then arrives while
@@ -78,6 +80,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_in_flight: int = 0
+    checkpoint: int = -1
+    checkpoints: tuple[int, ...] = ()
     num_sent_blocks: int = 0
     plans_ahead: bool = True
     late_masks: bool = False

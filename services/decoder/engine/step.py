@@ -31,6 +31,8 @@ class RowStart(msgspec.Struct, array_like=True, frozen=True):
         sampling: how its tokens are sampled.
         prompt_token_ids, completion_token_ids: int32, the tokens that penalties count; empty
             without penalties.
+        checkpoint: slot of the recurrent state that is copied to the row's; -1: none, the row's
+            first token has index 0.
     """
 
     row: int
@@ -39,6 +41,7 @@ class RowStart(msgspec.Struct, array_like=True, frozen=True):
     sampling: SamplingParams
     prompt_token_ids: bytes = b""
     completion_token_ids: bytes = b""
+    checkpoint: int = -1
 
 
 class Step(msgspec.Struct, array_like=True):
@@ -71,6 +74,8 @@ class Step(msgspec.Struct, array_like=True):
         token_masks: `[M, ceil(vocab_size / 32)]` int32: bit i of word w allows token 32 * w + i.
         late: `[L]`, further samples (indices into B) that have a mask, which is not there yet. If
             there are any, the step is computed and not sampled before `PendingStep.sample`.
+        state_saves: `[C, 2]`, rows whose recurrent states are copied after the step, each to the
+            slot of a checkpoint. None: there are none.
     """
 
     rows: Int64Array
@@ -89,6 +94,7 @@ class Step(msgspec.Struct, array_like=True):
     masked: Int64Array
     token_masks: Int32Array
     late: Int64Array
+    state_saves: Int64Array | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -168,6 +174,7 @@ class Runner(Protocol):
         """Launches one step and returns without waiting for the device.
 
         A step that raised may be sent again, in whole or in part: updates of rows and block tables
-        can be applied twice.
+        can be applied twice. Recurrent states cannot: those of its rows are undefined, and a row of
+        such a model starts again.
         """
         ...

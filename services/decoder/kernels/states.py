@@ -68,6 +68,11 @@ class StateCache:
         conv = spec.conv_width * spec.num_channels * dtype.itemsize
         return num_layers * (conv + 4 * spec.value_size * spec.key_head_dim)
 
+    def copy_slot(self, slot: int, target: "StateCache", to: int) -> None:
+        """Copies a slot's states to a slot of another cache."""
+        target.conv[:, to].copy_(self.conv[:, slot])
+        target.recurrent[:, to].copy_(self.recurrent[:, slot])
+
     def layer(self, index: int) -> LayerStates:
         """One layer's states."""
         return LayerStates(self.conv[index], self.recurrent[index])

@@ -1,0 +1,283 @@
+"""Recurrent states under random schedules on a fake runner, which knows the right state of each
+token: no slot is lost or shared, no checkpoint is without its KV, each sequence has the tokens it
+has alone.
+
+By default a hundred schedules; ten thousand with `--hypothesis-profile=schedules`.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.state_pool import StateCheckpoints, checkpoint_boundaries
+from services.decoder.engine.step import Step
+from tests.engine_harness import KEYS, Harness, prompt_of
+from tests.fake_runner import FakeRunner, add_message
+
+arrivals = st.lists(
+    st.fixed_dictionaries(
+        {
+            "seed": st.integers(0, 1),
+            "shared": st.integers(0, 60),  # tokens of the prompt that others of the seed begin with
+            "own": st.integers(0, 30),
+            "image": st.none() | st.tuples(st.sampled_from(KEYS), st.integers(0, 50)),
+            "image_delay": st.integers(0, 8),
+            "max_tokens": st.integers(1, 16),
+            "at": st.integers(0, 25),
+            "abort_after": st.none() | st.integers(0, 12),
+            "plan_ahead": st.booleans(),
+            "token_masks": st.booleans(),
+        }
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(deadline=None)
+@given(
+    arrivals=arrivals,
+    overlap=st.booleans(),
+    rows=st.integers(1, 5),
+    budget=st.integers(6, 48),
+    blocks=st.integers(24, 60),
+    checkpoints=st.integers(0, 4),
+    out_of_memory_at=st.none() | st.integers(0, 20),
+    again_after=st.integers(0, 6),
+    mask_after=st.integers(0, 6),
+)
+def test_every_sequence_has_the_state_it_has_alone(
+    arrivals, overlap, rows, budget, blocks, checkpoints, out_of_memory_at, again_after, mask_after,
+):  # fmt: skip
+    harness = Harness(
+        overlap=overlap, max_num_sequences=rows, max_batched_tokens=budget, num_blocks=blocks,
+        again_after=again_after, mask_after=mask_after, has_states=True,
+        num_checkpoints=checkpoints,
+    )  # fmt: skip
+    todo: dict[int, list] = {}
+    for number, arrival in enumerate(arrivals):
+        prompt = prompt_of(arrival["seed"], arrival["shared"])
+        prompt += prompt_of(100 + number, max(arrival["own"], 1))
+        images = ()
+        if arrival["image"] is not None:
+            key, offset = arrival["image"]
+            offset = min(offset, len(prompt) - 1)
+            images = (ImageSpan(key, offset, min(6, len(prompt) - offset)),)
+        message = add_message(
+            number, prompt, images=images, max_tokens=arrival["max_tokens"],
+            plan_ahead=arrival["plan_ahead"], token_masks=arrival["token_masks"],
+        )  # fmt: skip
+        at = arrival["at"]
+        todo.setdefault(at, []).append(("add", message))
+        if arrival["abort_after"] is not None:
+            todo.setdefault(at + arrival["abort_after"], []).append(("abort", number))
+        for span in images:
+            todo.setdefault(at + arrival["image_delay"], []).append(("image", number, span.key))
+    if out_of_memory_at is not None:
+        count = iter(range(10**9))
+
+        def fail_once(step: Step) -> None:
+            if next(count) == out_of_memory_at:
+                raise MemoryError("once")
+
+        harness.runner.on_execute = fail_once
+    for now in range(max(todo) + 1):
+        for action, subject, *rest in todo.get(now, ()):
+            match action:
+                case "add":
+                    harness.add(subject, images_ready=False)
+                case "image":
+                    harness.image(subject, rest[0])
+                case _:
+                    harness.engine.abort(subject)
+        harness.step()
+    harness.run()
+    assert set(harness.ends) == set(harness.added)
+    assert list(harness.ends.values()).count("failed") <= (out_of_memory_at is not None)
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+
+
+def harness_of(checkpoints: int = 8, **info: int) -> Harness:
+    return Harness(has_states=True, num_checkpoints=checkpoints, **info)
+
+
+def hits(harness: Harness) -> int:
+    return harness.engine.stats().num_prefix_hit_tokens
+
+
+def test_the_next_turn_computes_only_what_is_new() -> None:
+    harness = harness_of()
+    first = prompt_of(1, 50)
+    harness.add(add_message(0, first, max_tokens=5))
+    harness.run()
+    harness.add(add_message(1, first[:42] + prompt_of(2, 20), max_tokens=5))
+    harness.run()
+    assert hits(harness) == 40  # the last boundary before the tail of the first prompt
+    assert harness.runner.num_restored == 1
+    harness.assert_all_as_alone()
+
+
+def test_another_question_about_the_same_image_begins_after_the_image() -> None:
+    harness = harness_of()
+    image = (ImageSpan(KEYS[0], 10, 22),)
+    for number in range(3):
+        question = prompt_of(1, 32) + prompt_of(10 + number, 30)
+        harness.add(add_message(number, question, images=image, max_tokens=4))
+        harness.run()
+    assert hits(harness) == 2 * 32
+    harness.assert_all_as_alone()
+
+
+def test_two_sequences_that_share_a_checkpoint_diverge() -> None:
+    harness = harness_of()
+    harness.add(add_message(0, prompt_of(1, 50), max_tokens=3))
+    harness.run()
+    for number in (1, 2, 3):
+        prompt = prompt_of(1, 44) + prompt_of(number, 9)
+        harness.add(add_message(number, prompt, max_tokens=12, seed=number))
+    harness.run()
+    assert hits(harness) == 3 * 40
+    assert len({tuple(harness.tokens[number]) for number in (1, 2, 3)}) == 3
+    harness.assert_all_as_alone()
+
+
+def test_a_sequence_cancelled_in_the_step_of_its_checkpoint_leaves_a_good_one() -> None:
+    harness = harness_of(max_batched_tokens=64)
+    harness.add(add_message(0, prompt_of(1, 50), max_tokens=3))
+    harness.step()  # the step that ends at the boundary is in flight
+    assert harness.runner.num_saved == 0
+    harness.engine.abort(0)
+    harness.add(add_message(1, prompt_of(1, 50), max_tokens=6))
+    harness.run()
+    assert hits(harness) == 40 and harness.runner.num_saved >= 1
+    assert harness.ends == {0: "aborted", 1: "length"}
+    harness.assert_all_as_alone()
+
+
+def test_kv_blocks_without_a_state_are_computed_again() -> None:
+    harness = harness_of(checkpoints=0)
+    for number in range(2):
+        harness.add(add_message(number, prompt_of(1, 50), max_tokens=3))
+        harness.run()
+    assert hits(harness) == 0
+    harness.assert_all_as_alone()
+
+
+def test_a_preempted_sequence_begins_at_its_checkpoint() -> None:
+    harness = harness_of(num_blocks=26, max_num_sequences=2)
+    for number in range(2):
+        harness.add(add_message(number, prompt_of(number, 40), max_tokens=20))
+    harness.run()
+    assert harness.engine.stats().num_preemptions > 0
+    assert harness.runner.num_restored > 0
+    harness.assert_all_as_alone()
+
+
+def test_a_failed_step_lets_the_others_begin_again() -> None:
+    """It may have changed the states of its rows, which cannot be taken back."""
+    harness = harness_of()
+    count = iter(range(100))
+
+    def fail_once(step: Step) -> None:
+        if next(count) == 4:
+            raise MemoryError("once")
+
+    harness.runner.on_execute = fail_once
+    for number in range(3):
+        harness.add(add_message(number, prompt_of(number, 30), max_tokens=12))
+    harness.run()
+    assert list(harness.ends.values()).count("failed") == 1
+    assert harness.engine.stats().num_preemptions >= 2
+    harness.assert_all_as_alone()
+
+
+def test_a_poisoned_sequence_leaves_no_checkpoint() -> None:
+    harness = harness_of()
+    harness.runner.poisoned = {KEYS[0]}
+    image = (ImageSpan(KEYS[0], 42, 4),)
+    harness.add(add_message(0, prompt_of(1, 50), images=image, max_tokens=3))
+    harness.run()
+    assert harness.ends[0] == "failed"
+    harness.runner.poisoned = set()
+    harness.add(add_message(1, prompt_of(1, 50), images=image, max_tokens=3))
+    harness.run()
+    assert hits(harness) == 0
+    harness.assert_all_as_alone()
+
+
+def test_steps_that_yield_several_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be taken back"):
+        harness_of(max_tokens_per_step=2)
+
+
+# Controls: what the fake runner must notice.
+
+
+def control(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = harness_of()
+    harness.add(add_message(0, prompt_of(1, 50), max_tokens=3))
+    harness.run()
+    if change == "not restored":
+        monkeypatch.setattr(FakeRunner, "_start_state", lambda self, start: None)
+    elif change == "another's":
+        harness.runner._checkpoints = dict.fromkeys(harness.runner._checkpoints, 12345)
+    harness.add(add_message(1, [*prompt_of(1, 45), 5], max_tokens=3))
+    harness.run()
+
+
+@pytest.mark.parametrize("change", ["not restored", "another's"])
+def test_control_a_state_that_is_not_the_prefixs(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control("", monkeypatch)
+    with pytest.raises(AssertionError, match="recurrent state"):
+        control(change, monkeypatch)
+
+
+# The checkpoints themselves.
+
+
+def test_the_least_recently_used_checkpoint_makes_room() -> None:
+    pool = StateCheckpoints(2)
+    for name in (b"a", b"b"):
+        pool.commit(pool.plan(name, ()))
+    pool.use(b"a")
+    slot = pool.plan(b"c", ())
+    assert b"b" not in pool and b"a" in pool
+    assert pool.plan(b"c", ()) == pool.plan(b"a", ()) == -1, "there already"
+    pool.abandon(slot)
+    assert pool.plan(b"d", ()) == slot
+    assert pool.plan(b"e", {pool.use(b"a")}) == -1, "no slot that may be used"
+    pool.check_integrity({b"a"})
+    with pytest.raises(AssertionError, match="without its KV"):
+        pool.check_integrity(())
+
+
+@pytest.mark.parametrize(
+    ("length", "image", "start", "least", "expected"),
+    [
+        (100, None, 0, 1, (80,)),
+        (100, None, 80, 1, ()),
+        (105, None, 0, 1, (96,)),
+        (104, None, 0, 1, (80,)),  # 8 tokens of the template
+        (100, (10, 20), 0, 1, (32, 80)),
+        (100, (10, 22), 0, 1, (32, 80)),
+        (100, (10, 20), 32, 1, (80,)),
+        (100, (10, 20), 0, 49, (80,)),
+        (100, (10, 20), 0, 60, (80,)),
+        (100, (60, 35), 0, 1, (80,)),
+        (9, None, 0, 1, ()),
+    ],
+)
+def test_where_a_prompts_state_is_kept(
+    length: int, image: tuple[int, int] | None, start: int, least: int, expected: tuple[int, ...]
+) -> None:
+    spans = () if image is None else (ImageSpan(KEYS[0], *image),)
+    positions = np.tile(np.arange(length, dtype=np.int32), (3, 1))
+    message = add_message(0, prompt_of(0, length), images=spans, positions=positions)
+    sequence = Sequence.from_message(message)
+    assert checkpoint_boundaries(sequence, 16, start, least) == expected
