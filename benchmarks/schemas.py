@@ -159,9 +159,12 @@ class OfXGrammar:
         )  # fmt: skip
         self._compiler = self._xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._vocab_size = vocab_size
+        self._last: tuple[str, Any] = "", None
         self.compile_s = 0.0
 
     def start(self, schema: str) -> "XGrammarMatcher":
+        if schema == self._last[0]:
+            return XGrammarMatcher(self._xgrammar.GrammarMatcher(self._last[1]), self._vocab_size)
         started = time.process_time()
         try:
             compiled = self._compiler.compile_json_schema(
@@ -170,6 +173,7 @@ class OfXGrammar:
         except Exception as error:
             raise InvalidGrammar(str(error)[-300:]) from None
         self.compile_s = time.process_time() - started
+        self._last = schema, compiled
         return XGrammarMatcher(self._xgrammar.GrammarMatcher(compiled), self._vocab_size)
 
 
@@ -360,6 +364,8 @@ def report(outcomes: Sequence[Outcome], label: str) -> int:
     reasons = Counter(_kind_of(o.refused) for o in outcomes if o.refused)
     for reason, count in reasons.most_common(25):
         print(f"  {count:5d} x {reason}")
+    for outcome in failed:
+        print(f"  {outcome.name}: {outcome.refused}")
     for outcome in [o for o in good if o.example][:20]:
         print(f"  {outcome.name}: {outcome.example}")
     return sum(o.invalid for o in good)
