@@ -232,15 +232,19 @@ class ChatService:
         images = await self._read_images(draft.images, hold)
         return self.prompts.expand(draft, [image.grid for image in images]).token_ids.tolist()
 
-    async def tokenize_text(self, text: str) -> list[int]:
-        """Token ids of plain text.
+    async def tokenize_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of plain text; with `add_special_tokens` given, of a prompt as `draft_text`'s.
 
         Raises:
             TriptychError: the text is longer than the model's context.
         """
         decoder = self._decoder(self.model_name)
         self.tokenizer.check_length(text, decoder.max_model_len)
-        return await self._off_loop(len(text), lambda: self.tokenizer.encode_text(text))
+        tokenizer = self.tokenizer
+        if add_special_tokens is None:
+            return await self._off_loop(len(text), lambda: tokenizer.encode_text(text))
+        encode = tokenizer.encode_prompt
+        return await self._off_loop(len(text), lambda: encode(text, add_special_tokens))
 
     async def draft_text(
         self, prompt: str | list[int], param: str, *, add_special_tokens: bool

@@ -138,6 +138,7 @@ def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
     chat.max_completion_tokens = request.max_output_tokens
     for name in (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
+        "ignore_eos",
         "chat_template_kwargs", "cache_salt", "parallel_tool_calls",
     ):  # fmt: skip
         setattr(chat, name, getattr(request, name))

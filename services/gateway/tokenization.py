@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -37,6 +37,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -46,7 +47,7 @@ class TokenizeResponse(Struct):
     count: int
     max_model_len: int | None
     tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
+    token_strs: list[str] | None = None
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -93,7 +94,9 @@ class TokenizationRoutes:
             if parsed.model is not None:
                 service.check_model(parsed.model)
             if parsed.prompt is not None:
-                tokens = await service.tokenize_text(parsed.prompt)
+                tokens = await service.tokenize_text(parsed.prompt, parsed.add_special_tokens)
+            elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
+                raise InvalidRequest("chat templates add them", param="add_special_tokens")
             else:
                 chat = ChatRequest(
                     service.model_name,

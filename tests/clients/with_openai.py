@@ -78,7 +78,7 @@ def tools():
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls
     ]
     second = client.chat.completions.create(
-        model=MODEL, messages=[*HELLO, message, *results], tools=TOOLS
+        model=MODEL, messages=[*HELLO, message, *results], tools=TOOLS, max_tokens=50
     )
     assert second.choices[0].message.content or second.choices[0].message.tool_calls
 

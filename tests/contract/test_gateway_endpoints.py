@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tests.gateway_stack import MODEL, GatewayStack
@@ -57,7 +58,26 @@ def test_token_strings_are_the_vocabularys(stack):
     body = {"prompt": "hello world", "return_token_strs": True}
     found = post(stack, "/tokenize", body).json()
     assert "".join(found["token_strs"]) == "helloĠworld"
-    assert "token_strs" not in post(stack, "/tokenize", {"prompt": "x"}).json()
+    assert post(stack, "/tokenize", {"prompt": "x"}).json()["token_strs"] is None
+
+
+def test_text_is_tokenized_as_a_prompt_of_completions_if_special_tokens_are_mentioned(stack):
+    text = "hello <|im_end|>"
+    plain = post(stack, "/tokenize", {"prompt": text}).json()["tokens"]
+    prompt = post(stack, "/tokenize", {"prompt": text, "add_special_tokens": False}).json()
+    assert prompt["tokens"][-1] == stack.decoder.end_token
+    assert stack.decoder.end_token not in plain
+    body = {"model": MODEL, "prompt": text, "max_tokens": 1}
+    assert post(stack, "/v1/completions", body).status_code == 200
+    sent = np.frombuffer(stack.decoder.submits[-1].prompt_token_ids, "<i4").tolist()
+    assert sent == prompt["tokens"]
+    messages = [{"role": "user", "content": "hello"}]
+    for value in (False, True):  # this tokenizer adds none
+        given = {"messages": messages, "add_special_tokens": value}
+        assert (
+            post(stack, "/tokenize", given).json()
+            == post(stack, "/tokenize", {"messages": messages}).json()
+        )
 
 
 def test_tokenizer_info_has_the_template(stack):

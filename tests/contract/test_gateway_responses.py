@@ -266,3 +266,11 @@ def test_refused_by_name(stack, fields, param):
     assert error["param"] == param
     assert error["message"].startswith(param) or param in error["message"]
     assert not stack.decoder.submits
+
+
+def test_benchmark_clients_answers_have_the_length_they_ask_for(stack):
+    """`vllm bench serve --backend openai-responses` sends ignore_eos."""
+    body = {"model": MODEL, "input": "hello", "max_output_tokens": 9, "ignore_eos": True}
+    with stack.client() as client:
+        assert client.post("/v1/responses", json=body).status_code == 200
+    assert stack.decoder.end_token not in stack.decoder.submits[-1].sampling.stop_token_ids
