@@ -82,11 +82,18 @@ def bad_values() -> Iterator[Row]:
         "cache_salt": ["", "x" * 129, "a/b", "a@b", "a\\b", "a\x00b", 5],
         "min_pixels": [0, -1, "x", 1 << 40], "max_pixels": [0, 1.5],
         "user": [5], "include_stage_times": ["yes"],
+        "tools": ["x", {}, [1], [{}], [{"type": "custom"}], [FUNCTION] * 129, [FUNCTION] * 2,
+                  [function(name="")], [function(name="a\nb")], [function(parameters=[])],
+                  [function(parameters="x")], [function(strict=1)], [function(x=1)]],
+        "parallel_tool_calls": [1, "x"], "reasoning_effort": [1, "x", []],
+        "chat_template_kwargs": [1, "x", []], "add_generation_prompt": [1],
     }  # fmt: skip
     for field, values in wrong.items():
         for index, value in enumerate(values):
             param = (
-                field if field not in ("messages", "stop", "stop_token_ids", "logit_bias") else None
+                None
+                if field in ("messages", "stop", "stop_token_ids", "logit_bias", "tools")
+                else field
             )
             yield f"{field} {index}", body(**{field: value}), 400, param
     for bias, key in (({"1": 0, "2": "x"}, "2"), ({"7": 101}, "7"), ({"-1": 1}, "-1")):
@@ -116,6 +123,47 @@ def bad_values() -> Iterator[Row]:
     yield "temperature 1e999", raw, 400, "temperature"
 
 
+def function(**fields: object) -> dict:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+FUNCTION = function()
+
+
+def tools() -> Iterator[Row]:
+    """Tools, choices, calls and template variables that are not what they should be."""
+    deep: object = 1
+    for _ in range(700):
+        deep = {"a": deep}
+    for name, parameters, param in (
+        ("deep", {"properties": deep}, "tools[0].function.parameters"),
+        ("array", {"type": "array"}, "tools[0].function.parameters.type"),
+        ("odd type", {"type": ["object", 5]}, "tools[0].function.parameters.type"),
+    ):
+        request = body(tools=[function(parameters=parameters)], tool_choice="required")
+        yield f"parameters {name}", request, 400, param
+    for index, choice in enumerate(
+        ("any", 1, {}, {"type": "x"}, {"type": "function"},
+         {"type": "function", "function": {"name": "g"}},
+         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}})
+    ):  # fmt: skip
+        yield f"tool_choice {index}", body(tools=[FUNCTION], tool_choice=choice), 400, None
+    for index, arguments in enumerate(("[]", "x", '{"a":', "{}{}", json.dumps(deep), "\x00")):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        request = body(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
+        yield f"arguments {index}", request, 400, "messages[1].tool_calls[0].function.arguments"
+    for name in (
+        "messages",
+        "bos_token",
+        "namespace",
+        "raise_exception",
+        "__class__",
+        "",
+        "x" * 500,
+    ):
+        yield f"variable {name[:20]}", body(chat_template_kwargs={name: 1}), 400, None
+
+
 def unserved() -> Iterator[Row]:
     """Fields that would change the answer, unknown fields, other roles and parts."""
     for field, value in {
@@ -124,7 +172,7 @@ def unserved() -> Iterator[Row]:
         "audio": {"voice": "x"}, "reasoning_effort": "low", "verbosity": "high",
         "web_search_options": {}, "best_of": 4, "chat_template": "{{ 1 }}", "guided_regex": "(a+)+",
         "prompt_embeds": "x", "bad_words": ["x"] * 10000,
-        "allowed_token_ids": [1], "continue_final_message": True,
+        "allowed_token_ids": [], "continue_final_message": True,
         "documents": [], "priority": -1, "kv_transfer_params": {}, "lora": "x", "__class__": 1,
         "media_io_kwargs": {}, "echo": True, "": 1,
     }.items():  # fmt: skip
@@ -298,4 +346,4 @@ def bad_bodies() -> Iterator[Row]:
     }, 400, "messages"  # fmt: skip
 
 
-ROWS = [*bad_values(), *unserved(), *bad_urls(), *bad_images(), *bad_bodies()]
+ROWS = [*bad_values(), *tools(), *unserved(), *bad_urls(), *bad_images(), *bad_bodies()]

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from services.common.errors import InvalidGrammar
@@ -172,6 +173,24 @@ def test_choices_that_have_to_hold_go_with_a_grammar(stack, fields, has_grammar)
     assert submit.HasField("grammar") == has_grammar
     if has_grammar:
         assert "%json" in submit.grammar.text and "now" in submit.grammar.text
+
+
+def test_the_client_s_own_parsing(stack):
+    """Strict functions made of classes; what was parsed goes back as the client writes it."""
+
+    class Now(pydantic.BaseModel):
+        zone: str | None = None
+
+    say(stack, '<tool_call>\n{"name": "Now", "arguments": {"zone": "CET"}}\n</tool_call>')
+    fields = {"model": MODEL, "tools": [openai.pydantic_function_tool(Now)]}
+    with client_of(stack) as client:
+        answer = client.chat.completions.parse(**fields, messages=[QUESTION])
+        message = answer.choices[0].message
+        (call,) = message.tool_calls
+        assert call.function.parsed_arguments == Now(zone="CET")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "12:00"}
+        client.chat.completions.parse(**fields, messages=[QUESTION, message, result])
+    assert stack.decoder.submits[-1].HasField("grammar")
 
 
 def test_a_function_that_cannot_be_held_to_is_named(stack):

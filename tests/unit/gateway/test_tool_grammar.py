@@ -9,6 +9,8 @@ import re
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
@@ -308,3 +310,39 @@ def test_reasoning_is_parsed_beside_a_required_call(tokenizer):
     reasoning, call = parse(tokenizer, ids, answer_format)
     assert reasoning == Reasoning("hm")
     assert re.fullmatch("call_.*", call.call_id) and call.arguments == "{}"
+
+
+KEYWORDS = [
+    "type", "properties", "required", "enum", "const", "anyOf", "$ref", "$defs", "items",
+    "additionalProperties", "maxLength", "pattern", "x-guidance", "a",
+]  # fmt: skip
+VALUES = [
+    "object", "string", "integer", ["string", "null"], "a", "#/$defs/a", "#", "/", 1, -1, None,
+    True, [], {}, 0.5, "\ud7ff", '"',
+]  # fmt: skip
+SCHEMAS = st.recursive(
+    st.sampled_from(VALUES),
+    lambda inner: (
+        st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4) | st.lists(inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("form", PARSERS)
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYWORDS), SCHEMAS, max_size=5), st.booleans())
+def test_no_schema_breaks_the_gateway(form, tokenizer, vocabulary, schema, strict):
+    """It is a grammar, or refused by name; the library may refuse it, too."""
+    answer_format = format_of(form, use({"f": schema}, strict=strict, required=True))
+    try:
+        grammar = answer_grammar(None, answer_format, tokenizer)
+    except InvalidRequest as error:
+        assert error.param.startswith("tools[0].function.parameters")
+        return
+    LLMatcher(vocabulary, grammar.text, log_level=0).get_error()
+    # Nor does it break the parser of what comes.
+    parser = answer_format.parser()
+    for text in ("<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>", '{"name": "f"}'):
+        parser.feed(text)
+    parser.finish()
