@@ -118,6 +118,9 @@ class Demands(NamedTuple):
 class Grammars:
     """Owner of the vocabulary, the compiled grammars and the threads.
 
+    Attributes:
+        maskers: the thread for masks that take long.
+
     Args:
         directory: of the model; its tokenizer.json is read by `preload` or the first grammar.
         vocab_size: of the model's head, at least the tokenizer's.
@@ -134,7 +137,7 @@ class Grammars:
         self._vocabularies: dict[tuple[int, ...], LLTokenizer] = {}  # by end ids
         self._reading = Lock()
         self._compilers = ThreadPoolExecutor(_COMPILE_THREADS, "grammar")
-        self._maskers = ThreadPoolExecutor(1, "token-masks")
+        self.maskers = ThreadPoolExecutor(1, "token-masks")
         self._parallel: LLExecutor | None = None
         # One that is being compiled is in it, too, so that it is compiled once.
         self._cache: OrderedDict[_Key, asyncio.Future[LLMatcher]] = OrderedDict()
@@ -186,21 +189,18 @@ class Grammars:
         work = [(matcher, generated)]
         return (await loop.run_in_executor(self._compilers, self.fill, work))[0]
 
-    async def masks(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
-        """Feeds each matcher the sequence's new tokens; returns the masks for the next ones.
+    def close(self) -> None:
+        """Ends the threads when they are idle."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self.maskers.shutdown(wait=False, cancel_futures=True)
+
+    def fill(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
+        """Feeds each matcher the sequence's new tokens; returns the masks for the next ones. May be
+        called in any thread; a matcher is used by one at a time.
 
         Args:
             work: matchers, each once, and tokens, which may be none.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._maskers, self.fill, work)
-
-    def close(self) -> None:
-        """Ends the threads when they are idle."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
-        self._maskers.shutdown(wait=False, cancel_futures=True)
-
-    def fill(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
-        """`masks`, in the caller's thread."""
         masks = np.empty((len(work), self.num_words), np.int32)
         results: list[bytes | MatcherFailed | None] = [None] * len(work)
         running: list[tuple[LLMatcher, int]] = []
