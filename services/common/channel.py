@@ -107,7 +107,11 @@ class EngineChannel(Generic[Incoming]):
 
 
 class FrontChannel(Generic[Incoming]):
-    """The front's end: asynchronous. `send` never waits; `receive` yields message by message."""
+    """The front's end: asynchronous. `send` never waits; `receive` yields message by message.
+
+    Attributes:
+        received_at: when the last message came, as `time.monotonic()`.
+    """
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class FrontChannel(Generic[Incoming]):
         self._writer = writer
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
+        self.received_at = time.monotonic()
 
     @classmethod
     async def open(cls, end: socket.socket, incoming: Any) -> "FrontChannel[Incoming]":  # noqa: ANN401
@@ -137,6 +142,7 @@ class FrontChannel(Generic[Incoming]):
             body = await self._reader.readexactly(_LENGTH.unpack(head)[0])
         except (asyncio.IncompleteReadError, OSError) as error:
             raise ChannelClosed from error
+        self.received_at = time.monotonic()
         return self._decoder.decode(body)
 
     def send(self, *messages: msgspec.Struct) -> None:

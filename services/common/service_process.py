@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from services.common.arena import Arena
 from services.common.channel import ChannelClosed, FrontChannel
 from services.common.engine_process import REFUSED, EngineProcess
+from services.common.engine_watch import MAX_SILENCE_S, EngineWatch, kill
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.process_memory import freeze_gc, raise_malloc_trim_threshold
@@ -64,6 +65,10 @@ class Front(Protocol):
     @property
     def add_servicer(self) -> AddServicer:
         """Registers its gRPC methods with a server."""
+        ...
+
+    def is_busy(self) -> bool:
+        """Whether the engine has work."""
         ...
 
     async def run(self) -> None:
@@ -144,7 +149,12 @@ async def serve(service: GpuService[SettingsT], settings: SettingsT, arena_bytes
         front = await service.create_front(settings, ready, engine.channel, arena)
         freeze_gc()
         serve_metrics(front.registry, settings.host, settings.metrics_port)
-        return await _serve_front(service, settings, front, stopping)
+        watch = EngineWatch(engine, front.is_busy, on_gpu=ready.on_gpu)
+        watching = asyncio.create_task(_kill_if_it_hangs(engine, watch))
+        try:
+            return await _serve_front(service, settings, front, stopping)
+        finally:
+            watching.cancel()
     except ChannelClosed:
         log.critical("the engine process ended before it was ready; its own log says why")
         await engine.stop()
@@ -190,6 +200,12 @@ async def _serve_front(
     await asyncio.gather(running, return_exceptions=True)
     await front.close()
     return 1 if engine_died else 0
+
+
+async def _kill_if_it_hangs(engine: "EngineProcess[Any]", watch: EngineWatch) -> None:
+    await watch.hangs()
+    log.critical("the engine process has hung for %g s; ending it", MAX_SILENCE_S)
+    kill(engine)
 
 
 async def _unless(stopping: asyncio.Event, work: Awaitable[Result]) -> Result | None:

@@ -69,6 +69,9 @@ class DecoderService:
         add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, DecoderServicer(front))
         return cls(front, cache, add_servicer, registry)
 
+    def is_busy(self) -> bool:
+        return self.front.is_busy
+
     async def run(self) -> None:
         await self.front.run()
 

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from services.common.channel import ChannelClosed, EngineChannel
 from services.common.engine_process import REFUSED, accept
+from services.common.heartbeat import Ping, Pong
 from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
 from services.common.telemetry import setup_logging
@@ -62,6 +63,9 @@ def run(
         for message in messages:
             if isinstance(message, Shutdown):
                 return
+            if isinstance(message, Ping):
+                channel.send(Pong())
+                continue
             engine.handle(message)
         if engine.waits_for_masks:
             continue
@@ -90,9 +94,9 @@ def runner_options(settings: DecoderSettings) -> RunnerOptions:
     )
 
 
-def ready_message(engine: Engine, runner: ModelRunner) -> EngineInfo:
+def ready_message(engine: Engine, runner: ModelRunner, *, on_gpu: bool) -> EngineInfo:
     """The engine's limits, which the front announces to gateways."""
-    return structs.replace(runner.info, max_model_len=engine.max_model_len)
+    return structs.replace(runner.info, max_model_len=engine.max_model_len, on_gpu=on_gpu)
 
 
 def main() -> int:
@@ -110,7 +114,7 @@ def main() -> int:
         )
         engine = Engine(runner, overlap=on_gpu, out_of_memory=(torch.OutOfMemoryError,))
         freeze_gc()
-        channel.send(ready_message(engine, runner))
+        channel.send(ready_message(engine, runner, on_gpu=on_gpu))
         awake_s = _AWAKE_S if on_gpu else 0.0
         run(engine, channel, lambda: runner.kernel_calls, awake_s=awake_s)
     except ChannelClosed:

@@ -216,6 +216,11 @@ class DecoderFront:
                 self._remove(live)
             raise
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine has sequences."""
+        return bool(self._live)
+
     def refuse(self, reason: str) -> None:
         """Submissions fail as overloaded from now on."""
         self._refusal = reason

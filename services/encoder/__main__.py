@@ -89,6 +89,9 @@ class EncoderService:
         add_servicer = partial(add_to_server, servicer)
         return cls(engine, memory, redis, embeddings, servicer, add_servicer, metrics.registry)
 
+    def is_busy(self) -> bool:
+        return self.engine.is_busy
+
     async def run(self) -> None:
         await self.engine.run()
 

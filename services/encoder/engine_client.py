@@ -12,6 +12,7 @@ from typing import Protocol
 
 from services.common.channel import ChannelClosed
 from services.common.errors import Unavailable, from_code
+from services.common.heartbeat import Pong
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -78,6 +79,11 @@ class EngineClient:
         self._jobs: dict[int, EngineJob] = {}
         self._died = False
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine has jobs."""
+        return bool(self._jobs)
+
     def submit(self, image: bytes, grid: tuple[int, int, int]) -> EngineJob:
         """Starts a job: the image is decoded and then waits for `place`.
 
@@ -136,6 +142,8 @@ class EngineClient:
                         job.on_feature(message.feature)
             case EngineStats():
                 self._on_stats(message)
+            case Pong():
+                pass  # the channel notes its time
             case _:
                 raise AssertionError(f"the engine sent {type(message).__name__}")
 

@@ -107,6 +107,7 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
                 vision_config=canonical_config(spec),
                 dtype=dtype_name,
             ),
+            on_gpu=device.type == "cuda",
         )
     )
     freeze_gc()

@@ -80,6 +80,13 @@ class Service:
         assert self._process is not None
         return self._process.wait(timeout_s)
 
+    def engine_pid(self) -> int:
+        """Of the front's only child."""
+        assert self._process is not None
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        (pid,) = children.read_text().split()
+        return int(pid)
+
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

@@ -6,6 +6,8 @@ sends and checks them.
 
 import msgspec
 
+from services.common.heartbeat import Ping, Pong
+
 
 class SamplingParams(msgspec.Struct, frozen=True):
     """How a sequence's tokens are sampled; proto/decoder.proto explains each field."""
@@ -103,7 +105,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine process exits."""
 
 
-FrontMessage = AddSequence | ImageReady | TokenMask | AbortSequence | Shutdown
+FrontMessage = AddSequence | ImageReady | TokenMask | AbortSequence | Ping | Shutdown
 
 
 # Engine to front.
@@ -124,6 +126,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         max_num_sequences: rows 0 .. max_num_sequences - 1.
         max_batched_tokens: tokens of one step.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
+        on_gpu: the engine computes on a GPU.
         has_states: rows have recurrent states, without which KV blocks cannot be shared.
         num_checkpoints: slots 0 .. num_checkpoints - 1 for states are the scheduler's.
     """
@@ -139,6 +142,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_num_sequences: int
     max_batched_tokens: int
     max_tokens_per_step: int = 1
+    on_gpu: bool = False
     has_states: bool = False
     num_checkpoints: int = 0
 
@@ -224,4 +228,4 @@ class KernelCalls(msgspec.Struct, tag="kernels"):
     calls: dict[str, int]  # "operation=implementation" → total
 
 
-EngineMessage = EngineInfo | StepDone | KernelCalls
+EngineMessage = EngineInfo | StepDone | KernelCalls | Pong

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from services.common.channel import ChannelClosed, EngineChannel
 from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
+from services.common.heartbeat import Ping, Pong
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.messages import (
     CancelImage,
@@ -158,6 +159,8 @@ class Engine:
                 pool.submit(self._preprocess, job)
             case PlaceImage():
                 self._mailbox.put(message)
+            case Ping():
+                self._mailbox.put(message)
             case CancelImage():
                 if job := self._jobs.get(message.job_id):
                     job.cancelled = True
@@ -215,6 +218,9 @@ class Engine:
                 pass
             case _Stop():
                 self._stopping = True
+            case Ping():
+                if not self._launched:  # else the end of a batch shows that this process works
+                    self._send(Pong())
             case CancelImage():
                 job = self._jobs.get(item.job_id)
                 if job is not None and (job.waits or self._batcher.remove(item.job_id)):
@@ -309,12 +315,12 @@ class Engine:
             )
         )
 
-    def _send(self, message: FeatureDone | ImageDone | EngineStats) -> None:
+    def _send(self, message: FeatureDone | ImageDone | EngineStats | Pong) -> None:
         with self._sending:
             self._channel.send(message)
 
 
-_Item = _Job | PlaceImage | CancelImage | _Stop | _Wake
+_Item = _Job | PlaceImage | CancelImage | Ping | _Stop | _Wake
 
 
 def _device_error(error: Exception) -> TriptychError:

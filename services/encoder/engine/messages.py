@@ -5,6 +5,8 @@ Front: `engine_client`; engine: `engine/engine.py`. Pure data; `services.common.
 
 import msgspec
 
+from services.common.heartbeat import Ping, Pong
+
 
 class EncodeImage(msgspec.Struct, tag="encode"):
     """An image to encode. It is decoded at once, and runs once `PlaceImage` has come."""
@@ -31,7 +33,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine ends after this."""
 
 
-FrontMessage = EncodeImage | PlaceImage | CancelImage | Shutdown
+FrontMessage = EncodeImage | PlaceImage | CancelImage | Ping | Shutdown
 
 
 class EngineReady(msgspec.Struct, tag="ready"):
@@ -43,6 +45,7 @@ class EngineReady(msgspec.Struct, tag="ready"):
     hidden: int
     merge_size: int
     key_prefix: bytes
+    on_gpu: bool = False
 
 
 class FeatureDone(msgspec.Struct, tag="feature"):
@@ -71,4 +74,4 @@ class EngineStats(msgspec.Struct, tag="stats"):
     kernel_calls: dict[str, int] = {}  # "operation=implementation" → total
 
 
-EngineMessage = EngineReady | FeatureDone | ImageDone | EngineStats
+EngineMessage = EngineReady | FeatureDone | ImageDone | EngineStats | Pong

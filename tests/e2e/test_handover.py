@@ -1,0 +1,53 @@
+"""Decoders are killed, hang and go; answers go on elsewhere, equal to undisturbed ones."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e import handover
+from tests.e2e.cluster import Cluster, wait_until
+from tests.noise import PATIENCE_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(
+        tmp_path_factory.mktemp("cluster"), decoders=2, decoder={"shutdown_grace_s": 0.2}
+    ) as cluster:
+        yield cluster
+
+
+def test_decoders_killed_in_mid_stream_are_not_noticed(cluster: Cluster) -> None:
+    result = handover.run(cluster, 2, range(5))
+    assert not result.mistakes, result.mistakes[0]
+    assert result.gaps_ms, "nothing was handed over"
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "engine stands still"])
+def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(cluster: Cluster, how: str) -> None:
+    cluster.restore()
+    asker, seeds = handover.Asker(cluster.url), range(5)
+    undisturbed = {seed: asker.ask(seed) for seed in seeds}
+    asker.num_chunks.clear()
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        asked = {seed: pool.submit(asker.ask, seed) for seed in seeds}
+        wait_until(lambda: sum(asker.num_chunks.values()) > 20, PATIENCE_S, "streams run")
+        busiest = max(cluster.decoders, key=lambda d: d.metric("decoder_sequences_running"))
+        started = time.monotonic()
+        if how == "SIGTERM":  # the grace is shorter than the answers
+            assert busiest.terminate() == 0
+        else:
+            os.kill(busiest.engine_pid(), signal.SIGSTOP)
+            assert busiest.wait() == 1
+            assert time.monotonic() - started < 30  # 10 on a machine that has time
+        answers = {seed: future.result() for seed, future in asked.items()}
+    for seed, answer in answers.items():
+        assert not (difference := answer.differs_from(undisturbed[seed])), difference
+    assert any(answer.handover_ms is not None for answer in answers.values())
+    assert cluster.gateway.metric("gateway_handovers_total") > 0

@@ -1,0 +1,78 @@
+"""An engine that hangs is noticed; one that computes for long, or has nothing to do, is not."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from services.common import engine_watch
+from services.common.engine_watch import EngineWatch
+from services.common.heartbeat import Ping
+
+SPIN = "while True: pass"
+
+
+class Channel:
+    def __init__(self) -> None:
+        self.received_at = time.monotonic()
+        self.answers = False
+
+    def send(self, message: object) -> None:
+        assert isinstance(message, Ping)
+        if self.answers:
+            self.received_at = time.monotonic()
+
+
+class Engine:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.channel = Channel()
+
+
+@pytest.fixture
+async def engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_watch, "MAX_SILENCE_S", 1.0)
+    monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.2)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SPIN)
+    try:
+        yield Engine(process)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def hangs_within(watch: EngineWatch, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await watch.hangs()
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+async def test_an_engine_that_stands_still_hangs(engine, on_gpu):
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    assert await hangs_within(EngineWatch(engine, lambda: True, on_gpu=on_gpu), 20)
+
+
+async def test_a_gpu_engine_that_waits_for_its_device_hangs(engine):
+    assert await hangs_within(EngineWatch(engine, lambda: True, on_gpu=True), 20)
+
+
+async def test_a_cpu_engine_that_computes_does_not_hang(engine):
+    assert not await hangs_within(EngineWatch(engine, lambda: True, on_gpu=False), 2)
+
+
+async def test_an_engine_without_work_does_not_hang(engine):
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    assert not await hangs_within(EngineWatch(engine, lambda: False, on_gpu=True), 2)
+
+
+async def test_an_engine_that_answers_does_not_hang(engine):
+    engine.channel.answers = True
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    assert not await hangs_within(EngineWatch(engine, lambda: True, on_gpu=True), 2)
