@@ -89,6 +89,7 @@ class Gateway:
         self._decoder = decoder
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[pb.TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[int, list[pb.PromptLogprobs]] = {}
         self.starts: dict[int, pb.Started] = {}
         self.ends: dict[int, pb.Finished | pb.Failed] = {}
         self.num_messages = 0
@@ -131,6 +132,7 @@ class Gateway:
                 assert number not in self.ends, "an event after the end"
                 self.tokens.setdefault(number, []).extend(event.token_ids)
                 self.logprobs.setdefault(number, []).extend(event.logprobs)
+                self.prompt_logprobs.setdefault(number, []).extend(event.prompt_logprobs)
                 if event.HasField("started"):
                     assert number not in self.starts and event.token_ids, "not the first token"
                     self.starts[number] = event.started

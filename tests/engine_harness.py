@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, StepDone, TokenMask
 from tests.fake_runner import FakeRunner, expected_tokens, mask_of, runner_info
@@ -35,6 +37,7 @@ class Harness:
             min_checkpoint_tokens=1,
         )
         self.tokens: dict[int, list[int]] = {}
+        self.scores: dict[int, list[int]] = {}  # prompt tokens that had a logprob, in order
         self.ends: dict[int, str] = {}
         self.messages: dict[int, str] = {}
         self.event_steps: list[int] = []
@@ -82,9 +85,18 @@ class Harness:
         assert self._idle_steps < 2, "there is work, and nothing runs"
         for event in done.events if done else ():
             assert event.sequence_id not in self.ends, "an event after the end"
+            if (found := event.prompt_logprobs) is not None:
+                scores = self.scores.setdefault(event.sequence_id, [])
+                assert found.start == len(scores) + 1, "logprobs of the prompt have a hole"
+                ranks = np.frombuffer(found.ranks, "<i4").tolist()
+                assert np.frombuffer(found.logprobs, "<f4").tolist() == ranks
+                most = self.added[event.sequence_id].sampling.prompt_logprobs
+                assert len(found.top_token_ids) == len(found.top_logprobs) == 4 * most * len(ranks)
+                scores += ranks
             tokens = self.tokens.setdefault(event.sequence_id, [])
             tokens.extend(event.token_ids)
-            if event.end is None and self.added[event.sequence_id].token_masks:
+            masked = self.added[event.sequence_id].token_masks
+            if event.end is None and event.token_ids and masked:
                 due = self._now + self._mask_after
                 self._masks.append((due, event.sequence_id, len(tokens)))
             if event.end is not None:
@@ -136,6 +148,9 @@ class Harness:
                 assert self.tokens.get(number, []) == tokens[: len(self.tokens.get(number, []))]
             else:
                 assert (self.tokens[number], self.ends[number]) == (tokens, reason)
+                scored = message.sampling.prompt_logprobs is not None
+                prompt = np.frombuffer(message.prompt_token_ids, "<i4").tolist()
+                assert self.scores.get(number, []) == (prompt[1:] if scored else [])
 
     def assert_empty(self) -> None:
         stats = self.engine.stats()

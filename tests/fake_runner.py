@@ -29,7 +29,7 @@ from services.decoder.engine.messages import (
     Logprobs,
     SamplingParams,
 )
-from services.decoder.engine.step import RowStart, Step, StepOutput
+from services.decoder.engine.step import RowStart, Scores, Step, StepOutput
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 VOCAB_SIZE = 1000
@@ -93,6 +93,7 @@ def add_message(
     token_masks: bool = False,
     tenant: str = "",
     tenant_weight: float = 1.0,
+    priority: int = 0,
     **sampling: object,
 ) -> AddSequence:
     return AddSequence(
@@ -107,6 +108,7 @@ def add_message(
         token_masks=token_masks,
         tenant=tenant,
         tenant_weight=tenant_weight,
+        priority=priority,
     )
 
 
@@ -294,7 +296,20 @@ class FakeRunner:
             assert 0 <= slot < self.info.num_checkpoints
             self._checkpoints[slot] = self._states[row]
             self.num_saved += 1
-        pending.output = StepOutput(found, counts, logprobs)
+        pending.output = StepOutput(found, counts, logprobs, self._scores(step))
+
+    def _scores(self, step: Step) -> list[Scores]:
+        """Of each follower: its id as logprob, and ids after it as alternatives."""
+        taken, scores = 0, []
+        for first, count, most in step.scored.tolist():
+            ids = step.followers[taken : taken + count]
+            taken += count
+            known = first - step.num_from_device
+            assert (ids[:-1] == step.token_ids[known + 1 : known + count]).all()
+            tops = ids[:, None] + np.arange(most, dtype=np.int32)
+            scores.append(Scores(ids.astype(np.float32), ids, tops, tops.astype(np.float32)))
+        assert taken == len(step.followers)
+        return scores
 
     def _start_state(self, start: RowStart) -> None:
         self._states[start.row] = _GARBAGE

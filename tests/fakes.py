@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 import grpc.aio
+import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common import rpc
@@ -197,6 +198,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
             await self._until_asked(submit)
             if self.before is not None:
                 await self.before(submit)
+            await self._score_prompt(submit, events)
             reply = self.reply[: sampling.max_tokens]
             stops = len(self.reply) < sampling.max_tokens
             if stops:
@@ -234,6 +236,26 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         except asyncio.CancelledError:
             await self._fail(events, sequence_id, "cancelled", "cancelled")
             raise
+
+    async def _score_prompt(self, submit, events) -> None:
+        """Logprobs of the prompt in two parts: -i of token i, and those of ids after it."""
+        if not submit.sampling.HasField("prompt_logprobs"):
+            return
+        ids, most = np.frombuffer(submit.prompt_token_ids, "<i4"), submit.sampling.prompt_logprobs
+        for places in np.array_split(np.arange(1, len(ids), dtype="<i4"), 2):
+            if not len(places):
+                continue
+            top = ids[places][:, None] + np.arange(most, dtype="<i4")
+            part = decoder_pb2.PromptLogprobs(
+                start=int(places[0]), logprobs=(-places).astype("<f4").tobytes(),
+                ranks=np.full(len(places), 3, "<i4").tobytes(),
+                top_token_ids=top.tobytes(), top_logprobs=(-top / 1000).astype("<f4").tobytes(),
+            )  # fmt: skip
+            sequence_id = submit.sequence_id
+            await events.put(
+                decoder_pb2.SequenceEvent(sequence_id=sequence_id, prompt_logprobs=[part])
+            )
+            await asyncio.sleep(0)
 
     async def _until_asked(self, submit) -> None:
         wanted = {(submit.request_id, image.image_key) for image in submit.images}

@@ -256,6 +256,8 @@ class DecoderFront:
             live.num_generated += len(event.token_ids)
             if not live.reported:
                 touched.add(live.stream)
+                if event.prompt_logprobs is not None:
+                    live.stream.outbox.add_prompt_logprobs(live.sequence_id, event.prompt_logprobs)
                 if event.token_ids:
                     outbox = live.stream.outbox
                     outbox.add_tokens(live.sequence_id, event.token_ids, event.logprobs)

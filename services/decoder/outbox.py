@@ -3,7 +3,7 @@
 import asyncio
 
 from services.common.pb import decoder_pb2 as pb
-from services.decoder.engine.messages import Logprobs
+from services.decoder.engine.messages import Logprobs, PromptLogprobs
 
 # Roughly bytes. A gateway that reads nothing for ten seconds at 30,000 tokens/s stays below it.
 MAX_WEIGHT = 32 << 20
@@ -45,6 +45,17 @@ class Outbox:
                 top_logprobs=found.top_logprobs,
             )
             self._weight += _LOGPROBS_WEIGHT + 2 * _TOKEN_WEIGHT * len(found.top_token_ids)
+
+    def add_prompt_logprobs(self, sequence_id: int, found: PromptLogprobs) -> None:
+        """Adds logprobs of tokens of a sequence's prompt."""
+        self._event(sequence_id).prompt_logprobs.add(
+            start=found.start,
+            logprobs=found.logprobs,
+            ranks=found.ranks,
+            top_token_ids=found.top_token_ids,
+            top_logprobs=found.top_logprobs,
+        )
+        self._weight += 2 * (len(found.logprobs) + len(found.top_token_ids))
 
     def add_start(self, sequence_id: int, started: pb.Started) -> None:
         """Adds the times up to the first token, which was added last."""

@@ -20,6 +20,7 @@ from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan,
 from services.decoder.grammar import Demands, Grammar
 
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 18  # tokens times logprobs of each
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_BYTES = 256
@@ -74,6 +75,9 @@ def read_submit(
         stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *grammar.end_ids)))
         sampling = structs.replace(sampling, stop_token_ids=stop_ids, min_tokens=0)
     demands = _demands(submit.sampling, grammar, engine)
+    wanted = sampling.prompt_logprobs
+    if wanted is not None and num_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(f"prompt_logprobs are more than {MAX_PROMPT_LOGPROBS}")
     message = AddSequence(
         sequence_id=sequence_id,
         prompt_token_ids=submit.prompt_token_ids,
@@ -83,6 +87,7 @@ def read_submit(
         sampling=sampling,
         generated_token_ids=submit.generated_token_ids,
         cache_salt=submit.cache_salt,
+        priority=submit.priority,
         tenant=submit.tenant,
         tenant_weight=_weight(submit.tenant_weight),
         token_masks=demands is not None,
@@ -180,6 +185,9 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
     top_logprobs = given.top_logprobs if given.HasField("top_logprobs") else None
     if top_logprobs is not None and top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"top_logprobs is more than {MAX_TOP_LOGPROBS}")
+    prompt_logprobs = given.prompt_logprobs if given.HasField("prompt_logprobs") else None
+    if prompt_logprobs is not None and prompt_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"prompt_logprobs is more than {MAX_TOP_LOGPROBS}")
     return SamplingParams(
         temperature=given.temperature,
         top_k=given.top_k if given.top_k < engine.vocab_size else 0,
@@ -194,6 +202,7 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
         max_tokens=min(given.max_tokens, engine.max_model_len),
         min_tokens=min(given.min_tokens, engine.max_model_len),
         top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -60,6 +60,7 @@ class PreparedRequest:
         deadline: on the monotonic clock.
         grammar: what the answer has to be; None: any text.
         grammar_param: the field that an error of the grammar names.
+        priority: lower ones run first.
         wait_for_sources: the response has `encode_sources`, so wait briefly for late encode calls.
         encode_sources: per image, the `Source` of its EncodeResponse in lower case; None: unknown.
     """
@@ -75,6 +76,7 @@ class PreparedRequest:
     timings: Timings
     grammar: pb.Grammar | None = None
     grammar_param: str | None = None
+    priority: int = 0
     wait_for_sources: bool = False
     encode_sources: list[str | None] = field(default_factory=list[str | None])
 
@@ -237,10 +239,13 @@ class Attempts:
             timeout_s=request.remaining_s(),
             traceparent=self._span.traceparent,
             grammar=request.grammar,
+            priority=request.priority,
         )
         for choice, generated in self._generated.items():
             submit.sampling.seed = choice_seed(request.sampling.seed, choice)
             submit.generated_token_ids = generated.tobytes()
+            if choice > 0 or generated:  # the prompt's logprobs come once, before the first token
+                submit.sampling.ClearField("prompt_logprobs")
             self._sequences[choice] = decoder.submit(submit, choice, self._mailbox.put)
 
     async def _assign_encoders(

@@ -29,6 +29,7 @@ from services.gateway.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.openai import ChatRequest
 from services.gateway.prompt import Draft, PromptBuilder
+from services.gateway.prompt_logprobs import PromptScores
 from services.gateway.responses import (
     CompletionTokensDetails,
     ImageReport,
@@ -36,7 +37,12 @@ from services.gateway.responses import (
     Update,
     Usage,
 )
-from services.gateway.sampling import SamplingDefaults, limit_completion, resolve_sampling
+from services.gateway.sampling import (
+    SamplingDefaults,
+    check_prompt_logprobs,
+    limit_completion,
+    resolve_sampling,
+)
 from services.gateway.tokenizer import ModelTokenizer
 
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.
@@ -52,6 +58,7 @@ class Completion:
 
     Attributes:
         cached_tokens: prompt tokens found in the prefix cache; None until the decoder has said.
+        prompt_scores: logprobs of the prompt, if they are wanted.
     """
 
     request: ChatRequest
@@ -59,6 +66,7 @@ class Completion:
     answer_format: AnswerFormat
     choices: list[Choice]
     cached_tokens: int | None = None
+    prompt_scores: PromptScores = field(default_factory=PromptScores)
 
     @property
     def timings(self) -> Timings:
@@ -173,6 +181,7 @@ class ChatService:
                 sampling, request,
                 prompt_tokens=len(prompt.token_ids), max_model_len=decoder.max_model_len,
             )  # fmt: skip
+        check_prompt_logprobs(request, len(prompt.token_ids))
         num_choices = request.n or 1
         slot.usage.charge(len(prompt.token_ids), sampling.max_tokens, num_choices)
         prepared = PreparedRequest(
@@ -184,6 +193,7 @@ class ChatService:
             timings=timings,
             grammar=grammar and grammar.to_proto(self.defaults.eos_token_ids),
             grammar_param=grammar and grammar.param,
+            priority=request.priority or 0,
             wait_for_sources=bool(request.include_stage_times),
             encode_sources=[None] * len(images),
         )  # fmt: skip
@@ -202,7 +212,7 @@ class ChatService:
         timings, started = completion.timings, False
         async with aclosing(attempts.events()) as batches:
             async for events in batches:
-                if not started:
+                if not started and any(event.token_ids for event in events):
                     started = True
                     timings.record("first_token", timings.since_arrival())
                 updates: list[Update] = []
@@ -212,6 +222,10 @@ class ChatService:
                         continue
                     if event.started is not None:
                         completion.record_start(event.started)
+                    if event.prompt_logprobs:
+                        completion.prompt_scores.add(event.prompt_logprobs)
+                        if not event.token_ids:
+                            continue
                     updates.append(choice.feed(event))
                     if choice.finish_reason is not None and not event.is_last:
                         attempts.stop(event.choice)

@@ -75,6 +75,10 @@ class ChatEndpoint(Endpoint):
             ],
             usage=completion.usage(),
         )
+        if request.prompt_logprobs is not None:
+            response.prompt_logprobs = completion.prompt_scores.by_id(
+                completion.prompt_token_ids(), self._service.tokenizer
+            )
         if request.return_token_ids:
             response.prompt_token_ids = completion.prompt_token_ids()
         if request.include_stage_times:

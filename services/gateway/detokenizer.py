@@ -15,12 +15,11 @@ from services.gateway.answer import AnswerFormat, AnswerParser
 from services.gateway.clients.decoders import TokenEvent
 from services.gateway.openai import ChatRequest
 from services.gateway.parts import Call, Part, Text
+from services.gateway.prompt_logprobs import MIN_LOGPROB
 from services.gateway.responses import LogprobEntry, TopLogprob, Update
 from services.gateway.tokenizer import ModelTokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-# JSON has no -inf; OpenAI and vLLM send this value for a probability of zero.
-_MIN_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
@@ -274,10 +273,10 @@ class Choice:
 
     def _entry(self, token_id: int, found: pb.TokenLogprobs) -> LogprobEntry:
         top = [
-            TopLogprob(*self._token(top_id), max(logprob, _MIN_LOGPROB))
+            TopLogprob(*self._token(top_id), max(logprob, MIN_LOGPROB))
             for top_id, logprob in zip(found.top_token_ids, found.top_logprobs, strict=True)
         ]
-        return LogprobEntry(*self._token(token_id), max(found.logprob, _MIN_LOGPROB), top)
+        return LogprobEntry(*self._token(token_id), max(found.logprob, MIN_LOGPROB), top)
 
     def _token(self, token_id: int) -> tuple[str, list[int]]:
         data = self._tokenizer.token_bytes(token_id)

@@ -67,6 +67,8 @@ class GenerationFields(RequestHints, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
 
 
 def check_generation(request: GenerationFields) -> None:
@@ -77,6 +79,8 @@ def check_generation(request: GenerationFields) -> None:
     """
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest("not available in a stream", param="prompt_logprobs")
     if request.logit_bias and len(request.logit_bias) > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
     if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):

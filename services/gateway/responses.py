@@ -106,6 +106,14 @@ class AssistantMessage(Struct):
     tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
 
 
+class PromptLogprob(Struct):
+    """Of one token in one place of a prompt; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class ResponseChoice(Struct):
     """A choice of a whole response."""
 
@@ -127,7 +135,7 @@ class ChatCompletion(Struct):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     stage_times_ms: dict[str, float] | UnsetType = UNSET
     images: list[ImageReport] | UnsetType = UNSET

@@ -17,6 +17,7 @@ from services.gateway.openai import ChatRequest
 
 # Completion tokens of a request that names no number.
 DEFAULT_MAX_TOKENS = 4096
+MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives included
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -86,6 +87,7 @@ def resolve_sampling(
         stop_token_ids=dict.fromkeys((*eos, *stop_ids)),
         min_tokens=request.min_tokens or 0,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
     )
     sampling.allowed_token_ids.extend(allowed_ids)
     for word in request.bad_words or ():
@@ -128,6 +130,17 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     for index, token_id in enumerate(ids):
         if token_id >= vocab_size:
             raise InvalidRequest(f"ids must be below {vocab_size}", param=f"{name}[{index}]")
+
+
+def check_prompt_logprobs(request: ChatRequest, prompt_tokens: int) -> None:
+    """Raises InvalidRequest if a prompt is too long for the logprobs that are wanted of it."""
+    wanted = request.prompt_logprobs
+    if wanted is not None and prompt_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
+        most = MAX_PROMPT_LOGPROBS // (wanted + 1)
+        raise InvalidRequest(
+            f"with {wanted} alternatives a prompt may have {most} tokens; it has {prompt_tokens}",
+            param="prompt_logprobs",
+        )
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -20,7 +20,7 @@ from services.gateway.generation import (
 )
 from services.gateway.json_body import decode_json
 from services.gateway.openai import ChatRequest
-from services.gateway.responses import Usage
+from services.gateway.responses import PromptLogprob, Usage
 
 MAX_PROMPTS = 128
 MAX_PROMPT_TOKENS = 1 << 20
@@ -61,6 +61,8 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
         chat.max_tokens = max(1, _given(self.max_tokens, DEFAULT_MAX_TOKENS))
         if self.logprobs is not None:
             chat.logprobs, chat.top_logprobs = True, self.logprobs
+            if self.echo and chat.prompt_logprobs is None:
+                chat.prompt_logprobs = self.logprobs
         return chat
 
 
@@ -86,6 +88,7 @@ class TextChoice(Struct):
     stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class TextCompletion(Struct):
@@ -123,6 +126,8 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
         )
     if len(prompts) * (request.n or 1) > MAX_PROMPTS:
         raise InvalidRequest(f"at most {MAX_PROMPTS} answers to all prompts", param="n")
+    if request.stream and request.echo and request.logprobs is not None and (request.n or 1) > 1:
+        raise InvalidRequest("a stream of several answers has no logprobs of the prompt", param="n")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("0 needs echo: true", param="max_tokens")
     return request

@@ -26,6 +26,7 @@ from services.gateway.text_completions import (
     TextLogprobs,
     parse_completion_request,
 )
+from services.gateway.tokenizer import ModelTokenizer
 
 _PATHS: Mapping[str, str] = {"messages": "prompt"}
 
@@ -51,7 +52,9 @@ class TextCompletionEndpoint(Endpoint):
                 chat, work.exchange.request_id, timings, work.slot, draft
             )
             work.completions.append(completion)
-        writer = _Writer(request, work.response_id("cmpl"), self._texts(request, work.completions))
+        beginnings = self._texts(request, work.completions)
+        tokenizer = self._service.tokenizer
+        writer = _Writer(request, work.response_id("cmpl"), beginnings, tokenizer)
         if request.stream:
             await self._stream(work, writer)
         else:
@@ -121,15 +124,21 @@ class _Writer:
         request: of the client.
         response_id: of all answers.
         beginnings: of each prompt's answers.
+        tokenizer: of the model.
     """
 
     def __init__(
-        self, request: CompletionRequest, response_id: str, beginnings: Sequence[str]
+        self,
+        request: CompletionRequest,
+        response_id: str,
+        beginnings: Sequence[str],
+        tokenizer: ModelTokenizer,
     ) -> None:
         self.request = request
         self._id = response_id
         self._created = now()
         self._beginnings = beginnings
+        self._tokenizer = tokenizer
         self._started: set[int] = set()
         self._lengths: dict[int, int] = {}
 
@@ -160,19 +169,41 @@ class _Writer:
             finish_reason = "length"
         choice = TextChoice(index, text, None, finish_reason, last.stop_reason)
         if request.logprobs is not None:
-            offset = self._lengths.get(index, len(beginning))
-            choice.logprobs = text_logprobs(entries, offset)
-            self._lengths[index] = offset + sum(len(entry.token) for entry in entries)
+            first = None
+            if is_first and request.echo:
+                prompt_ids = completion.prompt_token_ids()
+                first = self._text_of(prompt_ids[0])
+                entries = completion.prompt_scores.entries(prompt_ids, self._tokenizer) + entries
+            offset = self._lengths.get(index, 0)
+            choice.logprobs = text_logprobs(entries, offset, first)
+            self._lengths[index] = offset + sum(map(len, choice.logprobs.tokens))
+        if is_first and request.prompt_logprobs is not None:
+            prompt_ids = completion.prompt_token_ids()
+            choice.prompt_logprobs = completion.prompt_scores.by_id(prompt_ids, self._tokenizer)
         if request.return_token_ids:
             choice.token_ids = ids
             if is_first:
                 choice.prompt_token_ids = completion.prompt_token_ids()
         return choice
 
+    def _text_of(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
-def text_logprobs(entries: Sequence[LogprobEntry], offset: int) -> TextLogprobs:
-    """Logprobs in the form of text completions; `offset` is the first token's in the text."""
+
+def text_logprobs(
+    entries: Sequence[LogprobEntry], offset: int, first: str | None = None
+) -> TextLogprobs:
+    """Logprobs in the form of text completions.
+
+    Args:
+        entries: of tokens, in order.
+        offset: of the first token in the text.
+        first: a token before them, which has no logprob.
+    """
     found = TextLogprobs([], [], [], [])
+    if first is not None:
+        found = TextLogprobs([first], [None], [None], [offset])
+        offset += len(first)
     for entry in entries:
         found.tokens.append(entry.token)
         found.token_logprobs.append(entry.logprob)

@@ -173,7 +173,7 @@ def unserved() -> Iterator[Row]:
         "web_search_options": {}, "best_of": 4, "chat_template": "{{ 1 }}", "guided_regex": "(a+)+",
         "prompt_embeds": "x", "bad_words": ["x"] * 10000,
         "allowed_token_ids": [], "continue_final_message": True,
-        "documents": [], "priority": -1, "kv_transfer_params": {}, "lora": "x", "__class__": 1,
+        "documents": [], "kv_transfer_params": {}, "lora": "x", "__class__": 1,
         "media_io_kwargs": {}, "echo": True, "": 1,
     }.items():  # fmt: skip
         yield f"unserved {field}", body(**{field: value}), 400, field or None

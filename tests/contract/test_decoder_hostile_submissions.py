@@ -60,6 +60,7 @@ HOSTILE = {
     "too many biases": submit_of(1, prompt_of(1), logit_bias=dict.fromkeys(range(1025), 1.0)),
     "stop id beyond the vocabulary": submit_of(1, prompt_of(1), stop_token_ids=[2**31]),
     "too many stop ids": submit_of(1, prompt_of(1), stop_token_ids=[1] * 1025),
+    "too many prompt logprobs": submit_of(1, prompt_of(1), prompt_logprobs=21),
     "no tokens": submit_of(1, prompt_of(1), max_tokens=0),
     "too many logprobs": submit_of(1, prompt_of(1), top_logprobs=21),
     "huge salt": _bad(cache_salt=b"x" * 257),

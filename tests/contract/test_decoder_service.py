@@ -76,6 +76,23 @@ async def test_a_step_is_one_message_for_all_sequences():
         assert gateway.num_messages <= 22
 
 
+async def test_logprobs_of_a_prompt_cross_the_wire():
+    prompt = prompt_of(1, 100)  # of two steps
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        for number in (1, 2):  # the second time the prefix cache has it
+            await gateway.submit(submit_of(number, prompt, prompt_logprobs=2))
+            await gateway.end(number)
+        for number in (1, 2):
+            assert gateway.tokens[number] == alone(prompt)
+            found = gateway.prompt_logprobs[number]
+            ranks = b"".join(part.ranks for part in found)
+            assert np.frombuffer(ranks, "<i4").tolist() == prompt[1:]
+            assert [part.start for part in found] == [1, *np.cumsum(
+                [len(part.ranks) // 4 for part in found[:-1]]) + 1]  # fmt: skip
+            assert all(len(p.top_logprobs) == 2 * len(p.logprobs) for p in found)
+        assert gateway.starts[2].num_cached_tokens == 0
+
+
 async def test_stop_ids_and_logprobs_cross_the_wire():
     expected = alone(prompt_of(1), max_tokens=30)
     async with Decoder() as decoder, Gateway(decoder) as gateway:

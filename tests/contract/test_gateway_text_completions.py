@@ -156,6 +156,66 @@ def test_other_model_and_failure_in_mid_stream(client, stack):
     stack.wait(lambda: not stack.decoder.running)
 
 
+# The prompt's own logprobs
+
+PROMPT = "hello two words"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_scores_the_prompt(client, stack, stream):
+    ids = stack.tokenizer.encode_text(PROMPT)
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, echo=True, logprobs=2, max_tokens=2, stream=stream
+    )
+    choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
+    text = "".join(choice.text for choice in choices)
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    found = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    tops = [top for choice in choices for top in choice.logprobs.top_logprobs]
+    assert text == "".join(tokens) == PROMPT + "A red"
+    assert found == [None, *(-float(i) for i in range(1, len(ids))), -0.5, -0.5]
+    assert all(text[o:].startswith(t) for o, t in zip(offsets, tokens, strict=True))
+    assert tops[0] is None and all(t in top for t, top in zip(tokens[1:], tops[1:], strict=True))
+    assert stack.decoder.submits[0].sampling.prompt_logprobs == 2
+
+
+def test_prompt_logprobs_of_completions_and_chat(stack):
+    messages = [{"role": "user", "content": "hello"}]
+    chat = stack.chat(messages=messages, prompt_logprobs=1, n=2, return_token_ids=True).json()
+    text = post(stack, prompt=["hello", PROMPT], prompt_logprobs=1, return_token_ids=True).json()
+    answers = [(chat["prompt_logprobs"], chat["prompt_token_ids"])]
+    answers += [(c["prompt_logprobs"], c["prompt_token_ids"]) for c in text["choices"]]
+    for found, ids in answers:
+        assert len(found) == len(ids) and found[0] is None
+        for place, (token, row) in enumerate(zip(ids[1:], found[1:], strict=True), 1):
+            token_text = stack.tokenizer.token_bytes(token).decode(errors="replace")
+            own = {"logprob": -float(place), "rank": 3, "decoded_token": token_text}
+            assert row[str(token)] == own
+    # Of several choices one asks, and only for what was wanted.
+    wants = [submit.sampling.HasField("prompt_logprobs") for submit in stack.decoder.submits]
+    assert sum(wants[:2]) == 1
+    assert stack.chat().json()["prompt_logprobs"] is None
+
+
+def test_prompt_logprobs_are_bounded(stack):
+    for response in (
+        stack.chat(prompt_logprobs=1, stream=True),
+        stack.chat(prompt_logprobs=21),
+        stack.chat(prompt_logprobs=-1),
+    ):
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt_logprobs"
+    refused = post(stack, echo=True, logprobs=1, stream=True, n=2)
+    assert refused.json()["error"]["param"] == "n"
+
+
+def test_priority_reaches_the_decoder(stack):
+    stack.chat(priority=-3)
+    post(stack, priority=7)
+    assert [submit.priority for submit in stack.decoder.submits] == [-3, 7]
+
+
 # Token ids
 
 

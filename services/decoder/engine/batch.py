@@ -60,6 +60,7 @@ class Batch:
         admitted: sequences that were given a row since the last step that was launched.
         extended: sequences that were given a block since then.
         late: the chunks whose masks arrive late.
+        scored: the chunks with prompt tokens whose logprobs are wanted, as of `to_step`.
     """
 
     chunks: list[Chunk]
@@ -67,6 +68,7 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list[Sequence])
     extended: list[Sequence] = field(default_factory=list[Sequence])
     late: list[Chunk] = field(default_factory=list[Chunk])
+    scored: list[Chunk] = field(default_factory=list[Chunk])
 
     def to_step(self) -> Step:
         """The step as arrays. Block table entries count as sent from here on; a step that cannot be
@@ -113,7 +115,7 @@ class Batch:
         late = _NO_INDICES
         if self.late:
             late = np.array([i for i, c in enumerate(sampling) if c.is_late], np.int64)
-        return Step(
+        step = Step(
             rows=rows,
             starts=starts,
             lengths=lengths,
@@ -132,6 +134,26 @@ class Batch:
             late=late,
             state_saves=_state_saves(known) if known else None,
         )
+        if any([chunk.sequence.needs_scores for chunk in known]):
+            step.scored, step.followers = self._scored_runs(num_from_device)
+        return step
+
+    def _scored_runs(self, first: int) -> tuple[Int64Array, Int32Array]:
+        """`Step.scored` and `followers`; `first` is the index in the step of the first token whose
+        id the host knows.
+        """
+        runs: list[tuple[int, int, int]] = []
+        followers: list[int] = []
+        for chunk in self.chunks[first:]:
+            sequence, start = chunk.sequence, chunk.start
+            end = min(start + chunk.length, sequence.num_prompt_tokens - 1)
+            most = sequence.sampling.prompt_logprobs
+            if most is not None and start < end and sequence.num_scored < end:
+                self.scored.append(chunk)
+                runs.append((first, end - start, most))
+                followers += sequence.token_ids[start + 1 : end + 1]
+            first += chunk.length
+        return np.array(runs, np.int64).reshape(-1, 3), np.array(followers, np.int32)
 
     def _block_updates(self) -> tuple[Int64Array, Int32Array]:
         """`Step.block_updates` and `block_ids`."""

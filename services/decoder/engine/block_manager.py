@@ -63,7 +63,7 @@ class BlockManager:
         The block of the last known token is never among them: at least one token has to be
         computed for the next to be sampled.
         """
-        if not self._prefix_caching:
+        if not self._prefix_caching or sequence.needs_scores:
             return []
         most = (len(sequence.token_ids) - 1) // self.block_size
         prefix: list[int] = []

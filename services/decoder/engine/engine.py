@@ -12,7 +12,7 @@ from collections import deque
 
 import numpy as np
 
-from services.decoder.engine.batch import Batch
+from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import (
     AbortSequence,
@@ -21,6 +21,7 @@ from services.decoder.engine.messages import (
     EngineStats,
     ImageReady,
     ImagesOf,
+    PromptLogprobs,
     SequenceEvent,
     StartOfSequence,
     StepDone,
@@ -29,7 +30,7 @@ from services.decoder.engine.messages import (
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, StateCheckpoints
-from services.decoder.engine.step import Int32Array, PendingStep, Runner, StepOutput
+from services.decoder.engine.step import Int32Array, PendingStep, Runner, Scores, StepOutput
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 # Others in the batch wait for late masks while the device computes, and then this long.
@@ -279,6 +280,8 @@ class Engine:
 
     def _postprocess(self, batch: Batch, output: StepOutput) -> None:
         """Appends the sampled ids to their sequences and finds those that have ended."""
+        for chunk, scores in zip(batch.scored, output.scores, strict=True):
+            self._send_scores(chunk, scores)
         now = time.monotonic()
         block_size = self._blocks.block_size
         finished = SequenceState.FINISHED
@@ -333,6 +336,21 @@ class Engine:
                 self._scheduler.tokens_arrived(sequence, count)
             if len(token_ids) % block_size <= count:
                 self._blocks.register(sequence)
+
+    def _send_scores(self, chunk: Chunk, scores: Scores) -> None:
+        """Sends logprobs of prompt tokens that were not sent already: a preempted sequence computes
+        its prompt again.
+        """
+        sequence = chunk.sequence
+        known = max(0, sequence.num_scored - chunk.start)
+        if sequence.state is SequenceState.FINISHED or known >= len(scores.logprobs):
+            return
+        found = PromptLogprobs(
+            chunk.start + known + 1,
+            *(np.ascontiguousarray(part[known:]).tobytes() for part in scores),
+        )
+        sequence.num_scored = chunk.start + len(scores.logprobs)
+        self._events.append(SequenceEvent(sequence.sequence_id, [], prompt_logprobs=found))
 
     def _release_images(self, sequence: Sequence) -> None:
         """Tells the front that it may reuse the memory of the sequence's images.

@@ -25,6 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     max_tokens: int = 16
     min_tokens: int = 0
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -59,6 +60,7 @@ class AddSequence(msgspec.Struct, tag="add"):
     # int32: the completion's first tokens, if it is continued.
     generated_token_ids: bytes = b""
     cache_salt: bytes = b""
+    priority: int = 0  # lower ones first among those that wait; the highest is preempted first
     tenant: str = ""  # shares the engine fairly with others, see engine/tenants.py
     tenant_weight: float = 1.0
     # False: a step is planned for it only when its last token has arrived. It then takes part in
@@ -155,6 +157,23 @@ class Logprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of n tokens of a prompt, and of the m most likely ones in their places.
+
+    Attributes:
+        start: index of the first token; at least 1, because nothing precedes token 0.
+        logprobs: float32 `[n]`, from the raw logits.
+        ranks: int32 `[n]`, 1: the most likely.
+        top_token_ids, top_logprobs: int32 and float32 `[n, m]`.
+    """
+
+    start: int
+    logprobs: bytes
+    ranks: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+
+
 class StartOfSequence(msgspec.Struct, array_like=True):
     """Timings up to a sequence's first token; seconds since the engine received it."""
 
@@ -182,6 +201,7 @@ class SequenceEvent(msgspec.Struct, array_like=True):
     logprobs: list[Logprobs] = []
     end: EndOfSequence | None = None
     start: StartOfSequence | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True):

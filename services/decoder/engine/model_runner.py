@@ -23,9 +23,10 @@ from services.decoder.engine.graphs import (
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.mask_buffer import MaskBuffer
 from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParams
+from services.decoder.engine.prompt_scores import PromptScores, score_prompt
 from services.decoder.engine.sampler import Sampled, Sampler
 from services.decoder.engine.staging import Staging
-from services.decoder.engine.step import Int32Array, RowStart, Step, StepOutput
+from services.decoder.engine.step import Int32Array, RowStart, Scores, Step, StepOutput
 from services.decoder.engine.step_inputs import RowTable, StepInputs
 from services.decoder.kernels.sampling import SamplingInputs
 from services.decoder.kernels.states import StateCache
@@ -114,6 +115,31 @@ class UnsampledStep:
 
 
 @dataclass(slots=True)
+class ScoredStep:
+    """A launched step, and logprobs of prompt tokens that are being copied to the host."""
+
+    step: DevicePendingStep | UnsampledStep
+    scores: list[PromptScores]
+    event: torch.cuda.Event | None
+
+    def is_computed(self) -> bool:
+        """See `step.PendingStep`."""
+        return self.step.is_computed()
+
+    def sample(self, masks: list[Int32Array]) -> None:
+        """See `step.PendingStep`."""
+        self.step.sample(masks)
+
+    def result(self) -> StepOutput:
+        """The step's tokens and scores, once they are there."""
+        output = self.step.result()
+        if self.event is not None:
+            self.event.synchronize()
+        scores = [Scores(*(part.numpy() for part in found)) for found in self.scores]
+        return output._replace(scores=scores)
+
+
+@dataclass(slots=True)
 class DeviceState:
     """Tensors that stay on the device between steps."""
 
@@ -164,16 +190,20 @@ class ModelRunner:
         return {f"{operation}={name}": count for (operation, name), count in calls.items()}
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> DevicePendingStep | UnsampledStep:
+    def execute(self, step: Step) -> DevicePendingStep | UnsampledStep | ScoredStep:
         """Launches a step; see `step.Runner`."""
         if step.row_starts:
             self._start_rows(step.row_starts)
         self._table.update(step)
         inputs = step_inputs.lay_out(step, self._table, self.info.block_size)
-        graphs, inputs = self._graphs_for(inputs)
+        graphs = None
+        if len(step.scored) == 0:
+            graphs, inputs = self._graphs_for(inputs)
         self._stage(inputs, graphs)
         sampling = self._prepare_sampling(step)
         self._staging.upload()
+        if len(step.scored):
+            return self._score(step, inputs, sampling)
         if graphs is not None:
             count = len(step.samples)
             logits, token_ids = (out[:count] for out in graphs.replay(inputs))
@@ -189,6 +219,28 @@ class ModelRunner:
         hidden = self._forward(inputs, self._staging.device(inputs.places.sampled_tokens))
         self._save_states(step)
         return self._sample_or_wait(step, inputs, self._model.logits(hidden), sampling)
+
+    def _score(self, step: Step, inputs: StepInputs, sampling: SamplingInputs | None) -> ScoredStep:
+        """Runs an uploaded step eagerly, with logits of the prompt tokens that it names."""
+        hidden = self._forward(inputs)
+        self._save_states(step)
+        runs: list[PromptScores] = []
+        taken = 0
+        for first, count, most in step.scored.tolist():
+            followers = torch.from_numpy(step.followers[taken : taken + count].astype(np.int64))
+            taken += count
+            found = score_prompt(
+                hidden[first : first + count], self._upload(followers),
+                self._model.logits, min(most, self.info.vocab_size), self.info.max_num_sequences,
+            )  # fmt: skip
+            runs.append(PromptScores(*(self._to_host(part) for part in found)))
+        if len(step.samples) == 0:
+            nothing = torch.empty(0, dtype=torch.int32)
+            pending = DevicePendingStep(nothing, None, None, self._mark())
+        else:
+            rows = self._staging.device(inputs.places.sampled_tokens)
+            pending = self._sample_or_wait(step, inputs, self._model.logits(hidden[rows]), sampling)
+        return ScoredStep(pending, runs, self._mark())
 
     @torch.inference_mode()
     def sample_late(self, unsampled: UnsampledStep, masks: list[Int32Array]) -> DevicePendingStep:
@@ -373,6 +425,12 @@ class ModelRunner:
                 self._to_host(parts.top),
             )
         return DevicePendingStep(token_ids, logprobs, sampling, self._mark())
+
+    def _upload(self, values: Tensor) -> Tensor:
+        if self._state.device.type != "cuda":
+            return values
+        # The pinned copy returns to torch's allocator, which waits for the stream.
+        return values.pin_memory().to(self._state.device, non_blocking=True)
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event after everything launched so far; None on a CPU."""

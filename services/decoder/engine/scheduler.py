@@ -570,5 +570,6 @@ class Scheduler:
         sequence.row = -1
 
 
-def _admission(sequence: Sequence) -> int:
-    return sequence.admission
+def _admission(sequence: Sequence) -> tuple[int, int]:
+    """The greatest is preempted first."""
+    return sequence.priority, sequence.admission

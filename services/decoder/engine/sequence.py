@@ -51,6 +51,8 @@ class Sequence:
         token_mask: the mask for the next token, int32 words; empty: every token is allowed.
         max_length: tokens, prompt included, at which the sequence ends by length.
         stop_ids: `sampling.stop_token_ids` as a set.
+        priority: lower ones are admitted first and preempted last.
+        num_scored: prompt tokens, but the first, whose logprobs were sent.
         block_hashes: hashes of the leading full blocks, as far as they were computed.
         num_registered_blocks: leading blocks that were registered in the prefix cache.
         arrival: order of arrival, which is the order of waiting within a tenant.
@@ -90,6 +92,8 @@ class Sequence:
     num_preemptions: int = 0
     max_length: int = 0
     stop_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    num_scored: int = 0
     block_hashes: list[bytes] = field(default_factory=list[bytes])
     num_registered_blocks: int = 0
     arrival: int = 0
@@ -119,6 +123,7 @@ class Sequence:
             tenant=message.tenant,
             tenant_weight=message.tenant_weight,
             stop_ids=frozenset(message.sampling.stop_token_ids),
+            priority=message.priority,
             plans_ahead=message.plan_ahead and not message.token_masks,
             late_masks=message.plan_ahead and message.token_masks,
             token_masks=message.token_masks,
@@ -128,6 +133,14 @@ class Sequence:
     def num_generated(self) -> int:
         """Completion tokens whose ids are known."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether logprobs of the prompt are still wanted: each of its tokens has to be computed,
+        cached or not.
+        """
+        wanted = self.sampling.prompt_logprobs is not None
+        return wanted and self.num_scored < self.num_prompt_tokens - 1
 
     @property
     def awaits_mask(self) -> bool:

@@ -8,6 +8,7 @@ on the device. So a step never needs a sampled token's id. A decode says only "t
 row sampled last", which the runner keeps on the device, one per row.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -18,6 +19,9 @@ from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParam
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+_NO_RUNS = np.empty((0, 3), np.int64)
+_NO_IDS = np.empty(0, np.int32)
 
 
 class RowStart(msgspec.Struct, array_like=True, frozen=True):
@@ -76,6 +80,9 @@ class Step(msgspec.Struct, array_like=True):
             there are any, the step is computed and not sampled before `PendingStep.sample`.
         state_saves: `[C, 2]`, rows whose recurrent states are copied after the step, each to the
             slot of a checkpoint. None: there are none.
+        scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: the index in
+            the step of the first, their number n, and the number of alternatives.
+        followers: the tokens that follow them, of all P, one run after the other.
     """
 
     rows: Int64Array
@@ -95,6 +102,8 @@ class Step(msgspec.Struct, array_like=True):
     token_masks: Int32Array
     late: Int64Array
     state_saves: Int64Array | None = None
+    scored: Int64Array = msgspec.field(default_factory=lambda: _NO_RUNS)
+    followers: Int32Array = msgspec.field(default_factory=lambda: _NO_IDS)
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +137,15 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_out)
 _DECODER = msgspec.msgpack.Decoder(Step, dec_hook=_array_in)
 
 
+class Scores(NamedTuple):
+    """Logprobs of the n followers of a run, and of the m most likely tokens in their places."""
+
+    logprobs: FloatArray  # [n] float32, from the raw logits
+    ranks: Int32Array  # [n], 1: the most likely
+    top_ids: Int32Array  # [n, m]
+    top: FloatArray  # [n, m] float32
+
+
 class StepOutput(NamedTuple):
     """What a step yielded for its B samples, in their order.
 
@@ -142,6 +160,7 @@ class StepOutput(NamedTuple):
     logprobs: dict[
         int, list[Logprobs]
     ]  # by index into B, one per token; only rows that request them
+    scores: Sequence[Scores] = ()  # of each of the P runs
 
 
 class PendingStep(Protocol):

@@ -173,14 +173,14 @@ class Tenants:
             num_blocks: that it needs.
 
         Returns:
-            The latest admitted of a tenant that uses, for its weight and without that sequence, at
-            least twice as much as the head's tenant will use with the head; so no two tenants
-            preempt each other in turn, and what little is unfair is left to the counters, which
-            cost nothing. None: there is none.
+            The latest admitted, of the last priority, of a tenant that uses, for its weight and
+            without that sequence, at least twice as much as the head's tenant will use with the
+            head; so no two tenants preempt each other in turn, and what little is unfair is left to
+            the counters, which cost nothing. None: there is none.
         """
         usage = _Usage(self._active, running, room)
         wanted = usage.of(head.tenant, 1, num_blocks)
-        latest = {s.tenant: s for s in sorted(running, key=lambda s: s.admission)}
+        latest = {s.tenant: s for s in sorted(running, key=lambda s: (s.priority, s.admission))}
         found: list[tuple[float, Sequence]] = []
         for name, victim in latest.items():
             left = usage.of(name, -1, -len(victim.block_table))
@@ -216,9 +216,9 @@ class _Usage:
         return max(rows, (self._blocks[name] + more_blocks) / room.num_blocks) / tenant.weight
 
 
-def _place(sequence: Sequence) -> int:
+def _place(sequence: Sequence) -> tuple[int, int]:
     """Of a sequence among its tenant's."""
-    return sequence.arrival
+    return sequence.priority, sequence.arrival
 
 
 def _turn(tenant: Tenant) -> tuple[float, float]:

@@ -31,6 +31,7 @@ class TokenEvent:
         choice: index of the request's choice.
         logprobs: one per token id; empty unless they are requested.
         started: with the first tokens.
+        prompt_logprobs: of tokens of the prompt, before the first tokens.
         finish_reason: `stop` or `length`, with the last tokens.
         error: why the sequence failed; no event follows.
     """
@@ -41,6 +42,7 @@ class TokenEvent:
     started: pb.Started | None = None
     finish_reason: str | None = None
     error: TriptychError | None = None
+    prompt_logprobs: Sequence[pb.PromptLogprobs] = ()
 
     @property
     def is_last(self) -> bool:
@@ -190,8 +192,11 @@ class DecoderPod(Pod):
             self.num_in_flight = len(self._sinks)
         started = event.started if event.HasField("started") else None
         sink(
-            TokenEvent(choice, list(event.token_ids), event.logprobs, started, finish_reason, error)
-        )
+            TokenEvent(
+                choice, list(event.token_ids), event.logprobs, started, finish_reason, error,
+                event.prompt_logprobs,
+            )
+        )  # fmt: skip
 
     def _fail_all(self, error: TriptychError) -> None:
         sinks, self._sinks = self._sinks, {}

@@ -23,6 +23,8 @@ arrivals = st.lists(
             "plan_ahead": st.booleans(),
             "token_masks": st.booleans(),
             "tenant": st.sampled_from(["", "a", "b"]),
+            "priority": st.integers(-2, 2),
+            "prompt_logprobs": st.none() | st.integers(0, 3),
         }
     ),
     min_size=1,
@@ -65,7 +67,9 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
             key, offset = arrival["image"]
             offset = min(offset, length - 1)
             images = (ImageSpan(key, offset, min(6, length - offset)),)
-        names = ("max_tokens", "plan_ahead", "token_masks", "tenant")
+        names = (
+            "max_tokens", "plan_ahead", "token_masks", "tenant", "priority", "prompt_logprobs"
+        )  # fmt: skip
         fields = {name: arrival[name] for name in names}
         message = add_message(number, prompt_of(seed, length), images=images, **fields)
         if arrival["stop"]:

@@ -25,10 +25,17 @@ def scheduler_of(
     )
 
 
-def add(scheduler: Scheduler, number: int, length: int, *images: ImageSpan, max_tokens: int = 20):
+def add(
+    scheduler: Scheduler,
+    number: int,
+    length: int,
+    *images: ImageSpan,
+    max_tokens: int = 20,
+    priority: int = 0,
+):
     tokens = [(number * 31 + i) % 97 for i in range(length)]
     sequence = Sequence.from_message(
-        add_message(number, tokens, images=images, max_tokens=max_tokens)
+        add_message(number, tokens, images=images, max_tokens=max_tokens, priority=priority)
     )
     scheduler.add(sequence)
     return sequence
@@ -206,3 +213,19 @@ def test_all_finish_in_bounded_time(lengths, rows, budget, blocks):
         assert step(scheduler), "a step without work"
     assert all(s.state is SequenceState.FINISHED for s in sequences)
     assert scheduler.blocks.num_free == blocks
+
+
+def test_lower_priorities_are_admitted_first_and_preempted_last():
+    scheduler = scheduler_of(rows=2, blocks=8, budget=64)
+    add(scheduler, 1, 8)
+    assert step(scheduler) == [(1, 0, 8)]
+    for number, priority in ((2, 5), (3, -1), (4, 0), (5, -1)):
+        add(scheduler, number, 4, priority=priority)
+    assert step(scheduler) == [(1, 8, 1), (3, 0, 4)]
+    waiting = [s.sequence_id for s in scheduler._tenants]
+    assert waiting == [5, 4, 2]
+    # Eight blocks are not enough for both: the one of priority 0 gives way, though it came first.
+    while scheduler.num_preemptions == 0:
+        step(scheduler)
+    assert 3 in {s.sequence_id for s in scheduler._all_running()}
+    assert 1 in {s.sequence_id for s in scheduler._tenants}
