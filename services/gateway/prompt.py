@@ -6,6 +6,7 @@ images are loaded, `PromptBuilder.expand` repeats each placeholder and computes 
 template or its context are an `InvalidRequest`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from services.gateway.tools import ToolUse, check_nesting, read_arguments, read_
 
 Grid = tuple[int, int, int]
 Int32s = npt.NDArray[np.int32]
+_TOOL_ROLE = re.compile(r"""["'](tool|ipython)["']""")
 _NO_IMAGES = "the model takes no images"
 
 
@@ -231,6 +233,7 @@ class PromptBuilder:
         )
         if not self._template.takes_late_system:
             _refuse_late_system(request.messages)
+        self._refuse_unseen_calls(request.messages)
         if images and not self._takes_tool_images:
             _refuse_tool_images(request)
         conversation = Conversation(
@@ -317,6 +320,19 @@ class PromptBuilder:
         elif effort != "none" or self._thinks:
             raise InvalidRequest("the model has no such setting", param="reasoning_effort")
         return options
+
+    def _refuse_unseen_calls(self, messages: Sequence[Message]) -> None:
+        """Refuses calls and results that the template would leave out."""
+        source = self._template.source
+        takes_calls, takes_results = "tool_calls" in source, _TOOL_ROLE.search(source) is not None
+        for index, message in enumerate(messages):
+            if message.tool_calls and not takes_calls:
+                path = f"messages[{index}].tool_calls"
+            elif message.role == "tool" and not takes_results:
+                path = f"messages[{index}].role"
+            else:
+                continue
+            raise InvalidRequest("the model's chat template has no tool calls", param=path)
 
     def _has_thinking_fixed(self, value: object) -> bool:
         """Whether the template has no switch, and the model does anyway what `value` says."""

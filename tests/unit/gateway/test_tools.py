@@ -152,6 +152,16 @@ def test_a_template_without_tools_refuses_them(models):
     assert refused.value.param == "tools"
 
 
+def test_calls_that_a_template_leaves_out_are_refused(models):
+    for messages, param in (
+        ([user(), assistant(call(), content="x")], "messages[1].tool_calls"),
+        ([user(), {"role": "assistant", "content": "x"}, result()], "messages[2].role"),
+    ):
+        with pytest.raises(InvalidRequest, match="no tool calls") as refused:
+            models["mistral"].draft(messages)
+        assert refused.value.param == param
+
+
 def test_the_template_s_own_words_are_the_refusal(models):
     messages = [user(), assistant(call(), call("now", {}, "call_2")), result()]
     with pytest.raises(InvalidRequest, match="single tool-calls at once") as refused:
