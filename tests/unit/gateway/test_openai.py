@@ -6,8 +6,8 @@ import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.gateway.hints import MessageHints, RequestHints
+from services.gateway.messages import read_messages
 from services.gateway.openai import MAX_PARTS, parse_chat_request
-from services.gateway.prompt import read_messages
 from services.gateway.sampling import SamplingDefaults, bad_word_ids, choice_seed, resolve_sampling
 
 HELLO = [{"role": "user", "content": "hello"}]
