@@ -72,15 +72,22 @@ def gemms_of(shape: str, kernels: list[str]) -> Iterator[Gemm]:
     hidden, inner = text.hidden_size, text.intermediate_size
     query = text.num_heads * text.head_dim
     qkv = query + 2 * text.num_kv_heads * text.head_dim
+    moe = text.moe
     if "gemv" in kernels:
         yield Gemm("norm_linear", qkv, hidden)
         yield Gemm("linear_residual", hidden, query)
-        yield Gemm("norm_swiglu", 2 * inner, hidden)
-        yield Gemm("linear_residual", hidden, inner)
+        if moe is None:
+            yield Gemm("norm_swiglu", 2 * inner, hidden)
+            yield Gemm("linear_residual", hidden, inner)
+        else:
+            yield Gemm("linear", moe.num_experts, hidden)
         yield Gemm("linear", text.vocab_size, hidden)
     if "split_k" in kernels:
-        for rows, columns in ((qkv, hidden), (hidden, query), (hidden, inner)):
-            yield Gemm("split_k", rows, columns)
+        yield Gemm("split_k", qkv, hidden)
+        yield Gemm("split_k", hidden, query)
+        yield Gemm("split_k", *((hidden, inner) if moe is None else (moe.num_experts, hidden)))
+    if moe is not None:
+        return
     if "swiglu" in kernels:
         yield Gemm("swiglu", 2 * inner, hidden)
     if "swiglu_gemm" in kernels:

@@ -23,7 +23,7 @@ from services.decoder.kernels.table import KernelFacts
 
 pytestmark = pytest.mark.gpu
 TEXT = TEXT_SHAPES["30b-a3b"]
-COUNTS = [1, 2, 3, 4, 5, 16, 63, 64, 65, 200, 1008, 2500]
+COUNTS = [1, 2, 3, 4, 5, 16, 63, 64, 65, 200, 1008, 2500, 8192]
 FORMATS = ["plain", "fp8_block", "fp8_channel"]
 
 

@@ -98,7 +98,7 @@ def _launch(
     num_tiles = routing.tiles.shape[1]
     num_rows = weight.num_rows // 2 if is_up else weight.num_rows
     rows = math.gcd(config.rows // 2 if is_up else config.rows, num_rows)
-    columns = math.gcd(config.columns if weight.block_rows < 2 else BLOCK, x.shape[1])
+    columns = math.gcd(BLOCK if weight.block_rows else config.columns, x.shape[1])
     _grouped_gemm_kernel[(num_rows // rows, num_tiles)](
         x, weight.values, weight.scale, out, routing.order, routing.tiles, num_tiles,
         WIDTH=x.shape[1], HEIGHT=weight.num_rows, TOP_K=routing.experts.shape[1],

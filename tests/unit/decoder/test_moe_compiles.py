@@ -61,7 +61,7 @@ def test_what_the_table_picks_compiles_and_fits(
             shared_gate.add(out, half(8, HIDDEN), half(1, HIDDEN), half(8, HIDDEN), pdl=False)
     compiled = {launch.name for launch in launches}
     assert compiled >= {
-        "_route_kernel", "_sort_kernel", "_gate_up_kernel", "_down_kernel",
+        "_route_kernel", "_count_kernel", "_sort_kernel", "_gate_up_kernel", "_down_kernel",
         "_grouped_gemm_kernel", "_combine_kernel", "_shared_gate_kernel",
     }  # fmt: skip
     for launch in launches:
