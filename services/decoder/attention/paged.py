@@ -143,6 +143,7 @@ class PagedBackend:
                 if run_decodes is None:
                     return self.plan(metadata, captured=captured)
             elif decode == PLAIN:
+                assert not captured, "its rows of the pool would be those of the captured step"
                 run_decodes = self._plan_plain(_decodes_of(metadata))
             if prefill == FLASHINFER:
                 run_chunks = self._plan_chunks(metadata, num_blocks)
@@ -258,8 +259,11 @@ class PagedBackend:
         return planned[0] if self._succeeds(PREFILL, FLASHINFER, plan) else None
 
     def _choose_decode(self, metadata: AttentionMetadata, *, captured: bool) -> str:
-        if metadata.work is not None and self._paged is not None:
-            return PAGED  # beside our own prefill kernel it costs least, however few there are
+        # Beside our own prefill kernel it costs least, however few sequences there are. The table's
+        # least number is for a choice between it and flashinfer, which may have been dropped.
+        is_alone = metadata.work is not None or self._flashinfer_decode is None
+        if self._paged is not None and is_alone:
+            return PAGED
         hides_launches = captured or len(metadata.slot_mapping) >= LAUNCH_HIDING_TOKENS
         if not hides_launches and self._flashinfer_decode is not None:
             return FLASHINFER

@@ -27,7 +27,7 @@ def qk_rope_cache(
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
     num_tokens, num_heads = heads.num_tokens, heads.num_heads
     query = heads.kv_cache.new_empty(num_tokens, num_heads, head_dim)
-    block, num_warps = qk_rope_config(num_tokens)
+    block, num_warps = qk_rope_config(num_tokens, head_dim)
     norms, half = heads.norms or (query, query), heads.rope[0].shape[-1]
     rest = head_dim - 2 * half
     _qk_rope_cache_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](

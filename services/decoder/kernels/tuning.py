@@ -354,8 +354,8 @@ def _best_fill(
     return None
 
 
-def qk_rope_config(num_tokens: int) -> tuple[int, int]:
+def qk_rope_config(num_tokens: int, head_dim: int) -> tuple[int, int]:
     """Heads per CTA of `qk_rope_cache`, and its warps: few heads where a step is short and must
-    fill the device, many where it is long.
+    fill the device, many where it is long, as far as registers allow.
     """
-    return (16, 4) if num_tokens >= 128 else (1, 1)
+    return (16 if head_dim <= 128 else 8, 4) if num_tokens >= 128 else (1, 1)

@@ -158,7 +158,23 @@ def test_heads_that_no_library_has_are_served() -> None:
     assert planned(backend, Step(2, [(10, 0)]), captured=False) == (OURS, "plain")
     wide = backend_of(facts_of(heads=8, kv_heads=4, dim=256))
     assert planned(wide, Step(2, [(10, 0)]), captured=False) == ("eager", "chunks")
-    assert not wide.captures_mixed
+    assert wide.captures_mixed  # on Hopper
+
+
+def test_a_library_that_was_dropped_leaves_decodes_to_our_kernel() -> None:
+    """However few: a captured step must never run the plain twin, which plans on the host."""
+    backend = backend_of(facts_of())
+    assert planned(backend, Step(1, []), captured=True) == ("1 captured", None)
+    (entry,) = [e for e in backend.table.usable("decode_attention") if e.name == "flashinfer"]
+
+    def fail() -> None:
+        raise RuntimeError("not compiled")
+
+    with backend.table.warming_up():
+        assert not backend._succeeds("decode_attention", "flashinfer", fail)
+    assert entry not in backend.table.usable("decode_attention")
+    for captured in (False, True):
+        assert planned(backend, Step(1, []), captured=captured) == (OURS, None)
 
 
 def test_an_override_is_used_for_any_step() -> None:
