@@ -30,6 +30,7 @@ from services.gateway.middleware import Middleware, with_cors
 from services.gateway.prompt import PromptBuilder
 from services.gateway.quota import Quotas
 from services.gateway.routes import Routes
+from services.gateway.same_site import SameSite, is_loopback
 from services.gateway.sampling import SamplingDefaults
 from services.gateway.settings import GatewaySettings
 from services.gateway.tenants import Keyring
@@ -112,7 +113,9 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
     routes = Routes(service, warm_up, admission, metrics, spec.directory)
     app = _application([*routes.table(), warm_up.route], lifespan)
-    middleware = Middleware(app, admission, keyring, quotas, warm_up.path)
+    middleware: ASGIApp = Middleware(app, admission, keyring, quotas, warm_up.path)
+    if is_loopback(settings.host):
+        middleware = SameSite(middleware, settings.cors_origins)
     return Gateway(
         with_cors(middleware, settings.cors_origins), admission, service, metrics, warm_up
     )
