@@ -22,6 +22,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from services.common.errors import InvalidGrammar, Overloaded
+from services.common.schema_formats import without_unknown_formats
 from services.decoder.matcher import (
     GrammarMatcher,
     Int32Array,
@@ -30,7 +31,6 @@ from services.decoder.matcher import (
     mask_of,
     short,
 )
-from services.decoder.schema_formats import without_unknown_formats
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # of the stub alone

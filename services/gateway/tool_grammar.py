@@ -10,6 +10,7 @@ tokens, such as a call's tags, are never part of a regular expression's text.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from services.common.errors import InvalidGrammar, InvalidRequest
+from services.common.schema_formats import strip_unknown_formats
 from services.gateway.answer import AnswerFormat, ToolCalls
 from services.gateway.argument_values import Schema, resolve, types_of
 from services.gateway.grammar import Grammar
@@ -33,6 +35,8 @@ from services.gateway.tools import FunctionDefinition, check_nesting
 # As templates write arguments: Python's JSON.
 _CALL_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANSWER_STYLE = {"whitespace_pattern": r"[ ]?|\n[ ]{0,40}"}
+_BREAK = r"/\n{0,2}/"  # after the closing tag, as models write it
+_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # and escaped characters, which stay
 _ANNOTATIONS = {
     "$comment", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title",
     "writeOnly",
@@ -55,23 +59,24 @@ def answer_grammar(
         InvalidRequest: a schema or an option cannot be held to; `param` names it.
     """
     calls = answer_format.tool_calls
-    if calls is None or not (calls.use.is_constrained or asked is not None):
-        if asked is None or not answer_format.thinks:
-            return asked
+    if calls is not None and (calls.use.is_constrained or asked is not None):
+        writer = _Writer(tokenizer, calls)
+        body, rules, param = writer.body(asked), writer.rules, writer.param
+    elif asked is None or not answer_format.thinks:
+        return asked
+    elif answer_format.reasoning == "open" or asked.kind == "grammar":
         return replace(asked, begins_after=_end_of_reasoning(tokenizer))
-    writer = _Writer(tokenizer, calls)
-    body = writer.body(asked)
+    else:
+        body, rules, param = "answer", [f"answer: {_answer(asked)}"], asked.param
     begins_after: tuple[int, ...] = ()
-    if answer_format.thinks:
-        body = f"/\\n{{0,2}}/ ({body})"
-        tags = [tokenizer.added.get(name) for name in (OPEN, CLOSE)]
-        if answer_format.reasoning == "optional" and None not in tags:
-            # Free of the grammar's begin, the answer could not end without a closing tag.
-            body = f"({writer.tag(OPEN)} TEXT {writer.tag(CLOSE)})? {body}"
-        else:
-            begins_after = _end_of_reasoning(tokenizer)
-    text = "\n".join([f"start: {body}", *writer.rules, r"TEXT: /(.|\n)*/"])
-    return Grammar("grammar", text, writer.param, begins_after)
+    start, end = (tokenizer.added.get(name) for name in (OPEN, CLOSE))
+    if answer_format.thinks and (answer_format.reasoning == "open" or not (start and end)):
+        body, begins_after = f"{_BREAK} ({body})", _end_of_reasoning(tokenizer)
+    elif answer_format.thinks and start and end:
+        # A grammar that waits for the closing tag never begins if the model does not think.
+        body = f"(<[{start.token_id}]> TEXT <[{end.token_id}]> {_BREAK})? ({body})"
+    text = "\n".join([f"start: {body}", *rules, r"TEXT: /(.|\n)*/"])
+    return Grammar("grammar", text, param, begins_after)
 
 
 def _end_of_reasoning(tokenizer: ModelTokenizer) -> tuple[int, ...]:
@@ -181,16 +186,7 @@ class _Writer:
                 "not supported together with tools in the model's form of calls",
                 param=asked.param,
             )
-        if asked.kind in ("json_schema", "json_object"):
-            try:
-                schema = msgspec.json.decode(asked.text) if asked.text else {"type": "object"}
-            except (msgspec.MsgspecError, RecursionError):
-                raise InvalidGrammar("not a JSON schema", param=asked.param) from None
-            check_nesting(schema, asked.param)
-            return self._rule(_json(schema, _ANSWER_STYLE))
-        if asked.kind == "choice":
-            return self._rule(" | ".join(map(_literal, msgspec.json.decode(asked.text))))
-        raise InvalidRequest(f"a {asked.kind} is not supported with tools", param=asked.param)
+        return self._rule(_answer(asked))
 
     def _rule(self, text: str) -> str:
         """A new rule of that text; its name."""
@@ -255,6 +251,26 @@ _FORMS: dict[type[CallParser], Callable[[_Writer, _Function], str]] = {
 }
 
 
+def _answer(asked: Grammar) -> str:
+    """An answer without a call, in Lark."""
+    if asked.kind in ("json_schema", "json_object"):
+        try:
+            schema = msgspec.json.decode(asked.text) if asked.text else {"type": "object"}
+        except (msgspec.MsgspecError, RecursionError):
+            raise InvalidGrammar("not a JSON schema", param=asked.param) from None
+        check_nesting(schema, asked.param)
+        return _json(schema, _ANSWER_STYLE)
+    if asked.kind == "choice":
+        return " | ".join(map(_literal, msgspec.json.decode(asked.text)))
+    if asked.kind == "regex":
+        return f"/{_SLASH.sub(_escape_slash, asked.text)}/"
+    raise InvalidRequest("not supported together with tools", param=asked.param)
+
+
+def _escape_slash(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
+
+
 def _constraints(schema: Schema, root: Schema) -> Iterator[str]:
     """What a value written as bare text would not be held to."""
     for keyword, value in schema.items():
@@ -276,7 +292,7 @@ def _items(properties: object) -> Iterator[tuple[str, object]]:
 def _json(schema: object, style: Mapping[str, object]) -> str:
     """A value of the schema."""
     if isinstance(schema, dict):
-        schema = {**cast("dict[str, Any]", schema), "x-guidance": style}
+        schema = {**strip_unknown_formats(cast("dict[str, Any]", schema)), "x-guidance": style}
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 

@@ -235,9 +235,10 @@ def test_an_answer_is_a_call_or_of_the_format(form, tokenizer, matcher):
     choice = Grammar("choice", '["a\\"b","c"]', "structured_outputs.choice")
     compiled = matcher(answer_grammar(choice, answer_format, tokenizer))
     assert accepts(compiled, tokenizer, 'a"b')
+    lark = Grammar("grammar", 'start: "a"', "structured_outputs.grammar")
     with pytest.raises(InvalidRequest) as refused:
-        answer_grammar(Grammar("regex", "a", "structured_outputs.regex"), answer_format, tokenizer)
-    assert refused.value.param == "structured_outputs.regex"
+        answer_grammar(lark, answer_format, tokenizer)
+    assert refused.value.param == "structured_outputs.grammar"
     with pytest.raises(InvalidRequest) as refused:
         answer_grammar(asked, format_of("llama3_json", use(TWO)), tokenizer)
     assert refused.value.param == "response_format"
@@ -250,8 +251,33 @@ def test_without_a_need_there_is_no_grammar(tokenizer):
     assert answer_grammar(None, format_of("hermes", use(TWO)), tokenizer) is None
     asked = Grammar("json_object", "", "response_format")
     assert answer_grammar(asked, AnswerFormat(), tokenizer) is asked
-    begun = answer_grammar(asked, AnswerFormat("optional"), tokenizer)
+    begun = answer_grammar(asked, AnswerFormat("open"), tokenizer)
+    assert begun.kind == "json_object"
     assert begun.begins_after == (added_ids()["</think>"],)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        ("json_schema", json.dumps(OTHER | {"format": "odd"}), '{"a": 1}', "text"),
+        ("json_object", "", '{"b": {}}', "[]"),
+        ("choice", '["yes","no"]', "no", "maybe"),
+        ("regex", r"a/\/b\n?", "a//b", "a/b"),
+    ],
+)
+def test_a_model_that_may_think_answers_in_form_either_way(
+    kind, text, good, bad, tokenizer, matcher
+):
+    asked = Grammar(kind, text, "response_format")
+    grammar = answer_grammar(asked, AnswerFormat("optional"), tokenizer)
+    assert (grammar.begins_after, grammar.param) == ((), "response_format")
+    compiled = matcher(grammar)
+    for before in ("", "<think>\nwhy? <b>\n</think>\n\n"):
+        assert accepts(compiled, tokenizer, before + good)
+        assert not accepts(compiled, tokenizer, before + bad)
+    lark = Grammar("grammar", 'start: "a"', "structured_outputs.grammar")
+    waiting = answer_grammar(lark, AnswerFormat("optional"), tokenizer)
+    assert waiting.begins_after == (added_ids()["</think>"],)
 
 
 ODD = {

@@ -1,11 +1,12 @@
 """Formats of JSON schemas that no standard knows: annotations, which forbid nothing.
 
-llguidance refuses them; `grammar` takes them out and compiles the rest. Standard formats that it
+llguidance refuses them; the decoder takes them out and compiles the rest, and the gateway takes
+them out of schemas that it puts into a grammar. Standard formats that it
 cannot enforce stay, so that the schema is refused by their name.
 """
 
 import json
-from typing import Any
+from typing import Any, cast
 
 # Of the drafts from 4 on.
 STANDARD_FORMATS = frozenset(
@@ -26,18 +27,19 @@ def without_unknown_formats(schema: str) -> str:
         ValueError: it is not JSON.
     """
     try:
-        return json.dumps(_stripped(json.loads(schema)))
+        return json.dumps(strip_unknown_formats(json.loads(schema)))
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 
 
-def _stripped(part: Any) -> Any:  # noqa: ANN401 - any JSON
+def strip_unknown_formats(part: Any) -> Any:  # noqa: ANN401 - any JSON
+    """A schema as JSON values, without unknown formats."""
     if isinstance(part, list):
-        return [_stripped(item) for item in part]
+        return [strip_unknown_formats(item) for item in cast("list[Any]", part)]
     if not isinstance(part, dict):
         return part
     return {
-        name: value if name in _LITERALS else _stripped(value)
-        for name, value in part.items()
+        name: value if name in _LITERALS else strip_unknown_formats(value)
+        for name, value in cast("dict[str, Any]", part).items()
         if not (name == "format" and isinstance(value, str) and value not in STANDARD_FORMATS)
     }
