@@ -213,15 +213,17 @@ def main() -> None:
     """Prints the table, or writes a directory."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--shapes", default="4b,27b")
+    parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--write", nargs=2, metavar=("SHAPE", "DIRECTORY"))
     arguments = parser.parse_args()
     if arguments.write:
         print(write_model(arguments.write[0], Path(arguments.write[1])))
     if not arguments.kernels:
         return
-    prefills = ([1008], [8064], [1008] * 8)
-    for shape in _SHAPES:
-        for batch in (1, 4, 16, 64):
+    prefills = ([1008], [1008] * 8)
+    for shape in arguments.shapes.split(","):
+        for batch in map(int, arguments.batches.split(",")):
             time_decode(shape, batch)
         for lengths in prefills:
             time_prefill(shape, lengths)
