@@ -20,6 +20,7 @@ from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan,
 from services.decoder.grammar import Demands, Grammar
 
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PROMPT_LOGPROBS = 1 << 18  # tokens times logprobs of each
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -177,6 +178,9 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
         raise InvalidRequest(f"logit_bias has more than {MAX_LOGIT_BIAS} entries")
     if len(given.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries")
+    if len(given.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidRequest(f"logprob_token_ids has more than {MAX_LOGPROB_TOKEN_IDS} entries")
+    _check_ids("logprob_token_ids", given.logprob_token_ids, engine)
     logit_bias = dict(given.logit_bias)
     _check_ids("logit_bias", list(logit_bias), engine)
     _check_ids("stop_token_ids", given.stop_token_ids, engine)
@@ -203,6 +207,7 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
         min_tokens=min(given.min_tokens, engine.max_model_len),
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(given.logprob_token_ids)),
     )
 
 

@@ -21,6 +21,7 @@ MAX_N = 8
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ALLOWED_TOKEN_IDS = 16384
 MAX_BAD_WORDS = 128
 
@@ -67,6 +68,9 @@ class GenerationFields(RequestHints, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = (
+        None
+    )
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
 

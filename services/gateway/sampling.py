@@ -73,6 +73,10 @@ def resolve_sampling(
     allowed_ids = tuple(request.allowed_token_ids or ())
     _check_ids("stop_token_ids", stop_ids, vocab_size)
     _check_ids("allowed_token_ids", allowed_ids, vocab_size)
+    logprob_ids = tuple(request.logprob_token_ids or ())
+    _check_ids("logprob_token_ids", logprob_ids, vocab_size)
+    if logprob_ids and not request.logprobs:
+        raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     eos = () if request.ignore_eos else defaults.eos_token_ids
     sampling = SamplingParams(
         temperature=_given(request.temperature, defaults.temperature),
@@ -88,6 +92,7 @@ def resolve_sampling(
         min_tokens=request.min_tokens or 0,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
+        logprob_token_ids=logprob_ids,
     )
     sampling.allowed_token_ids.extend(allowed_ids)
     for word in request.bad_words or ():

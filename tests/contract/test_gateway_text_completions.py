@@ -216,6 +216,17 @@ def test_priority_reaches_the_decoder(stack):
     assert [submit.priority for submit in stack.decoder.submits] == [-3, 7]
 
 
+def test_logprobs_of_named_tokens(stack):
+    stack.chat(logprobs=True, logprob_token_ids=[7, 9])
+    post(stack, logprobs=1, logprob_token_ids=[7])
+    found = [list(submit.sampling.logprob_token_ids) for submit in stack.decoder.submits]
+    assert found == [[7, 9], [7]]
+    for fields in ({}, {"logprobs": True, "logprob_token_ids": [1 << 20]}):
+        response = stack.chat(**{"logprob_token_ids": [1], **fields})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"].startswith("logprob_token_ids")
+
+
 # Token ids
 
 

@@ -26,6 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
     @property
     def has_penalties(self) -> bool:

@@ -79,12 +79,21 @@ class DevicePendingStep:
         if self.logprobs is None or self.sampling is None:
             return {}
         chosen, top_ids, top = (part.tolist() for part in self.logprobs)
-        return {
-            index: [Logprobs(chosen[place], top_ids[place][:count], top[place][:count])]
-            for place, (index, count) in enumerate(
-                zip(self.sampling.logprob_rows, self.sampling.logprob_counts, strict=True)
-            )
-        }
+        named = self.sampling.logprob_ids
+        num_ranked = len(top_ids[0]) - (0 if named is None else named.shape[1])
+        found: dict[int, list[Logprobs]] = {}
+        for place, (index, count) in enumerate(
+            zip(self.sampling.logprob_rows, self.sampling.logprob_counts, strict=True)
+        ):
+            ids, values = top_ids[place][:count], top[place][:count]
+            if named is not None:
+                wanted = self.sampling.logprob_named[place]
+                for i in range(num_ranked, num_ranked + wanted):
+                    if top_ids[place][i] not in ids:
+                        ids.append(top_ids[place][i])
+                        values.append(top[place][i])
+            found[index] = [Logprobs(chosen[place], ids, values)]
+        return found
 
 
 @dataclass(slots=True)
@@ -450,7 +459,7 @@ class ModelRunner:
 
 def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
     """The most a step's arrays take: per token, and per chunk with its blocks and token mask."""
-    per_token, per_row = 52, 324 + 4 * -(-info.vocab_size // 32)
+    per_token, per_row = 52, 324 + 1024 + 4 * -(-info.vocab_size // 32)
     rows = info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1  # see step_inputs.pad_mixed
     tokens = max(info.max_batched_tokens, rows)
     return tokens * per_token + rows * (per_row + 4 * max_blocks) + _MOST_ELSE_BYTES

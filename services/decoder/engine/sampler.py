@@ -29,6 +29,7 @@ from services.decoder.kernels.sampling import (
     by_rank,
 )
 
+_NO_IDS = np.empty(0, np.int64)
 GREEDY_TEMPERATURE = 1e-5  # below it, sampling is greedy, as in vLLM
 
 
@@ -37,8 +38,8 @@ class SampledLogprobs:
     """Log-probabilities of the g rows that request them."""
 
     chosen: Tensor  # [g] float32
-    top_ids: Tensor  # [g, n] int32
-    top: Tensor  # [g, n] float32
+    top_ids: Tensor  # [g, n + m] int32: the most likely ones, then those that rows name
+    top: Tensor  # [g, n + m] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Sampler:
         self._top_logprobs = np.full(num_rows, -1, np.int64)  # -1: none requested
         self._plain = np.ones(num_rows, np.bool_)  # greedy, without any other option
         self._penalized = np.zeros(num_rows, np.bool_)
+        self._named: dict[int, Int64Array] = {}  # ids whose logprobs are wanted
         self._bias: dict[int, tuple[Int64Array, FloatArray]] = {}
         self._stops: dict[int, Int64Array] = {}
         # See SamplingInputs. On a CPU, pages are allocated when first written.
@@ -92,6 +94,9 @@ class Sampler:
         self._min_tokens[row] = params.min_tokens
         self._top_logprobs[row] = -1 if params.top_logprobs is None else params.top_logprobs
         self._penalized[row] = params.has_penalties
+        self._named.pop(row, None)
+        if params.logprob_token_ids and params.top_logprobs is not None:
+            self._named[row] = np.array(params.logprob_token_ids, np.int64)
         self._bias.pop(row, None)
         self._stops.pop(row, None)
         ids = np.array([i for i in params.logit_bias if 0 <= i < self._vocab_size], np.int64)
@@ -161,6 +166,7 @@ class Sampler:
         asking = np.flatnonzero(counts >= 0)
         if len(asking):
             logprob_index = put(asking)
+        named, num_named = self._named_ids(rows[asking])
         return SamplingInputs(
             rows=put(rows),
             floats=put(floats),
@@ -177,7 +183,22 @@ class Sampler:
             logprob_index=logprob_index,
             logprob_rows=tuple(asking.tolist()),
             logprob_counts=tuple(counts[asking].tolist()),
+            logprob_ids=None if named is None else put(named),
+            logprob_named=num_named,
         )
+
+    def _named_ids(self, rows: Int64Array) -> tuple[Int64Array | None, tuple[int, ...]]:
+        """`SamplingInputs.logprob_ids` and `logprob_named`."""
+        if not self._named or len(rows) == 0:
+            return None, ()
+        found = [self._named.get(row, _NO_IDS) for row in rows.tolist()]
+        counts = tuple(map(len, found))
+        if not any(counts):
+            return None, ()
+        ids = np.zeros((len(found), max(counts)), np.int64)
+        for place, named in enumerate(found):
+            ids[place, : len(named)] = named
+        return ids, counts
 
     def sample(self, raw: Tensor, inputs: SamplingInputs) -> Sampled:
         """Samples one token per row.
@@ -202,7 +223,8 @@ class Sampler:
         if inputs.logprob_index is not None:
             most = min(max(inputs.logprob_counts), raw.shape[-1])
             chosen = token_ids[inputs.logprob_index].long().clamp(min=0)
-            logprobs = _logprobs(raw[inputs.logprob_index].float(), chosen, most)
+            wanted = raw[inputs.logprob_index].float()
+            logprobs = _logprobs(wanted, chosen, most, inputs.logprob_ids)
         return Sampled(token_ids, logprobs)
 
     def _count_all(
@@ -267,9 +289,12 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def _logprobs(raw: Tensor, token_ids: Tensor, count: int) -> SampledLogprobs:
-    """Those of the sampled and the `count` most likely tokens, from the raw logits."""
+def _logprobs(raw: Tensor, token_ids: Tensor, count: int, named: Tensor | None) -> SampledLogprobs:
+    """Those of the sampled, the `count` most likely and the `named` tokens, from the raw logits."""
     total = raw.logsumexp(-1, keepdim=True)
     chosen = raw.gather(-1, token_ids[:, None]) - total
     values, ids = by_rank(raw, count) if count else (raw[:, :0], token_ids[:, None][:, :0])
+    if named is not None:
+        values = torch.cat((values, raw.gather(-1, named)), -1)
+        ids = torch.cat((ids, named), -1)
     return SampledLogprobs(chosen.squeeze(-1), ids.to(torch.int32), values - total)

@@ -46,6 +46,8 @@ class SamplingInputs(NamedTuple):
         logprob_index: `[g]` int64, rows whose log-probabilities are requested; None: none.
         logprob_rows: the same on the host.
         logprob_counts: `[g]`, the number of most likely tokens to report of each.
+        logprob_ids: `[g, m]` int64, further tokens to report; None: none.
+        logprob_named: `[g]`, how many of them count for each row.
     """
 
     rows: Tensor
@@ -63,6 +65,8 @@ class SamplingInputs(NamedTuple):
     logprob_index: Tensor | None = None
     logprob_rows: tuple[int, ...] = ()
     logprob_counts: tuple[int, ...] = ()
+    logprob_ids: Tensor | None = None
+    logprob_named: tuple[int, ...] = ()
 
 
 def are_finite(logits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import SamplingParams
+from services.decoder.engine.model_runner import DevicePendingStep
 from services.decoder.engine.sampler import Sampled, Sampler, uniforms
 from services.decoder.engine.staging import Staging
 from services.decoder.kernels import ALL_MASKED
@@ -367,6 +368,34 @@ def test_a_mask_decides_for_its_own_row_alone(data: st.DataObject) -> None:
         assert found[row] == alone
         if row in allowed:
             assert allowed[row][found[row]] if allowed[row].any() else found[row] == ALL_MASKED
+
+
+def test_named_tokens_have_logprobs_beside_the_most_likely() -> None:
+    raw = logits_for(4)
+    params = [
+        SamplingParams(top_logprobs=2, logprob_token_ids=(5, 3)),
+        SamplingParams(),
+        SamplingParams(top_logprobs=0, logprob_token_ids=(7,)),
+        SamplingParams(top_logprobs=1),
+    ]
+    bench = Bench(params)
+    inputs = bench.prepare([0, 1, 2, 3], [0] * 4)
+    assert inputs is not None
+    sampled = bench.sampler.sample(raw, inputs)
+    assert sampled.logprobs is not None
+    pending = DevicePendingStep(
+        sampled.token_ids,
+        (sampled.logprobs.chosen, sampled.logprobs.top_ids, sampled.logprobs.top), inputs, None,
+    )  # fmt: skip
+    right = raw.log_softmax(-1)
+    found = pending.result().logprobs
+    assert found.keys() == {0, 2, 3}
+    for row, named, count in ((0, (5, 3), 2), (2, (7,), 0), (3, (), 1)):
+        best = raw[row].topk(count).indices.tolist()
+        expected = [*best, *(i for i in named if i not in best)]
+        (entry,) = found[row]
+        assert entry.top_token_ids == expected
+        assert entry.top_logprobs == pytest.approx(right[row, expected].tolist(), abs=1e-5)
 
 
 def test_logprobs_are_of_the_logits_without_the_mask() -> None:
