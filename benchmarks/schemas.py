@@ -145,7 +145,7 @@ class DecoderMatcher:
 
 
 class OfXGrammar:
-    """xgrammar, with its defaults for vLLM: any whitespace, but at most as much as ours."""
+    """xgrammar with any whitespace, its default; a bound makes most compilations take seconds."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, end_id: int) -> None:
         self._xgrammar: Any = importlib.import_module("xgrammar")
@@ -168,7 +168,7 @@ class OfXGrammar:
         started = time.process_time()
         try:
             compiled = self._compiler.compile_json_schema(
-                schema, any_whitespace=True, strict_mode=False, max_whitespace_cnt=1
+                schema, any_whitespace=True, strict_mode=False
             )
         except Exception as error:
             raise InvalidGrammar(str(error)[-300:]) from None
