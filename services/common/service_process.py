@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.arena import Arena
 from services.common.channel import ChannelClosed, FrontChannel
+from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.engine_process import REFUSED, EngineProcess
 from services.common.engine_watch import MAX_SILENCE_S, EngineWatch, kill
 from services.common.families import read_spec
@@ -163,6 +164,13 @@ async def serve(service: GpuService[SettingsT], settings: SettingsT, arena_bytes
         with suppress(ChannelClosed, RuntimeError):
             engine.channel.send(service.shutdown_message)
         await engine.stop()
+
+
+async def served_fingerprint(settings: EngineServiceSettings) -> bytes:
+    """The fingerprint of what the engine has loaded; empty: of random weights."""
+    if settings.load_format == "dummy":
+        return b""
+    return await asyncio.to_thread(checkpoint_fingerprint, settings.model)
 
 
 async def create_service_server(

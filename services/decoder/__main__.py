@@ -12,7 +12,13 @@ from services.common.embedding_cache import CacheCollector, RedisCache
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.pb import decoder_pb2_grpc as pb_grpc
-from services.common.service_process import AddServicer, GpuService, StopServer, run_service
+from services.common.service_process import (
+    AddServicer,
+    GpuService,
+    StopServer,
+    run_service,
+    served_fingerprint,
+)
 from services.common.shared_memory import PAGE_BYTES
 from services.decoder.embedding_fetch import EncoderFetcher
 from services.decoder.embeddings import EmbeddingSource
@@ -66,7 +72,8 @@ class DecoderService:
         grammars = Grammars(settings.model, ready.vocab_size, metrics.grammar_compile.observe)
         grammars.preload(read_spec(settings.model).eos_token_ids)
         front = DecoderFront(ready, channel, source, grammars, metrics)
-        add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, DecoderServicer(front))
+        servicer = DecoderServicer(front, await served_fingerprint(settings))
+        add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, servicer)
         return cls(front, cache, add_servicer, registry)
 
     def is_busy(self) -> bool:

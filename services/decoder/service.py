@@ -19,8 +19,9 @@ SERVICE_NAME = "triptych.v1.Decoder"
 class DecoderServicer(pb_grpc.DecoderServicer):
     """The calls of proto/decoder.proto."""
 
-    def __init__(self, front: DecoderFront) -> None:
+    def __init__(self, front: DecoderFront, fingerprint: bytes = b"") -> None:
         self._front = front
+        self._fingerprint = fingerprint
 
     async def Describe(
         self, request: pb.DescribeDecoderRequest, context: grpc.aio.ServicerContext
@@ -36,6 +37,7 @@ class DecoderServicer(pb_grpc.DecoderServicer):
             block_size=engine.block_size,
             num_blocks=engine.num_blocks,
             max_num_sequences=engine.max_num_sequences,
+            fingerprint=self._fingerprint,
         )
 
     async def Generate(

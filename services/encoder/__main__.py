@@ -5,7 +5,7 @@ exit status. `EncoderService` is the one place where the front's objects are cre
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -16,7 +16,13 @@ from services.common.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embedding_cache import CacheCollector, RedisCache
 from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.pod_limits import memory_limit_bytes
-from services.common.service_process import AddServicer, GpuService, StopServer, run_service
+from services.common.service_process import (
+    AddServicer,
+    GpuService,
+    StopServer,
+    run_service,
+    served_fingerprint,
+)
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
 from services.encoder.engine_client import EngineClient
@@ -79,7 +85,8 @@ class EncoderService:
             await cache.connect()
             metrics.registry.register(CacheCollector("encoder", cache.counters))
             redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
-        description = describe(ready, settings)
+        fingerprint = await served_fingerprint(settings)
+        description = replace(describe(ready, settings), fingerprint=fingerprint)
         embeddings = Embeddings(
             like=description.like, merge_size=ready.merge_size, memory=memory, engine=engine,
             redis=redis, metrics=metrics, max_queued_patches=settings.max_queued_patches,

@@ -58,6 +58,7 @@ class Description:
     like: EmbeddingSpec
     merge_size: int
     max_image_patches: int
+    fingerprint: bytes = b""
 
 
 class EncoderServicer(pb_grpc.EncoderServicer):
@@ -104,6 +105,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             num_features=known.like.num_features,
             hidden=known.like.hidden,
             max_image_patches=known.max_image_patches,
+            fingerprint=known.fingerprint,
         )
 
     async def Encode(

@@ -14,8 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
+from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.errors import TriptychError
 from services.common.families import read_spec
+from services.common.model_spec import ModelSpec
 from services.common.settings import SettingsError
 from services.gateway.admission import Admission
 from services.gateway.chat import ChatService
@@ -23,6 +25,7 @@ from services.gateway.chat_endpoint import ChatEndpoint
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
+from services.gateway.clients.served_model import ServedModel
 from services.gateway.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.images import ImageReader, MediaLoader
 from services.gateway.metrics import GatewayMetrics
@@ -79,8 +82,9 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         images = ImageReader(loader, spec.vision.limits, settings.max_source_pixels)
     metrics = GatewayMetrics()
     # A text model has no encoders; addresses that are set are not used.
-    encoders = EncoderPool(settings.encoders if spec.vision is not None else ())
-    decoders = DecoderPool(settings.decoders)
+    served = _served_model(spec)
+    encoders = EncoderPool(settings.encoders if spec.vision is not None else (), served)
+    decoders = DecoderPool(settings.decoders, served)
     for kind, pool in (("encoder", encoders), ("decoder", decoders)):
         metrics.healthy_pods.labels(kind).set_function(pool.num_healthy)
     service = ChatService(
@@ -118,6 +122,17 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         middleware = SameSite(middleware, settings.cors_origins)
     return Gateway(
         with_cors(middleware, settings.cors_origins), admission, service, metrics, warm_up
+    )
+
+
+def _served_model(spec: ModelSpec) -> ServedModel:
+    fingerprint = checkpoint_fingerprint(spec.directory)
+    return ServedModel(
+        fingerprint,
+        spec.text.vocab_size,
+        spec.text.hidden_size,
+        0 if spec.vision is None else spec.vision.tower.num_features,
+        is_own=bool(fingerprint),
     )
 
 

@@ -143,6 +143,7 @@ class Attempts:
         self._mailbox: Mailbox[TokenEvent | _RetryableFailure | InvalidRequest] = Mailbox()
         self._decoder: DecoderPod | None = None
         self._session = ""  # of the decoder
+        self._fingerprint = b""  # of what it serves
         self._sequences: dict[int, int] = {}  # of this attempt: running choice -> sequence id
         # Of the choices that have not ended: the token ids so far.
         self._generated = {choice: array("i") for choice in range(request.num_choices)}
@@ -215,6 +216,11 @@ class Attempts:
             decoder = self._decoders.choose(self._affinity_key(), self._excluded["decoder"])
         except Unavailable:
             raise self._no_pod_left() from None
+        # What has begun with one checkpoint is not continued with another.
+        fingerprint = decoder.description.fingerprint if decoder.description else b""
+        if any(self._generated.values()) and fingerprint != self._fingerprint:
+            raise self._no_pod_left()
+        self._fingerprint = fingerprint
         self._decoder, self._session = decoder, decoder.session
         self._span = start_span(
             "decode stream",

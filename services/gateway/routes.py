@@ -103,13 +103,19 @@ class Routes:
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)
         if self._was_ready:
-            return JsonResponse({"status": "ready"})
+            return JsonResponse({"status": "ready", **self._left_out()})
         if not self._service.ready():
-            return JsonResponse({"status": f"waiting for {self._service.needs}"}, 503)
+            status = f"waiting for {self._service.needs}"
+            return JsonResponse({"status": status, **self._left_out()}, 503)
         if not self._warm_up.done:
             return JsonResponse({"status": "warming up"}, 503)
         self._was_ready = True
-        return JsonResponse({"status": "ready"})
+        return JsonResponse({"status": "ready", **self._left_out()})
+
+    def _left_out(self) -> dict[str, dict[str, str]]:
+        """Pods that are healthy but serve another model, if there are any."""
+        found = {**self._service.encoders.misfits(), **self._service.decoders.misfits()}
+        return {"left_out": found} if found else {}
 
     async def metrics(self, request: Request) -> Response:
         """All metrics in Prometheus' text format."""

@@ -27,15 +27,22 @@ _READY_TIMEOUT_S = 120.0
 
 
 class Service:
-    """One `python -m services.<kind>` with its settings."""
+    """One `python -m services.<kind>` with its settings.
+
+    Attributes:
+        host: where it listens.
+        wrapper: a command that runs the service's.
+    """
 
     def __init__(self, kind: str, log: Path, **settings: object) -> None:
         self.kind = kind
+        self.host = "127.0.0.1"
+        self.wrapper: list[str] = []
         self.port = free_port()
         self.metrics_port = self.port if kind == "gateway" else free_port()
         self._log = log
         prefix = kind.upper() + "_"
-        self._settings = {"HOST": "127.0.0.1", "PORT": self.port, **settings}
+        self._settings = {**settings}
         if kind != "gateway":
             self._settings["METRICS_PORT"] = self.metrics_port
         self._settings = {prefix + name.upper(): str(v) for name, v in self._settings.items()}
@@ -43,13 +50,15 @@ class Service:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self) -> None:
-        environment = {**os.environ, **self._settings, "OMP_NUM_THREADS": "1"}
+        prefix = self.kind.upper() + "_"
+        place = {f"{prefix}HOST": self.host, f"{prefix}PORT": str(self.port)}
+        environment = {**os.environ, **self._settings, **place, "OMP_NUM_THREADS": "1"}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"services.{self.kind}"],
+                [*self.wrapper, sys.executable, "-m", f"services.{self.kind}"],
                 env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
@@ -104,7 +113,7 @@ class Service:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` that carry all `labels`; 0 where there is none."""
-        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        url = f"http://{self.host}:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             lines = answer.read().decode().splitlines()
         wanted = [f'{key}="{value}"' for key, value in labels.items()]

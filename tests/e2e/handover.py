@@ -25,7 +25,7 @@ from tests.e2e.cluster import Cluster, Service, message, png, wait_until
 from tests.noise import PATIENCE_S
 
 _LOGPROB_TOLERANCE = 1e-3
-_LONG = {"ignore_eos": True, "max_tokens": 160}
+MAX_TOKENS = 160
 SCHEMA = {
     "type": "object",
     "properties": {"colours": {"type": "array", "items": {"type": "string"}, "minItems": 40}},
@@ -34,29 +34,30 @@ SCHEMA = {
 }
 
 
-def request_of(seed: int) -> dict[str, Any]:
+def request_of(seed: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
     """Greedy and sampled, text and image, penalties, stop strings, structured output in turn."""
+    long = {"ignore_eos": True, "max_tokens": max_tokens}
     question = f"Describe what you see, number {seed}."
     kinds: list[dict[str, Any]] = [
-        {"messages": [message(question)], "temperature": 0, **_LONG},
+        {"messages": [message(question)], "temperature": 0, **long},
         {
             "messages": [message(question)], "temperature": 1.2, "top_p": 0.95, "n": 2,
             "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.4,
-            "repetition_penalty": 1.1, "presence_penalty": 0.2, **_LONG,
+            "repetition_penalty": 1.1, "presence_penalty": 0.2, **long,
         },
         {
             "messages": [message(question, png(seed))], "temperature": 0.7, "top_k": 40,
-            "min_tokens": 100, "logit_bias": {"300": 2.0}, **_LONG,
+            "min_tokens": 100, "logit_bias": {"300": 2.0}, **long,
         },
         {
-            "messages": [message(question)], "temperature": 1.0, "max_tokens": 160,
+            "messages": [message(question)], "temperature": 1.0, "max_tokens": max_tokens,
             "response_format": {
                 "type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA}
             },
         },
         {
             "messages": [message(question, png(seed + 1))], "temperature": 1.0,
-            "stop": ["zzzz", "qqqq", "!?"], **_LONG,
+            "stop": ["zzzz", "qqqq", "!?"], **long,
         },
     ]  # fmt: skip
     return {
@@ -93,8 +94,9 @@ class Answer:
 class Asker:
     """Streams answers and counts the chunks of those under way."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, max_tokens: int = MAX_TOKENS) -> None:
         self._url = url
+        self._max_tokens = max_tokens
         self.num_chunks: dict[int, int] = {}
 
     def ask(self, seed: int) -> Answer:
@@ -103,7 +105,10 @@ class Asker:
         timeout = httpx2.Timeout(PATIENCE_S)
         try:
             with httpx2.stream(
-                "POST", f"{self._url}/v1/chat/completions", json=request_of(seed), timeout=timeout
+                "POST",
+                f"{self._url}/v1/chat/completions",
+                json=request_of(seed, self._max_tokens),
+                timeout=timeout,
             ) as response:
                 if response.status_code != 200:
                     response.read()

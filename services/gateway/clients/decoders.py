@@ -17,6 +17,7 @@ from services.common.errors import EmbeddingUnavailable, TriptychError, Unavaila
 from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import error_from_rpc
 from services.gateway.clients.pods import Pod, Pool, pick
+from services.gateway.clients.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,9 @@ class DecoderPod(Pod):
 
     description: pb.DescribeDecoderResponse | None = None
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, served: ServedModel) -> None:
         super().__init__(address)
+        self._served = served
         self._describe = self.channel.unary_unary(
             "/triptych.v1.Decoder/Describe",
             request_serializer=pb.DescribeDecoderRequest.SerializeToString,
@@ -83,6 +85,10 @@ class DecoderPod(Pod):
         self._sinks: dict[int, tuple[int, Sink]] = {}
         self._commands: asyncio.Queue[pb.GenerateCommand] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def misfit(self) -> str:
+        return self._served.misfit_of_decoder(self.description) if self.description else ""
 
     @property
     def connected(self) -> bool:
@@ -214,12 +220,28 @@ def _error_of(failed: pb.Failed) -> TriptychError:
 class DecoderPool(Pool[DecoderPod]):
     """All decoders."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        super().__init__(addresses, DecoderPod)
+    def __init__(self, addresses: Sequence[str], served: ServedModel | None = None) -> None:
+        self._served = served or ServedModel()
+        super().__init__(addresses, lambda address: DecoderPod(address, self._served))
+
+    def _healthy(self) -> list[DecoderPod]:
+        """The decoders that accept work and serve the model, which is theirs if the gateway does
+        not know better and none of the former one is left.
+        """
+        pods = self._pods.healthy()
+        if not pods or not self._served.fingerprint:
+            self._served.adopt(self._fingerprints())
+            pods = self._pods.healthy()
+        return pods
+
+    def _fingerprints(self) -> list[bytes]:
+        """Of all healthy decoders, misfits included."""
+        pods = self._pods.serving()
+        return [d.fingerprint for p in pods if (d := p.description) and d.fingerprint]
 
     def description(self) -> pb.DescribeDecoderResponse | None:
         """The healthy decoder with the shortest context; None if no decoder is healthy."""
-        found = [d for pod in self._pods.healthy() if (d := pod.description)]
+        found = [d for pod in self._healthy() if (d := pod.description)]
         return min(found, key=lambda d: d.max_model_len) if found else None
 
     def choose(self, key: bytes, exclude: Collection[str]) -> DecoderPod:
@@ -232,7 +254,7 @@ class DecoderPool(Pool[DecoderPod]):
         Raises:
             Unavailable: no decoder is left.
         """
-        pods = [pod for pod in self._pods.healthy() if pod.session not in exclude]
+        pods = [pod for pod in self._healthy() if pod.session not in exclude]
         if not pods:
             raise Unavailable("no decoder is available")
         return pick(pods, key)

@@ -15,6 +15,7 @@ from services.common.errors import Unavailable
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import Pod, Pool, pick
+from services.gateway.clients.served_model import ServedModel
 
 _DESCRIBE_TIMEOUT_S = 2.0
 _SOURCES = {
@@ -34,6 +35,7 @@ class EncoderDescription:
     num_features: int
     hidden: int
     max_image_patches: int
+    fingerprint: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,9 @@ class EncoderPod(Pod):
 
     description: EncoderDescription | None = None
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, served: ServedModel) -> None:
         super().__init__(address)
+        self._served = served
         self._describe = self.channel.unary_unary(
             "/triptych.v1.Encoder/Describe",
             request_serializer=pb.DescribeEncoderRequest.SerializeToString,
@@ -68,8 +71,15 @@ class EncoderPod(Pod):
         self._lost = asyncio.Event()
 
     @property
+    def misfit(self) -> str:
+        return self._served.misfit_of(self.description.fingerprint) if self.description else ""
+
+    @property
     def connected(self) -> bool:
-        return self.description is not None
+        """Never for long: another encoder may have started under the address between two checks,
+        so each check calls `Describe` again.
+        """
+        return False
 
     async def connect(self) -> None:
         try:
@@ -82,8 +92,10 @@ class EncoderPod(Pod):
             answer.num_features,
             answer.hidden,
             answer.max_image_patches,
+            answer.fingerprint,
         )
-        self._lost = asyncio.Event()
+        if self._lost.is_set():
+            self._lost = asyncio.Event()
 
     async def disconnect(self, reason: str) -> None:
         self.description = None
@@ -148,8 +160,9 @@ async def _answer(
 class EncoderPool(Pool[EncoderPod]):
     """All encoders. Empty for a model that takes text alone."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        super().__init__(addresses, EncoderPod)
+    def __init__(self, addresses: Sequence[str], served: ServedModel | None = None) -> None:
+        model = served or ServedModel()
+        super().__init__(addresses, lambda address: EncoderPod(address, model))
 
     def description(self) -> EncoderDescription | None:
         """What most healthy encoders serve; None if no encoder is healthy.

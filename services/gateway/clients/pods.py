@@ -73,6 +73,11 @@ class Pod:
         )
 
     @property
+    def misfit(self) -> str:
+        """Why the pod cannot serve the gateway's model; empty: it can."""
+        return ""
+
+    @property
     def connected(self) -> bool:
         """Whether `connect` has succeeded since the last `disconnect`."""
         raise NotImplementedError
@@ -160,7 +165,15 @@ class PodSet(Generic[PodT]):
 
     def healthy(self) -> list[PodT]:
         """The pods that accept work now."""
+        return [pod for pod in self.serving() if not pod.misfit]
+
+    def serving(self) -> list[PodT]:
+        """The pods that would accept work, whatever they serve."""
         return [pod for pod, _ in self._pods.values() if pod.healthy and not pod.leaving]
+
+    def misfits(self) -> dict[str, str]:
+        """The pods that serve another model, and how it differs."""
+        return {pod.address: pod.misfit for pod in self.serving() if pod.misfit}
 
     async def _watch_names(self) -> None:
         while True:
@@ -204,13 +217,17 @@ class Pool(Generic[PodT]):
     async def close(self) -> None:
         await self._pods.close()
 
+    def misfits(self) -> dict[str, str]:
+        """As `PodSet.misfits`."""
+        return self._pods.misfits()
+
     def num_healthy(self) -> int:
         return len(self._pods.healthy())
 
 
 async def _watch(pod: Pod) -> None:
     """Checks a pod's health and connects it, until cancelled."""
-    silent, unhealthy_period_s = 0, _UNHEALTHY_PERIOD_S
+    silent, unhealthy_period_s, misfit = 0, _UNHEALTHY_PERIOD_S, ""
     while True:
         state = await pod.check()
         silent = silent + 1 if state is PodState.SILENT else 0
@@ -222,6 +239,10 @@ async def _watch(pod: Pod) -> None:
             await pod.disconnect("it does not answer")
         elif state is PodState.DRAINING:
             pod.healthy = False  # its running calls may finish
+        if pod.healthy and pod.misfit != misfit:
+            misfit = pod.misfit
+            if misfit:
+                log.warning("%s gets no work: %s", pod.address, misfit)
         if pod.healthy is not was_healthy:
             log.info("%s is %s", pod.address, state.value)
         if pod.healthy or was_healthy:

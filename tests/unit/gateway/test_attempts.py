@@ -1,6 +1,7 @@
 """The failure contract: each request ends exactly once, and one broken pod fails no request."""
 
 import asyncio
+import copy
 import itertools
 import json
 import random
@@ -379,3 +380,90 @@ def test_services_that_do_not_fit_are_not_ready(pair):
         assert not pair.gateway.service.ready()
     finally:
         pair.gateway.service.encoders.description = description
+
+
+@pytest.fixture
+def restart_as(pair):
+    """Restarts a fake under its address with another description; puts it back afterwards."""
+    changed = []
+
+    def restart(fake, **fields):
+        changed.append((fake, copy.deepcopy(fake.description)))
+        pair.thread.run(fake.stop())
+        for name, value in fields.items():
+            setattr(fake.description, name, value)
+        pair.thread.run(fake.start(fake.address))
+
+    yield restart
+    for fake, description in changed:
+        pair.thread.run(fake.stop())
+        fake.description.CopyFrom(description)
+    pair.reset()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"vocab_size": 77}, "its vocab_size is 77"),
+        ({"hidden": 48}, "its hidden is 48"),
+        ({"num_features": 1}, "its num_features is 1"),
+        ({"fingerprint": b"other" * 4}, "it serves checkpoint 6f74686572"),
+    ],
+    ids=["vocabulary", "hidden size", "features", "weights"],
+)
+def test_a_decoder_that_comes_back_with_another_model_gets_no_work(pair, restart_as, fields, why):
+    served = pair.gateway.service.decoders._served
+    served.fingerprint, served.is_own = b"own" * 8, True
+    try:
+        answer(pair.chat())
+        first = next(d for d in pair.decoders if d.submits)
+        first.reset()
+        restart_as(first, **fields)
+        pair.wait(lambda: first.address in pair.gateway.service.decoders.misfits())
+        for _ in range(3):
+            answer(pair.chat())
+        assert not first.submits
+        with pair.client() as client:
+            left_out = client.get("/ready").json()["left_out"]
+        assert list(left_out) == [first.address]
+        assert left_out[first.address].startswith(why)
+    finally:
+        served.fingerprint, served.is_own = b"", False
+
+
+def test_an_encoder_of_other_weights_gets_no_images(pair, restart_as):
+    served = pair.gateway.service.decoders._served
+    served.fingerprint, served.is_own = b"own" * 8, True
+    try:
+        for encoder in pair.encoders:
+            restart_as(encoder, fingerprint=b"other" * 4)
+        pair.wait(lambda: len(pair.gateway.service.encoders.misfits()) == 2)
+        assert error(pair.chat(messages=asking(new_image())), 503)
+        assert not any(e.requests for e in pair.encoders)
+        answer(pair.chat())  # text needs no encoder
+    finally:
+        served.fingerprint, served.is_own = b"", False
+
+
+def test_without_weights_of_its_own_a_gateway_serves_what_its_decoders_do(pair, restart_as):
+    served = pair.gateway.service.decoders._served
+    assert not served.fingerprint
+    first, second = pair.decoders
+    try:
+        restart_as(first, fingerprint=b"old" * 4)
+        pair.wait(lambda: pair.gateway.service.ready() and served.fingerprint == b"old" * 4)
+        restart_as(second, fingerprint=b"new" * 4)
+        pair.wait(lambda: second.address in pair.gateway.service.decoders.misfits())
+        answer(pair.chat())
+        assert first.submits and not second.submits
+        # An answer that has begun with one checkpoint is not continued with another.
+        first.reply, first.delay_s, first.die_after = [40] * 50, 0.02, 2
+        chunks = chunks_of(pair.chat(stream=True))
+        assert chunks[-1]["error"]["code"] == "unavailable"
+        assert not second.submits
+        pair.thread.run(first.stop())
+        pair.wait(lambda: pair.gateway.service.decoders.description() is not None)
+        answer(pair.chat())
+        assert second.submits and served.fingerprint == b"new" * 4
+    finally:
+        served.fingerprint = b""

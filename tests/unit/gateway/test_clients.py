@@ -14,6 +14,7 @@ from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.clients.pods import Pod, PodSet, pick
+from services.gateway.clients.served_model import ServedModel
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
 
@@ -339,7 +340,7 @@ async def test_encoders_of_another_kind_are_not_mixed():
 async def test_an_error_after_the_caller_was_cancelled_is_not_reported_as_unretrieved():
     reported = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    pod = EncoderPod("127.0.0.1:1")
+    pod = EncoderPod("127.0.0.1:1", ServedModel())
 
     async def cancel_as_it_fails():
         answer = asyncio.get_running_loop().create_future()
