@@ -197,12 +197,10 @@ class DecoderPod(Pod):
             del self._sinks[event.sequence_id]
             self.num_in_flight = len(self._sinks)
         started = event.started if event.HasField("started") else None
-        sink(
-            TokenEvent(
-                choice, list(event.token_ids), event.logprobs, started, finish_reason, error,
-                event.prompt_logprobs,
-            )
-        )  # fmt: skip
+        token_ids = list(event.token_ids)
+        # None comes after the first token; an access costs as much as another field's.
+        scores = event.prompt_logprobs if started is not None or not token_ids else ()
+        sink(TokenEvent(choice, token_ids, event.logprobs, started, finish_reason, error, scores))
 
     def _fail_all(self, error: TriptychError) -> None:
         sinks, self._sinks = self._sinks, {}
