@@ -18,8 +18,9 @@ from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.errors import TriptychError
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
+from services.common.pod_limits import memory_limit_bytes
 from services.common.settings import SettingsError
-from services.gateway.admission import Admission
+from services.gateway.admission import Admission, max_held_bytes
 from services.gateway.chat import ChatService
 from services.gateway.chat_endpoint import ChatEndpoint
 from services.gateway.chat_template import ChatTemplate
@@ -100,7 +101,8 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     )
     keyring = Keyring(settings.keys, settings.api_keys_file)
     quotas = Quotas()
-    admission = Admission(settings.max_concurrent_requests, quotas=quotas)
+    held_bytes = max_held_bytes(settings.memory_bytes or memory_limit_bytes())
+    admission = Admission(settings.max_concurrent_requests, held_bytes, quotas)
     warm_up = _warm_up(service, warm_up_rounds, images=max_images > 0)
 
     @asynccontextmanager

@@ -13,7 +13,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -30,6 +30,7 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.tracing import Span, start_span
+from services.gateway.admission import uncounted
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderDescription, EncoderPod, EncoderPool
 from services.gateway.images import Image
@@ -44,6 +45,9 @@ MAX_ATTEMPTS = 5
 # Decoders that a request may lose in mid-answer. One that loses more may be the cause.
 MAX_HANDOVERS = 2
 _SOURCES_GRACE_S = 0.05
+# Of an answer that waits for its client: some 10,000 tokens, or some hundreds with all logprobs.
+# Counted in steps.
+MAX_WAITING_BYTES, _WAITING_STEP_BYTES = 4 << 20, 64 << 10
 # Prompts that begin with the same tokens, up to this many, go to the same decoder.
 _AFFINITY_TOKENS = 256
 Item = TypeVar("Item")
@@ -61,6 +65,7 @@ class PreparedRequest:
         grammar: what the answer has to be; None: any text.
         grammar_param: the field that an error of the grammar names.
         priority: lower ones run first.
+        hold: counts memory that the answer takes while it waits for the client; may refuse.
         wait_for_sources: the response has `encode_sources`, so wait briefly for late encode calls.
         encode_sources: per image, the `Source` of its EncodeResponse in lower case; None: unknown.
     """
@@ -74,6 +79,7 @@ class PreparedRequest:
     cache_salt: bytes
     deadline: float
     timings: Timings
+    hold: Callable[[int], None] = uncounted
     grammar: pb.Grammar | None = None
     grammar_param: str | None = None
     priority: int = 0
@@ -88,18 +94,26 @@ class PreparedRequest:
 class Mailbox(Generic[Item]):
     """Items from several producers for one consumer, which takes all items at hand.
 
-    Unbounded: a sequence produces at most `max_tokens` tokens and one end.
+    Attributes:
+        num_bytes: of the items that wait.
     """
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
+        self.num_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: Item) -> None:
+    def put(self, item: Item, num_bytes: int = 0) -> None:
         """Adds an item; never waits."""
         self._items.append(item)
+        self.num_bytes += num_bytes
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def clear(self) -> None:
+        """Drops all items."""
+        self._items.clear()
+        self.num_bytes = 0
 
     async def take(self) -> list[Item]:
         """All items at hand, at least one. For one caller at a time."""
@@ -110,7 +124,7 @@ class Mailbox(Generic[Item]):
             finally:
                 self._waiter = None
         items = list(self._items)
-        self._items.clear()
+        self.clear()
         return items
 
 
@@ -122,6 +136,13 @@ class _RetryableFailure(Exception):
         self.error = error
         self.service = service
         self.pod = pod  # to be excluded
+
+
+class _TooSlow(Overloaded):
+    """More of the answer waits for the client than there is room for."""
+
+
+_Item = TokenEvent | _RetryableFailure | InvalidRequest | _TooSlow
 
 
 class Attempts:
@@ -140,7 +161,8 @@ class Attempts:
         self._decoders = decoders
         self._metrics = metrics
         self._encode_timeout_s = encode_timeout_s
-        self._mailbox: Mailbox[TokenEvent | _RetryableFailure | InvalidRequest] = Mailbox()
+        self._mailbox: Mailbox[_Item] = Mailbox()
+        self._counted_bytes = 0  # of what waits or has waited
         self._decoder: DecoderPod | None = None
         self._session = ""  # of the decoder
         self._fingerprint = b""  # of what it serves
@@ -252,7 +274,7 @@ class Attempts:
             submit.generated_token_ids = generated.tobytes()
             if choice > 0 or generated:  # the prompt's logprobs come once, before the first token
                 submit.sampling.ClearField("prompt_logprobs")
-            self._sequences[choice] = decoder.submit(submit, choice, self._mailbox.put)
+            self._sequences[choice] = decoder.submit(submit, choice, self._deliver)
 
     async def _assign_encoders(
         self,
@@ -320,12 +342,30 @@ class Attempts:
                 if other == key:
                     request.encode_sources[other_index] = done.source
 
-    def _sort(
-        self, items: list[TokenEvent | _RetryableFailure | InvalidRequest], started: bool
-    ) -> tuple[list[TokenEvent], Exception | None]:
+    def _deliver(self, event: TokenEvent) -> None:
+        """Called for each event of a sequence. A client that does not read ends its request."""
+        mailbox = self._mailbox
+        mailbox.put(event, event.num_bytes)
+        if mailbox.num_bytes <= self._counted_bytes:
+            return
+        try:
+            if mailbox.num_bytes > MAX_WAITING_BYTES:
+                raise Overloaded("the answer is read too slowly")
+            self._request.hold(_WAITING_STEP_BYTES)
+            self._counted_bytes += _WAITING_STEP_BYTES
+        except Overloaded as error:
+            mailbox.clear()
+            mailbox.put(_TooSlow(error.message, retry_after_s=1))
+            for sequence_id in self._sequences.values():
+                if self._decoder is not None:
+                    self._decoder.cancel(sequence_id)
+
+    def _sort(self, items: list[_Item], started: bool) -> tuple[list[TokenEvent], Exception | None]:
         """The events to pass on, and the failure that ends this attempt, if any."""
         good: list[TokenEvent] = []
         for item in items:
+            if isinstance(item, _TooSlow):
+                return good, item
             if not isinstance(item, TokenEvent):
                 if started or good:
                     continue  # the decoder got the embedding elsewhere

@@ -191,6 +191,7 @@ class ChatService:
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
             deadline=timings.arrived + self.request_timeout_s,
             timings=timings,
+            hold=slot.hold,
             grammar=grammar and grammar.to_proto(self.defaults.eos_token_ids),
             grammar_param=grammar and grammar.param,
             priority=request.priority or 0,

@@ -1,6 +1,6 @@
 """What all endpoints that generate have in common, as an ASGI application.
 
-An `Endpoint` holds one admission slot from before the body to the last byte, watches for the
+An `Endpoint` holds one admission slot from after the body to the last byte, watches for the
 client's disconnect, and counts how a request ended. What a request and its answer look like is a
 subclass's: `chat_endpoint` for chat completions, one more for each other surface. Errors are
 `TriptychError`s: an HTTP error before the response has started, the stream's last event afterwards.
@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
@@ -23,6 +23,7 @@ from services.common.threads import INLINE_BYTES
 from services.gateway.admission import Admission, Slot
 from services.gateway.chat import ChatService, Completion
 from services.gateway.exchange import Exchange, read_body
+from services.gateway.json_body import json_bytes
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.responses import Update, error_event
 from services.gateway.tenants import Tenant, key_of, tenant_of
@@ -31,6 +32,7 @@ audit = logging.getLogger("triptych.audit")
 
 # How long a client may take to accept the error event of a stream that failed.
 _ERROR_EVENT_TIMEOUT_S = 5.0
+_MAX_INLINE_JSON_BYTES = 64 << 10  # takes at most some ms to parse
 
 Result = TypeVar("Result")
 
@@ -90,12 +92,16 @@ class Endpoint(ABC):
         timings, tenant = Timings(), tenant_of(scope)
         work: Work | None = None
         try:
-            with self._admission.slot(tenant) as slot, self._metrics.running.track_inprogress():
-                exchange = Exchange(scope, receive, send)
+            with self._admission.holding(tenant) as holding:
                 async with self._admission.until_ended():
-                    body = await read_body(scope, receive, slot.hold)
-                work = Work(exchange, timings, slot)
-                outcome = await exchange.while_connected(self._serve(work, body))
+                    body = await read_body(scope, receive, holding.hold)
+                with (
+                    self._admission.slot(tenant, holding) as slot,
+                    self._metrics.running.track_inprogress(),
+                ):
+                    exchange = Exchange(scope, receive, send)
+                    work = Work(exchange, timings, slot)
+                    outcome = await exchange.while_connected(self._serve(work, body))
         except TriptychError as error:
             outcome = error.code
             if isinstance(error, Overloaded):
@@ -118,6 +124,7 @@ class Endpoint(ABC):
             async for updates in answer:
                 for update in updates:
                     updates_of[update.choice].append(update)
+                completion.prepared.hold(sum(update.num_bytes for update in updates))
         return updates_of
 
     async def _serve(self, work: Work, body: bytes) -> str:
@@ -186,9 +193,20 @@ def renamed(param: str, paths: Mapping[str, str]) -> str:
     return param
 
 
+@asynccontextmanager
+async def received(admission: Admission, request: Request) -> AsyncGenerator[tuple[Slot, bytes]]:
+    """A slot and the whole body of a request that needs no `Endpoint`."""
+    tenant = tenant_of(request.scope)
+    with admission.holding(tenant) as holding:
+        async with admission.until_ended():
+            body = await read_body(request.scope, request.receive, holding.hold)
+        with admission.slot(tenant, holding) as slot:
+            yield slot, body
+
+
 async def parse_body(parse: Callable[[bytes], Result], body: bytes) -> Result:
-    """`parse(body)`: of a long body in a thread."""
-    if len(body) <= INLINE_BYTES:
+    """`parse(body)`: in a thread, if the body is long or has much JSON beside its images."""
+    if len(body) <= INLINE_BYTES and json_bytes(body, _MAX_INLINE_JSON_BYTES) is not None:
         return parse(body)
     return await asyncio.to_thread(parse, body)
 

@@ -28,7 +28,12 @@ from services.gateway.responses import encode_json
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
-BODY_TIMEOUT_S = 60.0
+# A body has the first time, and more for each of its bytes that has arrived, up to the second.
+BODY_START_S, BODY_TIMEOUT_S = 10.0, 60.0
+_MIN_BODY_RATE = 16 << 10  # bytes a second
+# Memory that a byte of a body may take until its request ends: as received, in the parsed strings,
+# decoded from base64, in the call to an encoder.
+MEMORY_PER_BODY_BYTE = 4
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -114,7 +119,7 @@ async def read_body(scope: Scope, receive: Receive, hold: Callable[[int], None])
     Args:
         scope: of the request.
         receive: the ASGI channel.
-        hold: counts the bytes as they arrive; may refuse.
+        hold: counts the memory that the request will take, as bytes arrive; may refuse.
 
     Raises:
         UnsupportedMediaType: its content type is not JSON's.
@@ -130,8 +135,9 @@ async def read_body(scope: Scope, receive: Receive, hold: Callable[[int], None])
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
     body = bytearray()
+    start = asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(BODY_START_S) as deadline:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -139,10 +145,12 @@ async def read_body(scope: Scope, receive: Receive, hold: Callable[[int], None])
                 chunk: bytes = message.get("body", b"")
                 if len(body) + len(chunk) > MAX_BODY_BYTES:
                     raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
-                hold(len(chunk))
+                hold(len(chunk) * MEMORY_PER_BODY_BYTE)
                 body += chunk
                 if not message.get("more_body", False):
                     return bytes(body)
+                time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, BODY_TIMEOUT_S)
+                deadline.reschedule(start + time_s)
     except TimeoutError:
         raise DeadlineExceeded("the body did not arrive in time") from None
 

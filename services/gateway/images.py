@@ -9,6 +9,7 @@ import asyncio
 import os
 import stat
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -19,7 +20,8 @@ from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_header import read_header
 from services.common.image_key import image_key
-from services.common.threads import INLINE_BYTES
+from services.common.threads import INLINE_BYTES, num_threads
+from services.gateway.admission import uncounted
 from services.gateway.web_media import WebMedia
 
 # `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
@@ -30,6 +32,8 @@ _MEDIA_TYPES = frozenset(
      "image/png", "image/webp")
 )  # fmt: skip
 _MAX_DATA_HEADER = 256
+# Of an image that is not in the request's body: as received, and in the call to an encoder.
+_MEMORY_PER_FETCHED_BYTE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,7 @@ class ImageReader:
             async with gate:
                 try:
                     limits = self.limits_for(source)
-                    data = await self._loader.load(source.url)
-                    if not source.url.startswith("data:"):
-                        hold(len(data))
+                    data = await self._loader.load(source.url, hold)
                     return self._measure(data, source.param, limits, max_patches)
                 except TriptychError as error:
                     error.param = error.param or source.param
@@ -175,9 +177,14 @@ class MediaLoader:
         self._max_bytes = max_bytes
         self._web = web
         self._directory = None if allowed_directory is None else allowed_directory.resolve()
+        self._threads = ThreadPoolExecutor(num_threads(), "images")
 
-    async def load(self, url: str) -> bytes:
+    async def load(self, url: str, hold: Callable[[int], None] = uncounted) -> bytes:
         """The bytes behind a URL.
+
+        Args:
+            url: of any kind that is allowed.
+            hold: counts the memory of bytes that are not in the request's body; may refuse.
 
         Raises:
             InvalidRequest: the URL is refused or malformed.
@@ -189,18 +196,27 @@ class MediaLoader:
         match scheme:
             case "data":
                 if len(url) > INLINE_BYTES:
-                    return await asyncio.to_thread(decode_data_url, url, self._max_bytes)
+                    return await self._in_thread(decode_data_url, url, self._max_bytes)
                 return decode_data_url(url, self._max_bytes)
             case "http" | "https":
-                return await self._web.fetch(url)
+                return await self._web.fetch(
+                    url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE)
+                )
             case "file":
-                return await asyncio.to_thread(self._read_file, url)
+                data = await self._in_thread(self._read_file, url)
+                hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
+                return data
             case _:
                 raise InvalidRequest("image URLs must be data:, http: or https: URLs")
 
     async def close(self) -> None:
-        """Closes connections."""
+        """Closes connections and threads."""
         await self._web.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, call: Callable[..., bytes], *arguments: object) -> bytes:
+        """Work that waits leaves the pool when its caller is cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     def _read_file(self, url: str) -> bytes:
         if self._directory is None:

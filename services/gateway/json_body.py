@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, PayloadTooLarge
 
 Decoded = TypeVar("Decoded")
 
@@ -18,15 +18,52 @@ _FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.?([^.\[]+)")
 _ANY_KEY = "[...]"  # how msgspec writes a key of a map that is not a struct
 _MAX_SEARCHED_KEYS = 4096
+# Parsed JSON takes up to 25 times its bytes, strings of images as many as they have.
+MAX_JSON_BYTES = 2 << 20
+_IMAGE = re.compile(rb'"data(?::|"\s{0,64}:\s{0,64}")')
+_MIN_IMAGE_BYTES = 1024
+_MAX_IMAGES = 4096  # looked for, small ones included
 _MAX_SEARCHED_BYTES = 4 << 20
+
+
+def json_bytes(body: bytes, limit: int) -> int | None:
+    """Bytes of a body beside its images; None: over `limit`, as far as it was counted.
+
+    An image is a long string that begins with `data:`, or the value of a field `data`. One with
+    letters beyond ASCII, or escapes but that of a slash, would take several times its bytes as a
+    `str`, so it does not count as an image.
+    """
+    outside, position, is_ascii = len(body), 0, body.isascii()
+    for _ in range(_MAX_IMAGES):
+        if outside <= limit:
+            return outside
+        start = body.find(b'"data', position)
+        found = _IMAGE.match(body, start) if start >= 0 else None
+        if start < 0:
+            break
+        position = start + 5
+        if found is None:
+            continue
+        end = body.find(b'"', found.end())
+        if end < 0:
+            break
+        position, size = end, end - found.end()
+        plain = is_ascii or body[found.end() : end].isascii()
+        escapes = body.count(b"\\", found.end(), end)
+        if size >= _MIN_IMAGE_BYTES and plain and escapes == body.count(b"\\/", found.end(), end):
+            outside -= size
+    return outside if outside <= limit else None
 
 
 def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: bytes) -> Decoded:
     """Decodes a JSON body.
 
     Raises:
+        PayloadTooLarge: more than `MAX_JSON_BYTES` beside images.
         InvalidRequest: not JSON, or a field has the wrong type; `param` names the field.
     """
+    if len(body) > MAX_JSON_BYTES and json_bytes(body, MAX_JSON_BYTES) is None:
+        raise PayloadTooLarge(f"the body has more than {MAX_JSON_BYTES} bytes beside its images")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

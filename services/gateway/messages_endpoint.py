@@ -16,9 +16,9 @@ from services.common.errors import TriptychError
 from services.gateway.admission import Admission
 from services.gateway.answer_formats import JsonSchema, JsonSchemaFormat
 from services.gateway.chat import ChatService, Completion
-from services.gateway.endpoint import Endpoint, Work, parse_body, renamed
+from services.gateway.endpoint import Endpoint, Work, parse_body, received, renamed
 from services.gateway.error_answers import messages_error_of
-from services.gateway.exchange import JsonResponse, read_body
+from services.gateway.exchange import JsonResponse
 from services.gateway.messages_api import (
     AdaptiveThinking,
     AnswerBlock,
@@ -142,8 +142,7 @@ class TokenCounter:
 
     async def count(self, request: Request) -> Response:
         """The view."""
-        with self._admission.slot() as slot:
-            body = await read_body(request.scope, request.receive, slot.hold)
+        async with received(self._admission, request) as (slot, body):
             given = await parse_body(parse_count_request, body)
             self._service.check_model(given.model)
             paths = dict(_PATHS)

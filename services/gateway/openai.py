@@ -130,6 +130,9 @@ class MultimodalOptions(Struct, forbid_unknown_fields=True):
     max_pixels: _Pixels | None = None
 
 
+_CHARACTERS_OF_A_TURN = 16  # rendering a message or a part takes as long
+
+
 class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
@@ -161,13 +164,15 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
 
     @property
     def num_characters(self) -> int:
-        """Length of the text in messages and tools, nearly."""
+        """Length of the text in messages and tools, nearly; empty parts are work, too."""
         size = tool_characters(self.tools) if self.tools else 0
+        size += _CHARACTERS_OF_A_TURN * len(self.messages)
         for message in self.messages:
             content = message.content or ""
             if isinstance(content, str):
                 size += len(content)
             else:
+                size += _CHARACTERS_OF_A_TURN * len(content)
                 size += sum(len(part.text) for part in content if isinstance(part, TextPart))
             for call in message.tool_calls or ():
                 size += len(call.function.arguments)

@@ -212,6 +212,11 @@ class Update(Struct, frozen=True):
     stop_reason: str | int | None = None
     token_ids: Sequence[int] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, nearly; of logprobs as if each had all alternatives."""
+        return 512 + 4096 * len(self.logprobs or ()) + 40 * len(self.token_ids)
+
 
 def assistant_message(pieces: Sequence[Part]) -> AssistantMessage:
     """A whole choice from all its pieces."""

@@ -30,6 +30,7 @@ class GatewaySettings(ServiceSettings):
         max_images_per_request: more images are a 400.
         max_image_bytes: size of one encoded image.
         max_source_pixels: width times height of one image as sent; not above the encoder's.
+        memory_bytes: of the process, which bounds what requests hold; 0: the pod's limit.
         request_timeout_s: from arrival to the last token.
         allowed_media_dir: where `file:` URLs may point; default: nowhere.
         allow_private_media_hosts: whether image URLs may reach private and loopback addresses.
@@ -54,6 +55,7 @@ class GatewaySettings(ServiceSettings):
     max_images_per_request: Annotated[int, Field(ge=0, le=1024)] = 32
     max_image_bytes: Annotated[int, Field(ge=1, le=60 << 20)] = 20 << 20
     max_source_pixels: Annotated[int, Field(ge=1)] = 40_000_000
+    memory_bytes: Annotated[int, Field(ge=0)] = 0
     request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     allowed_media_dir: Path | None = None
     allow_private_media_hosts: bool = False

@@ -17,10 +17,10 @@ from services.common.model_spec import read_json
 from services.gateway.admission import Admission
 from services.gateway.chat import ChatService
 from services.gateway.chat_template import read_template
-from services.gateway.exchange import JsonResponse, read_body
+from services.gateway.endpoint import received
+from services.gateway.exchange import JsonResponse
 from services.gateway.json_body import decode_json
 from services.gateway.openai import MAX_MESSAGES, ChatRequest, Message, check_chat_request
-from services.gateway.tenants import tenant_of
 from services.gateway.tools import MAX_TOOLS, Tool
 
 MAX_TOKENS = 1 << 20
@@ -86,8 +86,7 @@ class TokenizationRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids; messages count with all tokens of their images."""
         service = self._service
-        with self._admission.slot(tenant_of(request.scope)) as slot:
-            body = await read_body(request.scope, request.receive, slot.hold)
+        async with received(self._admission, request) as (slot, body):
             parsed = decode_json(_tokenize_decoder, body)
             if (parsed.prompt is None) == (parsed.messages is None):
                 raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -115,8 +114,7 @@ class TokenizationRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        with self._admission.slot(tenant_of(request.scope)) as slot:
-            body = await read_body(request.scope, request.receive, slot.hold)
+        async with received(self._admission, request) as (_, body):
             parsed = decode_json(_detokenize_decoder, body)
             if parsed.model is not None:
                 self._service.check_model(parsed.model)

@@ -10,7 +10,10 @@ import ipaddress
 import re
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httpcore2
@@ -23,6 +26,7 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
+from services.gateway.admission import uncounted
 
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
 SocketOption = (
@@ -32,6 +36,11 @@ SocketOption = (
 _MAX_URL_LENGTH = 8192
 _MAX_REDIRECTS = 3
 _MAX_CONNECTIONS = 64
+_MAX_FETCHES_PER_HOST = 8
+# A body has this long to begin to arrive at the least rate, in bytes a second.
+_BODY_START_S, _MIN_BODY_RATE = 3.0, 32 << 10
+LOOKUP_TIMEOUT_S = 2.0
+_LOOKUP_THREADS, _MAX_LOOKUPS = 32, 256
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRYABLE = (408, 429)
 _BAD_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\]")
@@ -64,9 +73,41 @@ def is_public(address: str) -> bool:
     )
 
 
-async def resolve(host: str, port: int) -> list[str]:
-    """All addresses of a host, from the system's resolver."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+class SystemResolver:
+    """All addresses of a host, from the system's resolver, in threads of its own: names that get no
+    answer must not delay the look-up of a service. Equal names share a look-up.
+    """
+
+    def __init__(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(_LOOKUP_THREADS, "lookup")
+        self._lookups: dict[tuple[str, int], asyncio.Future[list[str]]] = {}
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        """Raises OSError: it has none, or its servers do not answer in time."""
+        lookup = self._lookups.get((host, port))
+        if lookup is None:
+            if len(self._lookups) >= _MAX_LOOKUPS:
+                raise OSError("too many names are being looked up")
+            loop = asyncio.get_running_loop()
+            lookup = loop.run_in_executor(self._threads, _addresses, host, port)
+            self._lookups[host, port] = lookup
+            lookup.add_done_callback(lambda done: self._forget((host, port), done))
+        async with asyncio.timeout(self._timeout_s):
+            return await asyncio.shield(lookup)
+
+    def _forget(self, name: tuple[str, int], done: "asyncio.Future[list[str]]") -> None:
+        del self._lookups[name]
+        if not done.cancelled():
+            done.exception()  # retrieved, although no caller may wait any more
+
+    def close(self) -> None:
+        """Ends the threads that are idle."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
@@ -105,6 +146,16 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
         )
 
 
+@dataclass(slots=True)
+class _Host:
+    """A host that images are fetched from now."""
+
+    turns: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(_MAX_FETCHES_PER_HOST)
+    )
+    num_callers: int = 0
+
+
 class WebMedia:
     """Fetches http: and https: URLs.
 
@@ -121,19 +172,25 @@ class WebMedia:
         *,
         timeout_s: float = 10.0,
         allow_private: bool = False,
-        resolver: Resolver = resolve,
+        resolver: Resolver | None = None,
     ) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._hosts: dict[str, _Host] = {}
+        self._resolver = SystemResolver()
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=ssl.create_default_context(),
             max_connections=_MAX_CONNECTIONS,
             max_keepalive_connections=0,
-            network_backend=_CheckedBackend(resolver, allow_private),
+            network_backend=_CheckedBackend(resolver or self._resolver, allow_private),
         )
 
-    async def fetch(self, url: str) -> bytes:
+    async def fetch(self, url: str, hold: Callable[[int], None] = uncounted) -> bytes:
         """The body behind a URL.
+
+        Args:
+            url: as a request has it.
+            hold: counts bytes as they arrive; may refuse.
 
         Raises:
             InvalidRequest: the URL or its host is refused.
@@ -145,7 +202,8 @@ class WebMedia:
             async with asyncio.timeout(self._timeout_s):
                 target = parse_url(url)
                 for _ in range(_MAX_REDIRECTS + 1):
-                    answer = await self._get(target)
+                    async with self._turn(target.host):
+                        answer = await self._get(target, hold)
                     if isinstance(answer, bytes):
                         return answer
                     target = answer
@@ -160,8 +218,24 @@ class WebMedia:
     async def close(self) -> None:
         """Closes all connections."""
         await self._pool.aclose()
+        self._resolver.close()
 
-    async def _get(self, url: httpx2.URL) -> bytes | httpx2.URL:
+    @asynccontextmanager
+    async def _turn(self, name: str) -> AsyncGenerator[None]:
+        """Waits while as many fetches from this host run as may, so that one slow host leaves
+        connections to the others.
+        """
+        host = self._hosts.setdefault(name, _Host())
+        host.num_callers += 1
+        try:
+            async with host.turns:
+                yield
+        finally:
+            host.num_callers -= 1
+            if not host.num_callers:
+                del self._hosts[name]
+
+    async def _get(self, url: httpx2.URL, hold: Callable[[int], None]) -> bytes | httpx2.URL:
         """One request: the body, or the URL of a redirect."""
         headers = [
             (b"Host", url.netloc), (b"Accept", b"image/*"), (b"Accept-Encoding", b"identity"),
@@ -179,11 +253,14 @@ class WebMedia:
                 raise error
             if found.get(b"content-encoding", b"identity").lower() != b"identity":
                 raise MediaFetchFailed("the image URL answers with a compressed body")
-            body = bytearray()
-            async for chunk in answer.aiter_stream():
-                body += chunk
-                if len(body) > self._max_bytes:
-                    raise InvalidImage(f"the image has more than {self._max_bytes} bytes")
+            body, start = bytearray(), asyncio.get_running_loop().time()
+            async with asyncio.timeout(_BODY_START_S) as deadline:
+                async for chunk in answer.aiter_stream():
+                    if len(body) + len(chunk) > self._max_bytes:
+                        raise InvalidImage(f"the image has more than {self._max_bytes} bytes")
+                    hold(len(chunk))
+                    body += chunk
+                    deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
             if not body:
                 raise MediaFetchFailed("the image URL answers with an empty body")
             return bytes(body)

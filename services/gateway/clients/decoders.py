@@ -50,6 +50,12 @@ class TokenEvent:
         """Whether the sequence has ended."""
         return self.finish_reason is not None or self.error is not None
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, nearly."""
+        alternatives = sum(len(entry.top_token_ids) for entry in self.logprobs)
+        return 256 + 40 * len(self.token_ids) + 64 * (len(self.logprobs) + alternatives)
+
 
 Sink = Callable[[TokenEvent], None]
 

@@ -29,7 +29,7 @@ async def test_slot_is_returned_after_an_error():
             slot.hold(5)
             raise ValueError("x")
     assert admission.num_running == 0
-    assert admission._held_bytes == 0
+    assert admission.held_bytes == 0
 
 
 async def test_bytes_are_bounded_over_all_requests():

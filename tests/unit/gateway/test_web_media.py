@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
 
@@ -9,10 +10,13 @@ from services.common.errors import (
     InvalidImage,
     InvalidRequest,
     MediaFetchFailed,
+    Overloaded,
     TriptychError,
     Unavailable,
 )
+from services.gateway import web_media
 from services.gateway.web_media import WebMedia, is_public, parse_url
+from tests.noise import PATIENCE_S
 
 
 @contextlib.asynccontextmanager
@@ -284,3 +288,100 @@ async def test_a_refused_connection_is_retryable():
     async with web([]) as (media, _):
         with pytest.raises(Unavailable):
             await media.fetch("http://h.example/")
+
+
+# Time and memory
+
+
+def count_into(counted: list[int]):
+    def hold(num_bytes: int) -> None:
+        counted.append(num_bytes)
+        if sum(counted) > 5000:
+            raise Overloaded("full")
+
+    return hold
+
+
+async def test_bytes_are_counted_while_they_arrive():
+    counted: list[int] = []
+    async with origin(ok(b"x" * 20_000)) as (port, _), web(max_bytes=1 << 20) as (media, _):
+        with pytest.raises(Overloaded):
+            await media.fetch(f"http://h.example:{port}/", count_into(counted))
+
+
+async def test_a_body_that_drips_is_given_up(monkeypatch):
+    monkeypatch.setattr(web_media, "_BODY_START_S", 0.1)
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\nx"
+
+    async def drip(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            for byte in [head] + [b"x"] * 100_000:
+                writer.write(byte)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+        ended.set()
+
+    ended = asyncio.Event()
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with web(max_bytes=1 << 20, timeout_s=PATIENCE_S) as (media, _):
+        with pytest.raises(Unavailable, match="in time"):
+            await media.fetch(f"http://h.example:{port}/")
+    await ended.wait()
+    server.close()
+
+
+async def test_a_slow_host_leaves_connections_to_others():
+    running = most = 0
+
+    async def silent(reader, writer):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readexactly(1 << 20)
+        running -= 1
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with origin(ok(b"abc")) as (other, _), web(timeout_s=PATIENCE_S) as (media, _):
+        fetches = [
+            asyncio.create_task(media.fetch(f"http://slow.example:{port}/{n}")) for n in range(100)
+        ]
+        assert await media.fetch(f"http://quick.example:{other}/") == b"abc"
+        while most < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        for fetch in fetches:
+            fetch.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
+        assert not media._hosts
+        while running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    server.close()
+    assert most == 8
+
+
+async def test_names_without_an_answer_delay_no_other_look_up(monkeypatch):
+    release, asked = threading.Event(), []
+
+    def getaddrinfo(host, port, **_):
+        asked.append(host)
+        if host.startswith("silent"):
+            release.wait(PATIENCE_S)
+        return [(2, 1, 6, "", ("93.184.216.34", port))]
+
+    monkeypatch.setattr(web_media.socket, "getaddrinfo", getaddrinfo)
+    resolver = web_media.SystemResolver(timeout_s=0.1)
+    silent = [resolver(f"silent{n % 20}", 80) for n in range(100)]
+    failed = asyncio.gather(*silent, return_exceptions=True)
+    assert await resolver("quick", 80) == ["93.184.216.34"]
+    assert {type(one) for one in await failed} == {TimeoutError}
+    assert len(asked) == 21  # equal names share a look-up
+    release.set()
+    while resolver._lookups:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    resolver.close()

@@ -1,0 +1,207 @@
+"""What one request, or many idle connections, may cost a gateway: memory, time, others' turns."""
+
+import asyncio
+import base64
+import json
+import socket
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from services.gateway import attempts, exchange
+from services.gateway.json_body import MAX_JSON_BYTES
+from tests.contract.test_gateway_process import fakes, gateway  # noqa: F401 - a fixture
+from tests.gateway_fixtures import asking, image_url
+from tests.gateway_stack import MODEL
+from tests.noise import PATIENCE_S, least
+
+HELLO = {"role": "user", "content": "hello"}
+POD_BYTES = 1 << 30  # as in the gateway's manifest
+
+
+def post(stack, body: bytes) -> httpx2.Response:
+    headers = {"content-type": "application/json"}
+    with stack.client() as client:
+        return client.post("/v1/chat/completions", content=body, headers=headers)
+
+
+def body_of(messages: str = json.dumps([HELLO]), **fields: str) -> bytes:
+    parts = [f'"model": "{MODEL}"', f'"messages": {messages}']
+    return ("{" + ", ".join(parts + [f'"{k}": {v}' for k, v in fields.items()]) + "}").encode()
+
+
+def many(item: str, size: int, start: str = "[", end: str = "]") -> str:
+    return start + ",".join([item] * (size // (len(item) + 1))) + end
+
+
+def hostile(size: int) -> dict[str, bytes]:
+    """Bodies that parse into many times their bytes."""
+    calls = '{{"role": "user", "content": "x", "tool_calls": {}}}'.format(many("[[[]]]", size))
+    bias = "{" + ",".join(f'"{n}":1' for n in range(size // 11)) + "}"
+    parts = many('{"type":"text","text":""}', size)
+    return {
+        "tool_calls": body_of(f"[{calls}]"),
+        "logit_bias": body_of(logit_bias=bias),
+        "stop": body_of(stop=many('"a"', size)),
+        "messages": body_of(many('{"role":"user","content":"a"}', size)),
+        "parts": body_of(f'[{{"role": "user", "content": {parts}}}]'),
+        "hints": body_of(metadata=many("{}", size)),
+        "wide text": body_of(
+            '[{"role": "user", "content": "data:%s\\ud83d\\ude00"}]' % ("a" * size)
+        ),
+        "data strings": body_of(stop=many('"data:"', size)),
+    }
+
+
+@pytest.mark.parametrize("name", hostile(8))
+def test_json_beside_images_is_bounded(stack, name):
+    response = post(stack, hostile(3 * MAX_JSON_BYTES)[name])
+    assert response.status_code == 413, response.text[:200]
+    assert response.json()["error"]["code"] == "payload_too_large"
+    # What is within the bound is refused or served, and `/health` does not wait for it.
+    small = hostile(MAX_JSON_BYTES * 9 // 10)[name]
+
+    def longest() -> float:
+        with ThreadPoolExecutor(1) as threads, stack.client() as client:
+            sent = threads.submit(post, stack, small)
+            taken = [0.0]
+            while not sent.done():
+                start = time.monotonic()
+                assert client.get("/health").status_code == 200
+                taken.append(time.monotonic() - start)
+            assert sent.result().status_code in (200, 400)
+            return max(taken)
+
+    assert least(longest, 0.5) <= 0.5
+
+
+def test_images_do_not_count_as_json(stack):
+    url = "data:image/png;base64," + base64.b64encode(bytes(700_000)).decode()
+    response = post(stack, json.dumps({"model": MODEL, "messages": asking(*[url] * 4)}).encode())
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_image")
+    escaped = json.dumps({"model": MODEL, "messages": asking(*[url] * 4)}).replace("/", "\\/")
+    assert post(stack, escaped.encode()).status_code == 400
+
+
+def silent(stack, count: int, sent: bytes = b"") -> list[socket.socket]:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+    found = []
+    for _ in range(count):
+        found.append(socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S))
+        found[-1].sendall(head + sent)
+    return found
+
+
+def test_connections_that_send_nothing_refuse_nobody(stack):
+    connections = silent(stack, 600)
+    try:
+        assert stack.chat(max_tokens=1).status_code == 200
+        stack.wait(lambda: stack.gateway.admission.num_running == 0)
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"x" * 1000])
+def test_a_body_must_begin_soon_and_arrive_at_some_rate(stack, monkeypatch, sent):
+    monkeypatch.setattr(exchange, "BODY_START_S", 0.2)
+    start = time.monotonic()
+    (connection,) = silent(stack, 1, sent)
+    with connection:
+        assert b" 504 " in connection.recv(65536)
+    assert time.monotonic() - start < PATIENCE_S / 2
+
+
+def test_a_client_that_does_not_read_ends_its_request(stack, monkeypatch):
+    monkeypatch.setattr(attempts, "MAX_WAITING_BYTES", 64 << 10)
+    stack.decoder.reply = [40] * 100_000
+    with socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps(
+            {"model": MODEL, "messages": [HELLO], "stream": True, "max_tokens": 1900,
+             "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "n": 8}
+        ).encode()  # fmt: skip
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(head.encode() + b"\r\n" + body)
+        stack.wait(lambda: len(stack.decoder.submits) == 8 and not stack.decoder.running)
+        text = b""
+        while b"\r\n0\r\n\r\n" not in text:
+            text += connection.recv(1 << 20)
+    assert b"read too slowly" in text
+    assert stack.chat(max_tokens=1).status_code == 200
+
+
+async def test_work_on_images_leaves_with_its_caller(stack):
+    loader = stack.gateway.service.images._loader
+    release, begun = threading.Event(), []
+
+    def slow(url: str, _: int) -> bytes:
+        begun.append(url)
+        release.wait(PATIENCE_S)
+        return b""
+
+    tasks = [asyncio.create_task(loader._in_thread(slow, str(n), 0)) for n in range(40)]
+    while not begun:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    num_begun = len(begun)
+    release.set()
+    assert await loader._in_thread(lambda *_: b"next", "", 0) == b"next"
+    assert len(begun) == num_begun < 40
+
+
+def status_kib(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(name + ":")))
+
+
+@pytest.mark.slow
+def test_a_gateway_stays_within_its_pods_memory(fakes, tmp_path):  # noqa: F811
+    """All rows at once, under the manifest's limit; other clients are served meanwhile."""
+    big = json.dumps(
+        {"model": MODEL, "messages": asking("data:image/png;base64," + "A" * (26 << 20))}
+    ).encode()  # fmt: skip
+    rows = [big] * 12 + list(hostile(6 << 20).values())
+    honest = {"model": MODEL, "messages": asking(image_url()), "max_tokens": 2}
+    with gateway(fakes, tmp_path, GATEWAY_MEMORY_BYTES=str(POD_BYTES)) as (process, client):
+
+        def ask() -> float:
+            start = time.monotonic()
+            answer = client.post("/v1/chat/completions", json=honest)
+            assert answer.status_code in (200, 503), answer.text
+            return time.monotonic() - start
+
+        def send(body: bytes) -> int:
+            try:
+                return httpx2.post(
+                    f"{client.base_url}/v1/chat/completions", content=body, timeout=PATIENCE_S,
+                    headers={"content-type": "application/json"},
+                ).status_code  # fmt: skip
+            except httpx2.TransportError:
+                return 0  # refused while the body was being sent
+
+        quiet = sorted(ask() for _ in range(30))
+        before_kib = status_kib(process.pid, "VmHWM")
+        with ThreadPoolExecutor(16) as threads:
+            sent = [threads.submit(send, row) for row in rows]
+            taken = [ask()]
+            while not all(one.done() for one in sent):
+                taken.append(ask())
+        codes = sorted(one.result() for one in sent)
+        peak_kib = status_kib(process.pid, "VmHWM")
+        print(
+            f"peak {peak_kib >> 10} MiB, before {before_kib >> 10}; statuses {codes}; "
+            f"others: median {statistics.median(quiet):.3f} -> {statistics.median(taken):.3f} s, "
+            f"longest {quiet[-1]:.3f} -> {max(taken):.3f} s of {len(taken)}"
+        )
+        assert peak_kib << 10 < POD_BYTES
+        assert set(codes) <= {0, 400, 413, 503}
+        assert process.poll() is None
+        assert client.post("/v1/chat/completions", json=honest).status_code == 200
