@@ -70,7 +70,10 @@ class GatewayStack:
         self.model_directory = write(directory / MODEL, **(generation or {}))
         self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
         self.encoders = [FakeEncoder() for _ in range(num_encoders)]
-        self.decoders = [FakeDecoder(vocab_size=vocab_size()) for _ in range(num_decoders)]
+        features = {"num_features": 0} if text_only else {}
+        self.decoders = [
+            FakeDecoder(vocab_size=vocab_size(), **features) for _ in range(num_decoders)
+        ]
         for decoder in self.decoders:
             decoder.encoders = self.encoders
             decoder.end_token = added_ids()["<|im_end|>"]
