@@ -104,7 +104,7 @@ test-light: $(LIGHT) ## gateway and scheduling in an environment without torch
 	@$(LIGHT_VENV)/bin/python scripts/check_without_torch.py
 
 .PHONY: clients
-clients: system-runtime $(DEV) ## clients that others wrote, newest versions
+clients: system-runtime $(DEV) ## clients that others wrote: docs/clients.md
 	@$(BIN)/python tests/clients/run.py $(ARGS)
 
 .PHONY: test-gpu
