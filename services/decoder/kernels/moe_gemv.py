@@ -75,9 +75,8 @@ def _gate_up_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     number = tl.program_id(1)  # of the token with one of its experts
     if PDL:
-        # In this order: the next kernel starts after the routing has been written, and reads it.
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     expert = tl.load(experts_ptr + number).to(tl.int64)
     x_row = x_ptr + number // TOP_K * WIDTH
     gates = weight_ptr + (expert * 2 * HEIGHT + row)[:, None] * WIDTH
@@ -124,32 +123,23 @@ def _down_kernel(
     index = tl.arange(0, PADDED_K * ROWS)
     place, row = index // ROWS, first + index % ROWS
     is_row = place < TOP_K
-    # The routing was complete when the kernel before this one went on: weights need not wait
-    # for that kernel. The L1 may have what lay at the addresses before: read the L2.
-    of_row = token * TOP_K + place
-    expert = tl.load(experts_ptr + of_row, mask=is_row, other=0, cache_modifier=".cg")
-    expert = expert.to(tl.int64)
-    share = tl.load(weights_ptr + of_row, mask=is_row, other=0.0, cache_modifier=".cg")
-    x_rows = x_ptr + of_row.to(tl.int64)[:, None] * WIDTH
-    weights = weight_ptr + (expert * HEIGHT + row)[:, None] * WIDTH
-    column = tl.arange(0, COLUMNS)
-    weight = tl.load(
-        weights + column[None, :], mask=is_row[:, None] & (column < WIDTH)[None, :], other=0.0
-    )
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    expert = tl.load(experts_ptr + token * TOP_K + place, mask=is_row, other=0).to(tl.int64)
+    share = tl.load(weights_ptr + token * TOP_K + place, mask=is_row, other=0.0)
+    x_rows = x_ptr + (token * TOP_K + place).to(tl.int64)[:, None] * WIDTH
+    weights = weight_ptr + (expert * HEIGHT + row)[:, None] * WIDTH
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
     acc = tl.zeros((PADDED_K * ROWS, COLUMNS), tl.float32)
     for at in tl.static_range(0, WIDTH, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
         inside = is_row[:, None] & (column < WIDTH)[None, :]
-        if at > 0:
-            weight = tl.load(weights + column[None, :], mask=inside, other=0.0)
+        weight = tl.load(weights + column[None, :], mask=inside, other=0.0)
         x = tl.load(x_rows + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if BLOCK_ROWS > 1:
-            scales = (expert * SCALE_ROWS + row // BLOCK_ROWS) * SCALE_COLUMNS
-            of_block = scale_ptr + scales[:, None] + (column // 128)[None, :]
+            of_row = expert * SCALE_ROWS * SCALE_COLUMNS + row // BLOCK_ROWS * SCALE_COLUMNS
+            of_block = scale_ptr + of_row[:, None] + (column // 128)[None, :]
             x *= tl.load(of_block, mask=inside, other=0.0)
         acc += widen(weight, dtype, PACKED, PURE).to(tl.float32) * x
     found = tl.sum(acc, axis=1)
