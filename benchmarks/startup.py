@@ -29,6 +29,7 @@ import numpy as np
 from benchmarks.client import Connection, Target
 from benchmarks.worker import model_name
 from benchmarks.workloads import WORDS, chat_body, data_url, random_image
+from services.gateway.parts import Text
 from services.gateway.responses import DONE, ChunkWriter, PromptTokensDetails, Update, Usage
 
 _READY = re.compile(r"Triptych is ready: (\S+)")
@@ -137,8 +138,8 @@ async def _answer_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWr
     chunks = ChunkWriter("practice", 0, "practice", usage_field=True)
     events = (
         chunks.role(0),
-        chunks.update(Update(0, "word", None, None)),
-        chunks.update(Update(0, "", None, "length")),
+        chunks.update(Update(0, (Text("word"),), None, None)),
+        chunks.update(Update(0, (), None, "length")),
         chunks.closing(Usage(1, 1, 2, PromptTokensDetails(0, None)), None, None),
         DONE,
     )
