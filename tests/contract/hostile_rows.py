@@ -331,7 +331,7 @@ def bad_bodies() -> Iterator[Row]:
     )
     yield (
         "far too long",
-        body(messages=[{"role": "user", "content": "x" * (8 << 20)}]),
+        body(messages=[{"role": "user", "content": "x" * (1 << 20)}]),
         400,
         "messages",
     )
