@@ -89,7 +89,7 @@ def test_images_do_not_count_as_json(stack):
 
 
 def silent(stack, count: int, sent: bytes = b"") -> list[socket.socket]:
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 1000000\r\n\r\n"
     found = []
     for _ in range(count):
         found.append(socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S))
@@ -126,7 +126,9 @@ def test_a_client_that_does_not_read_ends_its_request(stack, monkeypatch):
             {"model": MODEL, "messages": [HELLO], "stream": True, "max_tokens": 1900,
              "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "n": 8}
         ).encode()  # fmt: skip
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(body)}\r\n"
+        )
         connection.sendall(head.encode() + b"\r\n" + body)
         stack.wait(lambda: len(stack.decoder.submits) == 8 and not stack.decoder.running)
         text = b""
