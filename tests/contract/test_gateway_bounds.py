@@ -131,8 +131,9 @@ def test_a_client_that_does_not_read_ends_its_request(stack, monkeypatch):
         )
         connection.sendall(head.encode() + b"\r\n" + body)
         stack.wait(lambda: len(stack.decoder.submits) == 8 and not stack.decoder.running)
-        text = b""
-        while b"\r\n0\r\n\r\n" not in text:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        text = bytearray()
+        while not text.endswith(b"\r\n0\r\n\r\n"):
             text += connection.recv(1 << 20)
     assert b"read too slowly" in text
     assert stack.chat(max_tokens=1).status_code == 200
