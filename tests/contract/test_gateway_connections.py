@@ -18,7 +18,7 @@ def connect(stack) -> socket.socket:
 def request(**fields) -> bytes:
     messages = [{"role": "user", "content": "hello"}]
     body = json.dumps({"model": MODEL, "messages": messages, **fields}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     return head % len(body) + body
 
 
@@ -78,10 +78,10 @@ def test_late_head_ends_the_connection(stack, drip, monkeypatch):
 def test_late_second_head_ends_the_connection(stack, monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
     with connect(stack) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 200 " in connection.recv(4096)
         time.sleep(0.5)  # kept alive while it is silent
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
         data = read_all(connection)
         assert b" 200 " in data
         assert b" 408 " in data

@@ -310,8 +310,8 @@ def send_raw(stack, body: dict) -> socket.socket:
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", stack.port))
     connection.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n" % len(data) + data
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
     )
     return connection
 
@@ -358,7 +358,7 @@ def test_disconnect_in_the_body_frees_what_is_held(stack):
         stack.wait(lambda: stack.gateway.admission.held_bytes == 0)
         connection = socket.create_connection(("127.0.0.1", stack.port))
         connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
         )
         stack.wait(lambda: stack.gateway.admission.held_bytes > 0)
         connection.close()

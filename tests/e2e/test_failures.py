@@ -112,7 +112,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_second(
             for _ in range(4):
                 client = clients.enter_context(socket.create_connection((host, int(port))))
                 client.sendall(
-                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
                     b"Content-Type: application/json\r\n"
                     b"Content-Length: %d\r\n\r\n" % len(body) + body
                 )
