@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.common.channel import ChannelClosed, EngineChannel
 from services.common.engine_process import accept
+from services.common.families import read_spec
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
@@ -28,7 +29,6 @@ from services.decoder.settings import DecoderSettings
 
 MAX_SEQUENCES = 1024
 _MAX_MODEL_LEN = 1 << 20
-_VOCAB_SIZE = 1 << 17
 _NUM_BLOCKS = 1 << 20
 
 
@@ -107,11 +107,13 @@ def main() -> None:
     end = accept()
     settings = NullSettings.model_validate_json(end.settings_json)
     channel = end.channel(FrontMessage)
-    engine = NullEngine(settings.token_id)
+    engine, spec = NullEngine(settings.token_id), read_spec(settings.model)
     channel.send(
         EngineInfo(
-            model_name="null", dtype="float32", num_features=1, hidden=1, vocab_size=_VOCAB_SIZE,
-            max_model_len=_MAX_MODEL_LEN, block_size=16, num_blocks=_NUM_BLOCKS,
+            model_name="null", dtype="float32", hidden=spec.text.hidden_size,
+            num_features=0 if spec.vision is None else spec.vision.tower.num_features,
+            vocab_size=spec.text.vocab_size, max_model_len=_MAX_MODEL_LEN, block_size=16,
+            num_blocks=_NUM_BLOCKS,
             max_num_sequences=MAX_SEQUENCES, max_batched_tokens=MAX_SEQUENCES,
         )
     )  # fmt: skip
