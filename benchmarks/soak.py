@@ -45,7 +45,7 @@ _SAMPLING: Sequence[tuple[float, Sequence[dict[str, Any]]]] = (
     (0.1, [{"cache_salt": salt} for salt in ("a", "b")]),
 )
 _MISTAKES: Sequence[dict[str, Any]] = (
-    {"temperature": 3}, {"tools": [{"type": "function"}]}, {"max_tokens": 10**9}, {"n": 0},
+    {"temperature": 3}, {"tools": [{"type": "function"}]}, {"max_tokens": 0}, {"n": 0},
     {"top_p": 0},
 )  # fmt: skip
 _MUST_BE_ZERO = (
