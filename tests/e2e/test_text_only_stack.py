@@ -85,9 +85,11 @@ def test_whole_answer_equals_hf_greedy(
     assert choice["finish_reason"] == "length"
 
 
-def test_streamed_answer_is_the_whole_one(command: ServeCommand) -> None:
-    whole = chat(command).json()["choices"][0]["message"]["content"]
-    lines = chat(command, stream=True).text.split("\n\n")
+def test_streamed_answer_is_the_whole_one(command: ServeCommand, expected: list[int]) -> None:
+    # The greedy answer is white space alone, which is held back: reasoning may follow it.
+    sampled = {"logit_bias": {str(token_id): -100 for token_id in expected}}
+    whole = chat(command, **sampled).json()["choices"][0]["message"]["content"]
+    lines = chat(command, stream=True, **sampled).text.split("\n\n")
     assert lines[-2] == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     pieces = [c["delta"].get("content", "") for chunk in chunks for c in chunk["choices"]]
@@ -99,10 +101,8 @@ def test_an_image_is_refused(command: ServeCommand) -> None:
     response = chat(command, messages=asking(image_url()))
     assert response.status_code == 400
     error = response.json()["error"]
-    assert (error["param"], error["message"]) == (
-        "messages[0].content[0]",
-        "the model takes no images",
-    )
+    assert error["param"] == "messages[0].content[0]"
+    assert error["message"].endswith("the model takes no images")
 
 
 def test_the_page_offers_no_images(command: ServeCommand, tmp_path: Path) -> None:
