@@ -4,9 +4,9 @@ import fs from "node:fs";
 export const URL = process.env.TRIPTYCH_URL;
 export const MODEL = "triptych-demo";
 export const QUESTION = "What can you do?";
-export const PICTURE_QUESTION = "What colour is the circle?";
-export const PICTURE = fs.readFileSync(process.env.TRIPTYCH_PICTURE);
-export const PICTURE_URL = `data:image/png;base64,${PICTURE.toString("base64")}`;
+export const IMAGE_QUESTION = "What colour is the circle?";
+export const IMAGE = fs.readFileSync(process.env.TRIPTYCH_IMAGE);
+export const IMAGE_URL = `data:image/png;base64,${IMAGE.toString("base64")}`;
 export const PARAMETERS = {
   type: "object",
   properties: { city: { enum: ["Paris", "Rome"] }, days: { enum: [1, 2, 3] } },

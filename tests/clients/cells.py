@@ -17,10 +17,10 @@ URL = os.environ["TRIPTYCH_URL"]
 MODEL = "triptych-demo"
 KEY = "no-key"
 QUESTION = "What can you do?"
-PICTURE = Path(__file__).parents[2] / "demo" / "samples" / "shapes.png"
-PICTURE_URL = "data:image/png;base64," + base64.b64encode(PICTURE.read_bytes()).decode()
-PICTURE_QUESTION = "What colour is the circle?"
-PICTURE_ANSWER = "red"
+IMAGE = Path(__file__).parents[2] / "demo" / "samples" / "shapes.png"
+IMAGE_URL = "data:image/png;base64," + base64.b64encode(IMAGE.read_bytes()).decode()
+IMAGE_QUESTION = "What colour is the circle?"
+IMAGE_ANSWER = "red"
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2, 3]}},

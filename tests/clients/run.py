@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PLACE = ROOT / ".clients"
-PICTURE = ROOT / "demo" / "samples" / "shapes.png"
+IMAGE = ROOT / "demo" / "samples" / "shapes.png"
 COLUMNS = (
     "text", "image", "streaming", "tools", "tools_streaming", "structured", "responses",
     "completions",
@@ -105,7 +105,7 @@ def main() -> int:
     table: dict[str, dict[str, str]] = {}
     with contextmanager(lambda: iter([options.url]))() if options.url else server() as url:
         environment = {
-            **os.environ, "TRIPTYCH_URL": url, "TRIPTYCH_PICTURE": str(PICTURE), "PYTHONPATH": "",
+            **os.environ, "TRIPTYCH_URL": url, "TRIPTYCH_IMAGE": str(IMAGE), "PYTHONPATH": "",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }  # fmt: skip
         for script in scripts:

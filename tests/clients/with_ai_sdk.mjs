@@ -3,7 +3,7 @@ import assert from "node:assert";
 import { createOpenAI } from "@ai-sdk/openai";
 import { generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
-import { MODEL, PICTURE, PICTURE_QUESTION, QUESTION, URL, report } from "./cells.mjs";
+import { MODEL, IMAGE, IMAGE_QUESTION, QUESTION, URL, report } from "./cells.mjs";
 
 const openai = createOpenAI({ baseURL: `${URL}/v1`, apiKey: "no-key" });
 const Trip = z.object({ city: z.enum(["Paris", "Rome"]), days: z.literal([1, 2, 3]) });
@@ -12,9 +12,9 @@ const forecast = tool({
   inputSchema: Trip,
   execute: async () => "sunny",
 });
-const picture = [{ role: "user", content: [
-  { type: "text", text: PICTURE_QUESTION },
-  { type: "file", data: PICTURE, mediaType: "image/png" },
+const imageMessages = [{ role: "user", content: [
+  { type: "text", text: IMAGE_QUESTION },
+  { type: "file", data: IMAGE, mediaType: "image/png" },
 ] }];
 
 const cells = (model) => {
@@ -24,7 +24,7 @@ const cells = (model) => {
       assert((await generateText({ ...base, prompt: QUESTION })).text);
     },
     async image() {
-      assert((await generateText({ ...base, messages: picture })).text.includes("red"));
+      assert((await generateText({ ...base, messages: imageMessages })).text.includes("red"));
     },
     async streaming() {
       let error;

@@ -3,12 +3,12 @@
 import anthropic
 from cells import (
     CITIES,
+    IMAGE_ANSWER,
+    IMAGE_QUESTION,
+    IMAGE_URL,
     KEY,
     MODEL,
     PARAMETERS,
-    PICTURE_ANSWER,
-    PICTURE_QUESTION,
-    PICTURE_URL,
     QUESTION,
     URL,
     report,
@@ -27,13 +27,13 @@ def text():
 
 
 def image():
-    data = PICTURE_URL.split(",")[1]
+    data = IMAGE_URL.split(",")[1]
     source = {"type": "base64", "media_type": "image/png", "data": data}
-    content = [{"type": "image", "source": source}, {"type": "text", "text": PICTURE_QUESTION}]
+    content = [{"type": "image", "source": source}, {"type": "text", "text": IMAGE_QUESTION}]
     answer = client.messages.create(
         model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=100
     )
-    assert PICTURE_ANSWER in answer.content[0].text
+    assert IMAGE_ANSWER in answer.content[0].text
 
 
 def streaming():

@@ -4,7 +4,7 @@ from typing import Literal
 
 import instructor
 import openai
-from cells import KEY, MODEL, PICTURE_QUESTION, PICTURE_URL, QUESTION, URL, report
+from cells import IMAGE_QUESTION, IMAGE_URL, KEY, MODEL, QUESTION, URL, report
 from pydantic import BaseModel, ConfigDict
 
 plain = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
@@ -25,9 +25,9 @@ def ask(mode, content=QUESTION, **options):
 
 
 def image():
-    picture = {"type": "image_url", "image_url": {"url": PICTURE_URL}}
-    text = {"type": "text", "text": PICTURE_QUESTION}
-    assert isinstance(ask(instructor.Mode.JSON_SCHEMA, [text, picture]), Trip)
+    image_part = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
+    text = {"type": "text", "text": IMAGE_QUESTION}
+    assert isinstance(ask(instructor.Mode.JSON_SCHEMA, [text, image_part]), Trip)
 
 
 def streaming():

@@ -4,11 +4,11 @@ from typing import Literal
 
 from cells import (
     CITIES,
+    IMAGE_ANSWER,
+    IMAGE_QUESTION,
+    IMAGE_URL,
     KEY,
     MODEL,
-    PICTURE_ANSWER,
-    PICTURE_QUESTION,
-    PICTURE_URL,
     QUESTION,
     URL,
     report,
@@ -22,8 +22,8 @@ model = ChatOpenAI(
     model=MODEL, base_url=f"{URL}/v1", api_key=KEY, max_retries=0, temperature=0, max_tokens=200
 )
 content = [
-    {"type": "text", "text": PICTURE_QUESTION},
-    {"type": "image_url", "image_url": {"url": PICTURE_URL}},
+    {"type": "text", "text": IMAGE_QUESTION},
+    {"type": "image_url", "image_url": {"url": IMAGE_URL}},
 ]
 
 
@@ -45,7 +45,7 @@ def text():
 
 
 def image():
-    assert PICTURE_ANSWER in model.invoke([HumanMessage(content=content)]).content
+    assert IMAGE_ANSWER in model.invoke([HumanMessage(content=content)]).content
 
 
 def streaming():

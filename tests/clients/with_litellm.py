@@ -6,12 +6,12 @@ from typing import Literal
 import litellm
 from cells import (
     CITIES,
+    IMAGE_ANSWER,
+    IMAGE_QUESTION,
+    IMAGE_URL,
     KEY,
     MODEL,
     PARAMETERS,
-    PICTURE_ANSWER,
-    PICTURE_QUESTION,
-    PICTURE_URL,
     QUESTION,
     URL,
     report,
@@ -21,12 +21,12 @@ from pydantic import BaseModel, ConfigDict
 litellm.suppress_debug_info = True
 litellm.telemetry = False
 HELLO = [{"role": "user", "content": QUESTION}]
-PICTURE = [
+IMAGE = [
     {
         "role": "user",
         "content": [
-            {"type": "text", "text": PICTURE_QUESTION},
-            {"type": "image_url", "image_url": {"url": PICTURE_URL}},
+            {"type": "text", "text": IMAGE_QUESTION},
+            {"type": "image_url", "image_url": {"url": IMAGE_URL}},
         ],
     }
 ]
@@ -53,7 +53,7 @@ def text():
 
 
 def image():
-    assert PICTURE_ANSWER in ask(PICTURE).choices[0].message.content
+    assert IMAGE_ANSWER in ask(IMAGE).choices[0].message.content
 
 
 def streaming():

@@ -4,11 +4,11 @@ from typing import Literal
 
 from cells import (
     CITIES,
+    IMAGE,
+    IMAGE_ANSWER,
+    IMAGE_QUESTION,
     KEY,
     MODEL,
-    PICTURE,
-    PICTURE_ANSWER,
-    PICTURE_QUESTION,
     QUESTION,
     URL,
     report,
@@ -45,8 +45,8 @@ def text():
 
 
 def image():
-    blocks = [TextBlock(text=PICTURE_QUESTION), ImageBlock(path=PICTURE)]
-    assert PICTURE_ANSWER in model.chat([ChatMessage(role="user", blocks=blocks)]).message.content
+    blocks = [TextBlock(text=IMAGE_QUESTION), ImageBlock(path=IMAGE)]
+    assert IMAGE_ANSWER in model.chat([ChatMessage(role="user", blocks=blocks)]).message.content
 
 
 def streaming():

@@ -3,14 +3,14 @@ import assert from "node:assert";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
-import { MODEL, PICTURE_QUESTION, PICTURE_URL, QUESTION, URL, PARAMETERS, report } from "./cells.mjs";
+import { MODEL, IMAGE_QUESTION, IMAGE_URL, QUESTION, URL, PARAMETERS, report } from "./cells.mjs";
 
 const client = new OpenAI({ baseURL: `${URL}/v1`, apiKey: "no-key", maxRetries: 0 });
 const chat = client.chat.completions;
 const messages = [{ role: "user", content: QUESTION }];
-const picture = [{ role: "user", content: [
-  { type: "text", text: PICTURE_QUESTION },
-  { type: "image_url", image_url: { url: PICTURE_URL } },
+const imageMessages = [{ role: "user", content: [
+  { type: "text", text: IMAGE_QUESTION },
+  { type: "image_url", image_url: { url: IMAGE_URL } },
 ] }];
 const fn = { name: "forecast", description: "The weather", parameters: PARAMETERS, strict: true };
 const tools = [{ type: "function", function: fn }];
@@ -22,7 +22,7 @@ await report({
     assert((await chat.create({ ...base, messages })).choices[0].message.content);
   },
   async image() {
-    const answer = await chat.create({ ...base, messages: picture });
+    const answer = await chat.create({ ...base, messages: imageMessages });
     assert(answer.choices[0].message.content.includes("red"));
   },
   async streaming() {
@@ -43,13 +43,13 @@ await report({
   },
   async structured() {
     const response_format = zodResponseFormat(Trip, "trip");
-    const answer = await chat.parse({ ...base, messages: picture, response_format });
+    const answer = await chat.parse({ ...base, messages: imageMessages, response_format });
     Trip.parse(answer.choices[0].message.parsed);
   },
   async responses() {
     const content = [
-      { type: "input_text", text: PICTURE_QUESTION },
-      { type: "input_image", image_url: PICTURE_URL, detail: "auto" },
+      { type: "input_text", text: IMAGE_QUESTION },
+      { type: "input_image", image_url: IMAGE_URL, detail: "auto" },
     ];
     const answer = await client.responses.create({ model: MODEL, input: [{ role: "user", content }] });
     assert(answer.output_text.includes("red"));

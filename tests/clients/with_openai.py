@@ -6,12 +6,12 @@ from typing import Literal
 import openai
 from cells import (
     CITIES,
+    IMAGE_ANSWER,
+    IMAGE_QUESTION,
+    IMAGE_URL,
     KEY,
     MODEL,
     PARAMETERS,
-    PICTURE_ANSWER,
-    PICTURE_QUESTION,
-    PICTURE_URL,
     QUESTION,
     URL,
     report,
@@ -20,12 +20,12 @@ from pydantic import BaseModel, ConfigDict
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
 HELLO = [{"role": "user", "content": QUESTION}]
-PICTURE = [
+IMAGE = [
     {
         "role": "user",
         "content": [
-            {"type": "text", "text": PICTURE_QUESTION},
-            {"type": "image_url", "image_url": {"url": PICTURE_URL}},
+            {"type": "text", "text": IMAGE_QUESTION},
+            {"type": "image_url", "image_url": {"url": IMAGE_URL}},
         ],
     }
 ]
@@ -47,8 +47,8 @@ def text():
 
 
 def image():
-    answer = client.chat.completions.create(model=MODEL, messages=PICTURE, temperature=0)
-    assert PICTURE_ANSWER in answer.choices[0].message.content
+    answer = client.chat.completions.create(model=MODEL, messages=IMAGE, temperature=0)
+    assert IMAGE_ANSWER in answer.choices[0].message.content
 
 
 def streaming():
@@ -96,7 +96,7 @@ def tools_streaming():
 
 def structured():
     parsed = client.chat.completions.parse(
-        model=MODEL, messages=PICTURE, response_format=Trip, max_tokens=200
+        model=MODEL, messages=IMAGE, response_format=Trip, max_tokens=200
     )
     assert isinstance(parsed.choices[0].message.parsed, Trip)
 
@@ -111,13 +111,13 @@ def structured_streaming():
 
 def responses():
     content = [
-        {"type": "input_text", "text": PICTURE_QUESTION},
-        {"type": "input_image", "image_url": PICTURE_URL, "detail": "auto"},
+        {"type": "input_text", "text": IMAGE_QUESTION},
+        {"type": "input_image", "image_url": IMAGE_URL, "detail": "auto"},
     ]
     answer = client.responses.create(
         model=MODEL, input=[{"role": "user", "content": content}], temperature=0
     )
-    assert PICTURE_ANSWER in answer.output_text
+    assert IMAGE_ANSWER in answer.output_text
     with client.responses.stream(model=MODEL, input=QUESTION) as stream:
         deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
         assert "".join(deltas) == stream.get_final_response().output_text != ""

@@ -6,11 +6,11 @@ from typing import Literal
 
 from cells import (
     CITIES,
+    IMAGE_ANSWER,
+    IMAGE_QUESTION,
+    IMAGE_URL,
     KEY,
     MODEL,
-    PICTURE_ANSWER,
-    PICTURE_QUESTION,
-    PICTURE_URL,
     QUESTION,
     URL,
     report,
@@ -37,9 +37,9 @@ def text():
 
 
 def image():
-    picture = BinaryContent(base64.b64decode(PICTURE_URL.split(",")[1]), media_type="image/png")
-    answer = Agent(chat, model_settings=settings).run_sync([PICTURE_QUESTION, picture])
-    assert PICTURE_ANSWER in answer.output
+    image_part = BinaryContent(base64.b64decode(IMAGE_URL.split(",")[1]), media_type="image/png")
+    answer = Agent(chat, model_settings=settings).run_sync([IMAGE_QUESTION, image_part])
+    assert IMAGE_ANSWER in answer.output
 
 
 def streaming():

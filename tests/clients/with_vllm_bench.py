@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import aiohttp
-from cells import MODEL, PICTURE_ANSWER, PICTURE_QUESTION, PICTURE_URL, QUESTION, URL, report
+from cells import IMAGE_ANSWER, IMAGE_QUESTION, IMAGE_URL, MODEL, QUESTION, URL, report
 
 path = Path(os.environ["VLLM_SOURCE"]) / "vllm/benchmarks/lib/endpoint_request_func.py"
 spec = importlib.util.spec_from_file_location("endpoint_request_func", path)
@@ -37,11 +37,11 @@ def text():
 
 
 def image():
-    picture = {"type": "image_url", "image_url": {"url": PICTURE_URL}}
+    image_part = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
     answer = ask(
-        "openai-chat", "/v1/chat/completions", PICTURE_QUESTION, multi_modal_content=picture
+        "openai-chat", "/v1/chat/completions", IMAGE_QUESTION, multi_modal_content=image_part
     )
-    assert PICTURE_ANSWER in answer
+    assert IMAGE_ANSWER in answer
 
 
 def responses():

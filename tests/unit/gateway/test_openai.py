@@ -175,7 +175,8 @@ def test_spellings_of_text():
 def test_every_hint_is_accepted():
     hints = {name: "x" for name in RequestHints.__struct_fields__} | {"store": True}
     message = {"role": "user", "content": "x"}
-    parse(**hints, messages=[message | dict.fromkeys(MessageHints.__struct_fields__, "x")])
+    hinted = message | dict.fromkeys(MessageHints.__struct_fields__, "x")
+    assert parse(**hints, messages=[hinted]).messages[0].content == "x"
 
 
 def test_innermost_pixel_limit_holds():
