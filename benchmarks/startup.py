@@ -29,8 +29,8 @@ import numpy as np
 from benchmarks.client import Connection, Target
 from benchmarks.worker import model_name
 from benchmarks.workloads import WORDS, chat_body, data_url, random_image
-from services.gateway.parts import Text
-from services.gateway.responses import DONE, ChunkWriter, PromptTokensDetails, Update, Usage
+from services.gateway.forms.parts import Text
+from services.gateway.forms.responses import DONE, ChunkWriter, PromptTokensDetails, Update, Usage
 
 _READY = re.compile(r"Triptych is ready: (\S+)")
 _ASKED = 10

@@ -13,7 +13,7 @@ import httpx2
 from services.gateway.app import Gateway, create_gateway
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
-from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
 from tests.tiny_tokenizer import (

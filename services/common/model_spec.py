@@ -289,7 +289,7 @@ class ConversationSpec:
 
     Attributes:
         tool_parsers: forms of tool calls that its checkpoints are taught, by the names of
-            `services.gateway.tool_parsers`; the first that the chat template shows is used.
+            `services.gateway.answers.tool_parsers`; the first that the chat template shows is used.
         thinks: checkpoints whose chat template names `</think>` reason before they answer.
     """
 

@@ -20,27 +20,27 @@ from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.pod_limits import memory_limit_bytes
 from services.common.settings import SettingsError
-from services.gateway.admission import Admission, max_held_bytes
 from services.gateway.chat import ChatService
-from services.gateway.chat_endpoint import ChatEndpoint
-from services.gateway.chat_template import ChatTemplate
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.exchange import handle_bug, handle_http_error, handle_triptych_error
-from services.gateway.images import ImageReader, MediaLoader
+from services.gateway.endpoints.chat_endpoint import ChatEndpoint
+from services.gateway.endpoints.routes import Routes
+from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
+from services.gateway.http.middleware import Middleware, with_cors
+from services.gateway.http.same_site import SameSite, is_loopback
+from services.gateway.media.images import ImageReader, MediaLoader
+from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.middleware import Middleware, with_cors
-from services.gateway.prompt import PromptBuilder
-from services.gateway.quota import Quotas
-from services.gateway.routes import Routes
-from services.gateway.same_site import SameSite, is_loopback
+from services.gateway.prompts.chat_template import ChatTemplate
+from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.sampling import SamplingDefaults
 from services.gateway.settings import GatewaySettings
-from services.gateway.tenants import Keyring
-from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.tenancy.admission import Admission, max_held_bytes
+from services.gateway.tenancy.quota import Quotas
+from services.gateway.tenancy.tenants import Keyring
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.warm_up import WarmUp
-from services.gateway.web_media import WebMedia
 
 # After this many calls the interpreter has specialized the code of most paths.
 WARM_UP_ROUNDS = 8

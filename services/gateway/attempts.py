@@ -30,14 +30,14 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.tracing import Span, start_span
-from services.gateway.admission import uncounted
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderDescription, EncoderPod, EncoderPool
-from services.gateway.images import Image
+from services.gateway.media.images import Image
 from services.gateway.metrics import GatewayMetrics, Timings
-from services.gateway.prompt import Prompt
+from services.gateway.prompts.prompt import Prompt
 from services.gateway.sampling import choice_seed
-from services.gateway.tenants import Tenant
+from services.gateway.tenancy.admission import uncounted
+from services.gateway.tenancy.tenants import Tenant
 
 log = logging.getLogger(__name__)
 

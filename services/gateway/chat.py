@@ -19,31 +19,31 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.admission import Slot
-from services.gateway.answer import AnswerFormat
+from services.gateway.answers.answer import AnswerFormat
+from services.gateway.answers.detokenizer import Choice, create_choices
+from services.gateway.answers.prompt_logprobs import PromptScores
 from services.gateway.attempts import Attempts, PreparedRequest
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
-from services.gateway.detokenizer import Choice, create_choices
-from services.gateway.images import Image, ImageReader, ImageSource
-from services.gateway.metrics import GatewayMetrics, Timings
-from services.gateway.openai import ChatRequest
-from services.gateway.prompt import Draft, PromptBuilder
-from services.gateway.prompt_logprobs import PromptScores
-from services.gateway.responses import (
+from services.gateway.forms.openai import ChatRequest
+from services.gateway.forms.responses import (
     CompletionTokensDetails,
     ImageReport,
     PromptTokensDetails,
     Update,
     Usage,
 )
+from services.gateway.media.images import Image, ImageReader, ImageSource
+from services.gateway.metrics import GatewayMetrics, Timings
+from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.sampling import (
     SamplingDefaults,
     check_prompt_logprobs,
     limit_completion,
     resolve_sampling,
 )
-from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.tenancy.admission import Slot
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.
 _INLINE_TOKENIZE_CHARS = 8192

@@ -13,7 +13,7 @@ from typing import Any
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.model_spec import ModelSpec
 from services.common.pb.decoder_pb2 import SamplingParams, TokenIds
-from services.gateway.openai import ChatRequest
+from services.gateway.forms.openai import ChatRequest
 
 # Completion tokens of a request that names no number.
 DEFAULT_MAX_TOKENS = 4096

@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from services.gateway.app import Gateway
-from services.gateway.protocol import GatewayProtocol
+from services.gateway.http.protocol import GatewayProtocol
 from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)

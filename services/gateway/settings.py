@@ -35,7 +35,7 @@ class GatewaySettings(ServiceSettings):
         allowed_media_dir: where `file:` URLs may point; default: nowhere.
         allow_private_media_hosts: whether image URLs may reach private and loopback addresses.
         api_keys: comma-separated; with none, and no file of them, requests need no key.
-        api_keys_file: keys as digests, with their tenants and limits, see `tenants.py`.
+        api_keys_file: keys as digests, with their tenants and limits, see `tenancy/tenants.py`.
         cors_allow_origins: comma-separated origins of web pages that may call, such as
             `https://example.com`, or `*`; empty: none.
         shutdown_grace_s: how long running requests may continue after SIGTERM.

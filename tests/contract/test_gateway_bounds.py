@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from services.gateway import attempts, exchange
-from services.gateway.json_body import MAX_JSON_BYTES
+from services.gateway import attempts
+from services.gateway.forms.json_body import MAX_JSON_BYTES
+from services.gateway.http import exchange
 from tests.contract.test_gateway_process import fakes, gateway  # noqa: F401 - a fixture
 from tests.gateway_fixtures import asking, image_url
 from tests.gateway_stack import MODEL

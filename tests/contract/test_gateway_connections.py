@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from services.gateway import protocol
+from services.gateway.http import protocol
 from tests.gateway_stack import MODEL
 from tests.noise import PATIENCE_S, least
 

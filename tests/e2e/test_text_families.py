@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.e2e.cluster import Service, wait_until
 from tests.noise import PATIENCE_S
 from tests.parity.oracle import Oracle, Prompt

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.e2e.browser import open_browser
 from tests.e2e.serve_command import ServeCommand, serve_command
 from tests.gateway_fixtures import asking, image_url

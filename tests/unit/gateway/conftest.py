@@ -6,9 +6,9 @@ import pytest
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
-from services.gateway.chat_template import ChatTemplate
-from services.gateway.prompt import PromptBuilder
-from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.prompts.chat_template import ChatTemplate
+from services.gateway.prompts.prompt import PromptBuilder
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.gateway_fixtures import _pair, _stack, loop_thread, pair, stack
 from tests.tiny_tokenizer import write_model_directory
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from services.common.errors import Overloaded
-from services.gateway.admission import Admission
+from services.gateway.tenancy.admission import Admission
 from tests.gateway_fixtures import asking, image_url
 
 

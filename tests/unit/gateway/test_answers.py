@@ -9,13 +9,13 @@ import re
 import msgspec
 import pytest
 
-from services.gateway.answer import AnswerFormat, ToolCalls
+from services.gateway.answers.answer import AnswerFormat, ToolCalls
+from services.gateway.answers.detokenizer import create_choices
+from services.gateway.answers.tool_parsers import PARSERS
 from services.gateway.clients.decoders import TokenEvent
-from services.gateway.detokenizer import create_choices
-from services.gateway.openai import ChatRequest, Message
-from services.gateway.responses import ChunkWriter, assistant_message
-from services.gateway.tool_parsers import PARSERS
-from services.gateway.tools import FunctionDefinition, ToolUse
+from services.gateway.forms.openai import ChatRequest, Message
+from services.gateway.forms.responses import ChunkWriter, assistant_message
+from services.gateway.forms.tools import FunctionDefinition, ToolUse
 from tests.tiny_tokenizer import added_ids
 
 NUM_CHUNKINGS = 1000

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import BY_CODE
-from services.gateway import generation, openai
+from services.gateway.endpoints.openapi import openapi_document
+from services.gateway.endpoints.routes import Routes
+from services.gateway.forms import generation, openai
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openapi import openapi_document
-from services.gateway.routes import Routes
 from services.gateway.settings import GatewaySettings
 
 SCHEMAS = openapi_document("1")["components"]["schemas"]

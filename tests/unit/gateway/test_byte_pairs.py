@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.gateway.byte_pairs import BytePairs
-from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.tokenizer.byte_pairs import BytePairs
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.tiny_tokenizer import tokenizer_json
 
 DEMONSTRATION = Path(__file__).parents[3] / "demo" / "model" / "tokenizer.json"

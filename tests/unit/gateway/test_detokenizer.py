@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.gateway.detokenizer import Detokenizer, StopMatcher
+from services.gateway.answers.detokenizer import Detokenizer, StopMatcher
 from tests.tiny_tokenizer import added_ids, vocab_size
 
 TEXTS = ["hello world", "中文 naïve über", "🙂👩‍👩‍👧 mixed é 中", "a\ufffdb", "line\nline\r\n"]

@@ -6,8 +6,8 @@ import pytest
 
 from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.grammar import MAX_GRAMMAR_CHARS, Grammar, read_grammar
-from services.gateway.openai import parse_chat_request
+from services.gateway.answers.grammar import MAX_GRAMMAR_CHARS, Grammar, read_grammar
+from services.gateway.forms.openai import parse_chat_request
 
 SCHEMA = {"type": "object", "properties": {"ü": {"type": "string"}}}
 

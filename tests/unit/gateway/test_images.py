@@ -11,14 +11,14 @@ from services.common.errors import (
     InvalidRequest,
 )
 from services.common.image_geometry import ImageLimits
-from services.gateway.images import (
+from services.gateway.media.images import (
     LOW_DETAIL_PIXELS,
     ImageReader,
     ImageSource,
     MediaLoader,
     decode_data_url,
 )
-from services.gateway.web_media import WebMedia
+from services.gateway.media.web_media import WebMedia
 
 LIMITS = ImageLimits(16, 2, 65536, 1 << 20)
 

@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from services.gateway.prompt import image_tokens, mrope_positions
+from services.gateway.prompts.prompt import image_tokens, mrope_positions
 
 PAD = 9
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
-from services.gateway.hints import MessageHints, RequestHints
-from services.gateway.messages import read_messages
-from services.gateway.openai import MAX_PARTS, parse_chat_request
+from services.gateway.forms.hints import MessageHints, RequestHints
+from services.gateway.forms.openai import MAX_PARTS, parse_chat_request
+from services.gateway.prompts.messages import read_messages
 from services.gateway.sampling import SamplingDefaults, bad_word_ids, choice_seed, resolve_sampling
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.gateway.json_body import decode_json
+from services.gateway.endpoints.openapi import OPERATIONS, openapi_document
+from services.gateway.endpoints.routes import Routes
+from services.gateway.forms.json_body import decode_json
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openapi import OPERATIONS, openapi_document
-from services.gateway.routes import Routes
 
 DOCUMENT = openapi_document("1")
 SCHEMAS = DOCUMENT["components"]["schemas"]

@@ -9,10 +9,10 @@ import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.model_spec import ModelSpecError
-from services.gateway.chat_template import ChatTemplate, read_template
-from services.gateway.openai import ChatRequest, Message
-from services.gateway.prompt import Draft, PromptBuilder
-from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.forms.openai import ChatRequest, Message
+from services.gateway.prompts.chat_template import ChatTemplate, read_template
+from services.gateway.prompts.prompt import Draft, PromptBuilder
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.tiny_tokenizer import ADDED, FIXTURES, SPECIAL, added_ids, tokenizer_json
 
 MANY = 100_000

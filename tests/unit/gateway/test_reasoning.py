@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.parts import Reasoning, Text, join
-from services.gateway.reasoning import ReasoningSplitter, answer_start
+from services.gateway.answers.reasoning import ReasoningSplitter, answer_start
+from services.gateway.forms.parts import Reasoning, Text, join
 
 
 def split(start, chunks):

@@ -3,9 +3,9 @@
 import json
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.gateway.error_answers import error_of
-from services.gateway.parts import Text
-from services.gateway.responses import (
+from services.gateway.forms.error_answers import error_of
+from services.gateway.forms.parts import Text
+from services.gateway.forms.responses import (
     ChunkWriter,
     LogprobEntry,
     PromptTokensDetails,

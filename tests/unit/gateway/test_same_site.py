@@ -4,7 +4,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from services.gateway.same_site import SameSite, is_loopback
+from services.gateway.http.same_site import SameSite, is_loopback
 
 
 @pytest.mark.parametrize(

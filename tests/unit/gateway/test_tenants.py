@@ -11,9 +11,9 @@ import pytest
 
 from services.common.errors import Overloaded, RateLimited
 from services.common.settings import SettingsError
-from services.gateway.admission import Admission
-from services.gateway.quota import Quotas
-from services.gateway.tenants import Keyring, Limits, Tenant
+from services.gateway.tenancy.admission import Admission
+from services.gateway.tenancy.quota import Quotas
+from services.gateway.tenancy.tenants import Keyring, Limits, Tenant
 
 
 def entry(name: str, key: str, **more: object) -> dict[str, object]:

@@ -15,10 +15,10 @@ import pytest
 from services.common.errors import InvalidRequest
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError
-from services.gateway.byte_pairs import BytePairs
-from services.gateway.chat_template import ChatTemplate, read_special_tokens, read_template
-from services.gateway.prompt import PromptBuilder
-from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.prompts.chat_template import ChatTemplate, read_special_tokens, read_template
+from services.gateway.prompts.prompt import PromptBuilder
+from services.gateway.tokenizer.byte_pairs import BytePairs
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.tiny_tokenizer import FIXTURES, SPLIT, tokenizer_json, write_text_model_directory
 
 MANY = 100_000

@@ -18,12 +18,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from services.common.errors import InvalidRequest
-from services.gateway.answer import AnswerFormat, ToolCalls
-from services.gateway.grammar import Grammar
-from services.gateway.parts import Call, Reasoning, Text, join
-from services.gateway.tool_grammar import answer_grammar
-from services.gateway.tool_parsers import PARSERS
-from services.gateway.tools import FunctionDefinition, ToolUse
+from services.gateway.answers.answer import AnswerFormat, ToolCalls
+from services.gateway.answers.grammar import Grammar
+from services.gateway.answers.tool_grammar import answer_grammar
+from services.gateway.answers.tool_parsers import PARSERS
+from services.gateway.forms.parts import Call, Reasoning, Text, join
+from services.gateway.forms.tools import FunctionDefinition, ToolUse
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 from tests.unit.gateway.test_answers import encode
 

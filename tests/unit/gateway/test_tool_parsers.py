@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.parts import Call, Reasoning, Text, join
-from services.gateway.tool_parsers import PARSERS
+from services.gateway.answers.tool_parsers import PARSERS
+from services.gateway.forms.parts import Call, Reasoning, Text, join
 
 TOOLS = {
     "look": {

@@ -7,11 +7,11 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.common.families import read_spec
-from services.gateway.chat_template import ChatTemplate, read_special_tokens, read_template
-from services.gateway.openai import parse_chat_request
-from services.gateway.prompt import PromptBuilder
-from services.gateway.tokenizer import ModelTokenizer
-from services.gateway.tool_parsers import HermesParser, Llama3JsonParser, Qwen3CoderParser
+from services.gateway.answers.tool_parsers import HermesParser, Llama3JsonParser, Qwen3CoderParser
+from services.gateway.forms.openai import parse_chat_request
+from services.gateway.prompts.chat_template import ChatTemplate, read_special_tokens, read_template
+from services.gateway.prompts.prompt import PromptBuilder
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.gateway_fixtures import image_url
 from tests.tiny_tokenizer import FIXTURES, added_ids, write_model_directory
 from tests.unit.gateway.test_text_families import write_family

@@ -14,8 +14,8 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
-from services.gateway import web_media
-from services.gateway.web_media import WebMedia, is_public, parse_url
+from services.gateway.media import web_media
+from services.gateway.media.web_media import WebMedia, is_public, parse_url
 from tests.noise import PATIENCE_S
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from services.gateway.tenants import Keyring
+from services.gateway.tenancy.tenants import Keyring
 from triptych.key import make_key
 
 

@@ -1,0 +1,126 @@
+"""What an answer has to be: a grammar, which the decoder holds the answer to.
+
+`ChatService` reads it from a request's `response_format` or `structured_outputs`; any other part of
+the gateway that has to be sure of an answer's form makes its own. It is compiled in the decoder,
+whose refusal (`InvalidGrammar`) gets `param` as its field.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET
+
+from services.common.errors import InvalidGrammar, InvalidRequest
+from services.common.pb import decoder_pb2 as pb
+from services.gateway.forms.answer_formats import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+)
+from services.gateway.forms.openai import ChatRequest
+
+# Of a schema, expression or grammar, as in the decoder.
+MAX_GRAMMAR_CHARS = 1 << 18
+_ANY_OBJECT = '{"type":"object"}'
+_KINDS = {
+    "json_schema": pb.Grammar.KIND_JSON_SCHEMA,
+    "json_object": pb.Grammar.KIND_JSON_SCHEMA,
+    "regex": pb.Grammar.KIND_REGEX,
+    "choice": pb.Grammar.KIND_CHOICE,
+    "grammar": pb.Grammar.KIND_GRAMMAR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """An answer's form.
+
+    Attributes:
+        kind: what `text` is: a JSON Schema as JSON; nothing (any JSON object); a regular
+            expression; a JSON array of strings, of which the answer is one; a Lark grammar in
+            llguidance's dialect or GBNF. In Lark, `<[151657]>` is the token of that id and
+            `<tool_call>` the added token of that name.
+        text: at most `MAX_GRAMMAR_CHARS`.
+        param: the request's field, for the 400 if the decoder cannot compile it.
+        begins_after: token ids, such as that of `</think>`; the answer is free until it holds them
+            in a row, and of the grammar from then on. Empty: from its start.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    text: str
+    param: str
+    begins_after: tuple[int, ...] = ()
+
+    def to_proto(self, end_ids: tuple[int, ...]) -> pb.Grammar:
+        """As the decoder takes it; `end_ids` are the model's end tokens.
+
+        Raises:
+            InvalidGrammar: it is too long.
+            InvalidRequest: the model has no end token.
+        """
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters", param=self.param)
+        if not end_ids:
+            raise InvalidRequest("the model has no end token", param=self.param)
+        return pb.Grammar(
+            kind=_KINDS[self.kind],
+            text=_ANY_OBJECT if self.kind == "json_object" else self.text,
+            begins_after=self.begins_after,
+            end_token_ids=end_ids,
+        )
+
+
+def read_grammar(request: ChatRequest) -> Grammar | None:
+    """The grammar that a request names; None: the answer is free.
+
+    Raises:
+        InvalidRequest: `response_format` and `structured_outputs` are not one grammar.
+    """
+    grammar = None
+    match request.response_format:
+        case JsonObjectFormat():
+            grammar = Grammar("json_object", "", "response_format")
+        case JsonSchemaFormat(json_schema):
+            param = "response_format.json_schema.schema"
+            if json_schema.schema is UNSET:
+                grammar = Grammar("json_object", "", param)
+            else:
+                grammar = _of_schema(bytes(json_schema.schema).decode(), param)
+        case _:
+            pass
+    if request.structured_outputs is None:
+        return grammar
+    if grammar is not None:
+        raise InvalidRequest("give it or response_format, not both", param="structured_outputs")
+    return _of_structured_outputs(request.structured_outputs)
+
+
+def _of_structured_outputs(given: StructuredOutputs) -> Grammar:
+    found: list[Grammar] = []
+    if given.json is not UNSET and bytes(given.json) != b"null":
+        param, text = "structured_outputs.json", bytes(given.json).decode()
+        if text.startswith('"'):  # JSON within JSON
+            text = msgspec.json.decode(text, type=str)
+        found.append(_of_schema(text, param))
+    if given.json_object:
+        found.append(Grammar("json_object", "", "structured_outputs.json_object"))
+    if given.regex is not None:
+        found.append(Grammar("regex", given.regex, "structured_outputs.regex"))
+    if given.choice is not None:
+        text = msgspec.json.encode(given.choice).decode()
+        found.append(Grammar("choice", text, "structured_outputs.choice"))
+    if given.grammar is not None:
+        found.append(Grammar("grammar", given.grammar, "structured_outputs.grammar"))
+    if len(found) != 1:
+        raise InvalidRequest(
+            "give exactly one of json, json_object, regex, choice, grammar",
+            param="structured_outputs",
+        )
+    return found[0]
+
+
+def _of_schema(text: str, param: str) -> Grammar:
+    if not text.lstrip().startswith("{"):
+        raise InvalidGrammar("a JSON Schema is an object", param=param)
+    return Grammar("json_schema", text, param)

@@ -1,0 +1,89 @@
+"""Logprobs of a prompt's own tokens, as the decoder sends them and as answers have them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.common.pb import decoder_pb2 as pb
+from services.gateway.forms.responses import LogprobEntry, PromptLogprob, TopLogprob
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
+
+# JSON has no -inf; OpenAI and vLLM send this value for a probability of zero.
+MIN_LOGPROB = -9999.0
+
+
+# vLLM's form: by token id; None for the first token, which nothing precedes.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """What has arrived for one prompt."""
+
+    parts: list[pb.PromptLogprobs] = field(default_factory=list[pb.PromptLogprobs])
+
+    def add(self, parts: Sequence[pb.PromptLogprobs]) -> None:
+        """Takes the next part; a decoder that takes a prompt over begins it again."""
+        for part in parts:
+            if part.start == 1:
+                self.parts.clear()
+            self.parts.append(part)
+
+    def rows(self) -> list[tuple[float, int, list[int], list[float]]]:
+        """Logprob, rank, alternatives and their logprobs of each token but the first."""
+        rows: list[tuple[float, int, list[int], list[float]]] = []
+        for part in self.parts:
+            logprobs = _floats(part.logprobs)
+            top = (len(logprobs), -1)
+            rows += zip(
+                logprobs.tolist(),
+                np.frombuffer(part.ranks, "<i4").tolist(),
+                np.frombuffer(part.top_token_ids, "<i4").reshape(top).tolist(),
+                _floats(part.top_logprobs).reshape(top).tolist(),
+                strict=True,
+            )
+        return rows
+
+    def by_id(self, token_ids: Sequence[int], tokenizer: ModelTokenizer) -> PromptLogprobs:
+        """In vLLM's form; `token_ids` are the prompt's."""
+        found: PromptLogprobs = [None]
+        for token_id, (logprob, rank, ids, logprobs) in zip(
+            token_ids[1:], self.rows(), strict=True
+        ):
+            alternatives = enumerate(zip(ids, logprobs, strict=True), 1)
+            place = {
+                i: PromptLogprob(value, r, _text(tokenizer, i)) for r, (i, value) in alternatives
+            }
+            place[token_id] = PromptLogprob(logprob, rank, _text(tokenizer, token_id))
+            found.append(place)
+        return found
+
+    def entries(self, token_ids: Sequence[int], tokenizer: ModelTokenizer) -> list[LogprobEntry]:
+        """Of all tokens but the first, as of sampled ones."""
+        return [
+            LogprobEntry(
+                *_token(tokenizer, token_id),
+                logprob,
+                [
+                    TopLogprob(*_token(tokenizer, i), value)
+                    for i, value in zip(ids, logprobs, strict=True)
+                ],
+            )
+            for token_id, (logprob, _, ids, logprobs) in zip(
+                token_ids[1:], self.rows(), strict=True
+            )
+        ]
+
+
+def _floats(data: bytes) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+    return np.maximum(np.frombuffer(data, "<f4"), np.float32(MIN_LOGPROB))
+
+
+def _token(tokenizer: ModelTokenizer, token_id: int) -> tuple[str, list[int]]:
+    data = tokenizer.token_bytes(token_id)
+    return data.decode(errors="replace"), list(data)
+
+
+def _text(tokenizer: ModelTokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode(errors="replace")

@@ -1,0 +1,380 @@
+"""Tool calls in a model's text, form by form: text in, parts out, whole or piece by piece.
+
+`answer` feeds each choice's content through the parser that the model's spec names. What a parser
+returns does not depend on how the text is cut. Text that only looks like a call stays text;
+nothing here fails, and no text of the model is evaluated.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+from services.gateway.answers.argument_values import Schema, ends_in_string, to_json, types_of
+from services.gateway.answers.call_object import SPACE, CallObject
+from services.gateway.forms.parts import Call, Part, Text
+
+
+class CallParser:
+    """A form of tool calls.
+
+    Attributes:
+        marker: what a chat template that teaches this form contains.
+        tag: what a call begins with; None: nothing of its own.
+        done: `max_calls` calls are complete; the text that follows is of no use.
+
+    Args:
+        tools: JSON schema of each function's parameters, by name.
+        max_calls: None: any number.
+    """
+
+    marker: ClassVar[str]
+    tag: ClassVar[str | None] = None
+
+    def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
+        self.tools = tools
+        self.done = False
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._buffer: str = ""
+
+    def feed(self, text: str) -> list[Part]:
+        """Takes more text; returns what is certain."""
+        self._buffer += text
+        parts: list[Part] = []
+        while self._buffer and not self.done and self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What was held back, once no more text follows."""
+        return []
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Takes something from the buffer; False: nothing is certain before more text comes."""
+        raise NotImplementedError
+
+    def _begin_call(self, name: str, parts: list[Part]) -> None:
+        parts.append(Call(self._num_calls, f"call_{secrets.token_hex(12)}", name, ""))
+
+    def _add_arguments(self, text: str, parts: list[Part]) -> None:
+        if text:
+            parts.append(Call(self._num_calls, "", "", text))
+
+    def _end_call(self) -> None:
+        self._num_calls += 1
+        self.done = self._num_calls == self._max_calls
+
+
+class _TaggedParser(CallParser):
+    """Calls between tags in free text. Blanks between text and calls belong to neither."""
+
+    tag = "<tool_call>"
+    openers: ClassVar[Sequence[str]]
+
+    def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
+        super().__init__(tools, max_calls)
+        self._in_call = False
+        self._after_call = False
+
+    def finish(self) -> list[Part]:
+        if self.done or self._in_call:
+            return []
+        text, self._buffer = self._buffer, ""
+        if self._after_call:
+            text = text.lstrip()
+        return [Text(text)] if text else []
+
+    def _step(self, parts: list[Part]) -> bool:
+        return self._step_call(parts) if self._in_call else self._step_text(parts)
+
+    def _step_call(self, parts: list[Part]) -> bool:
+        raise NotImplementedError
+
+    def _open(self, opener: str) -> None:
+        """A call begins; the opener is no longer in the buffer."""
+        raise NotImplementedError
+
+    def _end_call(self) -> None:
+        super()._end_call()
+        self._in_call, self._after_call = False, True
+
+    def _give_up(self, text: str, parts: list[Part]) -> None:
+        """What began like a call is text."""
+        parts.append(Text(text))
+        self._in_call = self._after_call = False
+
+    def _step_text(self, parts: list[Part]) -> bool:
+        found = [(at, o) for o in self.openers if (at := self._buffer.find(o)) >= 0]
+        if found:
+            at, opener = min(found)
+            self._text(self._buffer[:at].rstrip(SPACE), parts)
+            self._buffer = self._buffer[at + len(opener) :]
+            self._in_call = True
+            self._open(opener)
+            return True
+        size = len(self._buffer) - _num_held(self._buffer, self.openers)
+        size = len(self._buffer[:size].rstrip(SPACE))
+        text, self._buffer = self._buffer[:size], self._buffer[size:]
+        self._text(text, parts)
+        return False
+
+    def _text(self, text: str, parts: list[Part]) -> None:
+        if self._after_call:
+            text = text.lstrip(SPACE)
+        if text:
+            parts.append(Text(text))
+            self._after_call = False
+
+
+class HermesParser(_TaggedParser):
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3, Qwen3-VL."""
+
+    marker = "<tool_call>"
+    openers = ("<tool_call>",)
+    _closer = "</tool_call>"
+
+    def _open(self, opener: str) -> None:
+        self._object = CallObject()
+
+    def _step_call(self, parts: list[Part]) -> bool:
+        call = self._object
+        if not call.ended:
+            self._buffer = call.feed(self._buffer)
+            if call.ended and not call.begun:
+                self._give_up(self.openers[0] + call.raw, parts)
+                return True
+            if call.name_is_new():
+                self._begin_call(call.name, parts)
+            self._add_arguments(call.take_arguments(), parts)
+            return call.ended
+        # Before the closing tag there are only blanks, a brace too many, or a broken object's rest.
+        at = len(self._buffer) - len(self._buffer.lstrip(SPACE + "}"))
+        if not call.complete:
+            at = self._buffer.find(self._closer)
+            at = len(self._buffer) - _num_held(self._buffer, (self._closer,)) if at < 0 else at
+        self._buffer = self._buffer[at:]
+        if self._closer.startswith(self._buffer) and self._buffer != self._closer:
+            return False
+        self._buffer = self._buffer.removeprefix(self._closer)
+        self._end_call()
+        return True
+
+    def finish(self) -> list[Part]:
+        if self._in_call and not self._object.begun:
+            return [Text(self.openers[0] + self._object.raw)]
+        return super().finish()
+
+
+class Llama3JsonParser(CallParser):
+    """`{"name": …, "parameters": {…}}` as the whole answer, several joined by `;`: Llama 3.x.
+
+    An object that is not a call of a known function is text, with all that follows.
+    """
+
+    marker = '"parameters"'
+    _prefix = "<|python_tag|>"
+
+    def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
+        super().__init__(tools, max_calls)
+        self._raw = ""  # since the last call
+        self._object: CallObject | None = None
+        self._is_text = False
+
+    def _step(self, parts: list[Part]) -> bool:
+        if self._is_text:
+            parts.append(Text(self._buffer))
+            self._buffer = ""
+            return False
+        if self._object is None:
+            return self._step_between(parts)
+        call = self._object
+        self._buffer = call.feed(self._buffer)
+        if call.name_is_new() and call.name in self.tools:
+            self._begin_call(call.name, parts)
+        elif (call.begun and call.name not in self.tools) or (call.ended and not call.begun):
+            self._give_up(call.raw, parts)
+            return True
+        self._add_arguments(call.take_arguments(), parts)
+        if call.ended:
+            self._object, self._raw = None, ""
+            self._end_call()
+        return call.ended
+
+    def finish(self) -> list[Part]:
+        parts: list[Part] = []
+        if self._object is None:
+            if not self.done and (self._num_calls == 0 or self._buffer.strip()):
+                self._give_up("", parts)
+        elif not self._object.begun:
+            self._give_up(self._object.raw, parts)
+        return parts
+
+    def _step_between(self, parts: list[Part]) -> bool:
+        """Before the first call, or after one."""
+        separators = SPACE + (";," if self._num_calls else "")
+        head = self._buffer.lstrip(separators)
+        if head.startswith(self._prefix):
+            head = head[len(self._prefix) :].lstrip(SPACE)
+        elif self._prefix.startswith(head):
+            return False
+        if not head:
+            return False
+        if head[0] != "{":
+            self._give_up("", parts)
+            return False
+        self._raw = self._buffer[: len(self._buffer) - len(head)]
+        self._buffer, self._object = head, CallObject()
+        return True
+
+    def _give_up(self, raw: str, parts: list[Part]) -> None:
+        text = self._raw + raw + self._buffer
+        self._buffer, self._raw, self._object, self._is_text = "", "", None, True
+        if text:
+            parts.append(Text(text))
+
+
+class Qwen3CoderParser(_TaggedParser):
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…`: Qwen3-Coder, Qwen3.5.
+
+    Values become JSON by the function's schema: of type string, they are streamed; of other types,
+    they are JSON text, else a string.
+    """
+
+    marker = "<function="
+    openers = ("<tool_call>", "<function=")
+    _parameter, _end_parameter, _end_function = "<parameter=", "</parameter>", "</function>"
+    _end_tag = "</tool_call>"
+
+    def _open(self, opener: str) -> None:
+        self._raw = opener  # until the call is certain
+        self._state: Literal["tag", "name", "between", "value", "after"]
+        self._state = "tag" if opener == self.openers[0] else "name"
+        self._num_parameters = 0
+        self._schema: Schema = {}
+
+    def finish(self) -> list[Part]:
+        if not self._in_call:
+            return super().finish()
+        if self._state in ("tag", "name"):
+            return [Text(self._raw + self._buffer)]
+        return []  # the arguments stay open, as in any answer that was cut
+
+    def _step_call(self, parts: list[Part]) -> bool:
+        steps = {
+            "tag": self._step_tag,
+            "name": self._step_name,
+            "between": self._step_between,
+            "value": self._step_value,
+            "after": self._step_after,
+        }
+        return steps[self._state](parts)
+
+    def _step_tag(self, parts: list[Part]) -> bool:
+        head = self._buffer.lstrip(SPACE)
+        if head.startswith(self.openers[1]):
+            self._raw += self._buffer[: len(self._buffer) - len(head)] + self.openers[1]
+            self._buffer, self._state = head[len(self.openers[1]) :], "name"
+            return True
+        if self.openers[1].startswith(head):
+            return False
+        self._give_up(self._raw, parts)
+        return True
+
+    def _step_name(self, parts: list[Part]) -> bool:
+        end = self._buffer.find(">")
+        name = self._buffer[:end] if end >= 0 else self._buffer
+        if "\n" in name or "<" in name or end == 0:
+            self._give_up(self._raw, parts)
+            return True
+        if end < 0:
+            return False
+        self._buffer, self._state = self._buffer[end + 1 :], "between"
+        self._begin_call(name.strip(), parts)
+        self._schema = self.tools.get(name.strip(), {})
+        return True
+
+    def _step_between(self, parts: list[Part]) -> bool:
+        """Before a parameter or the function's end."""
+        self._buffer = self._buffer.lstrip(SPACE)
+        if self._buffer.startswith(self._parameter):
+            end = self._buffer.find(">")
+            # One line break after the tag belongs to it.
+            if end < 0 or end + 1 == len(self._buffer):
+                return False
+            name = self._buffer[len(self._parameter) : end].strip()
+            self._buffer = self._buffer[end + 1 :].removeprefix("\n")
+            separator = ", " if self._num_parameters else "{"
+            self._num_parameters += 1
+            self._state = "value"
+            self._types = types_of(self._schema, name)
+            self._kind = "string" if self._types == frozenset(("string",)) else "json"
+            self._add_arguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: ", parts)
+            if self._kind == "string":
+                self._add_arguments('"', parts)
+            return True
+        ends = (self._end_function, self._end_tag)
+        if self._buffer.startswith(ends):
+            self._add_arguments("}" if self._num_parameters else "{}", parts)
+            self._buffer = self._buffer.removeprefix(self._end_function)
+            self._state = "after"
+            return True
+        if any(tag.startswith(self._buffer) for tag in (self._parameter, *ends)):
+            return False
+        # Neither: drop what no call can hold, up to the next tag.
+        self._buffer = self._buffer[1:]
+        return True
+
+    def _step_value(self, parts: list[Part]) -> bool:
+        end = self._buffer.find(self._end_parameter)
+        if self._types and "string" not in self._types:
+            while end >= 0 and ends_in_string(self._buffer[:end]):
+                end = self._buffer.find(self._end_parameter, end + 1)
+        if end >= 0:
+            value = self._buffer[:end].removesuffix("\n")
+            self._buffer = self._buffer[end + len(self._end_parameter) :]
+            if self._kind == "string":
+                self._add_arguments(_escaped(value) + '"', parts)
+            else:
+                self._add_arguments(to_json(value, self._types), parts)
+            self._state = "between"
+            return True
+        if self._kind == "string":
+            size = len(self._buffer) - _num_held(self._buffer, ("\n" + self._end_parameter,))
+            if size == len(self._buffer):
+                size -= _num_held(self._buffer, (self._end_parameter,))
+            self._add_arguments(_escaped(self._buffer[:size]), parts)
+            self._buffer = self._buffer[size:]
+        return False
+
+    def _step_after(self, parts: list[Part]) -> bool:
+        """After the function: the outer tag may follow."""
+        head = self._buffer.lstrip(SPACE)
+        if len(head) < len(self._end_tag) and self._end_tag.startswith(head):
+            return False
+        self._buffer = head.removeprefix(self._end_tag)
+        self._end_call()
+        return True
+
+
+PARSERS: dict[str, type[CallParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "qwen3_coder": Qwen3CoderParser,
+}
+
+
+def _num_held(text: str, tags: Sequence[str]) -> int:
+    """Length of the longest suffix of `text` that begins one of the tags."""
+    held = 0
+    for tag in tags:
+        at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
+        while at >= 0 and not tag.startswith(text[at:]):
+            at = text.find(tag[0], at + 1)
+        if at >= 0:
+            held = max(held, len(text) - at)
+    return held
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,101 @@
+"""POST /v1/chat/completions: chat requests in, OpenAI's answers and chunks out."""
+
+from contextlib import aclosing
+
+from services.gateway.chat import Completion
+from services.gateway.endpoints.endpoint import Endpoint, Work, now, parse_body
+from services.gateway.forms.openai import ChatRequest, parse_chat_request
+from services.gateway.forms.responses import (
+    DONE,
+    ChatCompletion,
+    ChunkWriter,
+    LogprobEntry,
+    Logprobs,
+    ResponseChoice,
+    Update,
+    assistant_message,
+)
+
+
+class ChatEndpoint(Endpoint):
+    """The endpoint."""
+
+    async def answer(self, work: Work, body: bytes) -> None:
+        request = await parse_body(parse_chat_request, body)
+        del body
+        completion = await self._service.prepare(
+            request, work.exchange.request_id, work.timings, work.slot
+        )
+        work.completions.append(completion)
+        if request.stream:
+            await self._stream(work, completion)
+        else:
+            await self._whole(work, completion)
+
+    async def _stream(self, work: Work, completion: Completion) -> None:
+        request, exchange = completion.request, work.exchange
+        options = request.stream_options
+        continuous = bool(options and options.continuous_usage_stats)
+        include_usage = bool(options and options.include_usage) or continuous
+        writer = ChunkWriter(work.response_id("chatcmpl"), now(), request.model, include_usage)
+        usage = completion.usage() if continuous else None
+        prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
+        pieces = [
+            writer.role(choice, usage, None if choice else prompt_ids)
+            for choice in range(len(completion.choices))
+        ]
+        async with aclosing(self._service.answer(completion)) as answer:
+            async for updates in answer:
+                usage = completion.usage() if continuous else None
+                pieces += [writer.update(update, usage) for update in updates]
+                if data := b"".join(pieces):
+                    await exchange.write(data)
+                pieces.clear()
+        with_times = bool(request.include_stage_times)
+        if include_usage or with_times:
+            pieces.append(
+                writer.closing(
+                    completion.usage() if include_usage else None,
+                    completion.timings.milliseconds() if with_times else None,
+                    completion.image_reports() if with_times else None,
+                )
+            )
+        await exchange.write(b"".join((*pieces, DONE)), last=True)
+
+    async def _whole(self, work: Work, completion: Completion) -> None:
+        request = completion.request
+        updates_of = await self.collect(completion)
+        response = ChatCompletion(
+            id=work.response_id("chatcmpl"),
+            created=now(),
+            model=request.model,
+            choices=[
+                _response_choice(index, updates, request)
+                for index, updates in enumerate(updates_of)
+            ],
+            usage=completion.usage(),
+        )
+        if request.prompt_logprobs is not None:
+            response.prompt_logprobs = completion.prompt_scores.by_id(
+                completion.prompt_token_ids(), self._service.tokenizer
+            )
+        if request.return_token_ids:
+            response.prompt_token_ids = completion.prompt_token_ids()
+        if request.include_stage_times:
+            response.stage_times_ms = completion.timings.milliseconds()
+            response.images = completion.image_reports()
+        await work.exchange.write_json(response)
+
+
+def _response_choice(index: int, updates: list[Update], request: ChatRequest) -> ResponseChoice:
+    entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
+    choice = ResponseChoice(
+        index,
+        assistant_message([part for update in updates for part in update.parts]),
+        updates[-1].finish_reason or "stop",
+        Logprobs(entries) if request.logprobs else None,
+        updates[-1].stop_reason,
+    )
+    if request.return_token_ids:
+        choice.token_ids = [token for update in updates for token in update.token_ids]
+    return choice

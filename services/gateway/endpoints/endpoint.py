@@ -1,0 +1,216 @@
+"""What all endpoints that generate have in common, as an ASGI application.
+
+An `Endpoint` holds one admission slot from after the body to the last byte, watches for the
+client's disconnect, and counts how a request ended. What a request and its answer look like is a
+subclass's: `chat_endpoint` for chat completions, one more for each other surface. Errors are
+`TriptychError`s: an HTTP error before the response has started, the stream's last event afterwards.
+"""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
+from services.common.threads import INLINE_BYTES
+from services.gateway.chat import ChatService, Completion
+from services.gateway.forms.json_body import json_bytes
+from services.gateway.forms.responses import Update, error_event
+from services.gateway.http.exchange import Exchange, read_body
+from services.gateway.metrics import GatewayMetrics, Timings
+from services.gateway.tenancy.admission import Admission, Slot
+from services.gateway.tenancy.tenants import Tenant, key_of, tenant_of
+
+audit = logging.getLogger("triptych.audit")
+
+# How long a client may take to accept the error event of a stream that failed.
+_ERROR_EVENT_TIMEOUT_S = 5.0
+_MAX_INLINE_JSON_BYTES = 64 << 10  # takes at most some ms to parse
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class Work:
+    """One request that is being served.
+
+    Attributes:
+        timings: of the request.
+        slot: that the request holds, with its tenant.
+        completions: what has been prepared for it, in order: for the metrics.
+        paths: how the client calls fields of the chat request that its own was made into; see
+            `renamed`.
+        writer: of the answer's events, for `Endpoint.error_event`.
+    """
+
+    exchange: Exchange
+    timings: Timings
+    slot: Slot
+    completions: list[Completion] = field(default_factory=list[Completion])
+    paths: Mapping[str, str] = field(default_factory=dict[str, str])
+    writer: object = None
+
+    def response_id(self, prefix: str) -> str:
+        """The answer's id, from the request's."""
+        return f"{prefix}-{self.exchange.request_id.removeprefix('req-')}"
+
+
+class Endpoint(ABC):
+    """Not a Starlette view: it watches for the client's disconnect while it works."""
+
+    def __init__(self, service: ChatService, admission: Admission, metrics: GatewayMetrics) -> None:
+        self._service = service
+        self._admission = admission
+        self._metrics = metrics
+
+    @abstractmethod
+    async def answer(self, work: Work, body: bytes) -> None:
+        """Parses the body and sends the answer, whole or streamed.
+
+        Raises:
+            TriptychError: the request cannot be served.
+        """
+
+    def error_event(self, work: Work, error: TriptychError) -> bytes:
+        """The last events of a stream that failed."""
+        return error_event(error)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request.
+
+        Raises:
+            TriptychError: before the response has started; becomes an HTTP error.
+        """
+        outcome = "internal_error"
+        timings, tenant = Timings(), tenant_of(scope)
+        work: Work | None = None
+        try:
+            with self._admission.holding(tenant) as holding:
+                async with self._admission.until_ended():
+                    body = await read_body(scope, receive, holding.hold)
+                with (
+                    self._admission.slot(tenant, holding) as slot,
+                    self._metrics.running.track_inprogress(),
+                ):
+                    exchange = Exchange(scope, receive, send)
+                    work = Work(exchange, timings, slot)
+                    outcome = await exchange.while_connected(self._serve(work, body))
+        except TriptychError as error:
+            outcome = error.code
+            if isinstance(error, Overloaded):
+                reason = "draining" if self._admission.draining else "full"
+                self._metrics.rejections.labels(reason).inc()
+            raise
+        except (ClientDisconnect, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
+        finally:
+            scope["state"]["outcome"] = outcome
+            self._audit(scope, tenant, outcome, work.completions if work else [])
+            self._metrics.requests.labels(outcome).inc()
+            self._metrics.request.observe(timings.since_arrival())
+
+    async def collect(self, completion: Completion) -> list[list[Update]]:
+        """Runs a completion to its end; returns the updates of each choice."""
+        updates_of: list[list[Update]] = [[] for _ in completion.choices]
+        async with aclosing(self._service.answer(completion)) as answer:
+            async for updates in answer:
+                for update in updates:
+                    updates_of[update.choice].append(update)
+                completion.prepared.hold(sum(update.num_bytes for update in updates))
+        return updates_of
+
+    async def _serve(self, work: Work, body: bytes) -> str:
+        """Answers; returns the outcome for the metrics."""
+        remaining_s = self._service.request_timeout_s - work.timings.since_arrival()
+        try:
+            try:
+                async with self._admission.until_ended(), asyncio.timeout(remaining_s):
+                    await self.answer(work, body)
+                return work.completions[0].choices[0].finish_reason or "internal_error"
+            except TimeoutError:
+                raise DeadlineExceeded("the request took too long") from None
+        except TriptychError as error:
+            if error.param is not None:
+                error.param = renamed(error.param, work.paths)
+            if not work.exchange.started:
+                raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
+                    await work.exchange.write(self.error_event(work, error), last=True)
+            return error.code
+        finally:
+            for completion in work.completions:
+                self._observe(completion)
+            usages = [completion.usage() for completion in work.completions]
+            work.slot.usage.correct([u.prompt_tokens + u.completion_tokens for u in usages])
+
+    def _audit(
+        self, scope: Scope, tenant: Tenant, outcome: str, completions: Sequence[Completion]
+    ) -> None:
+        """One line and the tenant's counters: who asked for how much, and nothing of what."""
+        usages = [completion.usage() for completion in completions]
+        amounts = {
+            "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
+            "completion_tokens": sum(usage.completion_tokens for usage in usages),
+            "images": sum(len(completion.prepared.images) for completion in completions),
+        }
+        self._metrics.tenant_requests.labels(tenant.name, outcome).inc()
+        for kind, amount in amounts.items():
+            self._metrics.tenant_usage.labels(tenant.name, kind).inc(amount)
+        who = {"tenant": tenant.name, "key": key_of(scope), "model": self._service.model_name}
+        audit.info("%s", scope["path"], extra={"fields": {**who, **amounts, "outcome": outcome}})
+
+    def _observe(self, completion: Completion) -> None:
+        metrics, usage, seconds = self._metrics, completion.usage(), completion.timings.seconds
+        for stage, value in seconds.items():
+            metrics.stage.labels(stage).observe(value)
+        metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
+        metrics.tokens.labels("image").inc(completion.prepared.prompt.num_image_tokens)
+        metrics.tokens.labels("completion").inc(usage.completion_tokens)
+        metrics.tokens.labels("cached").inc(completion.cached_tokens or 0)
+        if "first_token" in seconds:
+            metrics.ttft.observe(seconds["first_token"])
+            num_later = usage.completion_tokens - len(completion.choices)
+            if "total" in seconds and num_later > 0:
+                metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
+
+
+def renamed(param: str, paths: Mapping[str, str]) -> str:
+    """The path of a field with its longest beginning replaced that `paths` has."""
+    end = len(param)
+    while end > 0:
+        if param[:end] in paths:
+            return paths[param[:end]] + param[end:]
+        end = max(param.rfind(".", 0, end), param.rfind("[", 0, end))
+    return param
+
+
+@asynccontextmanager
+async def received(admission: Admission, request: Request) -> AsyncGenerator[tuple[Slot, bytes]]:
+    """A slot and the whole body of a request that needs no `Endpoint`."""
+    tenant = tenant_of(request.scope)
+    with admission.holding(tenant) as holding:
+        async with admission.until_ended():
+            body = await read_body(request.scope, request.receive, holding.hold)
+        with admission.slot(tenant, holding) as slot:
+            yield slot, body
+
+
+async def parse_body(parse: Callable[[bytes], Result], body: bytes) -> Result:
+    """`parse(body)`: in a thread, if the body is long or has much JSON beside its images."""
+    if len(body) <= INLINE_BYTES and json_bytes(body, _MAX_INLINE_JSON_BYTES) is not None:
+        return parse(body)
+    return await asyncio.to_thread(parse, body)
+
+
+def now() -> int:
+    """Unix time in whole seconds, as answers have it."""
+    return int(time.time())

@@ -1,0 +1,392 @@
+"""POST /v1/messages: Anthropic's Messages made into a chat request, and its answer out of parts.
+
+A stream has Anthropic's events in Anthropic's order: each block is opened, filled and closed before
+the next one is opened.
+"""
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.common.errors import TriptychError
+from services.gateway.chat import ChatService, Completion
+from services.gateway.endpoints.endpoint import Endpoint, Work, parse_body, received, renamed
+from services.gateway.forms.answer_formats import JsonSchema, JsonSchemaFormat
+from services.gateway.forms.error_answers import messages_error_of
+from services.gateway.forms.messages_api import (
+    AdaptiveThinking,
+    AnswerBlock,
+    AnyChoice,
+    AutoChoice,
+    Base64Source,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    CountTokensRequest,
+    DisabledThinking,
+    EnabledThinking,
+    ImageBlock,
+    InputDelta,
+    MessageAnswer,
+    MessageDelta,
+    MessageEvent,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    NoChoice,
+    SignatureDelta,
+    StopDelta,
+    StopReason,
+    TextAnswer,
+    TextBlock,
+    TextDelta,
+    ThinkingAnswer,
+    ThinkingBlock,
+    ThinkingDelta,
+    TokenCount,
+    ToolDefinition,
+    ToolNameChoice,
+    ToolResultBlock,
+    ToolUseAnswer,
+    ToolUseBlock,
+    Turn,
+    parse_count_request,
+    parse_messages_request,
+)
+from services.gateway.forms.openai import (
+    ChatRequest,
+    ImageUrl,
+    ImageUrlPart,
+    Message,
+    TextPart,
+    check_chat_request,
+)
+from services.gateway.forms.openai import (
+    Part as ContentPart,
+)
+from services.gateway.forms.parts import Call, Part, Reasoning, join
+from services.gateway.forms.responses import Update, encode_json
+from services.gateway.forms.tools import (
+    FunctionCall,
+    FunctionChoice,
+    FunctionDefinition,
+    FunctionName,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from services.gateway.http.exchange import JsonResponse
+from services.gateway.tenancy.admission import Admission
+
+_PATHS = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs.enable_thinking": "thinking",
+    "continue_final_message": "messages",
+}
+_STOP_REASONS: dict[str | None, StopReason] = {
+    "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
+}  # fmt: skip
+
+
+class MessagesEndpoint(Endpoint):
+    """The endpoint."""
+
+    async def answer(self, work: Work, body: bytes) -> None:
+        request = await parse_body(parse_messages_request, body)
+        del body
+        self._service.check_model(request.model)
+        paths = dict(_PATHS)
+        work.paths = paths
+        chat = to_chat(request, paths)
+        chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
+        chat.temperature, chat.top_p = request.temperature, request.top_p
+        chat.top_k = request.top_k
+        check_chat_request(chat)
+        completion = await self._service.prepare(
+            chat, work.exchange.request_id, work.timings, work.slot
+        )
+        work.completions.append(completion)
+        message_id = f"msg_{work.response_id('').removeprefix('-')}"
+        answer = MessageAnswer(message_id, request.model, [], MessageUsage(0, 0))
+        if not request.stream:
+            updates = (await self.collect(completion))[0]
+            answer.content = _blocks([part for update in updates for part in update.parts])
+            answer.stop_reason, answer.stop_sequence = _stop(updates[-1])
+            answer.usage = _usage(completion)
+            await work.exchange.write_json(answer)
+            return
+        writer = MessageWriter(answer, completion)
+        async with aclosing(self._service.answer(completion)) as updates_of:
+            async for updates in updates_of:
+                if events := [e for update in updates for e in writer.update(update)]:
+                    await work.exchange.write(b"".join(map(_encode, events)))
+        await work.exchange.write(b"".join(map(_encode, writer.finish())), last=True)
+
+    def error_event(self, work: Work, error: TriptychError) -> bytes:
+        return b"event: error\ndata: " + encode_json(messages_error_of(error)) + b"\n\n"
+
+
+class TokenCounter:
+    """POST /v1/messages/count_tokens."""
+
+    def __init__(self, service: ChatService, admission: Admission) -> None:
+        self._service = service
+        self._admission = admission
+
+    async def count(self, request: Request) -> Response:
+        """The view."""
+        async with received(self._admission, request) as (slot, body):
+            given = await parse_body(parse_count_request, body)
+            self._service.check_model(given.model)
+            paths = dict(_PATHS)
+            try:
+                chat = to_chat(given, paths)
+                check_chat_request(chat)
+                tokens = await self._service.tokenize(chat, slot.hold)
+            except TriptychError as error:
+                error.param = error.param and renamed(error.param, paths)
+                raise
+        return JsonResponse(TokenCount(len(tokens)))
+
+
+def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
+    """The chat request that means the same; adds to `paths` where its fields come from."""
+    messages = _Messages(paths)
+    if request.system:
+        messages.add(Message("system", _system(request.system)), "system")
+    for index, turn in enumerate(request.messages):
+        messages.turn(turn, f"messages[{index}]")
+    last = messages.found[-1] if messages.found else None
+    chat = ChatRequest(request.model, messages.found)
+    if last is not None and last.role == "assistant" and not last.tool_calls:
+        chat.continue_final_message = True
+    if request.tools:
+        chat.tools = [_tool(tool) for tool in request.tools]
+        for index in range(len(chat.tools)):
+            paths[f"tools[{index}].function"] = f"tools[{index}]"
+            paths[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
+    chat.tool_choice, chat.parallel_tool_calls = _tool_choice(request)
+    match request.thinking:
+        case EnabledThinking():
+            chat.chat_template_kwargs = {"enable_thinking": True}
+        case DisabledThinking():
+            chat.reasoning_effort = "none"
+            paths["reasoning_effort"] = "thinking"
+        case AdaptiveThinking() | None:
+            pass
+    config = request.output_config
+    if config is not None and config.effort is not None and chat.reasoning_effort is None:
+        chat.reasoning_effort = config.effort
+    if config is not None and config.format is not None:
+        chat.response_format = JsonSchemaFormat(JsonSchema(schema=config.format.schema))
+    return chat
+
+
+class _Messages:
+    """Chat messages made of turns, and where they come from."""
+
+    def __init__(self, paths: dict[str, str]) -> None:
+        self.found: list[Message] = []
+        self._paths = paths
+
+    def add(self, message: Message, path: str) -> None:
+        self._paths[f"messages[{len(self.found)}]"] = path
+        self.found.append(message)
+
+    def turn(self, turn: Turn, path: str) -> None:
+        """Results of tools come before the rest of their turn."""
+        if isinstance(turn.content, str):
+            self.add(Message(turn.role, turn.content), path)
+            return
+        parts: list[ContentPart] = []
+        places: list[int] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        call_places: list[int] = []
+        for position, block in enumerate(turn.content):
+            match block:
+                case ToolResultBlock():
+                    self._result(block, f"{path}.content[{position}]")
+                case ThinkingBlock():
+                    thoughts.append(block.thinking)
+                case ToolUseBlock():
+                    function = FunctionCall(block.name, bytes(block.input).decode())
+                    calls.append(ToolCall(block.id, function))
+                    call_places.append(position)
+                case TextBlock() | ImageBlock():
+                    parts.append(_part(block))
+                    places.append(position)
+        if not (parts or thoughts or calls) and turn.content:
+            return  # results alone
+        index = len(self.found)
+        for number, position in enumerate(places):
+            self._paths[f"messages[{index}].content[{number}]"] = f"{path}.content[{position}]"
+        for number, position in enumerate(call_places):
+            place = f"messages[{index}].tool_calls[{number}].function.arguments"
+            self._paths[place] = f"{path}.content[{position}].input"
+        content: str | list[ContentPart] | None = parts
+        if turn.role == "assistant":
+            content = "".join(part.text for part in parts if isinstance(part, TextPart)) or None
+        message = Message(turn.role, content, tool_calls=calls or None)
+        message.reasoning_content = "\n".join(thoughts) or None
+        self.add(message, path)
+
+    def _result(self, block: ToolResultBlock, path: str) -> None:
+        content: str | list[ContentPart]
+        if isinstance(block.content, str):
+            content = block.content
+        else:
+            content = [_part(part) for part in block.content]
+        self.add(Message("tool", content, tool_call_id=block.tool_use_id), path)
+
+
+def _system(given: str | list[TextBlock]) -> str | list[ContentPart]:
+    return given if isinstance(given, str) else [TextPart(block.text) for block in given]
+
+
+def _part(block: TextBlock | ImageBlock) -> ContentPart:
+    if isinstance(block, TextBlock):
+        return TextPart(block.text)
+    source = block.source
+    if isinstance(source, Base64Source):
+        return ImageUrlPart(image_url=f"data:{source.media_type};base64,{source.data}")
+    return ImageUrlPart(image_url=ImageUrl(source.url))
+
+
+def _tool(given: ToolDefinition) -> Tool:
+    function = FunctionDefinition(
+        given.name, given.description, given.input_schema, strict=given.strict
+    )
+    return Tool("function", function)
+
+
+def _tool_choice(request: CountTokensRequest) -> tuple[ToolChoice | None, bool | None]:
+    """The choice, and whether calls may be parallel."""
+    choice = request.tool_choice
+    match choice:
+        case None:
+            return None, None
+        case NoChoice():
+            return "none", None
+        case AutoChoice():
+            found: ToolChoice = "auto"
+        case AnyChoice():
+            found = "required"
+        case ToolNameChoice():
+            found = FunctionChoice(FunctionName(choice.name))
+    return found, False if choice.disable_parallel_tool_use else None
+
+
+def _blocks(pieces: Sequence[Part]) -> list[AnswerBlock]:
+    """A whole answer."""
+    blocks: list[AnswerBlock] = []
+    for part in join(pieces):
+        match part:
+            case Reasoning(text):
+                blocks.append(ThinkingAnswer(text))
+            case Call():
+                blocks.append(ToolUseAnswer(part.call_id, part.name, _input(part.arguments)))
+            case _:
+                blocks.append(TextAnswer(part.text))
+    return blocks
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's input; empty if `max_tokens` cut it."""
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return {}
+
+
+def _stop(update: Update) -> tuple[StopReason, str | None]:
+    """`stop_reason` and `stop_sequence` of an answer that ended with the update."""
+    if isinstance(update.stop_reason, str):
+        return "stop_sequence", update.stop_reason
+    return _STOP_REASONS[update.finish_reason], None
+
+
+def _usage(completion: Completion) -> MessageUsage:
+    usage, cached = completion.usage(), completion.cached_tokens or 0
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+class MessageWriter:
+    """The events of one streamed answer."""
+
+    def __init__(self, answer: MessageAnswer, completion: Completion) -> None:
+        self._answer = answer
+        self._completion = completion
+        self._started = False
+        self._index = -1
+        self._open: Part | None = None
+        self._last: Update | None = None
+
+    def update(self, update: Update) -> list[MessageEvent]:
+        """Takes an update of the choice."""
+        self._last = update
+        events = self._start()
+        for part in update.parts:
+            if not self._continues(part):
+                events += [*self._close(), self._begin(part)]
+            match part:
+                case Reasoning(text):
+                    delta = ThinkingDelta(text)
+                case Call():
+                    delta = InputDelta(part.arguments)
+                case _:
+                    delta = TextDelta(part.text)
+            events.append(BlockDelta(self._index, delta))
+        return events
+
+    def finish(self) -> list[MessageEvent]:
+        """The last events."""
+        assert self._last is not None
+        delta = MessageDelta(StopDelta(*_stop(self._last)), _usage(self._completion))
+        return [*self._close(), delta, MessageStop()]
+
+    def _start(self) -> list[MessageEvent]:
+        if self._started:
+            return []
+        self._started = True
+        usage = _usage(self._completion)
+        usage.output_tokens = 0
+        self._answer.usage = usage
+        return [MessageStart(self._answer)]
+
+    def _continues(self, part: Part) -> bool:
+        if isinstance(part, Call):
+            return isinstance(self._open, Call) and self._open.index == part.index
+        return type(self._open) is type(part)
+
+    def _begin(self, part: Part) -> BlockStart:
+        self._index += 1
+        self._open = part
+        match part:
+            case Reasoning():
+                return BlockStart(self._index, ThinkingAnswer(""))
+            case Call():
+                return BlockStart(self._index, ToolUseAnswer(part.call_id, part.name, {}))
+            case _:
+                return BlockStart(self._index, TextAnswer(""))
+
+    def _close(self) -> list[MessageEvent]:
+        part, self._open = self._open, None
+        if part is None:
+            return []
+        events: list[MessageEvent] = [BlockStop(self._index)]
+        if isinstance(part, Reasoning):
+            events.insert(0, BlockDelta(self._index, SignatureDelta("")))
+        return events
+
+
+def _encode(event: MessageEvent) -> bytes:
+    kind = str(event.__struct_config__.tag).encode()
+    return b"event: " + kind + b"\ndata: " + encode_json(event) + b"\n\n"

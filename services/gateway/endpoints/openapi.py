@@ -1,0 +1,169 @@
+"""The OpenAPI document, made from the types that check requests and write answers.
+
+`OPERATIONS` says which types an endpoint takes and gives; a test compares it with the routes, and
+the document with what is accepted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from services.gateway.endpoints.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from services.gateway.forms import responses_api, text_completions
+from services.gateway.forms.error_answers import ErrorAnswer, MessagesErrorAnswer
+from services.gateway.forms.hints import MessageHints, PartHints, RequestHints
+from services.gateway.forms.messages_api import (
+    CountTokensRequest,
+    MessageAnswer,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
+)
+from services.gateway.forms.openai import NEUTRAL_VALUES, ChatRequest
+from services.gateway.forms.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ModelCard,
+    ModelList,
+)
+from services.gateway.forms.responses_api import ResponseEvent, ResponseObject, ResponsesRequest
+from services.gateway.forms.text_completions import CompletionRequest, TextCompletion
+
+_PREFIX = "#/components/schemas/"
+_HINT = "Accepted without effect."
+_HINTS = {
+    field
+    for struct in (RequestHints, MessageHints, PartHints)
+    for field in struct.__struct_fields__
+}
+_NEUTRAL_VALUES = {
+    **NEUTRAL_VALUES,
+    "CompletionRequest": text_completions.NEUTRAL,
+    "ResponsesRequest": responses_api.NEUTRAL,
+}
+_JSON, _EVENTS = "application/json", "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An endpoint.
+
+    Attributes:
+        request: type of its JSON body; None: it has none.
+        response: type of its JSON answer; None: not described by a type.
+        event: type of the events of its stream; None: it never streams.
+        media_type: of an answer without a type.
+    """
+
+    summary: str
+    request: type[Struct] | None = None
+    response: type[Struct] | None = None
+    event: Any = None
+    media_type: str = _JSON
+    error: type[Struct] = ErrorAnswer
+
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(
+        "A chat completion, whole or as a stream", ChatRequest, ChatCompletion, ChatCompletionChunk
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "Text completions, whole or as a stream", CompletionRequest, TextCompletion, TextCompletion
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "A response, whole or as a stream", ResponsesRequest, ResponseObject, ResponseEvent
+    ),
+    ("POST", "/v1/messages"): Operation(
+        "A message, whole or as a stream", MessagesRequest, MessageAnswer, MessageEvent,
+        error=MessagesErrorAnswer,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "Tokens of a message's prompt", CountTokensRequest, TokenCount, error=MessagesErrorAnswer
+    ),
+    ("GET", "/v1/models"): Operation("The served model, as a list", None, ModelList),
+    ("GET", "/v1/models/{name}"): Operation("The served model", None, ModelCard),
+    ("POST", "/tokenize"): Operation(
+        "Token ids of text or messages", TokenizeRequest, TokenizeResponse
+    ),
+    ("POST", "/detokenize"): Operation("Text of token ids", DetokenizeRequest, DetokenizeResponse),
+    ("GET", "/tokenizer_info"): Operation("tokenizer_config.json and the chat template"),
+    ("GET", "/version"): Operation("The version of this software"),
+    ("GET", "/health"): Operation("200 while the process answers"),
+    ("GET", "/ping"): Operation("200 while the process answers"),
+    ("GET", "/ready"): Operation("200 while requests can be served, else 503"),
+    ("GET", "/metrics"): Operation("Metrics for Prometheus", media_type="text/plain"),
+    ("GET", "/openapi.json"): Operation("This document"),
+    ("GET", "/docs"): Operation("This document as a page", media_type="text/html"),
+    ("GET", "/"): Operation("The chat page", media_type="text/html"),
+}  # fmt: skip
+
+
+@cache
+def openapi_document(version: str) -> dict[str, Any]:
+    """The document, OpenAPI 3.1."""
+    types: list[Any] = []
+    for operation in OPERATIONS.values():
+        for found in (operation.request, operation.response, operation.event, operation.error):
+            if found is not None and found not in types:
+                types.append(found)
+    references, components = msgspec.json.schema_components(types, ref_template=_PREFIX + "{name}")
+    schema_of = {id(kind): found for kind, found in zip(types, references, strict=True)}
+    for name, schema in components.items():
+        _describe(name, schema)
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), operation in OPERATIONS.items():
+        paths.setdefault(path, {})[method.lower()] = _operation(path, operation, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Triptych", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _describe(name: str, schema: dict[str, Any]) -> None:
+    """Adds what types do not say: hints, and the values of fields that are not served."""
+    properties: dict[str, dict[str, Any]] = schema.get("properties", {})
+    for field, values in _NEUTRAL_VALUES.get(name, {}).items():
+        properties[field] = {"enum": list(values)}
+    if schema.get("additionalProperties") is False:  # a request's
+        for field in _HINTS & properties.keys():
+            properties[field]["description"] = _HINT
+
+
+def _operation(path: str, operation: Operation, schema_of: Mapping[int, Any]) -> dict[str, Any]:
+    def content(media_type: str, kind: object) -> dict[str, Any]:
+        return {media_type: {"schema": schema_of[id(kind)] if kind is not None else {}}}
+
+    answer = content(operation.media_type, operation.response)
+    if operation.event is not None:
+        answer |= content(_EVENTS, operation.event)
+    found: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": "The answer", "content": answer},
+            "default": {
+                "description": "An error", "content": content(_JSON, operation.error)
+            },
+        },
+    }  # fmt: skip
+    if operation.request is not None:
+        body = {"required": True, "content": content(_JSON, operation.request)}
+        found["requestBody"] = body
+    if "{name}" in path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        found["parameters"] = [name]
+    return found

@@ -1,0 +1,473 @@
+"""POST /v1/responses: OpenAI's Responses made into a chat request, and its answer out of parts.
+
+A stream has OpenAI's events in OpenAI's order, numbered from 0; each item of the output is opened,
+filled and closed before the next one is opened.
+"""
+
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from msgspec import UNSET, structs
+
+from services.common.errors import InvalidImage, InvalidRequest, TriptychError
+from services.gateway.chat import Completion
+from services.gateway.endpoints.endpoint import Endpoint, Work, now, parse_body
+from services.gateway.forms.answer_formats import (
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    ResponseFormat,
+    TextFormat,
+)
+from services.gateway.forms.openai import (
+    ChatRequest,
+    ImageUrl,
+    ImageUrlPart,
+    Message,
+    TextPart,
+    check_chat_request,
+)
+from services.gateway.forms.openai import (
+    Part as ContentPart,
+)
+from services.gateway.forms.parts import Call, Part, Reasoning
+from services.gateway.forms.responses import LogprobEntry, Update, encode_json
+from services.gateway.forms.responses_api import (
+    AllowedResponseTools,
+    IncompleteDetails,
+    InputItem,
+    InputPart,
+    InputTokensDetails,
+    NamedFunction,
+    NamedJsonSchema,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningText,
+    ResponseEvent,
+    ResponseFailure,
+    ResponseImage,
+    ResponseObject,
+    ResponseReasoningText,
+    ResponsesRequest,
+    ResponseUsage,
+    TextConfig,
+    parse_responses_request,
+)
+from services.gateway.forms.tools import (
+    AllowedFunctions,
+    AllowedTools,
+    FunctionCall,
+    FunctionChoice,
+    FunctionDefinition,
+    FunctionName,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
+_PATHS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class ResponsesEndpoint(Endpoint):
+    """The endpoint."""
+
+    async def answer(self, work: Work, body: bytes) -> None:
+        request = await parse_body(parse_responses_request, body)
+        del body
+        self._service.check_model(request.model)
+        paths = dict(_PATHS)
+        work.paths = paths
+        chat = to_chat(request, paths)
+        check_chat_request(chat)
+        completion = await self._service.prepare(
+            chat, work.exchange.request_id, work.timings, work.slot
+        )
+        work.completions.append(completion)
+        writer = work.writer = ResponseWriter(request, work.response_id("resp"), completion)
+        if not request.stream:
+            for update in (await self.collect(completion))[0]:
+                writer.update(update)
+            writer.finish()
+            await work.exchange.write_json(writer.response)
+            return
+        async with aclosing(self._service.answer(completion)) as answer:
+            async for updates in answer:
+                events = [*writer.start(), *(e for u in updates for e in writer.update(u))]
+                if events:
+                    await work.exchange.write(b"".join(map(_encode, events)))
+        await work.exchange.write(b"".join(map(_encode, writer.finish())), last=True)
+
+    def error_event(self, work: Work, error: TriptychError) -> bytes:
+        assert isinstance(work.writer, ResponseWriter)
+        return b"".join(map(_encode, work.writer.fail(error)))
+
+
+def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
+    """The chat request that means the same; adds to `paths` where its fields come from.
+
+    Instructions and system messages at the beginning of the input are one system message, because
+    many models take only one.
+    """
+    messages = _Messages(paths)
+    if request.instructions:
+        messages.system(request.instructions, "instructions")
+    if isinstance(request.input, str):
+        messages.add(Message("user", request.input), "input")
+    else:
+        for index, item in enumerate(request.input):
+            messages.item(item, f"input[{index}]")
+    tools = None
+    if request.tools:
+        tools = [_tool(tool) for tool in request.tools]
+        paths.update({f"tools[{i}].function": f"tools[{i}]" for i in range(len(tools))})
+    reasoning = request.reasoning
+    logprobs = bool(request.top_logprobs) or (
+        "message.output_text.logprobs" in (request.include or ())
+    )
+    chat = ChatRequest(request.model, messages.found)
+    chat.max_completion_tokens = request.max_output_tokens
+    for name in (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
+        "ignore_eos",
+        "chat_template_kwargs", "cache_salt", "parallel_tool_calls",
+    ):  # fmt: skip
+        setattr(chat, name, getattr(request, name))
+    chat.logprobs, chat.top_logprobs = logprobs or None, request.top_logprobs
+    chat.tools, chat.tool_choice = tools, _tool_choice(request)
+    chat.reasoning_effort = reasoning.effort if reasoning else None
+    chat.response_format = _response_format(request.text)
+    return chat
+
+
+class _Messages:
+    """Chat messages made of items, and where they come from."""
+
+    def __init__(self, paths: dict[str, str]) -> None:
+        self.found: list[Message] = []
+        self._paths = paths
+
+    def system(self, text: str, path: str) -> None:
+        """A system message; joined to the one before."""
+        last = self.found[-1] if self.found else None
+        if last is not None and last.role == "system" and isinstance(last.content, str):
+            last.content += f"\n\n{text}"
+        else:
+            self.add(Message("system", text), path)
+
+    def add(self, message: Message, path: str) -> None:
+        self._paths[f"messages[{len(self.found)}]"] = path
+        self.found.append(message)
+
+    def item(self, item: InputItem, path: str) -> None:
+        """Reasoning, text and calls of one turn are one assistant message."""
+        match item.type:
+            case "reasoning":
+                text = "".join(p.text for p in _parts(item) if isinstance(p, ResponseReasoningText))
+                if text:
+                    self.add(Message("assistant", None, reasoning_content=text), path)
+            case "function_call":
+                function = FunctionCall(item.name or "", item.arguments or "")
+                message = self._assistant(path)
+                calls = message.tool_calls = message.tool_calls or []
+                place = f"messages[{len(self.found) - 1}].tool_calls[{len(calls)}].function"
+                self._paths[place] = path
+                calls.append(ToolCall(item.call_id or "", function))
+            case "function_call_output":
+                self._paths[f"messages[{len(self.found)}].content"] = f"{path}.output"
+                content = _content(item.output, f"{path}.output")
+                self.add(Message("tool", content, tool_call_id=item.call_id), path)
+            case _:
+                self._message(item, path)
+
+    def _message(self, item: InputItem, path: str) -> None:
+        content = _content(item.content, f"{path}.content")
+        role = item.role or "user"
+        if role == "assistant":
+            message = self._assistant(path)
+            if message.content is not None or message.tool_calls:
+                message = Message("assistant")
+                self.add(message, path)
+            message.content = content
+        elif role in ("system", "developer") and (text := _only_text(content)) is not None:
+            self.system(text, path)
+        else:
+            self.add(Message(role, content), path)
+
+    def _assistant(self, path: str) -> Message:
+        """The last message if it is an assistant's, else a new one."""
+        if not self.found or self.found[-1].role != "assistant":
+            self.add(Message("assistant"), path)
+        return self.found[-1]
+
+
+def _parts(item: InputItem) -> Sequence[InputPart]:
+    return item.content if isinstance(item.content, list) else ()
+
+
+def _content(given: str | list[InputPart] | None, path: str) -> str | list[ContentPart]:
+    if given is None or isinstance(given, str):
+        return given or ""
+    parts: list[ContentPart] = []
+    for index, part in enumerate(given):
+        if isinstance(part, ResponseImage):
+            detail = "high" if part.detail == "original" else part.detail
+            parts.append(ImageUrlPart(image_url=ImageUrl(part.image_url, detail)))
+        elif isinstance(part, ResponseReasoningText):
+            raise InvalidRequest("belongs to an item of reasoning", param=f"{path}[{index}].type")
+        else:
+            parts.append(TextPart(part.text))
+    return parts
+
+
+def _only_text(content: str | list[ContentPart]) -> str | None:
+    if isinstance(content, str):
+        return content
+    texts = [part.text for part in content if isinstance(part, TextPart)]
+    return "\n".join(texts) if len(texts) == len(content) else None
+
+
+def _tool(given: FunctionDefinition) -> Tool:
+    fields = {name: getattr(given, name) for name in FunctionDefinition.__struct_fields__}
+    return Tool("function", FunctionDefinition(**fields))
+
+
+def _tool_choice(request: ResponsesRequest) -> ToolChoice | None:
+    match request.tool_choice:
+        case NamedFunction(name):
+            return FunctionChoice(FunctionName(name))
+        case AllowedResponseTools(mode, tools):
+            names = [FunctionChoice(FunctionName(tool.name)) for tool in tools]
+            return AllowedTools(AllowedFunctions(mode, names))
+        case choice:
+            return choice
+
+
+def _response_format(text: TextConfig | None) -> ResponseFormat | None:
+    match text.format if text else None:
+        case NamedJsonSchema() as given:
+            fields = {name: getattr(given, name) for name in JsonSchema.__struct_fields__}
+            return JsonSchemaFormat(JsonSchema(**fields))
+        case JsonObjectFormat() as given:
+            return given
+        case _:
+            return None
+
+
+class ResponseWriter:
+    """The answer, item by item, and the events that tell of it.
+
+    Attributes:
+        response: as it is at the moment.
+    """
+
+    def __init__(self, request: ResponsesRequest, response_id: str, completion: Completion) -> None:
+        self._completion = completion
+        self._number = 0
+        self._started = False
+        self._id = response_id.removeprefix("resp-")
+        self._open: OutputItem | None = None
+        self._call = -1  # of an open OutputCall
+        sampling, text = completion.prepared.sampling, request.text
+        self.response = ResponseObject(
+            id=f"resp_{self._id}",
+            created_at=now(),
+            model=request.model,
+            status="in_progress",
+            output=[],
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=None if request.metadata is UNSET else request.metadata,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning=request.reasoning,
+            temperature=sampling.temperature,
+            text=TextConfig((text and text.format) or TextFormat()),
+            tool_choice=request.tool_choice or "auto",
+            tools=request.tools or [],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=sampling.top_p,
+            user=request.user,
+        )
+
+    def start(self) -> list[ResponseEvent]:
+        """The first events; nothing when called again."""
+        if self._started:
+            return []
+        self._started = True
+        response = structs.replace(self.response, output=[])
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def update(self, update: Update) -> list[ResponseEvent]:
+        """Takes an update of the choice."""
+        events: list[ResponseEvent] = []
+        logprobs = update.logprobs or []
+        for part in update.parts:
+            if not self._continues(part):
+                events += [*self._close("completed"), *self._begin(part)]
+            takes_logprobs = isinstance(self._open, OutputMessage)
+            events.append(self._add(part, logprobs if takes_logprobs else []))
+            if takes_logprobs:
+                logprobs = []
+        return events
+
+    def finish(self) -> list[ResponseEvent]:
+        """The last events."""
+        response, events = self.response, self.start()
+        cut = self._completion.choices[0].finish_reason == "length"
+        if self._open is None and not response.output:  # an empty answer is an empty message
+            events += self._begin(None)
+        events += self._close("incomplete" if cut else "completed")
+        response.status = "incomplete" if cut else "completed"
+        response.completed_at = now()
+        response.usage = self._usage()
+        if cut:
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        return [*events, self._event(f"response.{response.status}", response=response)]
+
+    def fail(self, error: TriptychError) -> list[ResponseEvent]:
+        """The last events of a stream that failed."""
+        code = "server_error"
+        if isinstance(error, InvalidRequest):
+            code = "invalid_image" if isinstance(error, InvalidImage) else "invalid_prompt"
+        response = self.response
+        if self._open is not None:
+            self._open.status = "incomplete"
+        response.status, response.error = "failed", ResponseFailure(code, error.message)
+        return [
+            self._event("error", code=error.code, message=error.message, param=error.param),
+            self._event("response.failed", response=response),
+        ]
+
+    def _continues(self, part: Part) -> bool:
+        match self._open:
+            case OutputReasoning():
+                return isinstance(part, Reasoning)
+            case OutputCall():
+                return isinstance(part, Call) and part.index == self._call
+            case OutputMessage():
+                return not isinstance(part, Call | Reasoning)
+            case None:
+                return False
+
+    def _begin(self, part: Part | None) -> list[ResponseEvent]:
+        """Opens an item for a part; None: for text."""
+        index = len(self.response.output)
+        match part:
+            case Reasoning():
+                item = OutputReasoning(f"rs_{self._id}_{index}", [], "in_progress")
+            case Call():
+                item_id = f"fc_{self._id}_{index}"
+                item = OutputCall(item_id, part.call_id, part.name, "", "in_progress")
+                self._call = part.index
+            case _:
+                item = OutputMessage(f"msg_{self._id}_{index}", [], "in_progress")
+        self._open = item
+        events = [
+            self._event("response.output_item.added", item=_copy(item), output_index=index),
+        ]
+        self.response.output.append(item)
+        if isinstance(item, OutputCall):
+            return events
+        content: OutputText | ReasoningText
+        if isinstance(item, OutputMessage):
+            content = OutputText("", [], [])
+            item.content.append(content)
+        else:
+            content = ReasoningText("")
+            item.content.append(content)
+        added = self._item_event("response.content_part.added", item, content_index=0)
+        added.part = structs.replace(content)
+        return [*events, added]
+
+    def _add(self, part: Part, logprobs: list[LogprobEntry]) -> ResponseEvent:
+        item = self._open
+        if isinstance(part, Call):
+            assert isinstance(item, OutputCall)
+            item.arguments += part.arguments
+            kind = "response.function_call_arguments.delta"
+            return self._item_event(kind, item, delta=part.arguments)
+        if isinstance(item, OutputReasoning):
+            item.content[0].text += part.text
+            kind = "response.reasoning_text.delta"
+            return self._item_event(kind, item, content_index=0, delta=part.text)
+        assert isinstance(item, OutputMessage)
+        item.content[0].text += part.text
+        item.content[0].logprobs += logprobs
+        kind = "response.output_text.delta"
+        return self._item_event(kind, item, content_index=0, delta=part.text, logprobs=logprobs)
+
+    def _close(self, status: str) -> list[ResponseEvent]:
+        """Closes the open item, if any."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item.status = "incomplete" if status == "incomplete" else "completed"
+        events: list[ResponseEvent] = []
+        match item:
+            case OutputCall():
+                kind = "response.function_call_arguments.done"
+                done = self._item_event(kind, item, arguments=item.arguments, name=item.name)
+                events.append(done)
+            case OutputReasoning():
+                kind, text = "response.reasoning_text.done", item.content[0].text
+                events.append(self._item_event(kind, item, content_index=0, text=text))
+            case OutputMessage():
+                kind, part = "response.output_text.done", item.content[0]
+                done = self._item_event(kind, item, content_index=0, text=part.text)
+                done.logprobs = part.logprobs
+                events.append(done)
+        if not isinstance(item, OutputCall):
+            done = self._item_event("response.content_part.done", item, content_index=0)
+            done.part = item.content[0]
+            events.append(done)
+        index = len(self.response.output) - 1
+        events.append(self._event("response.output_item.done", item=item, output_index=index))
+        return events
+
+    def _item_event(self, kind: str, item: OutputItem, **fields: object) -> ResponseEvent:
+        index = len(self.response.output) - 1
+        return self._event(kind, item_id=item.id, output_index=index, **fields)
+
+    def _event(self, kind: str, **fields: object) -> ResponseEvent:
+        event = ResponseEvent(type=kind, sequence_number=self._number)
+        for name, value in fields.items():
+            setattr(event, name, value)
+        self._number += 1
+        return event
+
+    def _usage(self) -> ResponseUsage:
+        usage = self._completion.usage()
+        details = usage.completion_tokens_details
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(
+                self._completion.cached_tokens or 0,
+                self._completion.prepared.prompt.num_image_tokens,
+            ),
+            usage.completion_tokens,
+            OutputTokensDetails(0 if details is UNSET else details.reasoning_tokens),
+            usage.total_tokens,
+        )
+
+
+def _copy(item: OutputItem) -> OutputItem:
+    """As it is now, without content."""
+    return (
+        structs.replace(item) if isinstance(item, OutputCall) else structs.replace(item, content=[])
+    )
+
+
+def _encode(event: ResponseEvent) -> bytes:
+    return b"event: " + event.type.encode() + b"\ndata: " + encode_json(event) + b"\n\n"

@@ -1,0 +1,161 @@
+"""All routes: chat, models, health, metrics, and the pages.
+
+`app` mounts the table. Views translate between HTTP and `ChatService`; errors they raise become
+responses in `exchange`.
+"""
+
+import time
+from importlib import metadata
+from pathlib import Path
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.gateway.chat import ChatService
+from services.gateway.endpoints.chat_endpoint import ChatEndpoint
+from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, TokenCounter
+from services.gateway.endpoints.openapi import openapi_document
+from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
+from services.gateway.endpoints.text_completions_endpoint import TextCompletionEndpoint
+from services.gateway.endpoints.tokenization import TokenizationRoutes
+from services.gateway.forms.responses import ModelCard, ModelList
+from services.gateway.http.exchange import JsonResponse
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.tenancy.admission import Admission
+from services.gateway.warm_up import WarmUp
+
+# The page contains its own script and style and loads nothing else.
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+
+
+class Routes:
+    """The views of one gateway."""
+
+    def __init__(
+        self,
+        service: ChatService,
+        warm_up: WarmUp,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        model_directory: Path,
+    ) -> None:
+        self._service = service
+        self._tokenization = TokenizationRoutes(service, admission, model_directory)
+        self._warm_up = warm_up
+        self._admission = admission
+        self._metrics = metrics
+        self._was_ready = False
+        self._created = int(time.time())
+        pages = Path(__file__).parents[1] / "static"
+        self._page = (pages / "index.html").read_bytes()
+        self._docs_page = (pages / "docs.html").read_bytes()
+
+    def table(self) -> list[Route]:
+        """Every route but the warm-up's."""
+        counter = TokenCounter(self._service, self._admission)
+        parts = self._service, self._admission, self._metrics
+        return [
+            Route("/v1/chat/completions", ChatEndpoint(*parts), methods=["POST"]),
+            Route("/v1/completions", TextCompletionEndpoint(*parts), methods=["POST"]),
+            Route("/v1/responses", ResponsesEndpoint(*parts), methods=["POST"]),
+            Route("/v1/messages", MessagesEndpoint(*parts), methods=["POST"]),
+            Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            *self._tokenization.table(),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ping", self.health, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/docs", self.docs, methods=["GET"]),
+            Route("/", self.page, methods=["GET"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        return JsonResponse(ModelList([self._model()]))
+
+    async def model(self, request: Request) -> Response:
+        self._service.check_model(request.path_params["name"])
+        return JsonResponse(self._model())
+
+    async def health(self, request: Request) -> Response:
+        """Liveness: the process answers."""
+        return JsonResponse({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        """The version of this package."""
+        return JsonResponse({"version": _version()})
+
+    async def ready(self, request: Request) -> Response:
+        """Readiness: the services were healthy once, the warm-up is done, and it is not draining.
+
+        Without services later on, requests get a 503 that says when to retry; clients of a gateway
+        that is not ready would find nothing to connect to.
+        """
+        if self._admission.draining:
+            return JsonResponse({"status": "draining"}, 503)
+        if self._was_ready:
+            return JsonResponse({"status": "ready", **self._left_out()})
+        if not self._service.ready():
+            status = f"waiting for {self._service.needs}"
+            return JsonResponse({"status": status, **self._left_out()}, 503)
+        if not self._warm_up.done:
+            return JsonResponse({"status": "warming up"}, 503)
+        self._was_ready = True
+        return JsonResponse({"status": "ready", **self._left_out()})
+
+    def _left_out(self) -> dict[str, dict[str, str]]:
+        """Pods that are healthy but serve another model, if there are any."""
+        found = {**self._service.encoders.misfits(), **self._service.decoders.misfits()}
+        return {"left_out": found} if found else {}
+
+    async def metrics(self, request: Request) -> Response:
+        """All metrics in Prometheus' text format."""
+        data = generate_latest(self._metrics.registry)
+        return Response(data, media_type=CONTENT_TYPE_LATEST)
+
+    async def page(self, request: Request) -> Response:
+        """The chat page."""
+        return _page(self._page)
+
+    async def docs(self, request: Request) -> Response:
+        """A page that shows the OpenAPI document."""
+        return _page(self._docs_page)
+
+    async def openapi(self, request: Request) -> Response:
+        """The OpenAPI document."""
+        return JsonResponse(openapi_document(_version()))
+
+    def _model(self) -> ModelCard:
+        service = self._service
+        return ModelCard(
+            service.model_name,
+            self._created,
+            service.max_model_len(),
+            service.input_modalities,
+            root=service.model_name,
+        )
+
+
+def _page(html: bytes) -> Response:
+    headers = {
+        "content-security-policy": _PAGE_POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return Response(html, media_type="text/html", headers=headers)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

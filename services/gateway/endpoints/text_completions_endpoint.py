@@ -1,0 +1,229 @@
+"""POST /v1/completions: prompts in, OpenAI's text completions out.
+
+Each prompt is a request of its own to `ChatService`, with a prompt that is not rendered.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from services.gateway.answers.merging import merge
+from services.gateway.chat import Completion
+from services.gateway.endpoints.endpoint import Endpoint, Work, now, parse_body
+from services.gateway.forms.parts import Text
+from services.gateway.forms.responses import (
+    DONE,
+    LogprobEntry,
+    PromptTokensDetails,
+    Update,
+    Usage,
+    encode_json,
+)
+from services.gateway.forms.text_completions import (
+    CompletionRequest,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    parse_completion_request,
+)
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
+
+_PATHS: Mapping[str, str] = {"messages": "prompt"}
+
+
+class TextCompletionEndpoint(Endpoint):
+    """The endpoint."""
+
+    async def answer(self, work: Work, body: bytes) -> None:
+        request = await parse_body(parse_completion_request, body)
+        del body
+        work.paths = _PATHS
+        self._service.check_model(request.model)
+        prompts, chat = request.prompts, request.to_chat()
+        for index, prompt in enumerate(prompts):
+            timings = replace(work.timings, seconds={}) if index else work.timings
+            with timings.measure("tokenize"):
+                draft = await self._service.draft_text(
+                    prompt,
+                    f"prompt[{index}]" if len(prompts) > 1 else "prompt",
+                    add_special_tokens=request.add_special_tokens is not False,
+                )
+            completion = await self._service.prepare(
+                chat, work.exchange.request_id, timings, work.slot, draft
+            )
+            work.completions.append(completion)
+        beginnings = self._texts(request, work.completions)
+        tokenizer = self._service.tokenizer
+        writer = _Writer(request, work.response_id("cmpl"), beginnings, tokenizer)
+        if request.stream:
+            await self._stream(work, writer)
+        else:
+            await self._whole(work, writer)
+
+    def _texts(self, request: CompletionRequest, completions: Sequence[Completion]) -> list[str]:
+        """What each answer begins with: the prompt, if it is echoed."""
+        if not request.echo:
+            return [""] * len(completions)
+        token_bytes = self._service.tokenizer.token_bytes
+        return [
+            prompt
+            if isinstance(prompt, str)
+            else b"".join([token_bytes(token) for token in prompt]).decode(errors="replace")
+            for prompt in request.prompts
+        ]
+
+    async def _stream(self, work: Work, writer: "_Writer") -> None:
+        request, completions = writer.request, work.completions
+        options = request.stream_options
+        continuous = bool(options and options.continuous_usage_stats)
+        include_usage = bool(options and options.include_usage) or continuous
+        answers = [self._service.answer(completion) for completion in completions]
+        async with aclosing(merge(answers)) as merged:
+            async for index, updates in merged:
+                chunks = [
+                    writer.answer([choice])
+                    for update in updates
+                    if (choice := writer.choice(completions[index], index, [update])) is not None
+                ]
+                if include_usage:
+                    for chunk in chunks:
+                        chunk.usage = _usage(completions) if continuous else None
+                if data := b"".join(map(_event, chunks)):
+                    await work.exchange.write(data)
+        last = b""
+        if include_usage:
+            chunk = writer.answer([])
+            chunk.usage = _usage(completions)
+            last = _event(chunk)
+        await work.exchange.write(last + DONE, last=True)
+
+    async def _whole(self, work: Work, writer: "_Writer") -> None:
+        updates_of: list[list[list[Update]]] = [
+            [[] for _ in completion.choices] for completion in work.completions
+        ]
+
+        answers = [self._service.answer(completion) for completion in work.completions]
+        async with aclosing(merge(answers)) as merged:
+            async for index, updates in merged:
+                for update in updates:
+                    updates_of[index][update.choice].append(update)
+        found = [
+            writer.choice(completion, index, updates)
+            for index, completion in enumerate(work.completions)
+            for updates in updates_of[index]
+        ]
+        answer = writer.answer([choice for choice in found if choice is not None])
+        answer.usage = _usage(work.completions)
+        await work.exchange.write_json(answer)
+
+
+class _Writer:
+    """Answers of one request, whole or in pieces.
+
+    Args:
+        request: of the client.
+        response_id: of all answers.
+        beginnings: of each prompt's answers.
+        tokenizer: of the model.
+    """
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        response_id: str,
+        beginnings: Sequence[str],
+        tokenizer: ModelTokenizer,
+    ) -> None:
+        self.request = request
+        self._id = response_id
+        self._created = now()
+        self._beginnings = beginnings
+        self._tokenizer = tokenizer
+        self._started: set[int] = set()
+        self._lengths: dict[int, int] = {}
+
+    def answer(self, choices: list[TextChoice]) -> TextCompletion:
+        return TextCompletion(self._id, self._created, self.request.model, choices)
+
+    def choice(
+        self, completion: Completion, prompt: int, updates: Sequence[Update]
+    ) -> TextChoice | None:
+        """What updates of one choice add to it; None: nothing."""
+        request, last = self.request, updates[-1]
+        index = prompt * (request.n or 1) + last.choice
+        is_first = index not in self._started
+        self._started.add(index)
+        beginning = self._beginnings[prompt] if is_first else ""
+        entries: list[LogprobEntry] = []
+        text, ids = beginning, list[int]()
+        if request.max_tokens != 0:
+            entries = [entry for update in updates for entry in update.logprobs or ()]
+            text += "".join(
+                part.text for u in updates for part in u.parts if isinstance(part, Text)
+            )
+            ids = [token for update in updates for token in update.token_ids]
+        if not (text or entries or ids or last.finish_reason):
+            return None
+        finish_reason = last.finish_reason
+        if finish_reason and request.max_tokens == 0:
+            finish_reason = "length"
+        choice = TextChoice(index, text, None, finish_reason, last.stop_reason)
+        if request.logprobs is not None:
+            first = None
+            if is_first and request.echo:
+                prompt_ids = completion.prompt_token_ids()
+                first = self._text_of(prompt_ids[0])
+                entries = completion.prompt_scores.entries(prompt_ids, self._tokenizer) + entries
+            offset = self._lengths.get(index, 0)
+            choice.logprobs = text_logprobs(entries, offset, first)
+            self._lengths[index] = offset + sum(map(len, choice.logprobs.tokens))
+        if is_first and request.prompt_logprobs is not None:
+            prompt_ids = completion.prompt_token_ids()
+            choice.prompt_logprobs = completion.prompt_scores.by_id(prompt_ids, self._tokenizer)
+        if request.return_token_ids:
+            choice.token_ids = ids
+            if is_first:
+                choice.prompt_token_ids = completion.prompt_token_ids()
+        return choice
+
+    def _text_of(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def text_logprobs(
+    entries: Sequence[LogprobEntry], offset: int, first: str | None = None
+) -> TextLogprobs:
+    """Logprobs in the form of text completions.
+
+    Args:
+        entries: of tokens, in order.
+        offset: of the first token in the text.
+        first: a token before them, which has no logprob.
+    """
+    found = TextLogprobs([], [], [], [])
+    if first is not None:
+        found = TextLogprobs([first], [None], [None], [offset])
+        offset += len(first)
+    for entry in entries:
+        found.tokens.append(entry.token)
+        found.token_logprobs.append(entry.logprob)
+        top = {other.token: other.logprob for other in entry.top_logprobs}
+        found.top_logprobs.append({entry.token: entry.logprob, **top})
+        found.text_offset.append(offset)
+        offset += len(entry.token)
+    return found
+
+
+def _usage(completions: Sequence[Completion]) -> Usage:
+    """Of all prompts together."""
+    found = [completion.usage() for completion in completions]
+    prompt = sum(usage.prompt_tokens for usage in found)
+    generated = sum(usage.completion_tokens for usage in found)
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in found]
+    known = [count for count in cached if count is not None]
+    details = PromptTokensDetails(None, sum(known) if known else None)
+    return Usage(prompt, generated, prompt + generated, details)
+
+
+def _event(chunk: TextCompletion) -> bytes:
+    return b"data: " + encode_json(chunk) + b"\n\n"

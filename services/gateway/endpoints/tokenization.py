@@ -1,0 +1,130 @@
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info: what the model's tokenizer does.
+
+The names and shapes are vLLM's. Errors are raised as `TriptychError`s.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.common.errors import InvalidRequest
+from services.common.model_spec import read_json
+from services.gateway.chat import ChatService
+from services.gateway.endpoints.endpoint import received
+from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.openai import MAX_MESSAGES, ChatRequest, Message, check_chat_request
+from services.gateway.forms.tools import MAX_TOOLS, Tool
+from services.gateway.http.exchange import JsonResponse
+from services.gateway.prompts.chat_template import read_template
+from services.gateway.tenancy.admission import Admission
+
+MAX_TOKENS = 1 << 20
+_TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True):
+    """POST /tokenize: plain text, or messages as the chat template renders them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(Struct):
+    """All token ids, with those of images; `token_strs` are entries of the vocabulary."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[_TokenId], Meta(max_length=MAX_TOKENS)]
+    model: str | None = None
+
+
+class DetokenizeResponse(Struct):
+    """The text of all tokens, special ones included."""
+
+    prompt: str
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class TokenizationRoutes:
+    """The views of one gateway."""
+
+    def __init__(self, service: ChatService, admission: Admission, directory: Path) -> None:
+        self._service = service
+        self._admission = admission
+        self._directory = directory
+
+    def table(self) -> list[Route]:
+        """Every route."""
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids; messages count with all tokens of their images."""
+        service = self._service
+        async with received(self._admission, request) as (slot, body):
+            parsed = decode_json(_tokenize_decoder, body)
+            if (parsed.prompt is None) == (parsed.messages is None):
+                raise InvalidRequest("give either prompt or messages", param="prompt")
+            if parsed.model is not None:
+                service.check_model(parsed.model)
+            if parsed.prompt is not None:
+                tokens = await service.tokenize_text(parsed.prompt, parsed.add_special_tokens)
+            elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
+                raise InvalidRequest("chat templates add them", param="add_special_tokens")
+            else:
+                chat = ChatRequest(
+                    service.model_name,
+                    parsed.messages or [],
+                    tools=parsed.tools,
+                    add_generation_prompt=parsed.add_generation_prompt,
+                    continue_final_message=parsed.continue_final_message,
+                    chat_template_kwargs=parsed.chat_template_kwargs,
+                )
+                check_chat_request(chat)
+                tokens = await service.tokenize(chat, slot.hold)
+        answer = TokenizeResponse(len(tokens), service.max_model_len(), tokens)
+        if parsed.return_token_strs:
+            answer.token_strs = [service.tokenizer.token_string(token) for token in tokens]
+        return JsonResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        async with received(self._admission, request) as (_, body):
+            parsed = decode_json(_detokenize_decoder, body)
+            if parsed.model is not None:
+                self._service.check_model(parsed.model)
+            self._service.check_token_ids(parsed.tokens, "tokens")
+            token_bytes = self._service.tokenizer.token_bytes
+            text = b"".join([token_bytes(token) for token in parsed.tokens])
+        return JsonResponse(DetokenizeResponse(text.decode(errors="replace")))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """tokenizer_config.json and the chat template."""
+        path = self._directory / "tokenizer_config.json"
+        config: dict[str, Any] = read_json(path) if path.exists() else {}
+        return JsonResponse({**config, "chat_template": read_template(self._directory)})

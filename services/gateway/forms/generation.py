@@ -1,0 +1,109 @@
+"""Fields of a request that say how its answers are generated: of chat and of text completions.
+
+It knows no model: what depends on the model is checked by `sampling`. All errors are
+`InvalidRequest`; `param` names the field.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, Struct
+
+from services.common.errors import InvalidRequest
+from services.gateway.forms.answer_formats import ResponseFormat, StructuredOutputs
+from services.gateway.forms.hints import RequestHints
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_N = 8
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 16384
+MAX_BAD_WORDS = 128
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+_SALT = re.compile(r"[^@/\\\x00]+")
+_MAX_NEUTRAL_BYTES = 64
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """Further fields of a stream's chunks."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(RequestHints, kw_only=True, forbid_unknown_fields=True):
+    """Inherited by the requests that have them."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    allowed_token_ids: _AllowedIds | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = (
+        None
+    )
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+
+
+def check_generation(request: GenerationFields) -> None:
+    """Checks what a field's type does not.
+
+    Raises:
+        InvalidRequest: `param` names the field.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest("not available in a stream", param="prompt_logprobs")
+    if request.logit_bias and len(request.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
+    if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):
+        raise InvalidRequest("cache_salt must not hold @, / or \\", param="cache_salt")
+
+
+def refuse_unserved(request: Struct, neutral: Mapping[str, Sequence[object]]) -> None:
+    """Refuses fields that are not served, unless their value changes nothing.
+
+    Args:
+        request: the fields are of type `Raw`, or UNSET.
+        neutral: field -> its values that change nothing.
+
+    Raises:
+        InvalidRequest: `param` names the field.
+    """
+    for name, values in neutral.items():
+        raw = getattr(request, name)
+        if raw is UNSET:
+            continue
+        if len(raw) > _MAX_NEUTRAL_BYTES or msgspec.json.decode(raw) not in values:
+            raise InvalidRequest(f"{name} is not supported", param=name)

@@ -1,0 +1,354 @@
+"""The types of POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages.
+
+`messages_endpoint` makes a chat request of a request.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from services.common.errors import InvalidRequest
+from services.gateway.forms.generation import MAX_STOPS, StopString
+from services.gateway.forms.hints import PartHints
+from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS
+from services.gateway.forms.tools import MAX_TOOLS
+
+_Any = Raw | UnsetType
+
+
+# Input.
+
+
+class TextBlock(PartHints, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Text."""
+
+    text: str
+    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+
+class Base64Source(Struct, forbid_unknown_fields=True, tag_field="type", tag="base64"):
+    """An image's bytes."""
+
+    data: str
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+
+
+class UrlSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="url"):
+    """An image's URL."""
+
+    url: str
+
+
+class ImageBlock(PartHints, forbid_unknown_fields=True, tag_field="type", tag="image"):
+    """An image."""
+
+    source: Base64Source | UrlSource
+
+
+class ThinkingBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
+    """Reasoning of an earlier answer; its signature has no effect."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(PartHints, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
+    """A call in an earlier answer."""
+
+    id: str
+    name: str
+    input: Raw
+    caller: _Any = UNSET
+
+
+class ToolResultBlock(PartHints, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
+    """What a call gave. `is_error` has no effect: the content says what happened."""
+
+    tool_use_id: str
+    content: str | Annotated[list[TextBlock | ImageBlock], Meta(max_length=MAX_PARTS)] = ""
+    is_error: bool | None = None
+
+
+Block = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+class Turn(Struct, forbid_unknown_fields=True):
+    """One turn. The answer goes on with the text of a last turn of the assistant."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Meta(max_length=MAX_PARTS)]
+
+
+class ToolDefinition(PartHints, kw_only=True, forbid_unknown_fields=True):
+    """A tool. Only the client's own are served."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    # Accepted without effect.
+    allowed_callers: _Any = UNSET
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: _Any = UNSET
+
+
+class AutoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="auto"):
+    """The model may call tools."""
+
+    disable_parallel_tool_use: bool = False
+
+
+class AnyChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="any"):
+    """The model has to call a tool."""
+
+    disable_parallel_tool_use: bool = False
+
+
+class ToolNameChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool"):
+    """The model has to call this tool."""
+
+    name: str
+    disable_parallel_tool_use: bool = False
+
+
+class NoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="none"):
+    """The model must not call tools."""
+
+
+class EnabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
+    """The model thinks before it answers. Its budget has no effect: `max_tokens` bounds both."""
+
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    display: Literal["summarized"] | None = None
+
+
+class AdaptiveThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
+    """The model thinks if its template makes it think by default."""
+
+    display: Literal["summarized"] | None = None
+
+
+class DisabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
+    """The model does not think."""
+
+
+class SchemaFormat(Struct, forbid_unknown_fields=True):
+    """The answer is a value of a schema."""
+
+    schema: Raw
+    type: Literal["json_schema"]
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    """The answer's form, and how much the model reasons."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: SchemaFormat | None = None
+
+
+class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
+    tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AutoChoice | AnyChoice | ToolNameChoice | NoChoice | None = None
+    thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None = None
+    output_config: OutputConfig | None = None
+    # Accepted without effect.
+    cache_control: _Any = UNSET
+    diagnostics: _Any = UNSET
+    speed: _Any = UNSET
+    user_profile_id: _Any = UNSET
+    workspace_id: _Any = UNSET
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)]
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    # Accepted without effect.
+    metadata: _Any = UNSET
+    service_tier: _Any = UNSET
+    inference_geo: _Any = UNSET
+
+
+_messages_decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountTokensRequest)
+
+
+def parse_messages_request(body: bytes) -> MessagesRequest:
+    """Parses a request body.
+
+    Raises:
+        InvalidRequest: a field is of a wrong type or does not belong there; `param` names it.
+    """
+    request = decode_json(_messages_decoder, body)
+    _check_turns(request.messages)
+    return request
+
+
+def parse_count_request(body: bytes) -> CountTokensRequest:
+    """Parses a request body, as `parse_messages_request`."""
+    request = decode_json(_count_decoder, body)
+    _check_turns(request.messages)
+    return request
+
+
+_ROLES: dict[str, tuple[type[Struct], ...]] = {
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+
+
+def _check_turns(turns: list[Turn]) -> None:
+    for index, turn in enumerate(turns):
+        blocks = turn.content if isinstance(turn.content, list) else ()
+        for position, block in enumerate(blocks):
+            if not isinstance(block, _ROLES[turn.role]):
+                kind = block.__struct_config__.tag
+                raise InvalidRequest(
+                    f"a turn of the {turn.role} has no {kind}",
+                    param=f"messages[{index}].content[{position}]",
+                )
+
+
+# Output.
+
+
+class TextAnswer(Struct, tag_field="type", tag="text"):
+    """Text of the answer."""
+
+    text: str
+    citations: None = None
+
+
+class ThinkingAnswer(Struct, tag_field="type", tag="thinking"):
+    """What the model thought. The signature is empty: nothing has to prove it."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseAnswer(Struct, tag_field="type", tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = TextAnswer | ThinkingAnswer | ToolUseAnswer
+
+
+class MessageUsage(Struct):
+    """Tokens; `input_tokens` without those found in the prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageAnswer(Struct):
+    """An answer; in `message_start` without content."""
+
+    id: str
+    model: str
+    content: list[AnswerBlock]
+    usage: MessageUsage
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+
+
+class TokenCount(Struct):
+    """Tokens of a prompt, those of images included."""
+
+    input_tokens: int
+
+
+class TextDelta(Struct, tag_field="type", tag="text_delta"):
+    """More text."""
+
+    text: str
+
+
+class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
+    """More reasoning."""
+
+    thinking: str
+
+
+class SignatureDelta(Struct, tag_field="type", tag="signature_delta"):
+    """The end of the reasoning."""
+
+    signature: str
+
+
+class InputDelta(Struct, tag_field="type", tag="input_json_delta"):
+    """More of a call's input, as JSON text."""
+
+    partial_json: str
+
+
+class MessageStart(Struct, tag_field="type", tag="message_start"):
+    """The first event."""
+
+    message: MessageAnswer
+
+
+class BlockStart(Struct, tag_field="type", tag="content_block_start"):
+    """A block begins, empty."""
+
+    index: int
+    content_block: AnswerBlock
+
+
+class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
+    """A piece of the open block."""
+
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+
+
+class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
+    """The open block ends."""
+
+    index: int
+
+
+class StopDelta(Struct):
+    """How the answer ended."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(Struct, tag_field="type", tag="message_delta"):
+    """The answer has ended."""
+
+    delta: StopDelta
+    usage: MessageUsage
+
+
+class MessageStop(Struct, tag_field="type", tag="message_stop"):
+    """The last event."""
+
+
+MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop

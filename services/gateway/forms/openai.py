@@ -1,0 +1,272 @@
+"""The chat completions request: the part of OpenAI's and vLLM's fields that is served.
+
+A field that would change the answer and is not served is refused by name with a 400; so is an
+unknown field. Accepted without effect, because they change no answer: the fields of `hints`,
+`stream_options.include_obfuscation`.
+
+`image_url.detail`: `low` resizes to at most 512 x 512 pixels; `high` and `auto` mean the model's
+own limits. `min_pixels` and `max_pixels` (in the image, beside it, or for the whole request; also
+as `mm_processor_kwargs`) take precedence and are clamped to the model's limits.
+`include_stage_times: true` adds `stage_times_ms` and `images` to the response or the last chunk.
+
+The endpoints parse bodies with it. It knows no model: what depends on the model is checked by
+`prompt` and `sampling`. All errors are `InvalidRequest`; `param` names the field.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from services.common.errors import InvalidRequest
+from services.gateway.forms.generation import (
+    MAX_TOP_LOGPROBS,
+    GenerationFields,
+    check_generation,
+    refuse_unserved,
+)
+from services.gateway.forms.hints import MessageHints, PartHints
+from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.tools import (
+    MAX_CALLS,
+    MAX_TOOLS,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    tool_characters,
+)
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 1024
+
+_Any = msgspec.Raw
+_Detail = Literal["auto", "low", "high"]
+_Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
+_Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class TextPart(PartHints, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Literal text: special tokens in it are not recognised."""
+
+    text: str
+
+
+class InputTextPart(TextPart, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
+    """Text as the Responses API spells it."""
+
+
+class ImageUrl(Struct, forbid_unknown_fields=True):
+    """A URL and how the image is resized. `format` is a hint: the bytes decide."""
+
+    url: str
+    detail: _Detail | None = None
+    min_pixels: _Pixels | None = None
+    max_pixels: _Pixels | None = None
+    format: str | None = None
+
+
+class ImagePart(PartHints, kw_only=True, forbid_unknown_fields=True):
+    """An image, in one of its spellings."""
+
+    min_pixels: _Pixels | None = None
+    max_pixels: _Pixels | None = None
+
+    @property
+    def image(self) -> ImageUrl:
+        """The image, however the part spells it."""
+        raise NotImplementedError
+
+
+class ImageUrlPart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    """OpenAI's part."""
+
+    image_url: ImageUrl | str
+
+    @property
+    def image(self) -> ImageUrl:
+        return self.image_url if isinstance(self.image_url, ImageUrl) else ImageUrl(self.image_url)
+
+
+class InputImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
+    """An image as the Responses API spells it."""
+
+    image_url: ImageUrl | str
+    detail: _Detail | None = None
+
+    @property
+    def image(self) -> ImageUrl:
+        if isinstance(self.image_url, ImageUrl):
+            return self.image_url
+        return ImageUrl(self.image_url, self.detail)
+
+
+class NamedImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image"):
+    """An image as model cards spell it: the URL in `image`."""
+
+    url: str = msgspec.field(name="image")
+
+    @property
+    def image(self) -> ImageUrl:
+        return ImageUrl(self.url)
+
+
+Part = TextPart | InputTextPart | ImageUrlPart | InputImagePart | NamedImagePart
+_Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
+
+
+class Message(MessageHints, forbid_unknown_fields=True):
+    """One turn. Clients echo the fields after `content` from earlier responses."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | _Parts | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class MultimodalOptions(Struct, forbid_unknown_fields=True):
+    """vLLM's spelling of the request's pixel limits."""
+
+    min_pixels: _Pixels | None = None
+    max_pixels: _Pixels | None = None
+
+
+_CHARACTERS_OF_A_TURN = 16  # rendering a message or a part takes as long
+
+
+class ChatRequest(GenerationFields, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    min_pixels: _Pixels | None = None
+    max_pixels: _Pixels | None = None
+    mm_processor_kwargs: MultimodalOptions | None = None
+    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_stage_times: bool | None = None
+    # Refused unless the value means the default behaviour.
+    functions: _Any | UnsetType = UNSET
+    function_call: _Any | UnsetType = UNSET
+    modalities: _Any | UnsetType = UNSET
+    audio: _Any | UnsetType = UNSET
+    verbosity: _Any | UnsetType = UNSET
+    web_search_options: _Any | UnsetType = UNSET
+
+    @property
+    def num_characters(self) -> int:
+        """Length of the text in messages and tools, nearly; empty parts are work, too."""
+        size = tool_characters(self.tools) if self.tools else 0
+        size += _CHARACTERS_OF_A_TURN * len(self.messages)
+        for message in self.messages:
+            content = message.content or ""
+            if isinstance(content, str):
+                size += len(content)
+            else:
+                size += _CHARACTERS_OF_A_TURN * len(content)
+                size += sum(len(part.text) for part in content if isinstance(part, TextPart))
+            for call in message.tool_calls or ():
+                size += len(call.function.arguments)
+        return size
+
+
+# Fields that are not served, and their values that change nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "functions": (None,),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+_NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
+    "refusal": (None,),
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+}
+
+# For the OpenAPI document: struct -> field -> values that are taken.
+NEUTRAL_VALUES = {"ChatRequest": _NEUTRAL, "Message": _NEUTRAL_IN_MESSAGE}
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+
+
+def parse_chat_request(body: bytes) -> ChatRequest:
+    """Parses a request body; every field is of its type and within its bounds.
+
+    Raises:
+        InvalidRequest: a field is not; `param` names it.
+    """
+    request = decode_json(_decoder, body)
+    check_chat_request(request)
+    return request
+
+
+def check_chat_request(request: ChatRequest) -> None:
+    """Checks what types alone do not say.
+
+    Raises:
+        InvalidRequest: a field contradicts another, or is not served.
+    """
+    refuse_unserved(request, _NEUTRAL)
+    check_generation(request)
+    for index, message in enumerate(request.messages):
+        _check_message(message, index)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        raise InvalidRequest(
+            "give max_completion_tokens or max_tokens, not both", param="max_tokens"
+        )
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise InvalidRequest(
+                "give add_generation_prompt or continue_final_message, not both",
+                param="continue_final_message",
+            )
+        if request.messages[-1].role != "assistant" or not request.messages[-1].content:
+            raise InvalidRequest(
+                "the last message is not an assistant's text", param="continue_final_message"
+            )
+
+
+def _check_message(message: Message, index: int) -> None:
+    path = f"messages[{index}]"
+    for name, neutral in _NEUTRAL_IN_MESSAGE.items():
+        if all(getattr(message, name) != value for value in neutral):
+            raise InvalidRequest(f"{name} is not supported", param=f"{path}.{name}")
+    role = message.role
+    if role == "function":
+        raise InvalidRequest(f"role {role} is not supported", param=f"{path}.role")
+    if message.content is None and role != "assistant":
+        raise InvalidRequest("content is missing", param=f"{path}.content")
+    for name in ("tool_calls", "reasoning", "reasoning_content"):
+        if getattr(message, name) and role != "assistant":
+            raise InvalidRequest(f"a {role} message has no {name}", param=f"{path}.{name}")
+    if (message.tool_call_id is None) == (role == "tool"):
+        missing = "is missing" if role == "tool" else "belongs to a tool message"
+        raise InvalidRequest(f"tool_call_id {missing}", param=f"{path}.tool_call_id")
+    if role not in ("user", "tool") and isinstance(message.content, list):
+        for position, part in enumerate(message.content):
+            if isinstance(part, ImagePart):
+                raise InvalidRequest(
+                    f"images are not allowed in a {role} message",
+                    param=f"{path}.content[{position}]",
+                )

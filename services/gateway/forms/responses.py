@@ -1,0 +1,347 @@
+"""What the gateway answers to chat requests, in OpenAI's shapes: whole responses and chunks.
+
+A streamed token costs one small JSON string between two byte strings made once per request.
+`chat` and `exchange` send what is made here; nothing here sends, waits or fails.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from services.common.errors import TriptychError
+from services.gateway.forms.error_answers import error_of
+from services.gateway.forms.parts import Call, Part, Reasoning, Text, join
+
+encode_json = msgspec.json.encode
+
+
+class TopLogprob(Struct):
+    """An alternative to a token."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class LogprobEntry(Struct):
+    """A token of the text."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(Struct):
+    """Logprobs of a choice, or of one chunk of it."""
+
+    content: list[LogprobEntry]
+    refusal: None = None
+
+
+class PromptTokensDetails(Struct, omit_defaults=True):
+    """`cached_tokens` is absent while the decoder has not reported it."""
+
+    image_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class CompletionTokensDetails(Struct):
+    """Tokens of the reasoning, with its tags."""
+
+    reasoning_tokens: int
+
+
+class Usage(Struct):
+    """Tokens of a request, summed over its choices.
+
+    `completion_tokens_details` is there if the model thinks.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class ImageReport(Struct):
+    """Where one image's embedding came from, for `include_stage_times`.
+
+    `encode_source` is computed, memory, redis or joined; null: the decoder had the embedding
+    before the encoder answered.
+    """
+
+    encode_source: str | None
+    num_tokens: int
+    grid_thw: tuple[int, int, int]
+
+
+class CalledFunction(Struct):
+    """What to call. In a stream the name comes once, the arguments in pieces."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallAnswer(Struct):
+    """A tool call, or in a stream (`index` is set) a piece of one."""
+
+    function: CalledFunction
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class AssistantMessage(Struct):
+    """The parts of a choice. `content` is null beside reasoning or calls alone."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # vLLM's newer name of the former
+    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
+
+
+class PromptLogprob(Struct):
+    """Of one token in one place of a prompt; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class ResponseChoice(Struct):
+    """A choice of a whole response."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: str
+    logprobs: Logprobs | None
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct):
+    """The response to a request without `stream`."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ResponseChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    system_fingerprint: None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    stage_times_ms: dict[str, float] | UnsetType = UNSET
+    images: list[ImageReport] | UnsetType = UNSET
+
+
+class ChunkDelta(Struct, omit_defaults=True):
+    """What a chunk adds to a choice."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(Struct):
+    """A choice in a chunk."""
+
+    index: int
+    delta: ChunkDelta
+    logprobs: Logprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Struct):
+    """An event of a stream, as `ChunkWriter` writes it; the last has no choices."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    system_fingerprint: None = None
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    stage_times_ms: dict[str, float] | UnsetType = UNSET
+    images: list[ImageReport] | UnsetType = UNSET
+
+
+class ModelCard(Struct):
+    """The served model."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    input_modalities: list[str]
+    root: str
+    object: Literal["model"] = "model"
+    owned_by: str = "triptych"
+    parent: None = None
+
+
+class ModelList(Struct):
+    """All served models: one."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class Update(Struct, frozen=True):
+    """New parts of one choice.
+
+    Attributes:
+        parts: pieces, in order.
+        finish_reason: `stop`, `length` or `tool_calls`, in the last update of the choice.
+        stop_reason: the stop string or the requested stop token's id that ended the choice.
+        token_ids: those of the update, the one that ended the choice included; empty unless the
+            request wants them.
+    """
+
+    choice: int
+    parts: Sequence[Part]
+    logprobs: list[LogprobEntry] | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    token_ids: Sequence[int] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, nearly; of logprobs as if each had all alternatives."""
+        return 512 + 4096 * len(self.logprobs or ()) + 40 * len(self.token_ids)
+
+
+def assistant_message(pieces: Sequence[Part]) -> AssistantMessage:
+    """A whole choice from all its pieces."""
+    parts = join(pieces)
+    text = _text(parts, Text)
+    reasoning = _text(parts, Reasoning) or UNSET
+    calls = [_call(part, whole=True) for part in parts if isinstance(part, Call)]
+    content = None if not text and (reasoning or calls) else text
+    return AssistantMessage(
+        content, reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or UNSET
+    )
+
+
+def _delta(pieces: Sequence[Part]) -> dict[str, object]:
+    parts = join(pieces)
+    delta: dict[str, object] = {}
+    if text := _text(parts, Text):
+        delta["content"] = text
+    if reasoning := _text(parts, Reasoning):
+        delta["reasoning_content"] = delta["reasoning"] = reasoning
+    if calls := [_call(part, whole=False) for part in parts if isinstance(part, Call)]:
+        delta["tool_calls"] = calls
+    return delta
+
+
+def _text(parts: Sequence[Part], kind: type[Text] | type[Reasoning]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, kind))
+
+
+def _call(call: Call, *, whole: bool) -> ToolCallAnswer:
+    answer = ToolCallAnswer(CalledFunction(call.arguments))
+    if not whole:
+        answer.index = call.index
+    if call.call_id:
+        answer.id, answer.type, answer.function.name = call.call_id, "function", call.name
+    return answer
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def error_event(error: TriptychError) -> bytes:
+    """The last event of a stream that failed; no `[DONE]` follows."""
+    return b"data: " + encode_json(error_of(error)) + b"\n\n"
+
+
+class ChunkWriter:
+    """Serializes the chunks of one streamed response as server-sent events.
+
+    Args:
+        response_id: `chatcmpl-...`.
+        created: Unix time.
+        model: as served.
+        usage_field: whether each chunk has a `usage` field; null unless `update` is given one.
+    """
+
+    def __init__(self, response_id: str, created: int, model: str, usage_field: bool) -> None:
+        head = encode_json(
+            {
+                "id": response_id,
+                "object": "chat.completion.chunk",
+                "created": created,
+                "model": model,
+                "system_fingerprint": None,
+            }
+        )
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
+        self._text_end = b'},"logprobs":null,"finish_reason":null}]' + self._tail
+        self._text_starts: dict[int, bytes] = {}
+
+    def role(
+        self,
+        choice: int,
+        usage: Usage | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+    ) -> bytes:
+        """The first event of a choice."""
+        ids = b""
+        if prompt_token_ids is not None:
+            ids = b',"prompt_token_ids":' + encode_json(prompt_token_ids)
+        return (
+            self._head
+            + b'{"index":%d,"delta":{"role":"assistant","content":""},' % choice
+            + b'"logprobs":null,"finish_reason":null}]'
+            + ids
+            + self._tail_with(usage)
+        )
+
+    def update(self, update: Update, usage: Usage | None = None) -> bytes:
+        """An update of a choice; empty bytes if the update is empty."""
+        parts = update.parts
+        if update.finish_reason is None and not update.logprobs and not update.token_ids:
+            if not parts:
+                return b""
+            if usage is None and len(parts) == 1 and isinstance(text := parts[0], Text):
+                start = self._text_starts.get(update.choice)
+                if start is None:
+                    start = self._head + b'{"index":%d,"delta":{"content":' % update.choice
+                    self._text_starts[update.choice] = start
+                return start + encode_json(text.text) + self._text_end
+        logprobs = Logprobs(update.logprobs) if update.logprobs else None
+        choice: dict[str, object] = {
+            "index": update.choice,
+            "delta": _delta(parts),
+            "logprobs": logprobs,
+            "finish_reason": update.finish_reason,
+        }
+        if update.finish_reason is not None:
+            choice["stop_reason"] = update.stop_reason
+        if update.token_ids:
+            choice["token_ids"] = list(update.token_ids)
+        return self._head + encode_json(choice) + b"]" + self._tail_with(usage)
+
+    def _tail_with(self, usage: Usage | None) -> bytes:
+        return self._tail if usage is None else b',"usage":' + encode_json(usage) + b"}\n\n"
+
+    def closing(
+        self,
+        usage: Usage | None,
+        stage_times_ms: dict[str, float] | None,
+        images: Sequence[ImageReport] | None,
+    ) -> bytes:
+        """The event after the last choice: no choices, but the usage and timings of the request."""
+        fields: dict[str, object] = {"usage": usage}
+        if stage_times_ms is not None:
+            fields |= {"stage_times_ms": stage_times_ms, "images": list(images or ())}
+        return self._head + b"]," + encode_json(fields)[1:] + b"\n\n"

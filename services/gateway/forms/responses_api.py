@@ -1,0 +1,359 @@
+"""The types of POST /v1/responses: OpenAI's Responses, without anything stored.
+
+A request carries the whole conversation; what refers to stored responses is refused by name.
+`responses_endpoint` makes a chat request of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from services.common.errors import InvalidRequest
+from services.gateway.forms.answer_formats import JsonObjectFormat, JsonSchema, TextFormat
+from services.gateway.forms.generation import (
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+    StopString,
+    refuse_unserved,
+)
+from services.gateway.forms.hints import PartHints, RequestHints
+from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS, ReasoningEffort
+from services.gateway.forms.responses import LogprobEntry
+from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition
+
+_Detail = Literal["auto", "low", "high", "original"]
+_Status = Literal["in_progress", "completed", "incomplete"]
+
+
+# Input.
+
+
+class ResponseText(PartHints, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
+    """Text of a user, a developer or a tool."""
+
+    text: str
+
+
+class ResponseOutputText(
+    PartHints, forbid_unknown_fields=True, tag_field="type", tag="output_text"
+):
+    """Text of an earlier answer; `annotations` and `logprobs` may be sent back."""
+
+    text: str
+    annotations: Raw | UnsetType = UNSET
+    logprobs: Raw | UnsetType = UNSET
+
+
+class ResponseImage(PartHints, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
+    """An image; `original` and `high` mean the model's own limits."""
+
+    image_url: str
+    detail: _Detail | None = None
+
+
+class ResponseReasoningText(
+    Struct, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"
+):
+    """Reasoning of an earlier answer."""
+
+    text: str
+
+
+InputPart = ResponseText | ResponseOutputText | ResponseImage | ResponseReasoningText
+_Content = str | Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
+
+
+class InputItem(Struct, kw_only=True, forbid_unknown_fields=True):
+    """An item of the conversation; without `type`, a message. Each type has its own fields."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    # Of a message, and `content` of reasoning.
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: _Content | None = None
+    # Of a call and its output.
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: _Content | None = None
+    # Accepted without effect: fields of earlier answers.
+    id: str | None = None
+    status: _Status | None = None
+    phase: str | None = None
+    summary: Raw | UnsetType = UNSET
+    encrypted_content: str | None = None
+
+
+class ResponseFunction(FunctionDefinition, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """A function by its name."""
+
+    name: str
+
+
+class AllowedResponseTools(
+    Struct, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
+):
+    """A restriction to some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class NamedJsonSchema(JsonSchema, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """A value of a schema."""
+
+
+class TextConfig(Struct, forbid_unknown_fields=True):
+    """The form of the text."""
+
+    format: TextFormat | JsonObjectFormat | NamedJsonSchema | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(Struct, forbid_unknown_fields=True):
+    """How the model reasons. Its reasoning is always given whole, so summaries have no effect."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
+    """Accepted without effect."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(RequestHints, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses."""
+
+    model: str
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
+    tools: Annotated[list[ResponseFunction], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedFunction | AllowedResponseTools | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    # Refused unless the value means the default behaviour.
+    previous_response_id: Raw | UnsetType = UNSET
+    conversation: Raw | UnsetType = UNSET
+    background: Raw | UnsetType = UNSET
+    prompt: Raw | UnsetType = UNSET
+    truncation: Raw | UnsetType = UNSET
+    max_tool_calls: Raw | UnsetType = UNSET
+    context_management: Raw | UnsetType = UNSET
+
+
+# Fields that are not served, and their values that change nothing.
+NEUTRAL: Mapping[str, Sequence[object]] = {
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "background": (None, False),
+    "prompt": (None,),
+    "truncation": (None, "disabled"),
+    "max_tool_calls": (None,),
+    "context_management": (None, []),
+}
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+
+
+def parse_responses_request(body: bytes) -> ResponsesRequest:
+    """Parses a request body.
+
+    Raises:
+        InvalidRequest: a field is of a wrong type or not served; `param` names it.
+    """
+    request = decode_json(_decoder, body)
+    refuse_unserved(request, NEUTRAL)
+    if isinstance(request.input, list):
+        for index, item in enumerate(request.input):
+            _check_item(item, f"input[{index}]")
+    return request
+
+
+_NEEDED: Mapping[str, Sequence[str]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+_ALLOWED: Mapping[str, Sequence[str]] = {**_NEEDED, "reasoning": ("content",)}
+_TYPED = ("role", "content", "call_id", "name", "arguments", "output")
+
+
+def _check_item(item: InputItem, path: str) -> None:
+    kind = item.type or "message"
+    for name in _TYPED:
+        value = getattr(item, name)
+        if value is None and name in _NEEDED[kind]:
+            raise InvalidRequest(f"a {kind} needs {name}", param=f"{path}.{name}")
+        if value is not None and name not in _ALLOWED[kind]:
+            raise InvalidRequest(f"a {kind} has no {name}", param=f"{path}.{name}")
+
+
+# Output.
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    """Text of the answer."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[LogprobEntry] = []
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    """Reasoning, in full."""
+
+    text: str
+
+
+class OutputMessage(Struct, tag_field="type", tag="message"):
+    """The answer's text."""
+
+    id: str
+    content: list[OutputText]
+    status: _Status
+    role: Literal["assistant"] = "assistant"
+
+
+class OutputReasoning(Struct, tag_field="type", tag="reasoning"):
+    """What the model thought."""
+
+    id: str
+    content: list[ReasoningText]
+    status: _Status
+    summary: list[Any] = []
+    encrypted_content: None = None
+
+
+class OutputCall(Struct, tag_field="type", tag="function_call"):
+    """A call of a function."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: _Status
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class InputTokensDetails(Struct):
+    """`image_tokens` is ours."""
+
+    cached_tokens: int
+    image_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Struct):
+    """Tokens of the reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Struct):
+    """Why an answer is cut."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(Struct):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class ResponseObject(Struct, kw_only=True):
+    """An answer. It is not stored: `store` is false whatever was asked."""
+
+    id: str
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[OutputItem]
+    object: Literal["response"] = "response"
+    background: Literal[False] = False
+    completed_at: int | None = None
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: Raw | None = None
+    parallel_tool_calls: bool = True
+    previous_response_id: None = None
+    reasoning: ReasoningConfig | None = None
+    service_tier: Literal["default"] = "default"
+    store: Literal[False] = False
+    temperature: float
+    text: TextConfig
+    tool_choice: str | NamedFunction | AllowedResponseTools = "auto"
+    tools: list[ResponseFunction] = []
+    top_logprobs: int = 0
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """An event of a stream; `type` says which further fields it has."""
+
+    type: str
+    sequence_number: int | UnsetType = UNSET
+    response: ResponseObject | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    logprobs: list[LogprobEntry] | UnsetType = UNSET
+    code: str | UnsetType | None = UNSET
+    message: str | UnsetType = UNSET
+    param: str | UnsetType | None = UNSET

@@ -1,0 +1,137 @@
+"""The types of POST /v1/completions: OpenAI's text completions, with vLLM's further fields.
+
+A prompt is the model's whole input, so the names of special tokens in it are those tokens, as in
+transformers; nothing is rendered around it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from services.common.errors import InvalidRequest
+from services.gateway.forms.generation import (
+    MAX_TOP_LOGPROBS,
+    GenerationFields,
+    TokenId,
+    check_generation,
+    refuse_unserved,
+)
+from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.openai import ChatRequest
+from services.gateway.forms.responses import PromptLogprob, Usage
+
+MAX_PROMPTS = 128
+MAX_PROMPT_TOKENS = 1 << 20
+DEFAULT_MAX_TOKENS = 16
+
+_Ids = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+
+
+class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions. `prompt`: a text, token ids, or a list of either."""
+
+    model: str
+    prompt: str | Annotated[list[str | TokenId | _Ids], Meta(max_length=MAX_PROMPT_TOKENS)]
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+    # Refused unless the value means the default behaviour.
+    suffix: Raw | UnsetType = UNSET
+    best_of: Raw | UnsetType = UNSET
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as token ids."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if given and all(isinstance(item, int) for item in given):
+            return [[item for item in given if isinstance(item, int)]]
+        return [item for item in given if not isinstance(item, int)]
+
+    def to_chat(self) -> ChatRequest:
+        """How its answers are generated, as a chat request without messages."""
+        chat = ChatRequest(self.model, [])
+        for name in GenerationFields.__struct_fields__:
+            setattr(chat, name, getattr(self, name))
+        # The answer of `max_tokens: 0` is made and thrown away: it costs one step.
+        chat.max_tokens = max(1, _given(self.max_tokens, DEFAULT_MAX_TOKENS))
+        if self.logprobs is not None:
+            chat.logprobs, chat.top_logprobs = True, self.logprobs
+            if self.echo and chat.prompt_logprobs is None:
+                chat.prompt_logprobs = self.logprobs
+        return chat
+
+
+class TextLogprobs(Struct):
+    """One entry per token of the text, a prompt that is echoed included.
+
+    The first token of a prompt has no logprob. `top_logprobs` are by the token's text.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Struct):
+    """A choice, or a piece of one. Choice `index` is prompt * n + choice of the prompt."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+
+
+class TextCompletion(Struct):
+    """An answer, or an event of a stream: the last has no choices, but the usage if wanted."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: None = None
+
+
+# Fields that are not served, and their values that change nothing.
+NEUTRAL: Mapping[str, Sequence[object]] = {"suffix": (None, ""), "best_of": (None, 1)}
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+def parse_completion_request(body: bytes) -> CompletionRequest:
+    """Parses a request body.
+
+    Raises:
+        InvalidRequest: a field is of a wrong type or out of its bounds; `param` names it.
+    """
+    request = decode_json(_decoder, body)
+    refuse_unserved(request, NEUTRAL)
+    check_generation(request)
+    prompts = request.prompts
+    mixed = isinstance(request.prompt, list) and len({type(p) for p in request.prompt}) > 1
+    if not prompts or mixed or (isinstance(request.prompt, list) and len(prompts) > MAX_PROMPTS):
+        raise InvalidRequest(
+            f"give a text, token ids, or 1 to {MAX_PROMPTS} of one kind", param="prompt"
+        )
+    if len(prompts) * (request.n or 1) > MAX_PROMPTS:
+        raise InvalidRequest(f"at most {MAX_PROMPTS} answers to all prompts", param="n")
+    if request.stream and request.echo and request.logprobs is not None and (request.n or 1) > 1:
+        raise InvalidRequest("a stream of several answers has no logprobs of the prompt", param="n")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest("0 needs echo: true", param="max_tokens")
+    return request
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value

@@ -1,0 +1,180 @@
+"""One HTTP request on its connection: its body, its answer as JSON or as a stream, its errors.
+
+Endpoints read and write through it; it knows nothing of chat. Starlette calls the handlers at the
+end with errors of endpoints that have not started a response.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import (
+    DeadlineExceeded,
+    PayloadTooLarge,
+    TriptychError,
+    UnsupportedMediaType,
+)
+from services.gateway.forms.error_answers import error_body, error_of, shaped_for
+from services.gateway.forms.responses import encode_json
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+# A body has the first time, and more for each of its bytes that has arrived, up to the second.
+BODY_START_S, BODY_TIMEOUT_S = 10.0, 60.0
+_MIN_BODY_RATE = 16 << 10  # bytes a second
+# Memory that a byte of a body may take until its request ends: as received, in the parsed strings,
+# decoded from base64, in the call to an encoder.
+MEMORY_PER_BODY_BYTE = 4
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_JSON = b"application/json"
+Result = TypeVar("Result")
+
+
+class JsonResponse(Response):
+    """A response that msgspec serializes."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return encode_json(content)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request and its response.
+
+    Attributes:
+        started: the status line is sent; later errors are events of the stream.
+        finished: the last byte is sent; a closed connection loses nothing.
+    """
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    started: bool = False
+    finished: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """Set by the middleware."""
+        return self.scope["state"]["request_id"]
+
+    async def write(self, data: bytes, *, last: bool = False) -> None:
+        """Sends a piece of an event stream; waits while the client reads too slowly."""
+        if not self.started:
+            self.started = True
+            start = {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
+            await self.send(start)
+        self.finished = self.finished or last
+        await self.send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def write_json(self, content: object) -> None:
+        """Sends the whole response."""
+        self.started = self.finished = True
+        await JsonResponse(content)(self.scope, self.receive, self.send)
+
+    async def while_connected(self, serving: Awaitable[Result]) -> Result:
+        """Runs `serving` in a task of its own, until it ends or the client disconnects.
+
+        Raises:
+            ClientDisconnect: the client disconnected first; the task is cancelled and has ended.
+        """
+        work = asyncio.ensure_future(serving)
+        watch = asyncio.ensure_future(_disconnected(self.receive))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if work.done() or self.finished:
+                return await work
+            raise ClientDisconnect
+        finally:
+            watch.cancel()
+            work.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(scope: Scope, receive: Receive, hold: Callable[[int], None]) -> bytes:
+    """A request's whole body, which is JSON.
+
+    A page of another origin can send every form's type without asking first (CORS), so a body
+    that is declared as anything else is refused; one that is not declared at all is read.
+
+    Args:
+        scope: of the request.
+        receive: the ASGI channel.
+        hold: counts the memory that the request will take, as bytes arrive; may refuse.
+
+    Raises:
+        UnsupportedMediaType: its content type is not JSON's.
+        PayloadTooLarge: over the limit, by content-length or by count.
+        DeadlineExceeded: it arrives too slowly.
+        ClientDisconnect: the client disconnected.
+    """
+    headers = dict(scope["headers"])
+    content_type = headers.get(b"content-type", _JSON).partition(b";")[0].strip().lower()
+    if content_type != _JSON:
+        raise UnsupportedMediaType("the body must be JSON: Content-Type: application/json")
+    declared = headers.get(b"content-length", b"0")
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    body = bytearray()
+    start = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(BODY_START_S) as deadline:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk: bytes = message.get("body", b"")
+                if len(body) + len(chunk) > MAX_BODY_BYTES:
+                    raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+                hold(len(chunk) * MEMORY_PER_BODY_BYTE)
+                body += chunk
+                if not message.get("more_body", False):
+                    return bytes(body)
+                time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, BODY_TIMEOUT_S)
+                deadline.reschedule(start + time_s)
+    except TimeoutError:
+        raise DeadlineExceeded("the body did not arrive in time") from None
+
+
+async def handle_triptych_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for our errors; every 503 has a Retry-After header."""
+    assert isinstance(error, TriptychError)
+    headers: dict[str, str] = {}
+    if error.http_status == 503 or error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))
+    status = error.http_status
+    return JsonResponse(shaped_for(request.url.path, status, error_of(error)), status, headers)
+
+
+async def handle_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for its own errors: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    body = error_body(str(error.detail), kind="invalid_request_error", param=None, code=code)
+    answer = shaped_for(request.url.path, error.status_code, body)
+    return JsonResponse(answer, error.status_code, dict(error.headers or {}))
+
+
+async def handle_bug(request: Request, error: Exception) -> Response:
+    """Starlette's handler for all other errors: the middleware logs them, the client sees none."""
+    body = error_body("internal error", kind="server_error", param=None, code="internal_error")
+    return JsonResponse(shaped_for(request.url.path, 500, body), 500)

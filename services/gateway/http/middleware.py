@@ -1,0 +1,172 @@
+"""ASGI middleware around all routes: request ids, traces, API keys and the access log.
+
+uvicorn calls it, and it calls the routes. A wrong key is answered here with a 401; an exception
+that a route lets through is logged here, after Starlette has answered with a 500.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.telemetry import bind_request_id
+from services.common.tracing import TRACEPARENT, Span, span
+from services.gateway.forms.error_answers import error_body, shaped_for
+from services.gateway.http.exchange import JsonResponse
+from services.gateway.tenancy.admission import Admission
+from services.gateway.tenancy.quota import Quotas
+from services.gateway.tenancy.tenants import Keyring
+
+log = logging.getLogger(__name__)
+
+_OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/ping"))
+_QUIET_PATHS = frozenset(("/health", "/ready", "/ping", "/metrics"))
+_PREFLIGHT_AGE_S = 600
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Middleware:
+    """Gives each request an id and a span, checks its API key, and logs its outcome.
+
+    Args:
+        app: the routes.
+        admission: says whether the gateway is draining.
+        keyring: knows the API keys.
+        quotas: of the tenants, for the headers that tell them what is left.
+        warm_up_path: of the gateway's own requests, which need no key and no line in the log.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        admission: Admission,
+        keyring: Keyring,
+        quotas: Quotas,
+        warm_up_path: str,
+    ) -> None:
+        self._app = app
+        self._open_paths = _OPEN_PATHS | {warm_up_path}
+        self._quiet_paths = _QUIET_PATHS | {warm_up_path}
+        self._admission = admission
+        self._keyring = keyring
+        self._quotas = quotas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id", b""))
+        scope.setdefault("state", {})["request_id"] = request_id
+        bind_request_id(request_id)
+        is_quiet = scope["path"] in self._quiet_paths
+        start = time.monotonic()
+        with nullcontext(Span()) if is_quiet else _request_span(scope, headers) as request_span:
+            status = await self._serve(scope, receive, send, headers)
+            request_span.set(status=status, **_outcome(scope))
+        log.log(
+            logging.DEBUG if is_quiet else logging.INFO,
+            "%s %s %d", scope["method"], scope["path"], status,
+            extra={"fields": {"ms": round((time.monotonic() - start) * 1e3, 1), **_outcome(scope)}},
+        )  # fmt: skip
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]
+    ) -> int:
+        """Answers; returns the response's status, 0 if it never started, 499 after a disconnect."""
+        status = 0
+        request_id: str = scope["state"]["request_id"]
+        app, identity = self._app, None
+        if scope["path"] not in self._open_paths:
+            identity = self._keyring.identify(_authorization(headers))
+            scope["state"]["identity"] = identity
+            needed = "metrics" if scope["path"] == "/metrics" else "inference"
+            if identity is None:
+                app = _unauthorized
+            elif needed not in identity.scopes:
+                app = _forbidden
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()), (b"x-request-id", request_id.encode())
+                ]  # fmt: skip
+                if identity is not None:
+                    message["headers"] += self._quotas.of(identity.tenant).headers()
+                if self._admission.draining:
+                    message["headers"].append((b"connection", b"close"))
+            await send(message)
+
+        try:
+            await app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            status = 499
+        except Exception:
+            # Starlette raises the error again after its handler has answered with a 500.
+            log.exception("a request failed")
+        return status
+
+
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
+    """The `Authorization` header, or what Anthropic's clients send instead of it."""
+    given = headers.get(b"authorization", b"")
+    return given or b"Bearer " + headers.get(b"x-api-key", b"")
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application for browsers on other origins, too; without origins, unchanged.
+
+    A preflight carries no key and is answered here; `*` among the origins means every one.
+    Credentials of the browser (cookies) are never allowed: keys are headers.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+        max_age=_PREFLIGHT_AGE_S,
+    )
+
+
+async def _forbidden(scope: Scope, receive: Receive, send: Send) -> None:
+    message = f"the API key does not open {scope['path']}"
+    body = error_body(message, kind="permission_error", param=None, code="forbidden")
+    await JsonResponse(body, 403)(scope, receive, send)
+
+
+async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
+    message = "a valid API key is needed: Authorization: Bearer <key>"
+    body = error_body(message, kind="authentication_error", param=None, code="invalid_api_key")
+    answer = shaped_for(scope["path"], 401, body)
+    await JsonResponse(answer, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+
+def _request_span(scope: Scope, headers: Mapping[bytes, bytes]) -> AbstractContextManager[Span]:
+    """The span of a whole request, in the client's trace if it sent a `traceparent`."""
+    return span(
+        "http request", headers.get(TRACEPARENT.encode(), b"").decode("latin-1"),
+        method=scope["method"], path=scope["path"], request_id=scope["state"]["request_id"],
+    )  # fmt: skip
+
+
+def _outcome(scope: Scope) -> dict[str, str]:
+    """A chat request's finish reason or error code: the status of a stream is always 200."""
+    outcome: str | None = scope["state"].get("outcome")
+    return {} if outcome is None else {"outcome": outcome}
+
+
+def _request_id(given: bytes) -> str:
+    """The client's id if it is safe in logs and metadata, else a new one."""
+    text = given.decode("latin-1")
+    return text if _REQUEST_ID.fullmatch(text) else f"req-{uuid.uuid4().hex}"

@@ -1,0 +1,276 @@
+"""A request's images: from URL to bytes, grid and image key. Only headers are decoded here.
+
+An `image_url` is a data: URL, a file under one directory, or a web address. Text is never searched
+for URLs. Each kind of URL has its own bound on bytes, checked before the bytes are held.
+`ChatService` reads a request's images here; an error's `param` names the image that caused it.
+"""
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import unquote
+
+import pybase64
+
+from services.common.errors import InvalidImage, InvalidRequest, TriptychError
+from services.common.image_geometry import ImageLimits, image_grid
+from services.common.image_header import read_header
+from services.common.image_key import image_key
+from services.common.threads import INLINE_BYTES, num_threads
+from services.gateway.media.web_media import WebMedia
+from services.gateway.tenancy.admission import uncounted
+
+# `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
+LOW_DETAIL_PIXELS = 512 * 512
+_MAX_CONCURRENT_LOADS = 8
+_MEDIA_TYPES = frozenset(
+    ("", "application/octet-stream", "image/*", "image/gif", "image/jpeg", "image/jpg",
+     "image/png", "image/webp")
+)  # fmt: skip
+_MAX_DATA_HEADER = 256
+# Of an image that is not in the request's body: as received, and in the call to an encoder.
+_MEMORY_PER_FETCHED_BYTE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image as a request names it.
+
+    Attributes:
+        url: of its bytes.
+        param: the field of the request, for errors.
+        detail: `low`, `high` or `auto`.
+        min_pixels, max_pixels: of the resized image; None: the model's.
+    """
+
+    url: str
+    param: str
+    detail: str = "auto"
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+@dataclass(slots=True)
+class Image:
+    """A loaded image.
+
+    Attributes:
+        param: the field of the request, for errors.
+        data: the encoded file.
+        grid: (t, h, w) in patches before merging.
+    """
+
+    param: str
+    data: bytes
+    grid: tuple[int, int, int]
+    _keys: dict[tuple[bytes, bytes], bytes] = field(
+        default_factory=dict[tuple[bytes, bytes], bytes]
+    )
+
+    async def key(self, prefix: bytes, salt: bytes) -> bytes:
+        """The image key for encoders of that prefix and a tenant's salt; hashed once."""
+        found = self._keys.get((prefix, salt))
+        if found is None:
+            if len(self.data) <= INLINE_BYTES:
+                found = image_key(prefix, self.data, grid=self.grid, salt=salt)
+            else:
+                found = await asyncio.to_thread(
+                    image_key, prefix, self.data, grid=self.grid, salt=salt
+                )
+            self._keys[(prefix, salt)] = found
+        return found
+
+
+class ImageReader:
+    """Loads images and computes their grids.
+
+    Args:
+        loader: URL to bytes.
+        limits: the model's.
+        max_source_pixels: larger images are refused.
+    """
+
+    def __init__(self, loader: "MediaLoader", limits: ImageLimits, max_source_pixels: int) -> None:
+        self._loader = loader
+        self._limits = limits
+        self._max_source_pixels = max_source_pixels
+        self._patch_area = limits.patch_size**2
+
+    def num_pixels(self, images: Sequence[Image]) -> int:
+        """Of all images, resized."""
+        return sum(t * h * w for t, h, w in (image.grid for image in images)) * self._patch_area
+
+    async def read(
+        self, sources: Sequence[ImageSource], hold: Callable[[int], None], max_patches: int
+    ) -> list[Image]:
+        """All images, in order.
+
+        Args:
+            sources: as the request names them.
+            hold: counts the bytes now held; may refuse.
+            max_patches: of one image, before merging.
+
+        Raises:
+            TriptychError: of the first image that fails; its `param` names the image.
+        """
+        gate = asyncio.Semaphore(_MAX_CONCURRENT_LOADS)
+
+        async def read_one(source: ImageSource) -> Image:
+            async with gate:
+                try:
+                    limits = self.limits_for(source)
+                    data = await self._loader.load(source.url, hold)
+                    return self._measure(data, source.param, limits, max_patches)
+                except TriptychError as error:
+                    error.param = error.param or source.param
+                    raise
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(read_one(source)) for source in sources]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def limits_for(self, source: ImageSource) -> ImageLimits:
+        """The model's limits, narrowed by the request's.
+
+        Raises:
+            InvalidRequest: the request's range is empty.
+        """
+        low, high = self._limits.min_pixels, self._limits.max_pixels
+        lower, upper = source.min_pixels, source.max_pixels
+        if lower is not None and upper is not None and lower > upper:
+            raise InvalidRequest(f"min_pixels {lower} is above max_pixels {upper}")
+        if upper is None:
+            upper = LOW_DETAIL_PIXELS if source.detail == "low" else high
+        lower = min(max(lower or low, low), high)
+        return replace(
+            self._limits, min_pixels=lower, max_pixels=max(min(max(upper, low), high), lower)
+        )
+
+    def _measure(self, data: bytes, param: str, limits: ImageLimits, max_patches: int) -> Image:
+        header = read_header(data, max_source_pixels=self._max_source_pixels)
+        grid = image_grid(*header.upright_size, limits)
+        if grid[0] * grid[1] * grid[2] > max_patches:
+            raise InvalidImage(
+                f"the image has {grid[1] * self._patch_area * grid[2]} pixels after resizing; "
+                f"at most {max_patches * self._patch_area} are served: lower max_pixels"
+            )
+        return Image(param, data, grid)
+
+
+class MediaLoader:
+    """Loads the bytes behind a URL.
+
+    Args:
+        max_bytes: of one image, encoded.
+        web: fetches http: and https: URLs.
+        allowed_directory: where file: URLs may point; None: nowhere.
+    """
+
+    def __init__(self, max_bytes: int, web: WebMedia, allowed_directory: Path | None) -> None:
+        self._max_bytes = max_bytes
+        self._web = web
+        self._directory = None if allowed_directory is None else allowed_directory.resolve()
+        self._threads = ThreadPoolExecutor(num_threads(), "images")
+
+    async def load(self, url: str, hold: Callable[[int], None] = uncounted) -> bytes:
+        """The bytes behind a URL.
+
+        Args:
+            url: of any kind that is allowed.
+            hold: counts the memory of bytes that are not in the request's body; may refuse.
+
+        Raises:
+            InvalidRequest: the URL is refused or malformed.
+            InvalidImage: more bytes than allowed.
+            MediaFetchFailed: the origin has no such image.
+            Unavailable: the origin cannot be reached now.
+        """
+        scheme = url[:8].partition(":")[0].lower()
+        match scheme:
+            case "data":
+                if len(url) > INLINE_BYTES:
+                    return await self._in_thread(decode_data_url, url, self._max_bytes)
+                return decode_data_url(url, self._max_bytes)
+            case "http" | "https":
+                return await self._web.fetch(
+                    url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE)
+                )
+            case "file":
+                data = await self._in_thread(self._read_file, url)
+                hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
+                return data
+            case _:
+                raise InvalidRequest("image URLs must be data:, http: or https: URLs")
+
+    async def close(self) -> None:
+        """Closes connections and threads."""
+        await self._web.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, call: Callable[..., bytes], *arguments: object) -> bytes:
+        """Work that waits leaves the pool when its caller is cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
+    def _read_file(self, url: str) -> bytes:
+        if self._directory is None:
+            raise InvalidRequest("file: URLs are not allowed here")
+        rest = url[len("file:") :]
+        if rest.startswith("//"):
+            rest = rest[2:]
+        path = unquote(rest)
+        if not path.startswith("/") or "\0" in path:
+            raise InvalidRequest("a file: URL must name an absolute path")
+        real = Path(os.path.realpath(path))
+        if not real.is_relative_to(self._directory):
+            raise InvalidRequest("the file is outside the allowed directory")
+        try:
+            descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise InvalidRequest("the file: URL names no regular file")
+                data = file.read(self._max_bytes + 1)
+        except OSError:
+            raise InvalidRequest("the file: URL names no readable file") from None
+        if len(data) > self._max_bytes:
+            raise InvalidImage(f"the image has more than {self._max_bytes} bytes")
+        return data
+
+
+def decode_data_url(url: str, max_bytes: int) -> bytes:
+    """The bytes of a base64 `data:` URL; their number is checked before they are decoded.
+
+    Raises:
+        InvalidRequest: not base64, malformed, or not an image's media type.
+        InvalidImage: more than `max_bytes`.
+    """
+    comma = url.find(",", 0, _MAX_DATA_HEADER)
+    if comma < 0:
+        raise InvalidRequest("a data: URL must be data:<type>;base64,<data>")
+    media_type, *parameters = url[len("data:") : comma].lower().split(";")
+    if not parameters or parameters[-1].strip() != "base64":
+        raise InvalidRequest("a data: URL must be base64-encoded")
+    if media_type.strip() not in _MEDIA_TYPES:
+        raise InvalidRequest(
+            f"media type {media_type[:40]!r} is not allowed; allowed: image/jpeg, image/png, "
+            "image/webp, image/gif"
+        )
+    length = len(url) - comma - 1
+    if length // 4 * 3 - 2 > max_bytes:
+        raise InvalidImage(f"the image has more than {max_bytes} bytes")
+    try:
+        data = pybase64.b64decode(url[comma + 1 :], validate=True)
+    except ValueError:
+        raise InvalidRequest("the data: URL is not valid base64") from None
+    if not data:
+        raise InvalidImage("the data: URL is empty")
+    if len(data) > max_bytes:
+        raise InvalidImage(f"the image has more than {max_bytes} bytes")
+    return data

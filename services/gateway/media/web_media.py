@@ -1,0 +1,321 @@
+"""Fetches images from the web, and protects the private network (server-side request forgery).
+
+The gateway itself resolves a host, once; every address must be public; the connection goes to a
+checked address, while TLS and the Host header keep the name. Each redirect is a new URL under the
+same rules. Bytes are counted as they arrive, and one deadline covers everything.
+"""
+
+import asyncio
+import ipaddress
+import re
+import socket
+import ssl
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import httpcore2
+import httpx2
+
+from services.common.errors import (
+    InvalidImage,
+    InvalidRequest,
+    MediaFetchFailed,
+    TriptychError,
+    Unavailable,
+)
+from services.gateway.tenancy.admission import uncounted
+
+Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
+SocketOption = (
+    tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
+)
+
+_MAX_URL_LENGTH = 8192
+_MAX_REDIRECTS = 3
+_MAX_CONNECTIONS = 64
+_MAX_FETCHES_PER_HOST = 8
+# A body has this long to begin to arrive at the least rate, in bytes a second.
+_BODY_START_S, _MIN_BODY_RATE = 3.0, 32 << 10
+LOOKUP_TIMEOUT_S = 2.0
+_LOOKUP_THREADS, _MAX_LOOKUPS = 32, 256
+_REDIRECTS = (301, 302, 303, 307, 308)
+_RETRYABLE = (408, 429)
+_BAD_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\]")
+# Hosts that "end in a number" (WHATWG): 127.1, 0x7f000001, 2130706433, 0177.0.0.1.
+_NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)", re.IGNORECASE)
+
+# Not global by IANA's registries, or IPv6 forms that embed an IPv4 address.
+_REFUSED = [
+    ipaddress.ip_network(block)
+    for block in (
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16",
+        "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24",
+        "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15",
+        "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
+        "::/96", "::ffff:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "100::/64", "2001::/23",
+        "2001:db8::/32", "2002::/16", "3fff::/20", "5f00::/16", "fc00::/7", "fe80::/10",
+        "fec0::/10", "ff00::/8",
+    )
+]  # fmt: skip
+
+
+def is_public(address: str) -> bool:
+    """Whether a literal address is on the public internet; one with a scope never is."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return parsed.is_global and not any(
+        parsed in block for block in _REFUSED if block.version == parsed.version
+    )
+
+
+class SystemResolver:
+    """All addresses of a host, from the system's resolver, in threads of its own: names that get no
+    answer must not delay the look-up of a service. Equal names share a look-up.
+    """
+
+    def __init__(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(_LOOKUP_THREADS, "lookup")
+        self._lookups: dict[tuple[str, int], asyncio.Future[list[str]]] = {}
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        """Raises OSError: it has none, or its servers do not answer in time."""
+        lookup = self._lookups.get((host, port))
+        if lookup is None:
+            if len(self._lookups) >= _MAX_LOOKUPS:
+                raise OSError("too many names are being looked up")
+            loop = asyncio.get_running_loop()
+            lookup = loop.run_in_executor(self._threads, _addresses, host, port)
+            self._lookups[host, port] = lookup
+            lookup.add_done_callback(lambda done: self._forget((host, port), done))
+        async with asyncio.timeout(self._timeout_s):
+            return await asyncio.shield(lookup)
+
+    def _forget(self, name: tuple[str, int], done: "asyncio.Future[list[str]]") -> None:
+        del self._lookups[name]
+        if not done.cancelled():
+            done.exception()  # retrieved, although no caller may wait any more
+
+    def close(self) -> None:
+        """Ends the threads that are idle."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class _Refused(Exception):
+    """The host has an address that must not be dialled."""
+
+
+class _CheckedBackend(httpcore2.AsyncNetworkBackend):
+    """Dials only addresses that were checked; there is no second lookup."""
+
+    def __init__(self, resolver: Resolver, allow_private: bool) -> None:
+        self._dialler = cast(httpcore2.AsyncNetworkBackend, httpcore2.AnyIOBackend())
+        self._resolve = resolver
+        self._allow_private = allow_private
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109 - httpcore's interface
+        local_address: str | None = None,
+        socket_options: Iterable[SocketOption] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Resolves the host, checks its addresses, and dials the first."""
+        try:
+            addresses = await self._resolve(host, port)
+        except (OSError, UnicodeError) as error:
+            raise httpcore2.ConnectError("the host has no address") from error
+        if not addresses:
+            raise httpcore2.ConnectError("the host has no address")
+        # One private address refuses the host: an image server has public addresses only.
+        if not self._allow_private and not all(map(is_public, addresses)):
+            raise _Refused
+        return await self._dialler.connect_tcp(
+            addresses[0], port, timeout, local_address, socket_options
+        )
+
+
+@dataclass(slots=True)
+class _Host:
+    """A host that images are fetched from now."""
+
+    turns: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(_MAX_FETCHES_PER_HOST)
+    )
+    num_callers: int = 0
+
+
+class WebMedia:
+    """Fetches http: and https: URLs.
+
+    Args:
+        max_bytes: of one image.
+        timeout_s: for lookup, connections, redirects and bytes together.
+        allow_private: dial private and loopback addresses, too.
+        resolver: of host names; for tests.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        timeout_s: float = 10.0,
+        allow_private: bool = False,
+        resolver: Resolver | None = None,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._hosts: dict[str, _Host] = {}
+        self._resolver = SystemResolver()
+        self._pool = httpcore2.AsyncConnectionPool(
+            ssl_context=ssl.create_default_context(),
+            max_connections=_MAX_CONNECTIONS,
+            max_keepalive_connections=0,
+            network_backend=_CheckedBackend(resolver or self._resolver, allow_private),
+        )
+
+    async def fetch(self, url: str, hold: Callable[[int], None] = uncounted) -> bytes:
+        """The body behind a URL.
+
+        Args:
+            url: as a request has it.
+            hold: counts bytes as they arrive; may refuse.
+
+        Raises:
+            InvalidRequest: the URL or its host is refused.
+            InvalidImage: the body is larger than allowed.
+            MediaFetchFailed: the origin answers without an image.
+            Unavailable: the origin cannot be reached now, or not in time.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                target = parse_url(url)
+                for _ in range(_MAX_REDIRECTS + 1):
+                    async with self._turn(target.host):
+                        answer = await self._get(target, hold)
+                    if isinstance(answer, bytes):
+                        return answer
+                    target = answer
+        except _Refused:
+            raise InvalidRequest("the image URL's host is not a public address") from None
+        except (TimeoutError, httpcore2.TimeoutException):
+            raise Unavailable("the image URL did not answer in time") from None
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError):
+            raise Unavailable("the image URL could not be fetched") from None
+        raise MediaFetchFailed("the image URL redirects too often")
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._pool.aclose()
+        self._resolver.close()
+
+    @asynccontextmanager
+    async def _turn(self, name: str) -> AsyncGenerator[None]:
+        """Waits while as many fetches from this host run as may, so that one slow host leaves
+        connections to the others.
+        """
+        host = self._hosts.setdefault(name, _Host())
+        host.num_callers += 1
+        try:
+            async with host.turns:
+                yield
+        finally:
+            host.num_callers -= 1
+            if not host.num_callers:
+                del self._hosts[name]
+
+    async def _get(self, url: httpx2.URL, hold: Callable[[int], None]) -> bytes | httpx2.URL:
+        """One request: the body, or the URL of a redirect."""
+        headers = [
+            (b"Host", url.netloc), (b"Accept", b"image/*"), (b"Accept-Encoding", b"identity"),
+            (b"User-Agent", b"triptych"), (b"Connection", b"close"),
+        ]  # fmt: skip
+        target = httpcore2.URL(
+            scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+        )
+        timeouts = {"timeout": {"pool": self._timeout_s, "connect": self._timeout_s}}
+        async with self._pool.stream("GET", target, headers=headers, extensions=timeouts) as answer:
+            found = {name.lower(): value for name, value in answer.headers}
+            if answer.status in _REDIRECTS:
+                return _redirect(url, found.get(b"location", b""))
+            if error := _refusal(answer.status):
+                raise error
+            if found.get(b"content-encoding", b"identity").lower() != b"identity":
+                raise MediaFetchFailed("the image URL answers with a compressed body")
+            body, start = bytearray(), asyncio.get_running_loop().time()
+            async with asyncio.timeout(_BODY_START_S) as deadline:
+                async for chunk in answer.aiter_stream():
+                    if len(body) + len(chunk) > self._max_bytes:
+                        raise InvalidImage(f"the image has more than {self._max_bytes} bytes")
+                    hold(len(chunk))
+                    body += chunk
+                    deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
+            if not body:
+                raise MediaFetchFailed("the image URL answers with an empty body")
+            return bytes(body)
+
+
+def parse_url(url: str) -> httpx2.URL:
+    """Parses a URL with the parser that also dials it, so that both read the same host.
+
+    Raises:
+        InvalidRequest: not plainly http(s)://host[:port]/..., or the host is a disguised number.
+    """
+    if len(url) > _MAX_URL_LENGTH or _BAD_CHARACTERS.search(url):
+        raise InvalidRequest("the image URL is malformed")
+    try:
+        parsed = httpx2.URL(url)
+        host, _ = parsed.raw_host.decode("ascii"), parsed.netloc
+    except (httpx2.InvalidURL, UnicodeError, ValueError, TypeError):
+        raise InvalidRequest("the image URL is malformed") from None
+    if parsed.scheme not in ("http", "https") or not host or not parsed.is_absolute_url:
+        raise InvalidRequest("the image URL must be http://host/... or https://host/...")
+    if parsed.userinfo or "@" in url.split("//", 1)[1].split("/", 1)[0]:
+        raise InvalidRequest("the image URL must not carry a user name")
+    if parsed.port is not None and not 0 < parsed.port < 1 << 16:
+        raise InvalidRequest("the image URL's port is out of range")
+    if ":" not in host and not _plain_host(host):
+        raise InvalidRequest("the image URL's host is malformed")
+    return parsed
+
+
+def _plain_host(host: str) -> bool:
+    if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?", host) or ".." in host:
+        return False
+    if _NUMBER.fullmatch(host.rsplit(".", 1)[-1]):
+        try:
+            return str(ipaddress.IPv4Address(host)) == host
+        except ValueError:
+            return False
+    return True
+
+
+def _redirect(url: httpx2.URL, location: bytes) -> httpx2.URL:
+    if not location:
+        raise MediaFetchFailed("the image URL redirects without a location")
+    text = location.decode("latin-1")
+    if _BAD_CHARACTERS.search(text):
+        raise InvalidRequest("the image URL redirects to a malformed URL")
+    try:
+        return parse_url(str(url.join(text)))
+    except httpx2.InvalidURL:
+        raise InvalidRequest("the image URL redirects to a malformed URL") from None
+
+
+def _refusal(status: int) -> TriptychError | None:
+    if status == 200:
+        return None
+    if status >= 500 or status in _RETRYABLE:
+        return Unavailable(f"the image URL answers with status {status}")
+    return MediaFetchFailed(f"the image URL answers with status {status}")

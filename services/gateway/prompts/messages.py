@@ -1,0 +1,136 @@
+"""A request's messages as chat templates take them, and their images.
+
+`PromptBuilder` reads them. What the model or its template does not take is an `InvalidRequest`;
+`param` names the field.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.common.errors import InvalidRequest
+from services.gateway.forms.openai import ChatRequest, ImagePart, Message, TextPart
+from services.gateway.forms.tools import read_arguments
+from services.gateway.media.images import ImageSource
+
+_NO_IMAGES = "the model takes no images"
+
+
+def read_messages(
+    request: ChatRequest, *, max_images: int, takes_images: bool
+) -> tuple[list[dict[str, Any]], list[ImageSource]]:
+    """Separates a request's messages into messages for the chat template and images, in order.
+
+    Without images in the model, text parts of a message become one string, joined by newlines:
+    templates of text models expect strings.
+
+    Raises:
+        InvalidRequest: more than `max_images` images, or any field about images if the model takes
+            none; arguments of a tool call that are no JSON object.
+    """
+    if not takes_images:
+        _refuse_images(request)
+    num_images = sum(
+        isinstance(part, ImagePart)
+        for message in request.messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
+    if num_images > max_images:
+        raise InvalidRequest(
+            f"the request has {num_images} images; at most {max_images} are allowed",
+            param="messages",
+        )
+    images: list[ImageSource] = []
+    messages = [
+        _template_message(message, f"messages[{index}]", request, images, takes_images)
+        for index, message in enumerate(request.messages)
+    ]
+    return messages, images
+
+
+def _refuse_images(request: ChatRequest) -> None:
+    for index, message in enumerate(request.messages):
+        parts = message.content if isinstance(message.content, list) else ()
+        for position, part in enumerate(parts):
+            if isinstance(part, ImagePart):
+                raise InvalidRequest(_NO_IMAGES, param=f"messages[{index}].content[{position}]")
+    for name in ("min_pixels", "max_pixels", "mm_processor_kwargs"):
+        if getattr(request, name) is not None:
+            raise InvalidRequest(_NO_IMAGES, param=name)
+
+
+def refuse_late_system(messages: Sequence[Message]) -> None:
+    """For a template that takes a system message at the beginning alone."""
+    for index, message in enumerate(messages):
+        if index > 0 and message.role in ("system", "developer"):
+            raise InvalidRequest(
+                "the model's chat template takes a system message only as the first message",
+                param=f"messages[{index}].role",
+            )
+
+
+def _template_message(
+    message: Message,
+    path: str,
+    request: ChatRequest,
+    images: list[ImageSource],
+    takes_images: bool,
+) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role}
+    if not isinstance(message.content, list):
+        found["content"] = message.content or ""
+    elif not takes_images:
+        texts = [part.text for part in message.content if isinstance(part, TextPart)]
+        found["content"] = "\n".join(texts)
+    else:
+        parts: list[dict[str, Any]] = []
+        for position, part in enumerate(message.content):
+            if isinstance(part, ImagePart):
+                images.append(_source(part, f"{path}.content[{position}]", request))
+                parts.append({"type": "image"})
+            else:
+                parts.append({"type": "text", "text": part.text})
+        found["content"] = parts
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": read_arguments(
+                        call, f"{path}.tool_calls[{index}].function.arguments"
+                    ),
+                },
+            }
+            for index, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        found["reasoning_content"] = reasoning
+    return found
+
+
+def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
+    """The image with its pixel limits; the innermost limit that is given applies."""
+    image = part.image
+    scopes = (image, part, request, request.mm_processor_kwargs)
+    found = {
+        name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
+        for name in ("min_pixels", "max_pixels")
+    }
+    return ImageSource(image.url, param, image.detail or "auto", **found)
+
+
+def refuse_tool_images(request: ChatRequest) -> None:
+    """For a template that shows no images in tool messages."""
+    for index, message in enumerate(request.messages):
+        if message.role == "tool" and isinstance(message.content, list):
+            for position, part in enumerate(message.content):
+                if isinstance(part, ImagePart):
+                    raise InvalidRequest(
+                        "the model's chat template takes no images in tool messages",
+                        param=f"messages[{index}].content[{position}]",
+                    )

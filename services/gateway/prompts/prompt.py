@@ -1,0 +1,315 @@
+"""A request's messages to the prompt's token ids and positions.
+
+`PromptBuilder.draft` renders and tokenizes the messages, with one placeholder per image; once the
+images are loaded, `PromptBuilder.expand` repeats each placeholder and computes M-RoPE positions.
+`ChatService` calls both; bytes of images are not seen here. Messages that do not fit the model, its
+template or its context are an `InvalidRequest`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.errors import InvalidRequest
+from services.common.model_spec import ModelSpec
+from services.gateway.answers.answer import AnswerFormat, ToolCalls
+from services.gateway.answers.grammar import Grammar, read_grammar
+from services.gateway.answers.reasoning import CLOSE, answer_start
+from services.gateway.answers.tool_grammar import answer_grammar
+from services.gateway.answers.tool_parsers import PARSERS, CallParser
+from services.gateway.forms.openai import ChatRequest, Message
+from services.gateway.forms.tools import ToolUse, check_nesting, read_tools
+from services.gateway.media.images import ImageSource
+from services.gateway.prompts.chat_template import RESERVED, ChatTemplate, Conversation
+from services.gateway.prompts.messages import read_messages, refuse_late_system, refuse_tool_images
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
+
+Grid = tuple[int, int, int]
+Int32s = npt.NDArray[np.int32]
+_TOOL_ROLE = re.compile(r"""["'](tool|ipython)["']""")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt before its images are loaded.
+
+    Attributes:
+        token_ids: one placeholder per image.
+        images: in order.
+        format: how answers to it are read.
+    """
+
+    token_ids: list[int]
+    images: list[ImageSource]
+    format: AnswerFormat = field(default_factory=AnswerFormat)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the decoder takes it.
+
+    Attributes:
+        token_ids: [num_tokens], placeholders expanded.
+        positions: [3, num_tokens]; None without images: 0 to num_tokens - 1 on each axis.
+        position_delta: what decode steps add to a token's index.
+        image_offsets: first placeholder of each image.
+        image_lengths: placeholders of each image.
+    """
+
+    token_ids: Int32s
+    positions: Int32s | None
+    position_delta: int
+    image_offsets: tuple[int, ...]
+    image_lengths: tuple[int, ...]
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Placeholders of all images."""
+        return sum(self.image_lengths)
+
+
+def _call_parser(spec: ModelSpec, template: ChatTemplate) -> type[CallParser] | None:
+    """The parser of the form that the template teaches; None: it takes no tools."""
+    if not template.takes_tools:
+        return None
+    parsers = (PARSERS[name] for name in spec.conversation.tool_parsers)
+    return next((parser for parser in parsers if parser.marker in template.source), None)
+
+
+class PromptBuilder:
+    """Renders and tokenizes for one model. Thread-safe."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tokenizer: ModelTokenizer,
+        template: ChatTemplate,
+        *,
+        max_images: int = 0,
+    ) -> None:
+        self._vision = spec.vision
+        self._tokenizer = tokenizer
+        self._template = template
+        self._max_images = max_images
+        self._thinks = spec.conversation.thinks and CLOSE in template.source
+        self._call_parser = _call_parser(spec, template)
+        self._takes_tool_images = spec.vision is not None and self._shows_tool_images()
+
+    def draft(self, request: ChatRequest, max_tokens: int) -> Draft:
+        """Renders and tokenizes a request's messages.
+
+        Raises:
+            InvalidRequest: the messages do not fit the model or its chat template.
+            ContextLengthExceeded: the text is longer than `max_tokens` can be.
+        """
+        tool_use = read_tools(
+            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
+        )
+        messages, images = read_messages(
+            request, max_images=self._max_images, takes_images=self._vision is not None
+        )
+        if not self._template.takes_late_system:
+            refuse_late_system(request.messages)
+        self._refuse_unseen_calls(request.messages)
+        if images and not self._takes_tool_images:
+            refuse_tool_images(request)
+        conversation = Conversation(
+            messages=messages,
+            tools=tool_use.definitions if tool_use else None,
+            options=self._options(request),
+            add_generation_prompt=request.add_generation_prompt is not False
+            and not request.continue_final_message,
+            continue_final_message=bool(request.continue_final_message),
+        )
+        ids, tail = self._tokenize(conversation, max_tokens)
+        answer_format = AnswerFormat(
+            answer_start(tail) if self._thinks else None,
+            self._tool_calls(tool_use) if tool_use else None,
+            request.include_reasoning is not False,
+        )
+        return Draft(ids, images, answer_format)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_options: Mapping[str, object],
+        max_tokens: int,
+    ) -> list[int]:
+        """Token ids before expansion: one placeholder per image.
+
+        Args:
+            messages: see `Conversation`.
+            template_options: further variables of the template.
+            max_tokens: longer text is refused, before it is tokenized.
+
+        Raises:
+            InvalidRequest: the template refuses the messages.
+            ContextLengthExceeded: the text is longer than `max_tokens` can be.
+        """
+        conversation = Conversation(messages=messages, options=template_options)
+        return self._tokenize(conversation, max_tokens)[0]
+
+    def _tokenize(self, conversation: Conversation, max_tokens: int) -> tuple[list[int], str]:
+        """Token ids, and the prompt's text after its last special token.
+
+        No BOS token is added: a template writes its own.
+        """
+        self._tokenizer.check_length("\0".join(conversation.strings()), max_tokens)
+        ids: list[int] = []
+        tail: list[str] = []
+        for piece, is_added in self._template.render(conversation):
+            tail.append(piece)
+            if is_added:
+                token = self._tokenizer.added[piece]
+                ids.append(token.token_id)
+                if token.special:
+                    tail.clear()
+            else:
+                ids += self._tokenizer.encode_text(piece)
+        return ids, "".join(tail)
+
+    def _tool_calls(self, tool_use: ToolUse) -> ToolCalls:
+        if self._call_parser is None:
+            raise InvalidRequest("the model's chat template has no tools", param="tools")
+        return ToolCalls(self._call_parser, tool_use)
+
+    def _options(self, request: ChatRequest) -> dict[str, object]:
+        """Variables of the template: those given, and `reasoning_effort` as the model has it."""
+        variables = self._template.variables
+        options: dict[str, object] = {}
+        for name, value in (request.chat_template_kwargs or {}).items():
+            param = f"chat_template_kwargs.{name[:100]}"
+            if name in RESERVED:
+                raise InvalidRequest(f"{name} is not a variable to be set", param=param)
+            if value is None or (name == "enable_thinking" and self._has_thinking_fixed(value)):
+                continue
+            if name not in variables:
+                raise InvalidRequest(f"the model's chat template has no {name[:100]}", param=param)
+            check_nesting(value, param)
+            options[name] = value
+        effort = request.reasoning_effort
+        if effort is None:
+            return options
+        if "reasoning_effort" in variables and effort != "none":
+            options.setdefault("reasoning_effort", effort)
+        elif "enable_thinking" in variables:
+            options.setdefault("enable_thinking", effort != "none")
+        elif effort != "none" or self._thinks:
+            raise InvalidRequest("the model has no such setting", param="reasoning_effort")
+        return options
+
+    def _refuse_unseen_calls(self, messages: Sequence[Message]) -> None:
+        """Refuses calls and results that the template would leave out."""
+        source = self._template.source
+        takes_calls, takes_results = "tool_calls" in source, _TOOL_ROLE.search(source) is not None
+        for index, message in enumerate(messages):
+            if message.tool_calls and not takes_calls:
+                path = f"messages[{index}].tool_calls"
+            elif message.role == "tool" and not takes_results:
+                path = f"messages[{index}].role"
+            else:
+                continue
+            raise InvalidRequest("the model's chat template has no tool calls", param=path)
+
+    def _has_thinking_fixed(self, value: object) -> bool:
+        """Whether the template has no switch, and the model does anyway what `value` says."""
+        return "enable_thinking" not in self._template.variables and value is self._thinks
+
+    def _shows_tool_images(self) -> bool:
+        """Whether the template writes an image of a tool message."""
+        function: dict[str, Any] = {"name": "f", "arguments": {}}
+        call = {"id": "1", "type": "function", "function": function}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "image"}]},
+        ]
+        try:
+            ids, _ = self._tokenize(Conversation(messages=messages, options={}), 1 << 20)
+        except InvalidRequest:
+            return False
+        return self._vision is not None and self._vision.image_token_id in ids
+
+    def has_placeholder(self, token_ids: Sequence[int]) -> bool:
+        """Whether one of the tokens stands for an image."""
+        return self._vision is not None and self._vision.image_token_id in token_ids
+
+    def grammar(self, request: ChatRequest, draft: Draft) -> Grammar | None:
+        """What an answer to a draft has to be; None: it is free.
+
+        Raises:
+            InvalidRequest: the request contradicts itself, or cannot be held to.
+        """
+        return answer_grammar(read_grammar(request), draft.format, self._tokenizer)
+
+    def expand(self, draft: Draft, grids: Sequence[Grid]) -> Prompt:
+        """Repeats each placeholder once per token of its image, and computes positions.
+
+        Raises:
+            InvalidRequest: the template dropped or repeated an image.
+        """
+        compact = np.asarray(draft.token_ids, np.int32)
+        if self._vision is None:
+            return Prompt(compact, None, 0, (), ())
+        placeholders = np.flatnonzero(compact == self._vision.image_token_id)
+        if len(placeholders) != len(grids):
+            raise InvalidRequest(
+                f"the chat template placed {len(placeholders)} images of {len(grids)}",
+                param="messages",
+            )
+        if not grids:
+            return Prompt(compact, None, 0, (), ())
+        merge_size = self._vision.tower.spatial_merge_size
+        lengths = [image_tokens(grid, merge_size) for grid in grids]
+        repeats = np.ones(len(compact), np.int64)
+        repeats[placeholders] = lengths
+        expanded = np.repeat(compact, repeats)
+        offsets = tuple(int(end) for end in np.cumsum(repeats)[placeholders] - lengths)
+        positions, delta = mrope_positions(
+            len(expanded), list(zip(offsets, grids, strict=True)), merge_size
+        )
+        return Prompt(expanded, positions, delta, offsets, tuple(lengths))
+
+
+def image_tokens(grid: Grid, merge_size: int) -> int:
+    """Placeholders of an image with that grid (t, h, w) in patches before merging."""
+    t, h, w = grid
+    return t * h * w // merge_size**2
+
+
+def mrope_positions(
+    num_tokens: int, images: Sequence[tuple[int, Grid]], merge_size: int
+) -> tuple[Int32s, int]:
+    """M-RoPE positions (time, height, width) of an expanded prompt.
+
+    A text token at p has position (p, p, p) and the next token p + 1. An image of h x w merged
+    cells at p has positions (p, p + row, p + column), row by row, and the next token p + max(h, w).
+
+    Args:
+        num_tokens: length of the prompt, placeholders included.
+        images: (offset of the first placeholder, grid) in order of offset, not overlapping.
+        merge_size: patches per side of a merged cell.
+
+    Returns:
+        positions [3, num_tokens], and the delta that decode steps add to a token's index.
+    """
+    positions = np.empty((3, num_tokens), np.int32)
+    index, position = 0, 0
+    for offset, (t, h, w) in images:
+        text = offset - index
+        positions[:, index:offset] = np.arange(position, position + text, dtype=np.int32)
+        position += text
+        rows, columns = h // merge_size, w // merge_size
+        index = offset + t * rows * columns
+        span = positions[:, offset:index].reshape(3, t, rows, columns)
+        span[0] = position
+        span[1] = position + np.arange(rows, dtype=np.int32)[:, None]
+        span[2] = position + np.arange(columns, dtype=np.int32)
+        position += max(rows, columns)
+    tail = num_tokens - index
+    positions[:, index:] = np.arange(position, position + tail, dtype=np.int32)
+    return positions, position + tail - num_tokens

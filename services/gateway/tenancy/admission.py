@@ -1,0 +1,196 @@
+"""Admission control: a slot per request, quotas per tenant, and a bound on the bytes that all
+requests hold.
+
+A request's memory is counted from its first byte on (`holding`); it takes a slot once its body has
+arrived, so that connections that send nothing refuse nobody. Both are returned at its end; the
+server drains all slots at shutdown, and then ends the requests that still run. A full or draining
+gateway refuses at once with `Overloaded`; there is no queue here. Where there are several tenants,
+a part of the slots is for tenants that have less than their share of them.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from services.common.errors import Overloaded, Unavailable
+from services.gateway.tenancy.quota import Quotas, Usage
+from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
+
+MAX_HELD_BYTES = 4 << 30
+# Of the process without requests: tokenizer, libraries, what the allocators keep.
+_PROCESS_BYTES = 384 << 20
+# Of a connection whose body arrives: the server's objects and its buffer.
+_CONNECTION_BYTES = 64 << 10
+_RESERVED = 4  # one slot of so many is for tenants with less than their share
+
+
+def uncounted(num_bytes: int) -> None:
+    """In place of `Holding.hold`: counts nothing."""
+
+
+def max_held_bytes(memory_bytes: int) -> int:
+    """What all requests may hold in a pod of that memory: the process itself keeps 384 MiB, and
+    more than `MAX_HELD_BYTES` are never needed.
+    """
+    return min(MAX_HELD_BYTES, max(memory_bytes - _PROCESS_BYTES, memory_bytes // 4))
+
+
+@dataclass(slots=True)
+class Holding:
+    """The bytes that one request keeps in memory. Valid inside the `with` that made it."""
+
+    admission: "Admission"
+    num_bytes: int = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts bytes, before they are allocated.
+
+        Raises:
+            Overloaded: all requests together would hold too many.
+        """
+        self.admission.hold(num_bytes)
+        self.num_bytes += num_bytes
+
+
+@dataclass(slots=True)
+class Slot:
+    """One request's slot. Valid inside the `with` that made it."""
+
+    tenant: Tenant
+    usage: Usage
+    hold: Callable[[int], None]
+
+
+class Admission:
+    """Counts running requests. Only the event loop's thread uses it."""
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_held_bytes: int = MAX_HELD_BYTES,
+        quotas: Quotas | None = None,
+    ) -> None:
+        self._max_requests = max_requests
+        self._max_held_bytes = max_held_bytes
+        self._quotas = quotas or Quotas()
+        self.held_bytes = 0
+        self._running: Counter[str] = Counter()  # by tenant
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._blocks: set[asyncio.Timeout] = set()  # those of `until_ended`
+        self._ended = False
+        self.num_running = 0
+        self.draining = False
+
+    @contextmanager
+    def holding(self, tenant: Tenant = ANONYMOUS) -> Generator[Holding]:
+        """Counts a request's memory for the duration of a `with`.
+
+        Raises:
+            Overloaded: no slot is free for it, too much is held, or the gateway is draining.
+        """
+        self._check_room(tenant)
+        holding = Holding(self)
+        try:
+            holding.hold(_CONNECTION_BYTES)
+            yield holding
+        finally:
+            self.held_bytes -= holding.num_bytes
+
+    @contextmanager
+    def slot(self, tenant: Tenant = ANONYMOUS, holding: Holding | None = None) -> Generator[Slot]:
+        """Takes a slot for the duration of a `with`.
+
+        Args:
+            tenant: of the request.
+            holding: counts its memory; None: the slot itself does.
+
+        Raises:
+            Overloaded: no slot is free, or the gateway is draining.
+            RateLimited: the tenant has as many requests as it may have.
+        """
+        self._check_room(tenant)
+        with self._quotas.request(tenant) as usage:
+            self.num_running += 1
+            self._running[tenant.name] += 1
+            self._idle.clear()
+            own = Holding(self)
+            try:
+                yield Slot(tenant, usage, (holding or own).hold)
+            finally:
+                self.held_bytes -= own.num_bytes
+                self._leave(tenant)
+
+    def _check_room(self, tenant: Tenant) -> None:
+        if self.draining:
+            raise Overloaded("the server is shutting down", retry_after_s=1)
+        if self.num_running >= self._room(tenant):
+            raise Overloaded("too many requests are running", retry_after_s=1)
+
+    def _room(self, tenant: Tenant) -> int:
+        """Slots that may be taken in all when this tenant takes one."""
+        if tenant.name == ANONYMOUS.name:
+            return self._max_requests
+        active = len(self._running) + (tenant.name not in self._running)
+        has_share = self._running[tenant.name] < self._max_requests / max(2, active)
+        return self._max_requests - (0 if has_share else self._max_requests // _RESERVED)
+
+    def _leave(self, tenant: Tenant) -> None:
+        self.num_running -= 1
+        self._running[tenant.name] -= 1
+        if not self._running[tenant.name]:
+            del self._running[tenant.name]
+        if not self.num_running:
+            self._idle.set()
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts bytes; `Holding` returns them.
+
+        Raises:
+            Overloaded: over the bound.
+        """
+        if self.held_bytes + num_bytes > self._max_held_bytes:
+            raise Overloaded("running requests hold too much data", retry_after_s=1)
+        self.held_bytes += num_bytes
+
+    @asynccontextmanager
+    async def until_ended(self) -> AsyncGenerator[None]:
+        """Runs its block; `end_all` ends it.
+
+        Raises:
+            Unavailable: `end_all` was called.
+        """
+        block = asyncio.timeout(0 if self._ended else None)
+        try:
+            async with block:
+                self._blocks.add(block)
+                try:
+                    yield
+                finally:
+                    self._blocks.discard(block)
+        except TimeoutError:
+            if not block.expired():
+                raise
+            raise Unavailable("the server is shutting down", retry_after_s=1) from None
+
+    def end_all(self) -> None:
+        """Ends all requests that still run, each with an error of its own."""
+        self._ended = True
+        for block in self._blocks:
+            block.reschedule(asyncio.get_running_loop().time())
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuses new requests and waits for the running ones.
+
+        Returns:
+            Whether all ended within the grace period.
+        """
+        self.draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True

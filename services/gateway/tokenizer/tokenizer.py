@@ -1,0 +1,160 @@
+"""The model's tokenizer: plain text to ids, added tokens by name, ids to bytes.
+
+`encode_text` never returns an added token (`<|im_end|>`, `<|image_pad|>`, `<tool_call>` ...), even
+if the text contains its name; `added` has them. Prompts are encoded and completions decoded with
+it. A tokenizer.json of another kind than byte-level BPE is a `ModelSpecError` at start.
+"""
+
+import json
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from services.common.errors import ContextLengthExceeded
+from services.common.model_spec import ModelSpecError
+from services.gateway.tokenizer.byte_pairs import BYTE_OF_CHARACTER, BytePairs
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """An entry of tokenizer.json's `added_tokens`.
+
+    Attributes:
+        special: `skip_special_tokens` leaves it out of the text.
+    """
+
+    token_id: int
+    content: str
+    special: bool
+
+
+class ModelTokenizer:
+    """tokenizer.json of one model. Thread-safe: encoding is stateless and releases the GIL.
+
+    Args:
+        definition: the parsed tokenizer.json, of a byte-level BPE.
+
+    Raises:
+        ModelSpecError: the tokenizer is not a byte-level BPE, or has added tokens that change the
+            text around them; the message names the part.
+    """
+
+    def __init__(self, definition: Mapping[str, Any]) -> None:
+        self.added = _added_tokens(definition)
+        self.special_ids = frozenset(t.token_id for t in self.added.values() if t.special)
+        self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
+        _check_kind(definition)
+        bare: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None}
+        self._plain = Tokenizer.from_str(json.dumps({**definition, **bare}))
+        self._definition = definition
+        self._fast = BytePairs.of(definition)
+        vocabulary = self._plain.get_vocab()
+        self.max_token_bytes = max(map(len, vocabulary))
+        self._nfc = _kind(definition, "normalizer") == "NFC"
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "ModelTokenizer":
+        """Reads `directory`/tokenizer.json.
+
+        Raises:
+            ModelSpecError: it is missing or of an unsupported kind.
+        """
+        try:
+            return cls(json.loads((directory / "tokenizer.json").read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ModelSpecError(f"{directory / 'tokenizer.json'} is missing") from None
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text, without BOS; the name of an added token is plain text, too."""
+        ids = self._fast.encode(text) if self._fast is not None else None
+        return self._plain.encode(text, add_special_tokens=False).ids if ids is None else ids
+
+    def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a prompt as transformers encodes it: names of added tokens are those tokens.
+
+        `add_special_tokens`: with BOS and the like, where tokenizer.json adds them.
+        """
+        return self._whole.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @cached_property
+    def _whole(self) -> Tokenizer:
+        return Tokenizer.from_str(
+            json.dumps({**self._definition, "truncation": None, "padding": None})
+        )
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuses text that cannot fit, without tokenizing it.
+
+        Raises:
+            ContextLengthExceeded: the text has more bytes than `max_tokens` of the longest token.
+        """
+        bound = max_tokens * self.max_token_bytes
+        if len(text) * 4 <= bound:
+            return
+        if self._nfc:
+            text = unicodedata.normalize("NFC", text)
+        if len(text.encode()) > bound:
+            raise ContextLengthExceeded(
+                f"the prompt is longer than the model's context of {max_tokens} tokens",
+                param="messages",
+            )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; empty for an unused id."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._look_up(token_id)
+        return found
+
+    def token_string(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; empty for an unused id."""
+        added = self._added_bytes.get(token_id)
+        return added.decode() if added is not None else self._plain.id_to_token(token_id) or ""
+
+    def _look_up(self, token_id: int) -> bytes:
+        if token_id in self._added_bytes:
+            return self._added_bytes[token_id]
+        token = self._plain.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes(BYTE_OF_CHARACTER[character] for character in token)
+        except KeyError:
+            return token.encode()
+
+
+def _kind(definition: Mapping[str, Any], part: str) -> str | None:
+    found: dict[str, Any] = definition.get(part) or {}
+    return found.get("type")
+
+
+def _check_kind(definition: Mapping[str, Any]) -> None:
+    """Refuses all but byte-level BPE: only its tokens are bytes that can simply be joined."""
+    model: dict[str, Any] = definition.get("model") or {}
+    text = json.dumps([definition.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
+    if model.get("byte_fallback") or "Metaspace" in text or "\\u2581" in text:
+        raise ModelSpecError(
+            "tokenizer.json: SentencePiece tokenizers (Metaspace, byte fallback) are not supported"
+        )
+    if model.get("type", "BPE") != "BPE":
+        raise ModelSpecError(f"tokenizer.json: model {model['type']} is not supported, only BPE")
+    decoder = _kind(definition, "decoder")
+    if decoder != "ByteLevel":
+        raise ModelSpecError(f"tokenizer.json: decoder {decoder} is not supported, only ByteLevel")
+
+
+def _added_tokens(definition: Mapping[str, Any]) -> dict[str, AddedToken]:
+    added: dict[str, AddedToken] = {}
+    for token in definition.get("added_tokens") or ():
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise ModelSpecError(f"tokenizer.json: added token {token['content']!r} strips text")
+        if len(token["content"]) < 2:
+            raise ModelSpecError(f"tokenizer.json: added token {token['content']!r} is too short")
+        added[token["content"]] = AddedToken(token["id"], token["content"], bool(token["special"]))
+    return added
