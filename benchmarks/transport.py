@@ -25,6 +25,7 @@ import uvloop
 
 from services.common.arena import Arena
 from services.common.embedding import EmbeddingSpec
+from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.process_memory import raise_malloc_trim_threshold
@@ -51,6 +52,7 @@ _NUM_SLOTS = 8  # embeddings each arena holds
 _WARM_UP = 2 * _NUM_SLOTS
 # Of an image of 1024 x 1024 on an H200; the features come after 6, 12, 18 and 24 of its 24 blocks.
 _TOWER_S = 0.0088
+_PREFIX = b"p" * 32
 _SLOW = b"slow"  # an image that takes as long
 
 
@@ -102,7 +104,7 @@ async def serve(num_tokens: int) -> None:
         metrics=metrics, max_queued_patches=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
-    description = Description("transport", b"p" * 32, like, 1, max_image_patches=1 << 20)
+    description = Description("transport", _PREFIX, like, 1, max_image_patches=1 << 20)
     servicer = EncoderServicer(description, embeddings, metrics)
     server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -120,13 +122,12 @@ class Reader:
     arena: Arena
     num_tokens: int
     fetcher: EncoderFetcher
-    keys: "itertools.count[int]"
+    numbers: "itertools.count[int]"
     ready: list[bytes] = field(default_factory=list[bytes])
 
-    async def encode(self, key: bytes, image: bytes = b"image") -> None:
+    async def encode(self, request: pb.EncodeRequest) -> None:
         """Has the encoder make an embedding."""
-        grid = pb.Grid(t=1, h=1, w=self.num_tokens)
-        await self.stub.Encode(pb.EncodeRequest(image_key=key, image=image, grid=grid))
+        await self.stub.Encode(request)
 
     async def fetch(self, key: bytes) -> None:
         """Fetches and releases it."""
@@ -137,16 +138,23 @@ class Reader:
         self.arena.commit(entry)
         self.arena.release(entry)
 
-    def new_key(self) -> bytes:
-        """An image that no cache has."""
-        return next(self.keys).to_bytes(32, "little")
+    def new(self, image: bytes = b"image") -> pb.EncodeRequest:
+        """Of an embedding that no cache has."""
+        grid, salt = (1, 1, self.num_tokens), b"%d" % next(self.numbers)
+        return pb.EncodeRequest(
+            image_key=image_key(_PREFIX, image, grid=grid, salt=salt),
+            image=image,
+            grid=pb.Grid(t=1, h=1, w=self.num_tokens),
+            cache_salt=salt,
+        )
 
     async def stored(self) -> float:
         """Seconds for an embedding that the encoder holds; another one each time."""
         if not self.ready:
-            self.ready = [self.new_key() for _ in range(_NUM_SLOTS)]
-            for key in self.ready:
-                await self.encode(key)
+            requests = [self.new() for _ in range(_NUM_SLOTS)]
+            self.ready = [request.image_key for request in requests]
+            for request in requests:
+                await self.encode(request)
             await asyncio.sleep(0.05)  # digested
             for _ in range(20):  # wakes the core, whose first transfer would be slow
                 await self.stub.Describe(pb.DescribeEncoderRequest())
@@ -155,19 +163,19 @@ class Reader:
 
     async def fresh(self) -> float:
         """Seconds from the request for a new embedding to its arrival."""
-        key = self.new_key()
+        request = self.new()
 
         async def both() -> None:
-            await asyncio.gather(self.encode(key), self.fetch(key))
+            await asyncio.gather(self.encode(request), self.fetch(request.image_key))
 
         return await timed(both)
 
     async def features(self) -> float:
         """Seconds from the end of the tower to the arrival of the embedding, the call included."""
-        key = self.new_key()
+        request = self.new(_SLOW)
 
         async def both() -> None:
-            await asyncio.gather(self.encode(key, _SLOW), self.fetch(key))
+            await asyncio.gather(self.encode(request), self.fetch(request.image_key))
 
         return await timed(both) - _TOWER_S
 
@@ -201,12 +209,12 @@ async def measure(mib: int, repeats: int) -> None:
         assert process.stdout is not None
         address = f"127.0.0.1:{int(await process.stdout.readline())}"
         channel = create_channel(address)
-        arena, keys = Arena(_NUM_SLOTS * num_tokens * _TOKEN_BYTES), itertools.count(1)
+        arena, numbers = Arena(_NUM_SLOTS * num_tokens * _TOKEN_BYTES), itertools.count(1)
         floor_s = copy_floor_s(mib << 20, repeats)
         for path in ("shm", "grpc"):
             fetcher = EncoderFetcher(shared_memory=path == "shm")
             stub = pb_grpc.EncoderStub(channel)
-            reader = Reader(address, stub, arena, num_tokens, fetcher, keys)
+            reader = Reader(address, stub, arena, num_tokens, fetcher, numbers)
             kinds = (
                 ("stored", reader.stored),
                 ("fresh", reader.fresh),

@@ -12,7 +12,8 @@ import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common import rpc
-from services.common.errors import TriptychError
+from services.common.errors import TriptychError, WrongImageKey
+from services.common.image_key import image_key
 from services.common.pb import decoder_pb2, decoder_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 from services.common.tracing import TRACEPARENT
 
@@ -61,7 +62,7 @@ class _FakeServer:
 
 
 class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
-    """Knows embeddings by key only.
+    """Refuses an image key that is not the image's, as a real encoder does.
 
     Attributes:
         before: awaited before each answer; may sleep, or raise a TriptychError to be sent.
@@ -109,9 +110,13 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+        grid = request.grid
+        prefix, salt = self.description.key_prefix, request.cache_salt
+        key = image_key(prefix, request.image, grid=(grid.t, grid.h, grid.w), salt=salt)
+        if key != request.image_key:
+            await rpc.abort(context, WrongImageKey("the image key is not that of this image"))
         source = "MEMORY" if request.image_key in self.known else "COMPUTED"
         self.known.add(request.image_key)
-        grid = request.grid
         return encoder_pb2.EncodeResponse(
             source=f"SOURCE_{source}",
             num_tokens=grid.t * grid.h * grid.w // 4 + self.num_tokens_error,

@@ -13,6 +13,7 @@
     ├── Cancelled                      499  the caller disconnected (never sent, only logged)
     ├── InternalError                  500
     ├── EmbeddingUnavailable           503  one encoder did not deliver an embedding
+    ├── WrongImageKey                  503  one encoder has another key for the image
     ├── Unavailable                    503  no healthy service is left
     │   └── Overloaded                 503  full or draining; `retry_after_s` says when to come back
     └── DeadlineExceeded               504
@@ -139,6 +140,17 @@ class EmbeddingUnavailable(TriptychError):
     code = "embedding_unavailable"
     http_status = 503
     grpc_status = "UNAVAILABLE"
+    retryable = True
+
+
+class WrongImageKey(TriptychError):
+    """The image key is not that of the image, its grid and salt at this encoder: the caller forges
+    it, or took the encoder for one of another model.
+    """
+
+    code = "wrong_image_key"
+    http_status = 503
+    grpc_status = "INVALID_ARGUMENT"
     retryable = True
 
 

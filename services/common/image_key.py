@@ -4,7 +4,8 @@ Two requests share a key only if they must get the same embedding. So the key co
 bytes and everything else that decides the result. It does not cover decoded pixels, whose bytes are
 equal for 30x100 and 100x30, and never a URL or a client's id. Fields are length-prefixed, so that
 different lists of fields have different hashes. The encoder's engine makes the prefix, the gateway
-the keys; encoder and decoder only compare them.
+the keys. The encoder computes each key again from what it is given, so that no caller stores an
+embedding under another image's key; the decoder only compares them.
 """
 
 from collections.abc import Iterable
@@ -12,6 +13,8 @@ from collections.abc import Iterable
 from blake3 import blake3
 
 KEY_BYTES = 32
+# Of a salt, as each service takes it: of image keys here, of prefixes in the decoder.
+MAX_SALT_BYTES = 256
 _PREFIX_DOMAIN = b"triptych/prefix/v1"
 _IMAGE_DOMAIN = b"triptych/v1"
 

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from services.common.embedding import EmbeddingSpec
 from services.common.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest
-from services.common.image_key import KEY_BYTES
+from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
 from services.decoder.grammar import Demands, Grammar
@@ -24,7 +24,6 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PROMPT_LOGPROBS = 1 << 18  # tokens times logprobs of each
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_SALT_BYTES = 256
 MAX_TENANT_CHARS = 128
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_BEGINS_AFTER = 64

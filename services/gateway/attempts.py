@@ -327,7 +327,9 @@ class Attempts:
         attributes = {"encoder": pod.address, "patches": math.prod(image.grid)}
         try:
             with request.timings.measure("encode", span_name="encode call", **attributes):
-                done = await pod.encode(key, image.data, image.grid, timeout_s=timeout_s)
+                done = await pod.encode(
+                    key, image.data, image.grid, salt=request.cache_salt, timeout_s=timeout_s
+                )
             if done.num_tokens != num_tokens:
                 raise InternalError("an encoder returned an embedding of the wrong size")
         except InvalidRequest as error:

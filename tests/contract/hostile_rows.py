@@ -79,7 +79,7 @@ def bad_values() -> Iterator[Row]:
         "logprobs": [1, "true"],
         "stream": ["yes", 1],
         "ignore_eos": [1], "skip_special_tokens": ["x"], "include_stop_str_in_output": [0],
-        "cache_salt": ["", "x" * 129, "a/b", "a@b", "a\\b", "a\x00b", 5],
+        "cache_salt": ["", "x" * 129, "😀" * 65, "a/b", "a@b", "a\\b", "a\x00b", 5],
         "min_pixels": [0, -1, "x", 1 << 40], "max_pixels": [0, 1.5],
         "user": [5], "include_stage_times": ["yes"],
         "tools": ["x", {}, [1], [{}], [{"type": "custom"}], [FUNCTION] * 129, [FUNCTION] * 2,

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import generate_latest
 
 from services.common import errors
+from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc
 from services.encoder import service
@@ -205,6 +206,47 @@ async def test_malformed_requests_are_refused(
     )
     assert isinstance(await failure(pod.stub.Encode(request)), errors.InvalidRequest)
     assert not pod.engine.jobs
+
+
+async def test_a_forged_key_is_refused_counted_and_logged_once(
+    pod: Pod, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A caller that names its image as another's would answer for that image to everybody."""
+    caplog.set_level("INFO")
+    forged = pb.EncodeRequest(
+        image_key=key_of(b"blue", GRID), image=b"red", grid=pb.Grid(t=1, h=8, w=8)
+    )
+    others = [pb.EncodeRequest() for _ in range(3)]
+    for other in others:
+        other.CopyFrom(forged)
+    others[0].image = b"blue"
+    others[0].cache_salt = b"another tenant's"
+    others[1].image = b"blue"
+    others[1].grid.h = 16
+    others[2].image = b"b" * (2 << 20)  # hashed in a thread
+    for request in (forged, *others):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pod.stub.Encode(request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert isinstance(error_from_rpc(caught.value, "encoder"), errors.WrongImageKey)
+    assert not pod.engine.jobs
+    failures = pod.metrics.failures.labels("encode", "wrong_image_key")
+    assert failures._value.get() == 4
+    (record,) = (record for record in caplog.records if "not that of this image" in record.message)
+    assert record.levelname == "WARNING"
+    await pod.encode(b"blue")
+    assert await pod.fetch(b"blue") == pod.expected(b"blue")
+    # Nor with an embedding that is there: its file would be kept for the next encode of the key.
+    assert isinstance(await failure(pod.stub.Encode(forged)), errors.WrongImageKey)
+
+
+async def test_a_salt_is_bounded_and_part_of_the_key(pod: Pod) -> None:
+    grid = pb.Grid(t=1, h=8, w=8)
+    key = image_key(PREFIX, b"image", grid=GRID, salt=b"s" * 256)
+    request = pb.EncodeRequest(image_key=key, image=b"image", grid=grid, cache_salt=b"s" * 256)
+    assert (await pod.stub.Encode(request)).source == Response.SOURCE_COMPUTED
+    request.cache_salt += b"s"
+    assert isinstance(await failure(pod.stub.Encode(request)), errors.InvalidRequest)
 
 
 async def test_overload_is_refused_before_any_work() -> None:

@@ -50,14 +50,16 @@ class Grid(_message.Message):
     def __init__(self, t: _Optional[int] = ..., h: _Optional[int] = ..., w: _Optional[int] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("image_key", "image", "grid")
+    __slots__ = ("image_key", "image", "grid", "cache_salt")
     IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     image_key: bytes
     image: bytes
     grid: Grid
-    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ...) -> None: ...
+    cache_salt: bytes
+    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("source", "num_tokens", "lookup_s", "queue_s", "preprocess_s", "forward_s")

@@ -107,6 +107,7 @@ class EncoderPod(Pod):
         image: bytes,
         grid: tuple[int, int, int],
         *,
+        salt: bytes,
         timeout_s: float,
     ) -> Encoded:
         """Makes an image's embedding available at this encoder.
@@ -117,13 +118,17 @@ class EncoderPod(Pod):
             key: the image key.
             image: the encoded file.
             grid: (t, h, w) in patches before merging.
+            salt: of the key.
             timeout_s: deadline of the call.
 
         Raises:
             TriptychError: the encoder's own; Unavailable or DeadlineExceeded without an answer.
         """
         request = pb.EncodeRequest(
-            image_key=key, image=image, grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2])
+            image_key=key,
+            image=image,
+            grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]),
+            cache_salt=salt,
         )
         call = self._encode(request, timeout=timeout_s, metadata=outgoing_metadata())
         lost = asyncio.ensure_future(self._lost.wait())

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct
 
 from services.common.errors import InvalidRequest
+from services.common.image_key import MAX_SALT_BYTES
 from services.gateway.forms.answer_formats import ResponseFormat, StructuredOutputs
 from services.gateway.forms.hints import RequestHints
 
@@ -89,6 +90,8 @@ def check_generation(request: GenerationFields) -> None:
         raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
     if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):
         raise InvalidRequest("cache_salt must not hold @, / or \\", param="cache_salt")
+    if request.cache_salt is not None and len(request.cache_salt.encode()) > MAX_SALT_BYTES:
+        raise InvalidRequest(f"more than {MAX_SALT_BYTES} bytes", param="cache_salt")
 
 
 def refuse_unserved(request: Struct, neutral: Mapping[str, Sequence[object]]) -> None:

@@ -304,7 +304,7 @@ async def test_silent_pod_loses_its_calls_to_others():
 
         fake.before = never
         pod = pool.choose(pool.description(), b"k", ())
-        call = asyncio.create_task(pod.encode(b"k" * 32, b"", (1, 2, 2), timeout_s=30))
+        call = asyncio.create_task(pod.encode(b"k" * 32, b"", (1, 2, 2), salt=b"", timeout_s=30))
         await until(lambda: fake.requests)
         fake.health.silent = True
         with pytest.raises(Unavailable):
@@ -345,7 +345,7 @@ async def test_an_error_after_the_caller_was_cancelled_is_not_reported_as_unretr
     async def cancel_as_it_fails():
         answer = asyncio.get_running_loop().create_future()
         pod._encode = lambda request, **_: answer
-        asked = asyncio.ensure_future(pod.encode(b"key", b"", (1, 2, 2), timeout_s=1.0))
+        asked = asyncio.ensure_future(pod.encode(b"key", b"", (1, 2, 2), salt=b"", timeout_s=1.0))
         await asyncio.sleep(0.01)
         answer.set_exception(Unavailable("gone"))
         await asyncio.sleep(0)  # it has failed, and the caller has not run yet
