@@ -92,6 +92,7 @@ class Gateway:
         self.prompt_logprobs: dict[int, list[pb.PromptLogprobs]] = {}
         self.starts: dict[int, pb.Started] = {}
         self.ends: dict[int, pb.Finished | pb.Failed] = {}
+        self.leaving: list[int] = []
         self.num_messages = 0
         self._changed = asyncio.Event()
 
@@ -133,6 +134,8 @@ class Gateway:
                 self.tokens.setdefault(number, []).extend(event.token_ids)
                 self.logprobs.setdefault(number, []).extend(event.logprobs)
                 self.prompt_logprobs.setdefault(number, []).extend(event.prompt_logprobs)
+                if event.leaving:
+                    self.leaving.append(number)
                 if event.HasField("started"):
                     assert number not in self.starts and event.token_ids, "not the first token"
                     self.starts[number] = event.started

@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import MAX_REQUEST_ID_CHARS
 from services.common.telemetry import bound_request_id
 from services.common.tracing import Span, record_span, start_span
+from services.decoder.departure import Departure, Remaining
 from services.decoder.embedding_fetch import EncoderFailed
 from services.decoder.embeddings import EmbeddingSource, EngineSender, SequenceImages
 from services.decoder.engine.messages import (
@@ -48,6 +50,7 @@ log = logging.getLogger(__name__)
 
 # Sequences accepted beyond those that can run at once, as a multiple of these.
 QUEUE_FACTOR = 3
+_TOKEN_BYTES = 4
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
 
 
@@ -77,6 +80,7 @@ class _Live:
         sequence_id: the gateway's, unique within the stream.
         submitted_at: as `time.time()`.
         first_token_at: as `time.time()`; 0: no token yet.
+        num_generated, max_generated: tokens of this decoder, so far and at most.
         reported: its last event is in the outbox.
     """
 
@@ -88,6 +92,7 @@ class _Live:
     submitted_at: float
     first_token_at: float = 0.0
     num_generated: int = 0
+    max_generated: int = 0
     deadline: asyncio.TimerHandle | None = None
     reported: bool = False
 
@@ -226,16 +231,44 @@ class DecoderFront:
         self._refusal = reason
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new sequences, waits for the running ones, fails those that take longer than
-        `grace_s`, and closes all streams behind their last events.
+        """Refuses new sequences, waits for the running ones, offers those that may take longer than
+        `grace_s` to other decoders, fails what is left then, and closes all streams behind their
+        last events.
         """
         self.refuse("the decoder is shutting down")
-        try:
-            await asyncio.wait_for(self._empty.wait(), grace_s)
-        except TimeoutError:
-            self._fail_all(Unavailable("the decoder is shutting down"))
+        departure = Departure(time.monotonic(), grace_s)
+        while self._live and (now := time.monotonic()) < departure.ends_at:
+            self._offer(departure.due(now, self._remaining()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(departure.period_s, departure.ends_at - now)):
+                    await self._empty.wait()
+        self._fail_all(Unavailable("the decoder is shutting down"))
         for stream in self._streams:
             stream.outbox.close()
+
+    def _remaining(self) -> list[Remaining]:
+        """What each sequence may still do. One without a second token is taken to be as fast as the
+        others are on average.
+        """
+        now = time.time()
+        paces = {
+            number: (now - live.first_token_at) / (live.num_generated - 1)
+            for number, live in self._live.items()
+            if live.num_generated > 1
+        }
+        mean = sum(paces.values()) / max(1, len(paces))
+        return [
+            Remaining(number, live.max_generated - live.num_generated, paces.get(number, mean))
+            for number, live in self._live.items()
+        ]
+
+    def _offer(self, numbers: list[int]) -> None:
+        for number in numbers:
+            live = self._live[number]
+            if not live.reported:
+                log.info("a sequence may outlast this decoder", extra=_fields(live))
+                live.stream.outbox.add_leaving(live.sequence_id)
+                live.stream.outbox.flush()
 
     async def close(self) -> None:
         """Ends all fetches and compilations."""
@@ -379,12 +412,18 @@ class DecoderFront:
         self, live: _Live, message: AddSequence, images: list[ImageRequest], timeout_s: float
     ) -> None:
         self._live[live.number] = live
+        live.max_generated = self._most_tokens(message)
         self._empty.clear()
         self._images.add(message, images)
         if timeout_s:
             live.deadline = asyncio.get_running_loop().call_later(
                 timeout_s, self._fail, live, DeadlineExceeded("the request's time is over")
             )
+
+    def _most_tokens(self, message: AddSequence) -> int:
+        num_prompt = len(message.prompt_token_ids) // _TOKEN_BYTES
+        room = min(message.sampling.max_tokens, self.engine.max_model_len - num_prompt)
+        return room - len(message.generated_token_ids) // _TOKEN_BYTES
 
     def _input_failed(self, number: int, error: TriptychError) -> None:
         """An image or a token mask cannot be obtained."""

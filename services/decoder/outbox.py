@@ -61,6 +61,10 @@ class Outbox:
         """Adds the times up to the first token, which was added last."""
         self._event(sequence_id).started.CopyFrom(started)
 
+    def add_leaving(self, sequence_id: int) -> None:
+        """Says that a sequence should be continued elsewhere."""
+        self._event(sequence_id).leaving = True
+
     def add_end(self, sequence_id: int, end: pb.Finished | pb.Failed) -> None:
         """Adds a sequence's last event."""
         event = self._event(sequence_id)

@@ -281,6 +281,22 @@ async def test_draining_ends_what_takes_too_long():
         assert gateway.ends[1].code == "unavailable"
 
 
+async def test_draining_offers_only_what_may_outlast_the_grace():
+    decoder = Decoder(max_model_len=100_000, num_blocks=30_000)
+    async with decoder, Gateway(decoder) as gateway:
+        await gateway.submit(submit_of(1, prompt_of(1), max_tokens=90_000))
+        await gateway.submit(submit_of(2, prompt_of(2), max_tokens=50))
+        await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 10)
+        drained = asyncio.create_task(decoder.front.drain(1.0))
+        await gateway.until(lambda: gateway.leaving)
+        before = len(gateway.tokens[1])
+        await gateway.until(lambda: len(gateway.tokens[1]) > before)  # it goes on meanwhile
+        await gateway.cancel(1)
+        await drained
+        assert gateway.leaving == [1]
+        assert isinstance(gateway.ends[2], pb.Finished)
+
+
 async def test_a_dead_engine_fails_all_sequences():
     async with Decoder() as decoder, Gateway(decoder) as gateway:
         decoder.engine.running.clear()
