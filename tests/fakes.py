@@ -134,6 +134,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         tokens_per_event, delay_s: the pace.
         before: awaited before a sequence's first token; may raise a TriptychError to be sent.
         die_after: break the stream after as many tokens of a sequence.
+        leave_after: after as many, say that another decoder should continue it.
         submits: all that came; `running` are those not ended; `cancelled` were by the gateway.
     """
 
@@ -158,6 +159,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         self.fail_encoder_address = ""
         self.fail_after: tuple[int, str] | None = None
         self.die_after: int | None = None
+        self.leave_after: int | None = None
         self.submits: list[decoder_pb2.Submit] = []
         self.cancelled: list[int] = []
         self.running: dict[int, asyncio.Task[None]] = {}
@@ -213,6 +215,9 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
                 if self.die_after is not None and start >= self.die_after:
                     await events.put(None)
                     return
+                if self.leave_after == start:
+                    leaving = decoder_pb2.SequenceEvent(sequence_id=sequence_id, leaving=True)
+                    await events.put(leaving)
                 if self.fail_after is not None and start >= self.fail_after[0]:
                     raise _Fail(self.fail_after[1])
                 ids = reply[start : start + self.tokens_per_event]

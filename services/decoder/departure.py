@@ -53,9 +53,7 @@ class Departure:
         if now < self._first_at:
             return []
         outlasting = [
-            s
-            for s in sequences
-            if s.number not in self._offered and s.seconds > self.ends_at - now
+            s for s in sequences if s.number not in self._offered and s.seconds > self.ends_at - now
         ]
         outlasting.sort(key=lambda s: s.seconds, reverse=True)
         num_times = 1 + max(0, math.floor((self._last_at - now) / self.period_s))

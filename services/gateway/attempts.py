@@ -13,7 +13,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -42,7 +42,8 @@ from services.gateway.tenancy.tenants import Tenant
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
-# Decoders that a request may lose in mid-answer. One that loses more may be the cause.
+# Decoders that a request may lose in mid-answer: one that loses more may be the cause. It may leave
+# as many others that are about to go.
 MAX_HANDOVERS = 2
 _SOURCES_GRACE_S = 0.05
 # Of an answer that waits for its client: some 10,000 tokens, or some hundreds with all logprobs.
@@ -138,6 +139,13 @@ class _RetryableFailure(Exception):
         self.pod = pod  # to be excluded
 
 
+class _Leaving(_RetryableFailure):
+    """Not a failure: the decoder drains, and the sequences may outlast it."""
+
+    def __init__(self, session: str) -> None:
+        super().__init__(Unavailable("the decoder is about to go"), "decoder", session)
+
+
 class _TooSlow(Overloaded):
     """More of the answer waits for the client than there is room for."""
 
@@ -170,6 +178,7 @@ class Attempts:
         # Of the choices that have not ended: the token ids so far.
         self._generated = {choice: array("i") for choice in range(request.num_choices)}
         self._lost_at = 0.0  # when a decoder was lost in mid-answer; 0: the answer goes on
+        self._decoder_leaves = False
         self._span = Span()  # of the running attempt's sequences
         self._encodes: list[asyncio.Task[None]] = []
         self._encoded: dict[bytes, str] = {}  # image key -> address of the encoder that has it
@@ -185,7 +194,7 @@ class Attempts:
         Raises:
             TriptychError: the request failed.
         """
-        num_handovers = 0
+        num_lost = num_left = 0
         for _ in range(MAX_ATTEMPTS):
             started = False  # in this attempt
             try:
@@ -198,6 +207,8 @@ class Attempts:
                         yield good
                     if failure is not None:
                         raise failure
+                    if num_left < MAX_HANDOVERS and self._should_leave():
+                        raise _Leaving(self._session)
                 if self._encodes and self._request.wait_for_sources:
                     await asyncio.wait(self._encodes, timeout=_SOURCES_GRACE_S)
                 return
@@ -205,8 +216,9 @@ class Attempts:
                 if not self._generated:
                     return  # the last choices were stopped by the caller
                 if started:
-                    num_handovers += 1
-                    if num_handovers > MAX_HANDOVERS:
+                    num_left += isinstance(failure, _Leaving)
+                    num_lost += not isinstance(failure, _Leaving)
+                    if num_lost > MAX_HANDOVERS:
                         raise failure.error from None
                     self._lost_at = time.monotonic()
                 self._exclude(failure)
@@ -235,7 +247,7 @@ class Attempts:
         # Lets the encode calls go out first: the prompt waits for the images.
         await asyncio.sleep(0)
         try:
-            decoder = self._decoders.choose(self._affinity_key(), self._excluded["decoder"])
+            decoder = self._choose_decoder(self._excluded["decoder"])
         except Unavailable:
             raise self._no_pod_left() from None
         # What has begun with one checkpoint is not continued with another.
@@ -244,6 +256,7 @@ class Attempts:
             raise self._no_pod_left()
         self._fingerprint = fingerprint
         self._decoder, self._session = decoder, decoder.session
+        self._decoder_leaves = False
         self._span = start_span(
             "decode stream",
             decoder=decoder.address,
@@ -275,6 +288,22 @@ class Attempts:
             if choice > 0 or generated:  # the prompt's logprobs come once, before the first token
                 submit.sampling.ClearField("prompt_logprobs")
             self._sequences[choice] = decoder.submit(submit, choice, self._deliver)
+
+    def _choose_decoder(self, exclude: Collection[str]) -> DecoderPod:
+        request = self._request
+        num_tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
+        return self._decoders.choose(self._affinity_key(), exclude, num_tokens)
+
+    def _should_leave(self) -> bool:
+        """Whether the decoder is about to go, and another one can go on with the answer."""
+        if not (self._decoder_leaves and self._sequences):
+            return False
+        try:
+            other = self._choose_decoder(self._excluded["decoder"] | {self._session})
+        except Unavailable:
+            return False
+        found = other.description
+        return found is not None and found.fingerprint == self._fingerprint
 
     async def _assign_encoders(
         self,
@@ -374,6 +403,10 @@ class Attempts:
                 return good, item
             if item.choice not in self._sequences:
                 continue
+            if item.leaving:
+                self._decoder_leaves = True
+                if not (item.token_ids or item.is_last or item.prompt_logprobs):
+                    continue
             if item.is_last:
                 del self._sequences[item.choice]
             if item.error is not None:

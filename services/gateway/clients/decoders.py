@@ -35,6 +35,7 @@ class TokenEvent:
         prompt_logprobs: of tokens of the prompt, before the first tokens.
         finish_reason: `stop` or `length`, with the last tokens.
         error: why the sequence failed; no event follows.
+        leaving: the decoder may be gone before the sequence has ended.
     """
 
     choice: int
@@ -44,6 +45,7 @@ class TokenEvent:
     finish_reason: str | None = None
     error: TriptychError | None = None
     prompt_logprobs: Sequence[pb.PromptLogprobs] = ()
+    leaving: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -206,7 +208,12 @@ class DecoderPod(Pod):
         token_ids = list(event.token_ids)
         # None comes after the first token; an access costs as much as another field's.
         scores = event.prompt_logprobs if started is not None or not token_ids else ()
-        sink(TokenEvent(choice, token_ids, event.logprobs, started, finish_reason, error, scores))
+        sink(
+            TokenEvent(
+                choice, token_ids, event.logprobs, started, finish_reason, error, scores,
+                event.leaving,
+            )
+        )  # fmt: skip
 
     def _fail_all(self, error: TriptychError) -> None:
         sinks, self._sinks = self._sinks, {}
@@ -234,31 +241,38 @@ class DecoderPool(Pool[DecoderPod]):
         """
         pods = self._pods.healthy()
         if not pods or not self._served.fingerprint:
-            self._served.adopt(self._fingerprints())
+            self._served.adopt(_descriptions(self._pods.serving()))
             pods = self._pods.healthy()
+        self._served.follow_context(_descriptions(pods))
         return pods
-
-    def _fingerprints(self) -> list[bytes]:
-        """Of all healthy decoders, misfits included."""
-        pods = self._pods.serving()
-        return [d.fingerprint for p in pods if (d := p.description) and d.fingerprint]
 
     def description(self) -> pb.DescribeDecoderResponse | None:
         """The healthy decoder with the shortest context; None if no decoder is healthy."""
-        found = [d for pod in self._healthy() if (d := pod.description)]
+        found = _descriptions(self._healthy())
         return min(found, key=lambda d: d.max_model_len) if found else None
 
-    def choose(self, key: bytes, exclude: Collection[str]) -> DecoderPod:
+    def choose(self, key: bytes, exclude: Collection[str], num_tokens: int = 0) -> DecoderPod:
         """The decoder for a prompt; equal keys get the same decoder, see `pick`.
 
         Args:
             key: of the prompt.
             exclude: sessions of pods that have failed.
+            num_tokens: of prompt and completion, which have to fit.
 
         Raises:
             Unavailable: no decoder is left.
         """
-        pods = [pod for pod in self._healthy() if pod.session not in exclude]
+        pods = [
+            pod
+            for pod in self._healthy()
+            if pod.session not in exclude
+            and pod.description is not None
+            and pod.description.max_model_len >= num_tokens
+        ]
         if not pods:
             raise Unavailable("no decoder is available")
         return pick(pods, key)
+
+
+def _descriptions(pods: Sequence[DecoderPod]) -> list[pb.DescribeDecoderResponse]:
+    return [found for pod in pods if (found := pod.description)]

@@ -1,8 +1,15 @@
 """The model that all pods have to serve; a pod that serves another one gets no work."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from services.common.pb import decoder_pb2 as pb
+
+# A decoder's context may be this much shorter than the others': where memory limits it, equal
+# machines differ a little.
+_NEARLY = 15 / 16
+Value = TypeVar("Value", bytes, int)
 
 
 @dataclass(slots=True)
@@ -15,6 +22,7 @@ class ServedModel:
         is_own: the fingerprint is that of the gateway's directory, and stays.
         vocab_size, hidden, num_features: of its configuration; None: not checked. Without vision,
             `num_features` is 0.
+        max_model_len: context of the decoders; None: there was none.
     """
 
     fingerprint: bytes = b""
@@ -22,6 +30,7 @@ class ServedModel:
     hidden: int | None = None
     num_features: int | None = None
     is_own: bool = False
+    max_model_len: int | None = None
 
     def misfit_of_decoder(self, found: pb.DescribeDecoderResponse) -> str:
         """Why a decoder cannot serve the model; empty: it can."""
@@ -29,7 +38,12 @@ class ServedModel:
             wanted, given = getattr(self, name), getattr(found, name)
             if wanted is not None and wanted != given:
                 return f"its {name} is {given}, not {wanted}"
-        return self.misfit_of(found.fingerprint)
+        if why := self.misfit_of(found.fingerprint):
+            return why
+        wanted, given = self.max_model_len, found.max_model_len
+        if wanted is not None and given < wanted * _NEARLY:
+            return f"its context is {given} tokens, not {wanted}"
+        return ""
 
     def misfit_of(self, fingerprint: bytes) -> str:
         """Why a checkpoint is not the served one; empty: it is, or one of both is not known."""
@@ -37,10 +51,24 @@ class ServedModel:
             return ""
         return f"it serves checkpoint {fingerprint.hex()[:12]}, not {self.fingerprint.hex()[:12]}"
 
-    def adopt(self, fingerprints: list[bytes]) -> None:
-        """Takes the most frequent of the healthy decoders' fingerprints, unless one of them is the
-        model's already.
+    def adopt(self, decoders: Sequence[pb.DescribeDecoderResponse]) -> None:
+        """Takes the most frequent of the healthy decoders' fingerprints and contexts, unless one of
+        them has the model's already.
         """
-        if self.is_own or not fingerprints or self.fingerprint in fingerprints:
-            return
-        self.fingerprint = max(sorted(set(fingerprints)), key=fingerprints.count)
+        fingerprints = [found.fingerprint for found in decoders if found.fingerprint]
+        if not self.is_own and fingerprints and self.fingerprint not in fingerprints:
+            self.fingerprint = _most_frequent(fingerprints)
+        former, self.max_model_len = self.max_model_len, None
+        lengths = [d.max_model_len for d in decoders if not self.misfit_of_decoder(d)]
+        self.max_model_len = former
+        if lengths and (former is None or max(lengths) < former * _NEARLY):
+            self.max_model_len = _most_frequent(lengths)
+
+    def follow_context(self, decoders: Sequence[pb.DescribeDecoderResponse]) -> None:
+        """Takes the shortest context of the decoders that fit: longer ones serve it, too."""
+        if decoders:
+            self.max_model_len = min(found.max_model_len for found in decoders)
+
+
+def _most_frequent(values: list[Value]) -> Value:
+    return max(sorted(set(values)), key=values.count)

@@ -409,8 +409,9 @@ def restart_as(pair):
         ({"hidden": 48}, "its hidden is 48"),
         ({"num_features": 1}, "its num_features is 1"),
         ({"fingerprint": b"other" * 4}, "it serves checkpoint 6f74686572"),
+        ({"max_model_len": 2048}, "its context is 2048 tokens, not 4096"),
     ],
-    ids=["vocabulary", "hidden size", "features", "weights"],
+    ids=["vocabulary", "hidden size", "features", "weights", "context"],
 )
 def test_a_decoder_that_comes_back_with_another_model_gets_no_work(pair, restart_as, fields, why):
     served = pair.gateway.service.decoders._served
