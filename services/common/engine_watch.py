@@ -1,7 +1,7 @@
 """Notices that an engine process hangs: it runs, and nothing comes of it.
 
-A front pings its engine while there is work; an engine answers between two steps. On a GPU a step
-takes a second at most. On a CPU it may take minutes, but then the process uses the CPU.
+A front pings its engine, seldom while there is no work; an engine answers between two steps. On a
+GPU a step takes a second at most. On a CPU it may take minutes, but then the process uses the CPU.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from services.common.heartbeat import Ping
 
 MAX_SILENCE_S = 8.0
 _PERIOD_S = 1.0
+_IDLE_PERIOD_S = 5.0  # between pings without work, so that `silence_s` stays small
 _MIN_TICKS = 2  # of CPU time, between two looks
 
 
@@ -33,7 +34,12 @@ class EngineWatch:
         self._is_busy = is_busy
         self._on_gpu = on_gpu
         self._ticks = 0
-        self._seen_at = time.monotonic()  # the last sign of progress, or without work
+        self._idle_at = self._computed_at = self._pinged_at = time.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine last showed that it works."""
+        return time.monotonic() - max(self._computed_at, self._engine.channel.received_at)
 
     async def hangs(self) -> None:
         """Returns when the engine hangs; never if it does not."""
@@ -42,12 +48,15 @@ class EngineWatch:
             await asyncio.sleep(_PERIOD_S)
             now = time.monotonic()
             stood_still = now - looked_at > 2 * _PERIOD_S  # this process itself
-            if stood_still or not self._is_busy() or self._computes():
-                self._seen_at = now
-            self._seen_at = max(self._seen_at, self._engine.channel.received_at)
-            if now - self._seen_at > MAX_SILENCE_S:
+            is_busy = self._is_busy()
+            if stood_still or not is_busy:
+                self._idle_at = now
+            if self._computes():
+                self._computed_at = now
+            if min(self.silence_s, now - self._idle_at) > MAX_SILENCE_S:
                 return
-            if self._is_busy():
+            if is_busy or now - self._pinged_at >= _IDLE_PERIOD_S:
+                self._pinged_at = now
                 self._engine.channel.send(Ping())
 
     def _computes(self) -> bool:

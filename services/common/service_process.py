@@ -72,6 +72,12 @@ class Front(Protocol):
         """Whether the engine has work."""
         ...
 
+    def watch_silence(self, silence_s: Callable[[], float]) -> None:
+        """Given once, before metrics are served: seconds since the engine last showed that it
+        works.
+        """
+        ...
+
     async def run(self) -> None:
         """Handles the engine's messages until the engine process has ended."""
         ...
@@ -149,8 +155,9 @@ async def serve(service: GpuService[SettingsT], settings: SettingsT, arena_bytes
         await asyncio.to_thread(arena.prefault)
         front = await service.create_front(settings, ready, engine.channel, arena)
         freeze_gc()
-        serve_metrics(front.registry, settings.host, settings.metrics_port)
         watch = EngineWatch(engine, front.is_busy, on_gpu=ready.on_gpu)
+        front.watch_silence(lambda: watch.silence_s)
+        serve_metrics(front.registry, settings.host, settings.metrics_port)
         watching = asyncio.create_task(_kill_if_it_hangs(engine, watch))
         try:
             return await _serve_front(service, settings, front, stopping)

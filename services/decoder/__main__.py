@@ -1,6 +1,7 @@
 """`python -m services.decoder`: the front process. No torch here; the engine process has it."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,6 +49,7 @@ class DecoderService:
     cache: RedisCache | None
     add_servicer: AddServicer
     registry: CollectorRegistry
+    metrics: DecoderMetrics
 
     @classmethod
     async def create(
@@ -74,10 +76,13 @@ class DecoderService:
         front = DecoderFront(ready, channel, source, grammars, metrics)
         servicer = DecoderServicer(front, await served_fingerprint(settings))
         add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, servicer)
-        return cls(front, cache, add_servicer, registry)
+        return cls(front, cache, add_servicer, registry, metrics)
 
     def is_busy(self) -> bool:
         return self.front.is_busy
+
+    def watch_silence(self, silence_s: Callable[[], float]) -> None:
+        self.metrics.watch_silence(silence_s)
 
     async def run(self) -> None:
         await self.front.run()

@@ -130,6 +130,7 @@ class DecoderFront:
         self._refusal = ""
         self._empty = asyncio.Event()
         self._empty.set()
+        metrics.num_rows = engine.max_num_sequences
         metrics.kv_blocks.set(engine.num_blocks)
         metrics.kv_free.set(engine.num_blocks)
         metrics.cache_bytes.set_function(lambda: source.arena.used_bytes)

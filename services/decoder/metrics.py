@@ -1,7 +1,10 @@
 """The decoder's metrics, all recorded in its front process, from the engine's messages."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.common.engine_gauges import EngineGauges
 from services.common.telemetry import LATENCY_BUCKETS
 from services.decoder.engine.messages import EngineStats
 
@@ -10,24 +13,37 @@ class DecoderMetrics:
     """Names and labels; implements `embeddings.Observer`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.num_rows = 1
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"decoder_{name}", text, labels, registry=registry)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"decoder_{name}", text, registry=registry)
+        self._engine = EngineGauges("decoder", registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return self._engine.gauge(name, text, *labels)
 
         def seconds(name: str, text: str) -> Histogram:
             return Histogram(
                 f"decoder_{name}_seconds", text, registry=registry, buckets=LATENCY_BUCKETS
             )
 
-        self.running = gauge("sequences_running", "Sequences in the batch.")
-        self.waiting = gauge("sequences_waiting", "Sequences that wait for KV blocks or an image.")
+        self.running = gauge("sequences_running", "Sequences in the batch, each in a row.")
+        self.row_usage = gauge("row_usage_ratio", "Share of the rows that sequences hold.")
+        self.waiting = gauge(
+            "sequences_waiting",
+            "Sequences without a row, by what they wait for: image, engine (a row or KV blocks).",
+            "for",
+        )
+        for reason in ("engine", "image"):
+            self.waiting.labels(reason)
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that sequences hold.")
         self.kv_free = gauge("kv_blocks_free", "KV blocks that no sequence holds.")
         self.kv_used = gauge("kv_blocks_used", "KV blocks that sequences hold.")
         self.kv_blocks = gauge("kv_blocks", "KV blocks in all.")
-        self.cache_bytes = gauge("embedding_cache_bytes", "Bytes of the arena in use.")
+        self.cache_bytes = Gauge(
+            "decoder_embedding_cache_bytes", "Bytes of the arena in use.", registry=registry
+        )
         self._totals = {
             "num_preemptions": counter(
                 "preemptions", "Times that a running sequence lost its KV blocks."
@@ -40,8 +56,9 @@ class DecoderMetrics:
             "num_late_masks": counter(
                 "late_token_masks", "Token masks that missed their step, which yielded no token."
             ),
+            "busy_s": counter("busy_seconds", "Seconds in which a step was in flight."),
         }
-        self._seen = dict.fromkeys(self._totals, 0)
+        self._seen: dict[str, float] = dict.fromkeys(self._totals, 0)
         self.generated = counter("generated_tokens", "Completion tokens.")
         self.outcomes = counter(
             "sequences", "Sequences ended, by finish reason or error code.", "outcome"
@@ -88,11 +105,17 @@ class DecoderMetrics:
             self._kernel_calls.labels(operation, implementation).inc(new)
             self._kernel_calls_seen[kernel] = total
 
+    def watch_silence(self, silence_s: Callable[[], float]) -> None:
+        """Seconds since the engine last showed that it works."""
+        self._engine.silence_s = silence_s
+
     def engine_step(self, stats: EngineStats, num_generated: int) -> None:
         """Records one StepDone."""
         used = stats.num_blocks - stats.num_free_blocks
         self.running.set(stats.num_running)
-        self.waiting.set(stats.num_waiting)
+        self.row_usage.set(stats.num_running / self.num_rows)
+        self.waiting.labels("image").set(stats.num_lacking_images)
+        self.waiting.labels("engine").set(stats.num_waiting - stats.num_lacking_images)
         self.kv_free.set(stats.num_free_blocks)
         self.kv_used.set(used)
         self.kv_usage.set(used / stats.num_blocks)

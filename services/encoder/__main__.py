@@ -5,6 +5,7 @@ exit status. `EncoderService` is the one place where the front's objects are cre
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -63,7 +64,11 @@ class EncoderService:
     embeddings: Embeddings
     servicer: EncoderServicer
     add_servicer: AddServicer
-    registry: CollectorRegistry
+    metrics: EncoderMetrics
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self.metrics.registry
 
     @classmethod
     async def create(
@@ -94,10 +99,13 @@ class EncoderService:
         )  # fmt: skip
         servicer = EncoderServicer(description, embeddings, metrics)
         add_servicer = partial(add_to_server, servicer)
-        return cls(engine, memory, redis, embeddings, servicer, add_servicer, metrics.registry)
+        return cls(engine, memory, redis, embeddings, servicer, add_servicer, metrics)
 
     def is_busy(self) -> bool:
         return self.engine.is_busy
+
+    def watch_silence(self, silence_s: Callable[[], float]) -> None:
+        self.metrics.watch_silence(silence_s)
 
     async def run(self) -> None:
         await self.engine.run()

@@ -114,6 +114,7 @@ class Embeddings:
         self._queued_patches = self._queued_bytes = 0
         self._s_per_patch = 0.0  # measured on the last image; 0: none yet
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
+        metrics.backlog_seconds.set_function(self._backlog_s)
 
     def spec_of(self, grid: Grid) -> EmbeddingSpec:
         """The embedding of an image of that grid."""
@@ -234,8 +235,7 @@ class Embeddings:
             self._queued_patches + encode.num_patches > self._max_queued_patches
             or self._queued_bytes + len(image) > self._max_queued_bytes
         ):
-            work_s = self._queued_patches * self._s_per_patch
-            retry_after_s = min(max(work_s, 1.0), _MAX_RETRY_AFTER_S)
+            retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         self._encodes[key] = encode
         self._queued_patches += encode.num_patches
@@ -252,6 +252,10 @@ class Embeddings:
             if not requested.done():
                 requested.set_result(None)
         return encode
+
+    def _backlog_s(self) -> float:
+        """How long what is in work will take, as far as the last image tells."""
+        return self._queued_patches * self._s_per_patch
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
         self._queued_patches -= encode.num_patches

@@ -4,10 +4,11 @@ Servicer, `Embeddings` and `EngineClient` record; the metrics port exports. docs
 table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.common.engine_gauges import EngineGauges
 from services.common.telemetry import LATENCY_BUCKETS
 from services.encoder.engine.messages import EngineStats
 
@@ -38,6 +39,8 @@ class EncoderMetrics:
             "failures", "Calls that failed, by method and error code.", "method", "code"
         )
         self.images_encoded = counter("images_encoded", "Images run through the vision tower.")
+        self.patches_encoded = counter("patches_encoded", "Patches run through the vision tower.")
+        self.busy_seconds = counter("busy_seconds", "Seconds in which a batch was on the device.")
         self.fetches = counter("fetches", "Embeddings sent to decoders.")
         self.fetched_bytes = counter("fetched_bytes", "Bytes of embeddings sent to decoders.")
         self.shared_fetches = counter(
@@ -51,6 +54,10 @@ class EncoderMetrics:
         )
         self.queue_images = gauge("queue_images", "Images queued or being encoded.")
         self.queue_patches = gauge("queue_patches", "Patches queued or being encoded.")
+        self.backlog_seconds = gauge(
+            "backlog_seconds",
+            "Time to encode what is queued, from the time per patch of the last image.",
+        )
         self.cache_bytes = gauge("embedding_cache_bytes", "Bytes of the arena in use.")
         self.batch_images = histogram("batch_images", "Images per batch.", _BATCH_IMAGES)
         self.batch_patches = histogram("batch_patches", "Patches per batch.", _BATCH_PATCHES)
@@ -63,16 +70,23 @@ class EncoderMetrics:
             "operation", "implementation",
         )  # fmt: skip
         self._last_stats = EngineStats(0, 0)
+        self._engine = EngineGauges("encoder", registry)
 
     def observe_stage(self, stage: str, seconds: float) -> None:
         """`stage` is lookup, queue, preprocess or forward."""
         self._stages.labels(stage).observe(seconds)
+
+    def watch_silence(self, silence_s: Callable[[], float]) -> None:
+        """Seconds since the engine last showed that it works."""
+        self._engine.silence_s = silence_s
 
     def observe_batch(self, stats: EngineStats) -> None:
         """Called after each batch with the engine's totals."""
         last, self._last_stats = self._last_stats, stats
         self.batch_images.observe(stats.num_images - last.num_images)
         self.batch_patches.observe(stats.num_patches - last.num_patches)
+        self.patches_encoded.inc(stats.num_patches - last.num_patches)
+        self.busy_seconds.inc(stats.busy_s - last.busy_s)
         for kernel, count in stats.kernel_calls.items():
             operation, _, implementation = kernel.partition("=")
             calls = self.kernel_calls.labels(operation, implementation)

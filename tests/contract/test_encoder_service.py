@@ -273,9 +273,14 @@ async def test_a_refusal_says_how_long_the_queued_work_takes() -> None:
             before = len(pod.engine.jobs)
             await until(lambda: len(pod.engine.jobs) == before + len(images))
             error = await failure(pod.encode(b"one more"))
+            backlog_s = pod.metrics.registry.get_sample_value("encoder_backlog_seconds")
             pod.engine.gate.set()
             await asyncio.gather(*running)
             assert isinstance(error, errors.Overloaded)
+            assert backlog_s is not None and error.retry_after_s == pytest.approx(
+                max(1.0, backlog_s)
+            )
+            assert pod.metrics.registry.get_sample_value("encoder_backlog_seconds") == 0
             return error.retry_after_s
 
         assert await refused([b"1", b"2", b"3"]) == 1  # nothing is known yet

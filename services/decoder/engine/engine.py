@@ -105,6 +105,9 @@ class Engine:
         # End events that wait for a step in flight which may read the sequence's images.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
+        self._busy_s = 0.0
+        self._busy_since = 0.0  # while a step is in flight
+        self._sent = self._gauges()
 
     @property
     def max_model_len(self) -> int:
@@ -196,16 +199,26 @@ class Engine:
         if batch.chunks:
             self._launch(batch)
         if self._pending and (not self._overlap or not batch.chunks or len(self._pending) > 1):
-            _, done, pending = self._pending.popleft()
-            self._postprocess(done, pending.result())
+            _, done, pending = self._pending[0]
+            output = pending.result()
+            self._pending.popleft()
+            if not self._pending:
+                self._busy_s += time.monotonic() - self._busy_since
+            self._postprocess(done, output)
         if self._delayed:
             self._release_delayed()
         wanted = self._scheduler.take_wanted_images()
-        if not (self._events or wanted or batch.chunks):
+        if not (self._events or wanted or batch.chunks) and self._gauges() == self._sent:
             return None
+        self._sent = self._gauges()
         done = StepDone(self._events, self.stats(), self._images_read, wanted)
         self._events, self._images_read = [], []
         return done
+
+    def _gauges(self) -> tuple[int, int, int, int]:
+        scheduler = self._scheduler
+        waiting = scheduler.num_waiting, scheduler.num_lacking_images
+        return scheduler.num_running, *waiting, self._blocks.num_free
 
     def stats(self) -> EngineStats:
         """Gauges and counters as they are now."""
@@ -220,6 +233,8 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_steps=self._num_steps,
             num_late_masks=self._num_late_masks,
+            num_lacking_images=scheduler.num_lacking_images,
+            busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._pending else 0.0),
         )
 
     def check_integrity(self) -> None:
@@ -235,6 +250,8 @@ class Engine:
         for sequence in batch.admitted:
             if sequence.first_scheduled_at == 0.0:
                 sequence.first_scheduled_at = now
+        if not self._pending:
+            self._busy_since = now
         try:
             pending = self._runner.execute(batch.to_step())
         except self._out_of_memory as error:

@@ -206,10 +206,10 @@ class SequenceEvent(msgspec.Struct, array_like=True):
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """Gauges and counters of the engine, sent with each step and when it becomes idle."""
+    """Gauges and counters of the engine, sent with each step and when a gauge has changed."""
 
     num_running: int
-    num_waiting: int
+    num_waiting: int  # without a row
     num_free_blocks: int
     num_blocks: int
     num_preemptions: int  # total
@@ -217,6 +217,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_prompt_tokens: int  # total
     num_steps: int  # total
     num_late_masks: int = 0  # total; token masks that missed their step
+    num_lacking_images: int = 0  # of those that wait: for an image, not for the engine
+    busy_s: float = 0.0  # total; a step was in flight
 
 
 class ImagesOf(msgspec.Struct, array_like=True):

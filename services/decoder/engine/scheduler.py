@@ -131,6 +131,11 @@ class Scheduler:
         return len(self._tenants) + len(self._parked)
 
     @property
+    def num_lacking_images(self) -> int:
+        """Of those without a row, the sequences that wait for an image, not for rows or blocks."""
+        return len(self._parked)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step could be planned now, or may be when those in flight have finished."""
         waiting = len(self._tenants) and not self._admission_blocked

@@ -122,6 +122,7 @@ class Engine:
         self._launched: deque[LaunchedBatch] = deque()
         self._stopping = False
         self._num_images = self._num_patches = 0
+        self._busy_s = self._busy_since = 0.0
 
     def run(self) -> None:
         """The loop. Returns after `Shutdown`, or when the channel is closed."""
@@ -253,6 +254,8 @@ class Engine:
             job.launched_at = now
             assert job.pixels is not None and job.arena_offset is not None
             images.append(PreparedImage(job_id, job.message.grid, job.pixels, job.arena_offset))
+        if not self._launched:
+            self._busy_since = now
         try:
             batch = self._runner.launch(images)
         except Exception:
@@ -260,6 +263,7 @@ class Engine:
             while self._launched:
                 self._finish(self._launched.popleft())
             self._runner.recover()
+            self._busy_since = time.monotonic()
             self._run_apart(images)
         else:
             self._launched.append(batch)
@@ -287,6 +291,9 @@ class Engine:
 
     def _finish(self, batch: LaunchedBatch) -> None:
         finite = self._runner.finish(batch)
+        now = time.monotonic()
+        self._busy_s += now - self._busy_since
+        self._busy_since = now  # of the batch that runs now, if there is one
         self._num_images += len(batch.images)
         self._num_patches += sum(image.num_patches for image in batch.images)
         for image, is_finite in zip(batch.images, finite, strict=True):
@@ -297,6 +304,7 @@ class Engine:
                 num_images=self._num_images,
                 num_patches=self._num_patches,
                 kernel_calls=self._runner.kernel_calls,
+                busy_s=self._busy_s,
             )
         )
 

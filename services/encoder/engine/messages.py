@@ -72,6 +72,7 @@ class EngineStats(msgspec.Struct, tag="stats"):
     num_images: int  # total
     num_patches: int  # total
     kernel_calls: dict[str, int] = {}  # "operation=implementation" → total
+    busy_s: float = 0.0  # total; a batch was on the device
 
 
 EngineMessage = EngineReady | FeatureDone | ImageDone | EngineStats | Pong

@@ -76,3 +76,22 @@ async def test_an_engine_that_answers_does_not_hang(engine):
     engine.channel.answers = True
     os.kill(engine.process.pid, signal.SIGSTOP)
     assert not await hangs_within(EngineWatch(engine, lambda: True, on_gpu=True), 2)
+
+
+async def test_an_engine_without_work_is_asked_now_and_then(engine, monkeypatch):
+    monkeypatch.setattr(engine_watch, "_IDLE_PERIOD_S", 0.5)
+    engine.channel.answers = True
+    watch = EngineWatch(engine, lambda: False, on_gpu=True)
+    assert not await hangs_within(watch, 2)
+    assert watch.silence_s < 1.5
+    engine.channel.answers = False
+    assert not await hangs_within(watch, 2)
+    assert watch.silence_s > 1.5
+
+
+async def test_silence_without_work_does_not_count_against_the_work_that_follows(engine):
+    busy = False
+    watch = EngineWatch(engine, lambda: busy, on_gpu=True)
+    assert not await hangs_within(watch, 2)  # longer than an engine with work may be silent
+    busy = True
+    assert not await hangs_within(watch, 0.5)

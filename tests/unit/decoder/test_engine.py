@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.decoder.engine import engine
 from services.decoder.engine.messages import ImageSpan, TokenMask
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, expected_tokens, failing
@@ -436,3 +437,41 @@ def test_the_engine_waits_for_nothing_without_masks():
     while harness.engine.has_work:
         assert not harness.engine.waits_for_masks
         harness.step()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gauges_are_sent_when_they_change_without_a_step(overlap):
+    harness = Harness(overlap=overlap, max_num_sequences=1)
+    span = ImageSpan(KEYS[0], 0, 4)
+    harness.add(add_message(1, prompt_of(1, 9), images=(span,), max_tokens=3), images_ready=False)
+    done = harness.engine.step()
+    assert done is not None
+    stats = done.stats
+    assert (stats.num_running, stats.num_waiting, stats.num_lacking_images) == (0, 1, 1)
+    assert harness.engine.step() is None
+    for number in (2, 3):  # there is one row
+        harness.add(add_message(number, prompt_of(number, 9), max_tokens=30))
+    harness.step()
+    stats = harness.engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_lacking_images) == (1, 2, 1)
+    harness.image(1, span.key)
+    harness.run()
+    harness.assert_empty()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_engine_is_busy_while_a_step_is_in_flight(overlap, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(engine.time, "monotonic", lambda: clock[0])
+    harness = Harness(overlap=overlap)
+    harness.add(add_message(1, prompt_of(1, 9), max_tokens=4))
+    num_steps = 0
+    while harness.engine.has_work:
+        harness.step()
+        clock[0] += 1.0
+        num_steps += 1
+    busy_s = harness.engine.stats().busy_s
+    # Fake steps take no time; with overlap they are in flight until the next one is launched.
+    assert busy_s == (num_steps - 1 if overlap else 0.0)
+    clock[0] += 100.0
+    assert harness.engine.stats().busy_s == busy_s

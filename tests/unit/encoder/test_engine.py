@@ -202,6 +202,21 @@ def test_two_batches_are_in_flight_and_the_rest_waits(running: Running) -> None:
     assert sorted(running.runner.batches) == [[1], [2], [3], [4]]
 
 
+def test_the_device_is_busy_while_batches_are_on_it(running: Running) -> None:
+    running.front.encode(1)
+    assert running.front.codes(1) == [""]
+    running.runner.device_done.clear()
+    time.sleep(0.2)  # idle
+    running.front.encode(2, grid=(1, 8, 8))
+    running.front.encode(3, grid=(1, 8, 8))
+    wait_until(lambda: len(running.runner.batches) == 3)
+    start = time.monotonic()
+    time.sleep(0.1)
+    running.runner.device_done.set()
+    running.front.receive_until(lambda: running.front.stats.num_images == 3)
+    assert 0.1 <= running.front.stats.busy_s < 0.2 + time.monotonic() - start
+
+
 def test_a_bad_image_fails_alone(running: Running) -> None:
     running.front.encode(1, 666, 2, 667, 3)
     assert running.front.codes(1, 2, 3) == ["", "", ""]

@@ -6,8 +6,8 @@ from services.encoder.metrics import EncoderMetrics
 
 def test_kernel_calls_are_counted_by_operation_and_implementation() -> None:
     metrics = EncoderMetrics()
-    metrics.observe_batch(EngineStats(1, 64, {"rotary=triton": 24}))
-    metrics.observe_batch(EngineStats(3, 192, {"rotary=triton": 48, "rotary=plain": 5}))
+    metrics.observe_batch(EngineStats(1, 64, {"rotary=triton": 24}, 0.25))
+    metrics.observe_batch(EngineStats(3, 192, {"rotary=triton": 48, "rotary=plain": 5}, 1.0))
 
     def value(implementation: str) -> float | None:
         labels = {"operation": "rotary", "implementation": implementation}
@@ -15,3 +15,5 @@ def test_kernel_calls_are_counted_by_operation_and_implementation() -> None:
 
     assert value("triton") == 48 and value("plain") == 5
     assert metrics.registry.get_sample_value("encoder_batch_patches_sum") == 192
+    assert metrics.registry.get_sample_value("encoder_patches_encoded_total") == 192
+    assert metrics.registry.get_sample_value("encoder_busy_seconds_total") == 1.0

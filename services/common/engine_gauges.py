@@ -1,0 +1,48 @@
+"""Gauges of what an engine process last said about itself.
+
+While it is silent they are left out: a value of an engine that hangs would read as its state.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Gauge, Metric
+
+# Above the period of pings to an engine without work, and the time after which one that hangs with
+# work is ended.
+MAX_SILENCE_S = 30.0
+
+
+class EngineGauges:
+    """Owner of one engine's gauges; a collector of `registry`.
+
+    Args:
+        service: prefix of the names.
+        registry: where they are exported, with `{service}_engine_silence_seconds`.
+
+    Attributes:
+        silence_s: seconds since the engine last showed that it works.
+    """
+
+    def __init__(self, service: str, registry: CollectorRegistry) -> None:
+        self.silence_s: Callable[[], float] = lambda: 0.0
+        self._service = service
+        self._gauges: list[Gauge] = []
+        silence = Gauge(
+            f"{service}_engine_silence_seconds",
+            "Time since the engine last showed that it works.",
+            registry=registry,
+        )
+        silence.set_function(lambda: self.silence_s())
+        registry.register(self)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        """Another gauge, `{service}_{name}`."""
+        gauge = Gauge(f"{self._service}_{name}", text, labels, registry=None)
+        self._gauges.append(gauge)
+        return gauge
+
+    def collect(self) -> Iterator[Metric]:
+        """Called at each scrape."""
+        if self.silence_s() <= MAX_SILENCE_S:
+            for gauge in self._gauges:
+                yield from gauge.collect()
