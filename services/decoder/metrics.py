@@ -18,32 +18,13 @@ class DecoderMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"decoder_{name}", text, labels, registry=registry)
 
-        self._engine = EngineGauges("decoder", registry)
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return self._engine.gauge(name, text, *labels)
-
         def seconds(name: str, text: str) -> Histogram:
             return Histogram(
                 f"decoder_{name}_seconds", text, registry=registry, buckets=LATENCY_BUCKETS
             )
 
-        self.running = gauge("sequences_running", "Sequences in the batch, each in a row.")
-        self.row_usage = gauge("row_usage_ratio", "Share of the rows that sequences hold.")
-        self.waiting = gauge(
-            "sequences_waiting",
-            "Sequences without a row, by what they wait for: image, engine (a row or KV blocks).",
-            "for",
-        )
-        for reason in ("engine", "image"):
-            self.waiting.labels(reason)
-        self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that sequences hold.")
-        self.kv_free = gauge("kv_blocks_free", "KV blocks that no sequence holds.")
-        self.kv_used = gauge("kv_blocks_used", "KV blocks that sequences hold.")
-        self.kv_blocks = gauge("kv_blocks", "KV blocks in all.")
-        self.cache_bytes = Gauge(
-            "decoder_embedding_cache_bytes", "Bytes of the arena in use.", registry=registry
-        )
+        self._engine = EngineGauges("decoder", registry)
+        self._create_gauges(registry)
         self._totals = {
             "num_preemptions": counter(
                 "preemptions", "Times that a running sequence lost its KV blocks."
@@ -96,6 +77,27 @@ class DecoderMetrics:
             "operation", "implementation",
         )  # fmt: skip
         self._kernel_calls_seen: dict[str, int] = {}
+
+    def _create_gauges(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return self._engine.gauge(name, text, *labels)
+
+        self.running = gauge("sequences_running", "Sequences in the batch, each in a row.")
+        self.row_usage = gauge("row_usage_ratio", "Share of the rows that sequences hold.")
+        self.waiting = gauge(
+            "sequences_waiting",
+            "Sequences without a row, by what they wait for: image, engine (a row or KV blocks).",
+            "for",
+        )
+        for reason in ("engine", "image"):
+            self.waiting.labels(reason)
+        self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that sequences hold.")
+        self.kv_free = gauge("kv_blocks_free", "KV blocks that no sequence holds.")
+        self.kv_used = gauge("kv_blocks_used", "KV blocks that sequences hold.")
+        self.kv_blocks = gauge("kv_blocks", "KV blocks in all.")
+        self.cache_bytes = Gauge(
+            "decoder_embedding_cache_bytes", "Bytes of the arena in use.", registry=registry
+        )
 
     def record_kernel_calls(self, calls: dict[str, int]) -> None:
         """Records the engine's totals, by "operation=implementation"."""
