@@ -24,6 +24,8 @@ class Sample:
         last: the last content arrived.
         end: the response was complete.
         error: why the request does not count; empty when it does.
+        status: of the response; 0 without one.
+        retry_after: the header's value; empty without it.
     """
 
     start: float = 0.0
@@ -33,6 +35,8 @@ class Sample:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str = ""
+    status: int = 0
+    retry_after: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,7 @@ class Connection(asyncio.Protocol):
             return False
         status_line, *lines = bytes(self._buffer[:end]).split(b"\r\n")
         del self._buffer[: end + 4]
-        self._status = int(status_line.split(b" ", 2)[1])
+        self._sample.status = self._status = int(status_line.split(b" ", 2)[1])
         for line in lines:
             name, _, value = line.partition(b":")
             match name.lower():
@@ -173,6 +177,8 @@ class Connection(asyncio.Protocol):
                     self._chunked = b"chunked" in value.lower()
                 case b"content-length":
                     self._remaining = int(value)
+                case b"retry-after":
+                    self._sample.retry_after = value.strip().decode()
         self._in_body = True
         return True
 

@@ -146,8 +146,9 @@ class FrontChannel(Generic[Incoming]):
         return self._decoder.decode(body)
 
     def send(self, *messages: msgspec.Struct) -> None:
-        """Queues messages in order."""
-        self._writer.write(b"".join(self._frames(messages)))
+        """Queues messages in order; drops them once the engine has ended (`receive` says so)."""
+        if not self._writer.is_closing():  # uvloop would raise
+            self._writer.write(b"".join(self._frames(messages)))
 
     def close(self) -> None:
         """Closes this end; the engine's next `receive` raises `ChannelClosed`."""

@@ -11,7 +11,6 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -168,8 +167,7 @@ async def serve(service: GpuService[SettingsT], settings: SettingsT, arena_bytes
         await engine.stop()
         return REFUSED if engine.process.returncode == REFUSED else 1
     finally:
-        with suppress(ChannelClosed, RuntimeError):
-            engine.channel.send(service.shutdown_message)
+        engine.channel.send(service.shutdown_message)
         await engine.stop()
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,28 @@ class Service:
                 [*self.wrapper, sys.executable, "-m", f"services.{self.kind}"],
                 env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """Of the front."""
+        assert self._process is not None
+        return self._process.pid
+
+    def session(self) -> list[int]:
+        """Its processes that live, also those that have lost their front."""
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    state, _, _, session = (
+                        (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                    )
+                    if int(session) == self.pid and state != "Z":
+                        found.append(int(entry.name))
+        return found
+
+    def signal_front(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def signal(self, number: int) -> None:
         """To the whole process group: front and engine alike."""

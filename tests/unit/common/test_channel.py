@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 
 from services.common import channel
 from services.common.channel import (
@@ -119,6 +120,22 @@ async def test_the_engines_end_is_noticed(pair: Pair) -> None:
     with pytest.raises(ChannelClosed):
         await front.receive()
     front.close()
+
+
+def test_messages_to_an_engine_that_has_ended_are_dropped(pair: Pair) -> None:
+    """In uvloop, too, whose transports raise when they are closed."""
+
+    async def send_to_nobody() -> None:
+        front = await FrontChannel.open(pair[0], Message)
+        pair[1].close()
+        with pytest.raises(ChannelClosed):
+            await front.receive()
+        for number in range(3):
+            front.send(Text(number))
+            await asyncio.sleep(0.01)
+        front.close()
+
+    uvloop.run(send_to_nobody())
 
 
 def test_the_fronts_end_is_noticed(pair: Pair) -> None:
