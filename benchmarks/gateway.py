@@ -162,6 +162,7 @@ def _start(load: Load, log: Path, children: ExitStack) -> tuple[Target, list[psu
             "services.gateway",
             GATEWAY_MODEL=str(_MODEL), GATEWAY_SERVED_MODEL_NAME="null",
             GATEWAY_PORT=str(own_port), GATEWAY_SHARED_PORT=str(port),
+            GATEWAY_METRICS_PORT="0",
             GATEWAY_ENCODER_ADDRESSES="127.0.0.1:1", GATEWAY_SHUTDOWN_GRACE_S="0",
             GATEWAY_DECODER_ADDRESSES=f"127.0.0.1:{decoder_port}", GATEWAY_LOG_LEVEL="ERROR",
             GATEWAY_MAX_CONCURRENT_REQUESTS=str(null_engine.MAX_SEQUENCES),

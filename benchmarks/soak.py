@@ -239,8 +239,7 @@ async def soak(options: argparse.Namespace, target: Target, model: str) -> int:
     print(f"\r{time.monotonic() - start:.1f} s, the slowest request {record.slowest_s:.1f} s")
     for end, count in record.ends.most_common():
         print(f"{count:8} {end}")
-    metrics = [f"{options.url.rstrip('/').removesuffix('/v1')}/metrics", *options.metrics]
-    left = left_in_work(metrics)
+    left = left_in_work(options.metrics)
     after = await ask_alone(target, model, record)
     changed = [f"{a!r} was {b!r}" for a, b in zip(after, before, strict=True) if a != b]
     problems = (("wrong", record.wrong), ("left in work", left), ("changed answers", changed))
@@ -262,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the arguments; 1 when something was wrong, 2 when the server is not there."""
     parser = live.parser(__doc__ or "")
     add = parser.add_argument
-    add("--metrics", nargs="*", default=[], help="further metrics, of encoders and decoders")
+    add("--metrics", nargs="*", default=[], help="URLs of the services' metrics")
     add("--seconds", type=float, default=60, help="of asking")
     add("--clients", type=int, default=64, help="that ask one request after the other")
     add("--words", type=int, default=3000, help="most of a text")

@@ -20,8 +20,8 @@ from services.gateway.metrics import GatewayMetrics  # noqa: E402
 TABLE = _ROOT / "docs" / "metrics.md"
 _HEAD = """# Metrics
 
-Each service serves its metrics in Prometheus' format: the gateway at `/metrics` of its HTTP port, \
-encoder and decoder at `/metrics` of `ENCODER_METRICS_PORT` and `DECODER_METRICS_PORT`. Counters \
+Each service serves its metrics in Prometheus' format: at `/metrics` of \
+`GATEWAY_METRICS_PORT`, `ENCODER_METRICS_PORT` and `DECODER_METRICS_PORT`, without a key. Counters \
 count from the start of the process. Histograms of seconds share their buckets, 1 ms to 300 s. \
 What a decoder's engine says of itself (sequences, rows, KV blocks) is left out while \
 `decoder_engine_silence_seconds` exceeds 30: an engine that hangs must not read as its last state.

@@ -14,7 +14,7 @@ from pathlib import Path
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError
 from triptych.devices import count_gpus, place
-from triptych.probes import grpc_ready, http_ready
+from triptych.probes import gateway_ready, grpc_ready
 from triptych.stack import STOP_TIMEOUT_S, ChildSpec, StackError
 
 DEMONSTRATION_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -134,11 +134,7 @@ def plan_stack(
         ],
         metrics_urls={
             service.name: f"http://{_LOOPBACK}:{service.variables['METRICS_PORT']}/metrics"
-            for service in engines
-        }
-        | {
-            gateway.name: f"http://{client_host}:{gateway.variables['PORT']}/metrics"
-            for gateway in gateways
+            for service in (*engines, *gateways)
         },
     )
 
@@ -163,7 +159,7 @@ class _Service:
         match self.kind:
             case "gateway":
                 port = int(self.variables["PORT"])
-                is_ready = functools.partial(http_ready, client_host, port, "/ready")
+                is_ready = functools.partial(gateway_ready, client_host, port)
             case "encoder":
                 is_ready = functools.partial(grpc_ready, self.address, ENCODER_SERVICE)
             case _:
@@ -222,13 +218,18 @@ def _gateways(
 ) -> list[_Service]:
     """One gateway on the port, or several that share it and have a port of their own each."""
     count = options.gateways or max(1, min(_MAX_GATEWAYS, cpus // _CORES_PER_GATEWAY))
-    if count == 1:
-        return [_Service("gateway", "gateway", {**common, "PORT": str(port)})]
+    shared = {"SHARED_PORT": str(port)} if count > 1 else {}
     return [
         _Service(
             "gateway",
-            f"gateway-{index}",
-            {**common, "PORT": str(ports.claim(options.host, 0)), "SHARED_PORT": str(port)},
+            f"gateway-{index}" if shared else "gateway",
+            {
+                **common,
+                **shared,
+                "PORT": str(ports.claim(options.host, 0) if shared else port),
+                "METRICS_HOST": _LOOPBACK,
+                "METRICS_PORT": str(ports.claim(_LOOPBACK, 0)),
+            },
         )
         for index in range(count)
     ]

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import json
 import urllib.request
 
 import grpc
@@ -13,18 +14,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 _TIMEOUT_S = 1.0
 
 
-async def http_ready(host: str, port: int, path: str) -> bool:
-    """True when `GET path` answers 200."""
+async def gateway_ready(host: str, port: int) -> bool:
+    """True when a gateway and the services behind it serve.
+
+    The status of `/ready` alone says less: a gateway without services answers, too.
+    """
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                head = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+                head = f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
                 writer.write(head.encode())
-                return b" 200 " in await reader.readline()
+                _, _, body = (await reader.read()).partition(b"\r\n\r\n")
+                return json.loads(body)["status"] == "ready"
             finally:
                 writer.close()
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, ValueError, KeyError):
         return False
 
 

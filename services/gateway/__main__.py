@@ -8,7 +8,7 @@ import uvloop
 from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
 from services.common.settings import SettingsError
-from services.common.telemetry import setup_logging
+from services.common.telemetry import serve_metrics, setup_logging
 from services.common.tracing import setup_tracing
 from services.gateway.app import create_gateway
 from services.gateway.server import GatewayServer
@@ -16,8 +16,11 @@ from services.gateway.settings import GatewaySettings
 
 
 async def _serve(settings: GatewaySettings) -> None:
-    server = GatewayServer(create_gateway(settings), settings)
+    gateway = create_gateway(settings)
+    server = GatewayServer(gateway, settings)
     freeze_gc()
+    host = settings.metrics_host or settings.host
+    serve_metrics(gateway.metrics.registry, host, settings.metrics_port)
     await server.serve()
 
 

@@ -1,6 +1,6 @@
 """What the gateway measures: the timings of one request, and the metrics of all requests.
 
-`chat`, `attempts` and `app` record; `GET /metrics` exports. docs/metrics.md has the table.
+`chat`, `attempts` and `app` record; the metrics port exports. docs/metrics.md has the table.
 """
 
 import time

@@ -22,12 +22,17 @@ MAX_HEADER_BYTES = 64 << 10
 _KEEP_ALIVE_S = 65
 _CLOSE_S = 3
 _BACKLOG = 2048
+# How long clients that keep connections are still served after a signal: a part of the grace.
+_MAX_LEAVING_S, _LEAVING = 5.0, 0.05
+_POLL_S = 0.02
 
 
 class GatewayServer(uvicorn.Server):
     """Serves one gateway.
 
-    After the first SIGTERM or SIGINT it drains: it still listens, but `/ready` and new requests
+    After the first SIGTERM or SIGINT it drains: `/ready` is a 503, and each response closes its
+    connection. For a few seconds requests are served nevertheless, because clients keep connections
+    open and nothing tells them but a response; then idle connections are closed and new requests
     get a 503, until the running requests have ended or the grace period is over. Those that still
     run then, or at the second signal, end with an error of their own. The third signal stops it at
     once.
@@ -94,7 +99,7 @@ class GatewayServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         over = asyncio.ensure_future(self._grace_over.wait())
-        drained = asyncio.ensure_future(self._admission.drain(self._grace_s))
+        drained = asyncio.ensure_future(self._leave())
         await asyncio.wait((over, drained), return_when=asyncio.FIRST_COMPLETED)
         if drained.done() and drained.result():
             log.info("drained")
@@ -106,6 +111,18 @@ class GatewayServer(uvicorn.Server):
         over.cancel()
         drained.cancel()
         self.should_exit = True
+
+    async def _leave(self) -> bool:
+        """Lets clients and their requests go; whether all had gone within the grace."""
+        self._admission.draining = True
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        last_at = start + min(_MAX_LEAVING_S, _LEAVING * self._grace_s)
+        while loop.time() < last_at and self.server_state.connections:  # noqa: ASYNC110 - uvicorn's
+            await asyncio.sleep(_POLL_S)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # an idle one now, another one after its response
+        return await self._admission.drain(max(0.0, self._grace_s - (loop.time() - start)))
 
 
 def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
-from services.common.settings import ServiceSettings
+from services.common.settings import Port, ServiceSettings
 
 
 class GatewaySettings(ServiceSettings):
@@ -19,6 +19,8 @@ class GatewaySettings(ServiceSettings):
     Attributes:
         host: address to listen on.
         port: HTTP port.
+        metrics_port: of Prometheus; 0: no endpoint.
+        metrics_host: address of that port; default: `host`.
         shared_port: a second port on which several gateways of one machine listen; the kernel
             spreads connections over them. Each gateway also has its own `port`, for its probes.
         model: checkpoint directory; its JSON files and its chat template are read.
@@ -45,7 +47,9 @@ class GatewaySettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="GATEWAY_", frozen=True, extra="forbid")
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    port: Port = 8000
+    metrics_port: Port = 9103
+    metrics_host: str = ""
     shared_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     model: Path
     served_model_name: Annotated[str, Field(max_length=256)] = ""

@@ -43,6 +43,7 @@ def gateway(fakes, directory, **settings):
         "GATEWAY_ENCODER_ADDRESSES": encoder.address,
         "GATEWAY_DECODER_ADDRESSES": f"dns:///localhost:{decoder.address.split(':')[1]}",
         "GATEWAY_PORT": str(port),
+        "GATEWAY_METRICS_PORT": "0",
         **settings,
     }
     process = subprocess.Popen(
@@ -89,7 +90,13 @@ def test_sigterm_ends_running_streams_and_refuses_new_requests(fakes, tmp_path):
         assert ready.status_code == 503
         assert client.get("/health").status_code == 200
         assert ready.headers["connection"] == "close"
-        refused = client.post("/v1/chat/completions", json=BODY)
+        # A client that had kept its connection is served once more, and told to go.
+        late = client.post("/v1/chat/completions", json={**BODY, "max_tokens": 1})
+        assert late.status_code == 200
+        assert late.headers["connection"] == "close"
+        deadline = time.monotonic() + PATIENCE_S
+        while (refused := client.post("/v1/chat/completions", json=BODY)).status_code == 200:
+            assert time.monotonic() < deadline
         assert refused.status_code == 503
         assert refused.headers["connection"] == "close"
         assert refused.headers["retry-after"] == "1"
@@ -175,7 +182,7 @@ def test_api_keys_guard_all_but_probes_and_page(fakes, tmp_path):
     with gateway(fakes, tmp_path, GATEWAY_API_KEYS="first,second") as (_, client):
         for path in ("/", "/health", "/ready"):
             assert client.get(path).status_code == 200
-        for path in ("/v1/models", "/metrics", "/nope"):
+        for path in ("/v1/models", "/nope"):
             response = client.get(path)
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"

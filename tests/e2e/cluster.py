@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, free_port
-from triptych.probes import http_ready
+from triptych.probes import gateway_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "demo" / "model"
@@ -40,13 +40,11 @@ class Service:
         self.host = "127.0.0.1"
         self.wrapper: list[str] = []
         self.port = free_port()
-        self.metrics_port = self.port if kind == "gateway" else free_port()
+        self.metrics_port = free_port()
         self._log = log
         prefix = kind.upper() + "_"
-        self._settings = {**settings}
-        if kind != "gateway":
-            self._settings["METRICS_PORT"] = self.metrics_port
-        self._settings = {prefix + name.upper(): str(v) for name, v in self._settings.items()}
+        settings = {**settings, "metrics_port": self.metrics_port}
+        self._settings = {prefix + name.upper(): str(v) for name, v in settings.items()}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -230,7 +228,7 @@ class Cluster:
                 self.gateway.metric("gateway_healthy_pods", service=kind) == len(services)
                 for kind, services in (("encoder", self.encoders), ("decoder", self.decoders))
             )
-            and asyncio.run(http_ready("127.0.0.1", self.gateway.port, "/ready"))
+            and asyncio.run(gateway_ready("127.0.0.1", self.gateway.port))
         )
 
     def client(self, **options: Any) -> openai.OpenAI:

@@ -33,7 +33,7 @@ def test_requests_of_all_kinds_end_as_they_should(
             return codes
 
         replaced = others.submit(replace)
-        services = (cluster.encoders[1], cluster.decoders[1])
+        services = (cluster.gateway, cluster.encoders[1], cluster.decoders[1])
         metrics = [f"http://127.0.0.1:{service.metrics_port}/metrics" for service in services]
         words = "--seconds 20 --clients 24 --words 200 --tokens 60 --edge 400 --images 2"
         code = soak.main(["--url", cluster.url, *words.split(), "--metrics", *metrics])

@@ -4,6 +4,7 @@ Tokens are equal, and their log-probabilities agree within 5e-4: those of logits
 2e-4 (tests/parity/test_text_families.py).
 """
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tests.noise import PATIENCE_S
 from tests.parity.oracle import Oracle, Prompt
 from tests.parity.text_oracle import CONFIGS, make_text_oracle
 from tests.tiny_tokenizer import added_ids, vocab_size, write_conversation_files
+from triptych.probes import gateway_ready
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -58,10 +60,7 @@ class Stack:
         return httpx2.post(url, json=body, timeout=PATIENCE_S)
 
     def is_ready(self) -> bool:
-        try:
-            return httpx2.get(f"http://{self.gateway.address}/ready").status_code == 200
-        except httpx2.HTTPError:
-            return False
+        return asyncio.run(gateway_ready(self.gateway.host, self.gateway.port))
 
     def expected(self, messages: list[dict[str, str]]) -> tuple[int, list[int], Tensor]:
         """HF's: length of the rendered prompt, greedy tokens, logits that they come from."""

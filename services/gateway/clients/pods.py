@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _DNS = "dns:///"
 RESOLVE_PERIOD_S = 5.0
+_RESOLVE_EMPTY_PERIOD_S = 1.0  # while no pod accepts work
 CHECK_PERIOD_S = 1.0
 # An unhealthy pod is checked soon, so that it gets work soon after it recovers, then less and less
 # often: loading a model takes minutes.
@@ -149,12 +150,14 @@ class PodSet(Generic[PodT]):
         self._create = create
         self._pods: dict[str, tuple[PodT, asyncio.Task[None]]] = {}
         self._resolver: asyncio.Task[None] | None = None
+        self._unresolved: set[str] = set()
 
     async def start(self) -> None:
-        """Resolves the addresses and starts the tasks; waits for no pod."""
-        await self._update()
+        """Starts the tasks; waits for no pod and for no name."""
         if any(address.startswith(_DNS) for address in self._addresses):
             self._resolver = asyncio.create_task(self._watch_names())
+        else:
+            await self._update()
 
     async def close(self) -> None:
         """Ends all tasks and closes all connections."""
@@ -169,7 +172,8 @@ class PodSet(Generic[PodT]):
 
     def serving(self) -> list[PodT]:
         """The pods that would accept work, whatever they serve."""
-        return [pod for pod, _ in self._pods.values() if pod.healthy and not pod.leaving]
+        pods = list(self._pods.values())  # metrics are read in a thread
+        return [pod for pod, _ in pods if pod.healthy and not pod.leaving]
 
     def misfits(self) -> dict[str, str]:
         """The pods that serve another model, and how it differs."""
@@ -177,17 +181,21 @@ class PodSet(Generic[PodT]):
 
     async def _watch_names(self) -> None:
         while True:
-            await asyncio.sleep(RESOLVE_PERIOD_S)
             await self._update()
+            period_s = RESOLVE_PERIOD_S if self.healthy() else _RESOLVE_EMPTY_PERIOD_S
+            await asyncio.sleep(min(period_s, RESOLVE_PERIOD_S))
 
     async def _update(self) -> None:
         wanted: set[str] = set()
         for address in self._addresses:
             try:
                 wanted |= await _resolve(address)
+                self._unresolved.discard(address)
             except (OSError, ValueError) as error:
                 # Keep the known pods: a failed lookup must not empty the pool.
-                log.warning("cannot resolve %s: %s", address, error)
+                if address not in self._unresolved:
+                    log.warning("cannot resolve %s: %s", address, error)
+                self._unresolved.add(address)
                 wanted |= set(self._pods)
         for address in wanted - set(self._pods):
             pod = self._create(address)

@@ -1,4 +1,4 @@
-"""All routes: chat, models, health, metrics, and the pages.
+"""All routes: chat, models, health, and the pages.
 
 `app` mounts the table. Views translate between HTTP and `ChatService`; errors they raise become
 responses in `exchange`.
@@ -8,7 +8,6 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -34,6 +33,10 @@ _PAGE_POLICY = (
 )
 
 
+# After so long, services that are not there are taken to be scaled to zero.
+_PATIENCE_S = 10.0
+
+
 class Routes:
     """The views of one gateway."""
 
@@ -51,6 +54,7 @@ class Routes:
         self._admission = admission
         self._metrics = metrics
         self._was_ready = False
+        self._patient_until = time.monotonic() + _PATIENCE_S
         self._created = int(time.time())
         pages = Path(__file__).parents[1] / "static"
         self._page = (pages / "index.html").read_bytes()
@@ -73,7 +77,6 @@ class Routes:
             Route("/ping", self.health, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"]),
             Route("/docs", self.docs, methods=["GET"]),
             Route("/", self.page, methods=["GET"]),
@@ -95,32 +98,25 @@ class Routes:
         return JsonResponse({"version": _version()})
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: the services were healthy once, the warm-up is done, and it is not draining.
-
-        Without services later on, requests get a 503 that says when to retry; clients of a gateway
-        that is not ready would find nothing to connect to.
+        """Readiness: requests get an answer here. So it waits for the services and the warm-up, but
+        not for ever, and not again later on: without services a request gets a 503 that says when
+        to retry, while clients of a gateway that is not ready find nothing to connect to.
         """
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)
-        if self._was_ready:
-            return JsonResponse({"status": "ready", **self._left_out()})
+        status = "ready"
         if not self._service.ready():
             status = f"waiting for {self._service.needs}"
-            return JsonResponse({"status": status, **self._left_out()}, 503)
-        if not self._warm_up.done:
-            return JsonResponse({"status": "warming up"}, 503)
-        self._was_ready = True
-        return JsonResponse({"status": "ready", **self._left_out()})
+        elif not (self._warm_up.done or self._was_ready):
+            status = "warming up"
+        if status == "ready" or time.monotonic() > self._patient_until:
+            self._was_ready = True
+        return JsonResponse({"status": status, **self._left_out()}, 200 if self._was_ready else 503)
 
     def _left_out(self) -> dict[str, dict[str, str]]:
         """Pods that are healthy but serve another model, if there are any."""
         found = {**self._service.encoders.misfits(), **self._service.decoders.misfits()}
         return {"left_out": found} if found else {}
-
-    async def metrics(self, request: Request) -> Response:
-        """All metrics in Prometheus' text format."""
-        data = generate_latest(self._metrics.registry)
-        return Response(data, media_type=CONTENT_TYPE_LATEST)
 
     async def page(self, request: Request) -> Response:
         """The chat page."""

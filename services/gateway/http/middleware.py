@@ -26,7 +26,7 @@ from services.gateway.tenancy.tenants import Keyring
 log = logging.getLogger(__name__)
 
 _OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/ping"))
-_QUIET_PATHS = frozenset(("/health", "/ready", "/ping", "/metrics"))
+_QUIET_PATHS = frozenset(("/health", "/ready", "/ping"))
 _PREFLIGHT_AGE_S = 600
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -86,10 +86,9 @@ class Middleware:
         if scope["path"] not in self._open_paths:
             identity = self._keyring.identify(_authorization(headers))
             scope["state"]["identity"] = identity
-            needed = "metrics" if scope["path"] == "/metrics" else "inference"
             if identity is None:
                 app = _unauthorized
-            elif needed not in identity.scopes:
+            elif "inference" not in identity.scopes:
                 app = _forbidden
 
         async def send_with_id(message: Message) -> None:

@@ -64,7 +64,11 @@ class Slot:
 
 
 class Admission:
-    """Counts running requests. Only the event loop's thread uses it."""
+    """Counts running requests. Only the event loop's thread uses it.
+
+    Attributes:
+        draining: clients should go elsewhere, with the next request at the latest.
+    """
 
     def __init__(
         self,
@@ -83,13 +87,14 @@ class Admission:
         self._ended = False
         self.num_running = 0
         self.draining = False
+        self._refuses = False
 
     @contextmanager
     def holding(self, tenant: Tenant = ANONYMOUS) -> Generator[Holding]:
         """Counts a request's memory for the duration of a `with`.
 
         Raises:
-            Overloaded: no slot is free for it, too much is held, or the gateway is draining.
+            Overloaded: no slot is free for it, too much is held, or new requests are refused.
         """
         self._check_room(tenant)
         holding = Holding(self)
@@ -108,7 +113,7 @@ class Admission:
             holding: counts its memory; None: the slot itself does.
 
         Raises:
-            Overloaded: no slot is free, or the gateway is draining.
+            Overloaded: no slot is free, or new requests are refused.
             RateLimited: the tenant has as many requests as it may have.
         """
         self._check_room(tenant)
@@ -124,7 +129,7 @@ class Admission:
                 self._leave(tenant)
 
     def _check_room(self, tenant: Tenant) -> None:
-        if self.draining:
+        if self._refuses:
             raise Overloaded("the server is shutting down", retry_after_s=1)
         if self.num_running >= self._room(tenant):
             raise Overloaded("too many requests are running", retry_after_s=1)
@@ -187,7 +192,7 @@ class Admission:
         Returns:
             Whether all ended within the grace period.
         """
-        self.draining = True
+        self.draining = self._refuses = True
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()

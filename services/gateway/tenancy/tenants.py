@@ -29,12 +29,12 @@ from services.common.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
-Scope = Literal["inference", "metrics"]
+Scope = Literal["inference"]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 _CHECK_INTERVAL_S = 1.0
 _MAX_FILE_BYTES = 4 << 20
-_ALL_SCOPES: frozenset[Scope] = frozenset(("inference", "metrics"))
+_ALL_SCOPES: frozenset[Scope] = frozenset(("inference",))
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

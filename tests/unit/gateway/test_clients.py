@@ -100,10 +100,11 @@ async def test_names_are_resolved_into_pods(monkeypatch):
             raise found
         return [(2, 1, 6, "", (address, port)) for address in found]
 
-    monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
+    monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.1)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     known = PodSet(["dns:///encoder:50051", "fixed:1"], Known)
     await known.start()
+    await until(lambda: len(answers) < 4)
     assert set(known._pods) == {"10.0.0.1:50051", "10.0.0.2:50051", "fixed:1"}
     await until(lambda: set(known._pods) == {"10.0.0.3:50051", "fixed:1"})
     await known.close()
@@ -133,6 +134,7 @@ async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do(monk
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     known = PodSet(["dns:///decoder:1"], Known)
     await known.start()
+    await until(lambda: known._pods)
     pod = known._pods["10.0.0.1:1"][0]
     pod.num_in_flight = 1
     for _ in range(2):

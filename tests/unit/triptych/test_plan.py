@@ -44,12 +44,13 @@ def test_every_service_accepts_its_environment(model: Path) -> None:
         if isinstance(value, GatewaySettings):
             assert f"http://{value.host}:{value.port}" == made.url
             assert len(value.encoders) == len(value.decoders) == 2
+            assert value.metrics_host == "127.0.0.1"
         else:
             assert (value.dtype, value.load_format) == ("bfloat16", "dummy")
             assert value.redis_url == "redis://r"
-            assert made.metrics_urls[child.name].endswith(f":{value.metrics_port}/metrics")
-            ports.add(value.metrics_port)
-    assert len(ports) == 9
+        assert made.metrics_urls[child.name].endswith(f":{value.metrics_port}/metrics")
+        ports.add(value.metrics_port)
+    assert len(ports) == 10
 
 
 def test_the_gateway_is_given_the_ports_of_the_engines(model: Path) -> None:
@@ -66,7 +67,7 @@ def test_gateways_share_the_port_and_have_one_each(model: Path) -> None:
     assert {f"http://{s.host}:{s.shared_port}" for s in settings} == {made.url}
     assert len({s.port for s in settings} | {settings[0].shared_port}) == 4
     for child, value in zip(gateways, settings, strict=True):
-        assert made.metrics_urls[child.name] == f"http://127.0.0.1:{value.port}/metrics"
+        assert made.metrics_urls[child.name] == f"http://127.0.0.1:{value.metrics_port}/metrics"
 
 
 @pytest.mark.parametrize(("cpus", "count"), [(1, 1), (2, 1), (8, 2), (16, 4), (128, 4)])
