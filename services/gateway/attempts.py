@@ -395,9 +395,9 @@ class Attempts:
         """The events to pass on, and the failure that ends this attempt, if any."""
         good: list[TokenEvent] = []
         for item in items:
-            if isinstance(item, _TooSlow):
-                return good, item
             if not isinstance(item, TokenEvent):
+                if isinstance(item, _TooSlow):
+                    return good, item
                 if started or good:
                     continue  # the decoder got the embedding elsewhere
                 return good, item

@@ -111,8 +111,10 @@ def limit_completion(
         InvalidRequest: `min_tokens` is above the result.
     """
     sampling.max_tokens = _max_tokens(request, prompt_tokens, max_model_len)
+    if not sampling.min_tokens:
+        return
     allowed = set(sampling.allowed_token_ids)
-    if sampling.min_tokens and allowed and allowed <= set(sampling.stop_token_ids):
+    if allowed and allowed <= set(sampling.stop_token_ids):
         raise InvalidRequest("min_tokens leaves none of them", param="allowed_token_ids")
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(

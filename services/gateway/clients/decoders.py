@@ -9,9 +9,9 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import grpc.aio
+from msgspec import Struct
 
 from services.common.errors import EmbeddingUnavailable, TriptychError, Unavailable, from_code
 from services.common.pb import decoder_pb2 as pb
@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 _DESCRIBE_TIMEOUT_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(Struct, frozen=True):
     """New tokens of one choice, or its end.
 
     Attributes:
@@ -55,8 +54,10 @@ class TokenEvent:
     @property
     def num_bytes(self) -> int:
         """Memory that it takes, nearly."""
-        alternatives = sum(len(entry.top_token_ids) for entry in self.logprobs)
-        return 256 + 40 * len(self.token_ids) + 64 * (len(self.logprobs) + alternatives)
+        num_bytes = 256 + 40 * len(self.token_ids)
+        for entry in self.logprobs:
+            num_bytes += 64 * (1 + len(entry.top_token_ids))
+        return num_bytes
 
 
 Sink = Callable[[TokenEvent], None]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,7 +22,7 @@ from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
 from services.common.threads import INLINE_BYTES
 from services.gateway.chat import ChatService, Completion
 from services.gateway.forms.json_body import json_bytes
-from services.gateway.forms.responses import Update, error_event
+from services.gateway.forms.responses import Update, Usage, error_event
 from services.gateway.http.exchange import Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.tenancy.admission import Admission, Slot
@@ -45,6 +45,7 @@ class Work:
         timings: of the request.
         slot: that the request holds, with its tenant.
         completions: what has been prepared for it, in order: for the metrics.
+        usages: of the completions, once the request has ended.
         paths: how the client calls fields of the chat request that its own was made into; see
             `renamed`.
         writer: of the answer's events, for `Endpoint.error_event`.
@@ -54,6 +55,7 @@ class Work:
     timings: Timings
     slot: Slot
     completions: list[Completion] = field(default_factory=list[Completion])
+    usages: list[Usage] = field(default_factory=list[Usage])
     paths: Mapping[str, str] = field(default_factory=dict[str, str])
     writer: object = None
 
@@ -113,7 +115,7 @@ class Endpoint(ABC):
             raise
         finally:
             scope["state"]["outcome"] = outcome
-            self._audit(scope, tenant, outcome, work.completions if work else [])
+            self._audit(scope, tenant, outcome, work)
             self._metrics.requests.labels(outcome).inc()
             self._metrics.request.observe(timings.since_arrival())
 
@@ -147,16 +149,14 @@ class Endpoint(ABC):
                     await work.exchange.write(self.error_event(work, error), last=True)
             return error.code
         finally:
-            for completion in work.completions:
-                self._observe(completion)
-            usages = [completion.usage() for completion in work.completions]
-            work.slot.usage.correct([u.prompt_tokens + u.completion_tokens for u in usages])
+            work.usages = [completion.usage() for completion in work.completions]
+            for completion, usage in zip(work.completions, work.usages, strict=True):
+                self._observe(completion, usage)
+            work.slot.usage.correct([u.prompt_tokens + u.completion_tokens for u in work.usages])
 
-    def _audit(
-        self, scope: Scope, tenant: Tenant, outcome: str, completions: Sequence[Completion]
-    ) -> None:
+    def _audit(self, scope: Scope, tenant: Tenant, outcome: str, work: Work | None) -> None:
         """One line and the tenant's counters: who asked for how much, and nothing of what."""
-        usages = [completion.usage() for completion in completions]
+        completions, usages = (work.completions, work.usages) if work else ([], [])
         amounts = {
             "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
             "completion_tokens": sum(usage.completion_tokens for usage in usages),
@@ -164,12 +164,13 @@ class Endpoint(ABC):
         }
         self._metrics.tenant_requests.labels(tenant.name, outcome).inc()
         for kind, amount in amounts.items():
-            self._metrics.tenant_usage.labels(tenant.name, kind).inc(amount)
+            if amount:
+                self._metrics.tenant_usage.labels(tenant.name, kind).inc(amount)
         who = {"tenant": tenant.name, "key": key_of(scope), "model": self._service.model_name}
         audit.info("%s", scope["path"], extra={"fields": {**who, **amounts, "outcome": outcome}})
 
-    def _observe(self, completion: Completion) -> None:
-        metrics, usage, seconds = self._metrics, completion.usage(), completion.timings.seconds
+    def _observe(self, completion: Completion, usage: Usage) -> None:
+        metrics, seconds = self._metrics, completion.timings.seconds
         for stage, value in seconds.items():
             metrics.stage.labels(stage).observe(value)
         metrics.tokens.labels("prompt").inc(usage.prompt_tokens)

@@ -36,6 +36,7 @@ class SameSite:
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
         self._app = app
         self._allowed = frozenset(allowed_origins)
+        self._last_host = ""  # that was served: most requests have the same
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self._refused(dict(scope["headers"])) if scope["type"] == "http" else ""
@@ -48,9 +49,11 @@ class SameSite:
     def _refused(self, headers: dict[bytes, bytes]) -> str:
         """Why a request is not answered, or ""."""
         host = headers.get(b"host", b"").decode("latin-1")
-        name = urlsplit(f"//{host}").hostname or ""
-        if host and not is_loopback(name):
-            return f"the host {name[:100]!r} is not served on loopback"
+        if host != self._last_host:
+            name = urlsplit(f"//{host}").hostname or ""
+            if host and not is_loopback(name):
+                return f"the host {name[:100]!r} is not served on loopback"
+            self._last_host = host
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or origin in self._allowed or "*" in self._allowed:
             return ""

@@ -97,6 +97,8 @@ class PromptBuilder:
         self._max_images = max_images
         self._thinks = spec.conversation.thinks and CLOSE in template.source
         self._call_parser = _call_parser(spec, template)
+        self._takes_calls = "tool_calls" in template.source
+        self._takes_results = _TOOL_ROLE.search(template.source) is not None
         self._takes_tool_images = spec.vision is not None and self._shows_tool_images()
 
     def draft(self, request: ChatRequest, max_tokens: int) -> Draft:
@@ -204,12 +206,10 @@ class PromptBuilder:
 
     def _refuse_unseen_calls(self, messages: Sequence[Message]) -> None:
         """Refuses calls and results that the template would leave out."""
-        source = self._template.source
-        takes_calls, takes_results = "tool_calls" in source, _TOOL_ROLE.search(source) is not None
         for index, message in enumerate(messages):
-            if message.tool_calls and not takes_calls:
+            if message.tool_calls and not self._takes_calls:
                 path = f"messages[{index}].tool_calls"
-            elif message.role == "tool" and not takes_results:
+            elif message.role == "tool" and not self._takes_results:
                 path = f"messages[{index}].role"
             else:
                 continue
