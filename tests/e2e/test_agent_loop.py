@@ -4,12 +4,11 @@ grammar makes it, gets results, and answers.
 
 import base64
 import json
-from pathlib import Path
 
 import openai
 import pytest
 
-from tests.e2e.serve_command import serve_command
+from tests.e2e.serve_command import ServeCommand
 from tests.noise import PATIENCE_S
 from triptych.demo import SAMPLES
 
@@ -50,14 +49,12 @@ def image(name: str) -> dict:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
-def test_two_calls_and_an_answer_about_an_image(tmp_path: Path) -> None:
+def test_two_calls_and_an_answer_about_an_image(demo: ServeCommand) -> None:
     question = {"type": "text", "text": "What colour is the circle?"}
     messages: list = [{"role": "user", "content": [image("shapes.png"), question]}]
     crop = {"type": "function", "function": {"name": "crop"}}
-    with (
-        serve_command(tmp_path) as command,
-        openai.OpenAI(base_url=f"{command.url}/v1", api_key="x", timeout=PATIENCE_S) as client,
-    ):
+    url = f"{demo.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", timeout=PATIENCE_S) as client:
         model = client.models.list().data[0].id
         fields = {"model": model, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
 

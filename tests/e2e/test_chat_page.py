@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.browser import Page, open_browser
-from tests.e2e.serve_command import serve_command
+from tests.e2e.serve_command import ServeCommand
 from triptych.demo import SAMPLES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -20,18 +20,20 @@ _IDLE = "document.getElementById('send').textContent === 'Send'"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serve_command(tmp_path_factory.mktemp("stack")) as command:
-        yield command.url
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with open_browser(tmp_path_factory.mktemp("browser")) as page:
+        yield page
 
 
 @pytest.fixture
-def page(url: str, tmp_path: Path) -> Iterator[Page]:
-    with open_browser(tmp_path) as page:
-        page.open(url + "/")
-        page.wait_for("document.getElementById('model').textContent.startsWith('triptych-demo')")
-        yield page
-        assert page.console == []
+def page(demo: ServeCommand, tab: Page) -> Iterator[Page]:
+    """The page, opened anew."""
+    tab.console.clear()
+    tab.requests.clear()
+    tab.open(demo.url + "/")
+    tab.wait_for("document.getElementById('model').textContent.startsWith('triptych-demo')")
+    yield tab
+    assert tab.console == []
 
 
 def send(page: Page, question: str) -> None:
@@ -49,10 +51,10 @@ def num_attached(page: Page, number: int) -> None:
     page.wait_for(f"document.querySelectorAll('#attached img').length === {number}")
 
 
-def test_the_page_needs_nothing_from_outside(page: Page, url: str) -> None:
+def test_the_page_needs_nothing_from_outside(page: Page, demo: ServeCommand) -> None:
     assert page.evaluate("document.title") == "Triptych"
     assert page.requests
-    assert all(request.startswith((url, "data:", "blob:")) for request in page.requests)
+    assert all(request.startswith((demo.url, "data:", "blob:")) for request in page.requests)
 
 
 def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page) -> None:

@@ -4,28 +4,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.serve_command import serve_command
+from tests.e2e.serve_command import ServeCommand
 
 pytestmark = pytest.mark.e2e
 
 SCRIPTS = Path(__file__).parents[1] / "clients"
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serve_command(tmp_path_factory.mktemp("serve"), ["--gateways", "1"]) as command:
-        yield command.url
-
-
 @pytest.mark.parametrize("client", ["openai", "anthropic"])
-def test_every_part_of_the_client_works(url: str, client: str) -> None:
+def test_every_part_of_the_client_works(demo: ServeCommand, client: str) -> None:
     result = subprocess.run(
-        [sys.executable, SCRIPTS / f"with_{client}.py"], env={**os.environ, "TRIPTYCH_URL": url},
+        [sys.executable, SCRIPTS / f"with_{client}.py"],
+        env={**os.environ, "TRIPTYCH_URL": demo.url},
         capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
     outcomes = json.loads(result.stdout.splitlines()[-1])

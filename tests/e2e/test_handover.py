@@ -55,6 +55,7 @@ def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(cluster: Cluster, h
     assert cluster.gateway.metric("gateway_handovers_total") > 0
 
 
+@pytest.mark.xdist_group("rollout")  # a stack of its own
 @pytest.mark.skipif(not is_possible(), reason="needs mount namespaces and port 53")
 def test_decoders_behind_a_headless_service_scale_down_and_roll_out(tmp_path: Path) -> None:
     mistakes, _, _ = rollout.run(tmp_path, num_streams=6, num_tokens=200, grace_s=60)

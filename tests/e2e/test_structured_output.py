@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.e2e.serve_command import serve_command
+from tests.e2e.serve_command import ServeCommand
 from tests.noise import PATIENCE_S
 from triptych.demo import SAMPLES
 
@@ -28,11 +28,9 @@ class Shape(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    with (
-        serve_command(tmp_path_factory.mktemp("serve")) as command,
-        openai.OpenAI(base_url=f"{command.url}/v1", api_key="x", timeout=PATIENCE_S) as client,
-    ):
+def client(demo: ServeCommand) -> Iterator[openai.OpenAI]:
+    url = f"{demo.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", timeout=PATIENCE_S) as client:
         yield client
 
 
