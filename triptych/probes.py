@@ -6,6 +6,7 @@
 import asyncio
 import json
 import urllib.request
+from contextlib import suppress
 
 import grpc
 import grpc.aio
@@ -14,23 +15,36 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 _TIMEOUT_S = 1.0
 
 
-async def gateway_ready(host: str, port: int) -> bool:
-    """True when a gateway and the services behind it serve.
+async def http_ready(host: str, port: int, path: str) -> bool:
+    """True when `GET path` answers 200."""
+    head, _ = await _get(host, port, path)
+    return b" 200 " in head.partition(b"\r\n")[0]
 
-    The status of `/ready` alone says less: a gateway without services answers, too.
+
+async def gateway_ready(host: str, port: int) -> bool:
+    """True when a gateway and the services behind it serve: a gateway without services is ready,
+    too, to say so.
     """
+    _, body = await _get(host, port, "/ready")
+    with suppress(ValueError, KeyError):
+        return json.loads(body)["status"] == "ready"
+    return False
+
+
+async def _get(host: str, port: int, path: str) -> tuple[bytes, bytes]:
+    """Head and body of the answer; empty without one."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                head = f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+                head = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
                 writer.write(head.encode())
-                _, _, body = (await reader.read()).partition(b"\r\n\r\n")
-                return json.loads(body)["status"] == "ready"
+                found, _, body = (await reader.read()).partition(b"\r\n\r\n")
+                return found, body
             finally:
                 writer.close()
-    except (OSError, TimeoutError, ValueError, KeyError):
-        return False
+    except (OSError, TimeoutError):
+        return b"", b""
 
 
 async def grpc_ready(address: str, service: str) -> bool:

@@ -162,7 +162,6 @@ class Stack:
         service.host, service.port = f"127.{self._net}.2.{number}", self._ports[kind]
         address, proxy = service.host, None
         if kind == "gateway":
-            service.metrics_port = service.port
             service.wrapper = [*with_resolver(self._directory, f"127.{self._net}.0.53"), *_TETHER]
         else:
             address = f"127.{self._net}.1.{number}"
