@@ -24,7 +24,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.chaos import faults, report
-from benchmarks.chaos.census import Census, idle_descriptors, left_in_work
+from benchmarks.chaos.census import Census, dead_arenas, idle_descriptors, left_in_work
 from benchmarks.chaos.clients import Client, ask_alone
 from benchmarks.chaos.history import History
 from benchmarks.chaos.questions import questions
@@ -34,6 +34,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 # Idle, a process may have this many more descriptors than another of its kind had at the start:
 # connections to clients, to restarted peers, and kept ones.
 _DESCRIPTOR_SLACK = 24
+_LONG_S = 300.0
+_UNMAP_S = 70.0  # a decoder unmaps an encoder's arena that it has not used for a minute
 
 
 async def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -84,6 +86,9 @@ async def _run(options: argparse.Namespace, stack: Stack, history: History) -> d
         for name, number in idle_descriptors(stack).items()
         if number > before.get(name, 0) + _DESCRIPTOR_SLACK
     ]
+    if options.seconds >= _LONG_S:
+        await asyncio.sleep(max(0.0, _UNMAP_S - history.seconds_without_end("encoder")))
+        left += dead_arenas(stack)
     left += await stack.stop_gently() + stack.left
     return {
         "seeds": [options.seed],

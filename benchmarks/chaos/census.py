@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ _MUST_BE_ZERO = (
     "gateway_requests_running", "encoder_queue_images", "decoder_sequences_running",
     "decoder_sequences_waiting", "decoder_kv_blocks_used",
 )  # fmt: skip
+_ARENA = re.compile(r"memfd:triptych-[0-9a-f]+")
 _QUIET_S = 15.0  # within which everything that was given up must have ended
 _PERIOD_S = 5.0
 _MIN_LIFE_S = 60.0
@@ -122,6 +124,23 @@ def idle_descriptors(stack: Stack) -> dict[str, int]:
         for pod in stack.pods.values()
         for role, pid in _processes(pod)
     }
+
+
+def dead_arenas(stack: Stack) -> list[str]:
+    """Arenas that a process still maps although their owner has ended."""
+    processes = [(pod, role, pid) for pod in stack.pods.values() for role, pid in _processes(pod)]
+    owned: set[str] = set()
+    for _, _, pid in processes:
+        for name in _names(Path(f"/proc/{pid}/fd")):
+            with suppress(OSError):
+                owned.update(_ARENA.findall(os.readlink(f"/proc/{pid}/fd/{name}")))
+    found: list[str] = []
+    for pod, role, pid in processes:
+        with suppress(OSError):
+            mapped = set(_ARENA.findall(Path(f"/proc/{pid}/maps").read_text()))
+            if dead := mapped - owned:
+                found.append(f"{pod.name} {role} maps {len(dead)} arenas of processes that ended")
+    return found
 
 
 def _processes(pod: Pod) -> list[tuple[str, int]]:

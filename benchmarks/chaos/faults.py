@@ -291,7 +291,11 @@ class Schedule:
             windows = await asyncio.gather(
                 *(self._inject(kind, index) for index, kind in enumerate(chosen))
             )
-            await self._stack.until_whole()
+            try:
+                await self._stack.until_whole()
+            except TimeoutError as error:
+                names = " and ".join(f"{window.kind} {window.detail}" for window in windows)
+                self._stack.left.append(f"{names}: {error}")
             for window in windows:
                 window.whole = time.monotonic()
 

@@ -4,6 +4,7 @@ A request's right outcomes: the answer that it gets alone; 400 if it has a mista
 gateway was killed meanwhile; 503 with Retry-After, and an error event, only where `Window` says so.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -123,6 +124,11 @@ class History:
             if w.overlaps(ask.start, ask.end)
         ]
         return ", ".join(found) or "no fault"
+
+    def seconds_without_end(self, kind: str) -> float:
+        """Since a process of this kind ended last."""
+        ends = [end.at for end in self.ends if end.name.startswith(f"{kind}-")]
+        return time.monotonic() - max(ends, default=0.0)
 
     # --- times ----------------------------------------------------------------------------------
 
