@@ -194,6 +194,7 @@ def _engines(
         "LOAD_FORMAT": options.load_format,
         "REDIS_URL": redis_url or "",
         "SHUTDOWN_GRACE_S": _GRACE_S,
+        "REFLECTION": "true",
     }
     return [
         _Service(

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from services.common.credentials import NO_CREDENTIALS, Credentials
 from services.common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -19,6 +20,7 @@ from services.common.errors import (
     Unavailable,
     from_code,
 )
+from services.common.rpc_credentials import PeerCheck, dial
 from services.common.telemetry import bind_request_id, current_request_id
 from services.common.tracing import TRACEPARENT, traceparent
 
@@ -42,6 +44,8 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 100),
     ("grpc.max_metadata_size", 16 << 10),
+    # The services call each other, never through a proxy of the environment's.
+    ("grpc.enable_http_proxy", 0),
 )
 _SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     *CHANNEL_OPTIONS,
@@ -51,14 +55,24 @@ _SERVER_OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 
-def create_channel(address: str) -> grpc.aio.Channel:
-    """An insecure channel to `host:port`, connected on first use."""
-    return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+def create_channel(
+    address: str, credentials: Credentials = NO_CREDENTIALS, *, peer: str = ""
+) -> grpc.aio.Channel:
+    """A channel to `host:port` or `unix:path`, connected on first use.
+
+    Args:
+        address: of the server.
+        credentials: that calls show, and that the server is checked against.
+        peer: the service that listens there: `encoder` or `decoder`.
+    """
+    return dial(address, credentials, peer, CHANNEL_OPTIONS)
 
 
-def create_server() -> grpc.aio.Server:
-    """A server without servicers or ports."""
-    return grpc.aio.server(options=list(_SERVER_OPTIONS))
+def create_server(check: PeerCheck | None = None) -> grpc.aio.Server:
+    """A server without servicers or ports; `check` looks at each call."""
+    return grpc.aio.server(
+        interceptors=[] if check is None else [check], options=list(_SERVER_OPTIONS)
+    )
 
 
 def outgoing_metadata() -> tuple[tuple[str, str], ...]:
@@ -107,6 +121,8 @@ def error_from_rpc(failure: grpc.aio.AioRpcError, peer: str) -> TriptychError:
             return Cancelled(f"the call to {peer} was cancelled")
         case grpc.StatusCode.UNAVAILABLE:
             return Unavailable(f"{peer} is not reachable")
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unavailable(f"{peer} does not accept this service's credentials")
         case status:
             return InternalError(f"{peer} failed: {status.name}")
 

@@ -24,12 +24,14 @@ from prometheus_client import CollectorRegistry
 from services.common.arena import Arena
 from services.common.channel import ChannelClosed, FrontChannel
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
+from services.common.credentials import NO_CREDENTIALS, Credentials
 from services.common.engine_process import REFUSED, EngineProcess
 from services.common.engine_watch import MAX_SILENCE_S, EngineWatch, kill
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.process_memory import freeze_gc, raise_malloc_trim_threshold
 from services.common.rpc import create_server
+from services.common.rpc_credentials import PeerCheck
 from services.common.settings import EngineServiceSettings, SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
 from services.common.tracing import setup_tracing
@@ -105,10 +107,11 @@ class GpuService(Generic[SettingsT]):
         engine_module: run as the engine process.
         engine_message: union of the messages that the engine sends, its ready message included.
         shutdown_message: ends the engine.
+        callers: the services that call it.
         settings: their type.
         arena_bytes: size of the embedding arena for this model; may refuse the model with
             ModelSpecError.
-        create_front: given settings, ready message, channel and arena.
+        create_front: given settings, ready message, channel, arena and the service's credentials.
     """
 
     name: str
@@ -116,9 +119,12 @@ class GpuService(Generic[SettingsT]):
     engine_module: str
     engine_message: Any  # a type form
     shutdown_message: msgspec.Struct
+    callers: tuple[str, ...]
     settings: type[SettingsT]
     arena_bytes: Callable[[SettingsT, ModelSpec], int]
-    create_front: Callable[[SettingsT, Any, "FrontChannel[Any]", Arena], Awaitable[Front]]
+    create_front: Callable[
+        [SettingsT, Any, "FrontChannel[Any]", Arena, Credentials], Awaitable[Front]
+    ]
 
 
 def run_service(service: GpuService[SettingsT]) -> int:
@@ -127,15 +133,21 @@ def run_service(service: GpuService[SettingsT]) -> int:
         settings = service.settings.from_environment()
         setup_logging(service.name, settings.log_level)
         setup_tracing(service.name)
+        credentials = Credentials.from_settings(settings)
         arena_bytes = service.arena_bytes(settings, read_spec(settings.model))
     except (SettingsError, ModelSpecError) as error:
         print(f"{service.name}: {error}", file=sys.stderr)
         return REFUSED
     raise_malloc_trim_threshold()
-    return uvloop.run(serve(service, settings, arena_bytes))
+    return uvloop.run(serve(service, settings, arena_bytes, credentials))
 
 
-async def serve(service: GpuService[SettingsT], settings: SettingsT, arena_bytes: int) -> int:
+async def serve(
+    service: GpuService[SettingsT],
+    settings: SettingsT,
+    arena_bytes: int,
+    credentials: Credentials = NO_CREDENTIALS,
+) -> int:
     """Serves until a signal or the engine's end; the exit status."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,14 +164,14 @@ async def serve(service: GpuService[SettingsT], settings: SettingsT, arena_bytes
         if ready is None:
             return 0
         await asyncio.to_thread(arena.prefault)
-        front = await service.create_front(settings, ready, engine.channel, arena)
+        front = await service.create_front(settings, ready, engine.channel, arena, credentials)
         freeze_gc()
         watch = EngineWatch(engine, front.is_busy, on_gpu=ready.on_gpu)
         front.watch_silence(lambda: watch.silence_s)
         serve_metrics(front.registry, settings.host, settings.metrics_port)
         watching = asyncio.create_task(_kill_if_it_hangs(engine, watch))
         try:
-            return await _serve_front(service, settings, front, stopping)
+            return await _serve_front(service, settings, front, stopping, credentials)
         finally:
             watching.cancel()
     except ChannelClosed:
@@ -179,27 +191,59 @@ async def served_fingerprint(settings: EngineServiceSettings) -> bytes:
 
 
 async def create_service_server(
-    grpc_name: str, add_servicer: AddServicer
+    grpc_name: str,
+    add_servicer: AddServicer,
+    *,
+    check: PeerCheck | None = None,
+    with_reflection: bool = False,
 ) -> tuple[grpc.aio.Server, HealthServicer]:
-    """A server with its servicer, health (serving) and reflection, without a port."""
-    server = create_server()
+    """A server with its servicer, health (serving) and perhaps reflection, without a port."""
+    server = create_server(check)
     add_servicer(server)
     servicer: HealthServicer = cast("Any", health).aio.HealthServicer()
     cast("Any", health_pb2_grpc).add_HealthServicer_to_server(servicer, server)
-    names = grpc_name, health.SERVICE_NAME, reflection.SERVICE_NAME
-    reflection.enable_server_reflection(names, server)
-    for name in ("", grpc_name, reflection.SERVICE_NAME):
+    names = [grpc_name, health.SERVICE_NAME]
+    if with_reflection:
+        names.append(reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+    for name in ("", *names):
         await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     return server, servicer
 
 
-async def _serve_front(
-    service: GpuService[SettingsT], settings: SettingsT, front: Front, stopping: asyncio.Event
-) -> int:
-    server, health_servicer = await create_service_server(service.grpc_name, front.add_servicer)
-    port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+async def _serve_health(servicer: HealthServicer, host: str, port: int) -> grpc.aio.Server:
+    """The same health on a port of its own, which asks for no credentials."""
+    server = create_server()
+    cast("Any", health_pb2_grpc).add_HealthServicer_to_server(servicer, server)
+    server.add_insecure_port(f"{host}:{port}")
     await server.start()
-    log.info("serving %s on %s:%d", settings.model.name, settings.host, port)
+    return server
+
+
+async def _serve_front(
+    service: GpuService[SettingsT],
+    settings: SettingsT,
+    front: Front,
+    stopping: asyncio.Event,
+    credentials: Credentials,
+) -> int:
+    check = PeerCheck(credentials, service.name, service.callers, front.registry)
+    server, health_servicer = await create_service_server(
+        service.grpc_name,
+        front.add_servicer,
+        check=check if credentials else None,
+        with_reflection=settings.reflection,
+    )
+    address = f"{settings.host}:{settings.port}"
+    if settings.socket is not None:
+        address = f"unix:{settings.socket}"
+    port = check.add_port(server, address)
+    health_server = None
+    if settings.health_port:
+        health_server = await _serve_health(health_servicer, settings.host, settings.health_port)
+    await server.start()
+    where = address if settings.socket is not None else f"{settings.host}:{port}"
+    log.info("serving %s on %s", settings.model.name, where)
     running = asyncio.create_task(front.run())
     await _unless(stopping, asyncio.wait([running]))
     engine_died = running.done()
@@ -209,6 +253,8 @@ async def _serve_front(
         log.critical("the engine process ended; its own log says why", exc_info=unexpected)
     await health_servicer.enter_graceful_shutdown()
     await front.drain(server.stop, 0.0 if engine_died else settings.shutdown_grace_s)
+    if health_server is not None:
+        await health_server.stop(None)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await front.close()

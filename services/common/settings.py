@@ -63,12 +63,30 @@ class ServiceSettings(BaseSettings):
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-class EngineServiceSettings(ServiceSettings):
+class PeerSettings(ServiceSettings):
+    """How the services know each other; the same for all three, see `credentials.py`.
+
+    Attributes:
+        peer_tls_directory: with `ca.crt`, `tls.crt` and `tls.key`: calls between services are
+            encrypted, and both sides show a certificate.
+        peer_token_file: a token a line: each call between services shows the first, and any is
+            accepted.
+    """
+
+    peer_tls_directory: Path | None = None
+    peer_token_file: Path | None = None
+
+
+class EngineServiceSettings(PeerSettings):
     """What both GPU services are told.
 
     Attributes:
         host: address to listen on.
         port: of gRPC; 0: any free one, which the log names.
+        socket: of gRPC, a Unix socket instead of the port.
+        health_port: of gRPC health checks alone, without encryption or token, as the kubelet needs
+            them; 0: no such port.
+        reflection: whether the service tells its gRPC interface to callers.
         metrics_port: of Prometheus; 0: no endpoint.
         model: checkpoint directory, in Hugging Face's layout.
         device: `cpu`, `cuda` or `cuda:N`; `auto`: CUDA if there is one.
@@ -84,6 +102,9 @@ class EngineServiceSettings(ServiceSettings):
 
     host: str = "127.0.0.1"
     port: Port
+    socket: Path | None = None
+    health_port: Port = 0
+    reflection: bool = False
     metrics_port: Port
     model: Path
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"

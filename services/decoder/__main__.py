@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.arena import Arena
 from services.common.channel import FrontChannel
+from services.common.credentials import Credentials
 from services.common.embedding_cache import CacheCollector, RedisCache
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
@@ -58,6 +59,7 @@ class DecoderService:
         ready: EngineInfo,
         channel: "FrontChannel[EngineMessage]",
         arena: Arena,
+        credentials: Credentials,
     ) -> "DecoderService":
         """Wires them; connects to Redis if the model takes images."""
         registry = CollectorRegistry()
@@ -69,7 +71,7 @@ class DecoderService:
             await cache.connect()
             registry.register(CacheCollector("decoder", cache.counters))
         metrics = DecoderMetrics(registry)
-        fetcher = EncoderFetcher(shared_memory=settings.shared_memory)
+        fetcher = EncoderFetcher(shared_memory=settings.shared_memory, credentials=credentials)
         source = EmbeddingSource(arena, fetcher, cache, metrics)
         grammars = Grammars(settings.model, ready.vocab_size, metrics.grammar_compile.observe)
         grammars.preload(read_spec(settings.model).eos_token_ids)
@@ -103,6 +105,7 @@ DECODER = GpuService(
     engine_module="services.decoder.engine_main",
     engine_message=EngineMessage,
     shutdown_message=Shutdown(),
+    callers=("gateway",),
     settings=DecoderSettings,
     arena_bytes=arena_bytes,
     create_front=DecoderService.create,

@@ -14,6 +14,7 @@ import grpc.aio
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from services.common.credentials import NO_CREDENTIALS, Credentials
 from services.common.embedding import (
     ITEM_BYTES,
     CorruptEmbedding,
@@ -220,11 +221,13 @@ class EncoderFetcher:
         timeout_s: for one embedding, including the time the encoder needs to compute it.
         idle_s: how long an unused channel stays open.
         shared_memory: False: all embeddings come over gRPC.
+        credentials: that encoders ask for.
     """
 
     timeout_s: float = 30.0
     idle_s: float = 60.0
     shared_memory: bool = True
+    credentials: Credentials = NO_CREDENTIALS
     _host: bytes = field(default_factory=host_identity)
     _channels: dict[str, _Channel] = field(default_factory=dict[str, _Channel])
     _closing: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
@@ -350,7 +353,7 @@ class EncoderFetcher:
     async def _use(self, address: str) -> AsyncIterator[_Channel]:
         entry = self._channels.get(address)
         if entry is None:
-            channel = create_channel(address)
+            channel = create_channel(address, self.credentials, peer="encoder")
             fetch = channel.unary_stream(
                 _METHOD,
                 request_serializer=pb.FetchRequest.SerializeToString,

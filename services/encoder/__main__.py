@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.arena import Arena
 from services.common.channel import FrontChannel
+from services.common.credentials import Credentials
 from services.common.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embedding_cache import CacheCollector, RedisCache
 from services.common.model_spec import ModelSpec, ModelSpecError
@@ -77,6 +78,7 @@ class EncoderService:
         ready: EngineReady,
         channel: "FrontChannel[EngineMessage]",
         arena: Arena,
+        credentials: Credentials,
     ) -> "EncoderService":
         """Wires them; connects to Redis."""
         metrics = EncoderMetrics()
@@ -142,6 +144,7 @@ ENCODER = GpuService(
     engine_module="services.encoder.engine_main",
     engine_message=EngineMessage,
     shutdown_message=Shutdown(),
+    callers=("gateway", "decoder"),
     settings=EncoderSettings,
     arena_bytes=arena_bytes,
     create_front=EncoderService.create,

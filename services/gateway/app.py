@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
+from services.common.credentials import Credentials
 from services.common.errors import TriptychError
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
@@ -23,6 +24,7 @@ from services.common.settings import SettingsError
 from services.gateway.chat import ChatService
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
+from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.endpoints.chat_endpoint import ChatEndpoint
 from services.gateway.endpoints.routes import Routes
@@ -66,8 +68,8 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
     Raises:
         ModelSpecError: the model directory cannot be served.
-        SettingsError: the model takes images and no encoder address is set, or the key file cannot
-            be read.
+        SettingsError: the model takes images and no encoder address is set, or a file of keys,
+            certificates or tokens cannot be read.
     """
     spec, max_images = read_spec(settings.model), settings.max_images_per_request
     if spec.vision is not None and not settings.encoders:
@@ -84,8 +86,13 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     metrics = GatewayMetrics()
     # A text model has no encoders; addresses that are set are not used.
     served = _served_model(spec)
-    encoders = EncoderPool(settings.encoders if spec.vision is not None else (), served)
-    decoders = DecoderPool(settings.decoders, served)
+    dialling = Dialling(
+        Credentials.from_settings(settings),
+        lambda reason: metrics.peers_refused.labels(reason).inc(),
+    )
+    encoder_addresses = settings.encoders if spec.vision is not None else ()
+    encoders = EncoderPool(encoder_addresses, served, dialling)
+    decoders = DecoderPool(settings.decoders, served, dialling)
     for kind, pool in (("encoder", encoders), ("decoder", decoders)):
         metrics.healthy_pods.labels(kind).set_function(pool.num_healthy)
     service = ChatService(

@@ -85,6 +85,12 @@ class GatewayMetrics:
             "gateway_tpot_seconds", "Mean time per output token of a request, after its first"
         )
         self.request = histogram("gateway_request_seconds", "Arrival to end of a request")
+        self.peers_refused = counter(
+            "gateway_peers_refused",
+            "Health checks that failed because the pod shows no valid certificate (certificate) or "
+            "does not accept this gateway's credentials (token)",
+            "reason",
+        )
         self.healthy_pods = Gauge(
             "gateway_healthy_pods",
             "Pods that accept work",

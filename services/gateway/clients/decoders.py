@@ -16,7 +16,7 @@ from msgspec import Struct
 from services.common.errors import EmbeddingUnavailable, TriptychError, Unavailable, from_code
 from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import error_from_rpc
-from services.gateway.clients.pods import Pod, Pool, pick
+from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
 
 log = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class DecoderPod(Pod):
 
     description: pb.DescribeDecoderResponse | None = None
 
-    def __init__(self, address: str, served: ServedModel) -> None:
-        super().__init__(address)
+    def __init__(self, address: str, served: ServedModel, dialling: Dialling | None = None) -> None:
+        super().__init__(address, "decoder", dialling)
         self._served = served
         self._describe = self.channel.unary_unary(
             "/triptych.v1.Decoder/Describe",
@@ -232,9 +232,14 @@ def _error_of(failed: pb.Failed) -> TriptychError:
 class DecoderPool(Pool[DecoderPod]):
     """All decoders."""
 
-    def __init__(self, addresses: Sequence[str], served: ServedModel | None = None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        served: ServedModel | None = None,
+        dialling: Dialling | None = None,
+    ) -> None:
         self._served = served or ServedModel()
-        super().__init__(addresses, lambda address: DecoderPod(address, self._served))
+        super().__init__(addresses, lambda address: DecoderPod(address, self._served, dialling))
 
     def _healthy(self) -> list[DecoderPod]:
         """The decoders that accept work and serve the model, which is theirs if the gateway does

@@ -14,7 +14,7 @@ import grpc.aio
 from services.common.errors import Unavailable
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc, outgoing_metadata
-from services.gateway.clients.pods import Pod, Pool, pick
+from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
 
 _DESCRIBE_TIMEOUT_S = 2.0
@@ -55,8 +55,8 @@ class EncoderPod(Pod):
 
     description: EncoderDescription | None = None
 
-    def __init__(self, address: str, served: ServedModel) -> None:
-        super().__init__(address)
+    def __init__(self, address: str, served: ServedModel, dialling: Dialling | None = None) -> None:
+        super().__init__(address, "encoder", dialling)
         self._served = served
         self._describe = self.channel.unary_unary(
             "/triptych.v1.Encoder/Describe",
@@ -165,9 +165,14 @@ async def _answer(
 class EncoderPool(Pool[EncoderPod]):
     """All encoders. Empty for a model that takes text alone."""
 
-    def __init__(self, addresses: Sequence[str], served: ServedModel | None = None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        served: ServedModel | None = None,
+        dialling: Dialling | None = None,
+    ) -> None:
         model = served or ServedModel()
-        super().__init__(addresses, lambda address: EncoderPod(address, model))
+        super().__init__(addresses, lambda address: EncoderPod(address, model, dialling))
 
     def description(self) -> EncoderDescription | None:
         """What most healthy encoders serve; None if no encoder is healthy.

@@ -1,9 +1,9 @@
 """Pods: name resolution, health checks, and which pod gets a piece of work.
 
-An address is `host:port`, used literally, or `dns:///name:port`, resolved every few seconds into
-one pod per IP address. The other services dial a pod under the same address. `EncoderPool` and
-`DecoderPool` build on this file; what a pod serves is theirs. A failed lookup keeps the known pods;
-the calls of a pod that cannot be reached fail.
+An address is `host:port` or `unix:path`, used literally, or `dns:///name:port`, resolved every few
+seconds into one pod per IP address. The other services dial a pod under the same address.
+`EncoderPool` and `DecoderPool` build on this file; what a pod serves is theirs. A failed lookup
+keeps the known pods; the calls of a pod that cannot be reached fail.
 
 A name loses a pod when it terminates or misses some readiness probes; neither may break what runs
 there. So a pod that has left its name gets no new work, and is closed when it has none.
@@ -14,6 +14,7 @@ import enum
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import grpc
@@ -21,6 +22,7 @@ import grpc.aio
 from blake3 import blake3
 from grpc_health.v1 import health_pb2
 
+from services.common.credentials import NO_CREDENTIALS, Credentials
 from services.common.errors import TriptychError
 from services.common.rpc import create_channel
 
@@ -40,6 +42,8 @@ _MAX_SILENT_CHECKS = 2
 # A pod may have this many more pieces of work than the mean before equal keys go to another one.
 _SLACK = 1.25
 _HEADROOM = 8
+# What gRPC says of a pod whose certificate is not accepted.
+_WRONG_CERTIFICATE = ("handshake failed", "verification check failed")
 
 
 class PodState(enum.Enum):
@@ -49,24 +53,45 @@ class PodState(enum.Enum):
     DRAINING = "draining"  # answers, and takes no new work
     SILENT = "silent"  # no answer in time
     UNREACHABLE = "unreachable"  # no connection
+    REFUSED = "refused"  # does not accept the gateway's credentials
+
+
+@dataclass(frozen=True, slots=True)
+class Dialling:
+    """With what the gateway calls pods.
+
+    Attributes:
+        credentials: that pods ask for, and are checked against.
+        refused: called with `token` or `certificate` when a check fails for it.
+    """
+
+    credentials: Credentials = NO_CREDENTIALS
+    refused: Callable[[str], None] = lambda _: None
 
 
 class Pod:
     """One instance of a service.
 
+    Args:
+        address: as above.
+        service: encoder or decoder.
+        dialling: with what it is called.
+
     Attributes:
-        address: host:port.
+        address: host:port, or unix:path.
         healthy: it accepts work.
         leaving: its name no longer resolves to it.
         num_in_flight: its calls or sequences from this gateway.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, service: str = "", dialling: "Dialling | None" = None) -> None:
         self.address = address
         self.healthy = False
         self.leaving = False
         self.num_in_flight = 0
-        self.channel = create_channel(address)
+        self._dialling = dialling or Dialling()
+        self._refusal = ""
+        self.channel = create_channel(address, self._dialling.credentials, peer=service)
         self._check = self.channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -107,7 +132,10 @@ class Pod:
                 health_pb2.HealthCheckRequest(), timeout=CHECK_TIMEOUT_S, wait_for_ready=False
             )
         except grpc.aio.AioRpcError as failure:
+            self._look_for_refusal(failure)
             match failure.code():
+                case grpc.StatusCode.UNAUTHENTICATED:
+                    return PodState.REFUSED
                 case grpc.StatusCode.UNIMPLEMENTED:
                     return PodState.SERVING  # reachable, without a health service
                 case grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -116,8 +144,23 @@ class Pod:
                     return PodState.UNREACHABLE
                 case _:
                     return PodState.DRAINING
+        self._refusal = ""
         serving = answer.status == health_pb2.HealthCheckResponse.SERVING
         return PodState.SERVING if serving else PodState.DRAINING
+
+    def _look_for_refusal(self, failure: grpc.aio.AioRpcError) -> None:
+        """Counts that one side does not accept the other, and logs it once."""
+        details = failure.details() or ""
+        if failure.code() is grpc.StatusCode.UNAUTHENTICATED:
+            reason = "token"
+        elif any(mark in details.lower() for mark in _WRONG_CERTIFICATE):
+            reason = "certificate"
+        else:
+            return
+        self._dialling.refused(reason)
+        if reason != self._refusal:
+            self._refusal = reason
+            log.warning("%s gets no calls: %s", self.address, details)
 
 
 PodT = TypeVar("PodT", bound=Pod)
@@ -245,7 +288,7 @@ async def _watch(pod: Pod) -> None:
         elif state is PodState.UNREACHABLE or silent >= _MAX_SILENT_CHECKS:
             pod.healthy = False
             await pod.disconnect("it does not answer")
-        elif state is PodState.DRAINING:
+        elif state in (PodState.DRAINING, PodState.REFUSED):
             pod.healthy = False  # its running calls may finish
         if pod.healthy and pod.misfit != misfit:
             misfit = pod.misfit

@@ -1,0 +1,66 @@
+"""Services with certificates, as real processes: what they answer, and to whom."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from services.common.credentials import NO_CREDENTIALS, Credentials, watch_certificates
+from services.common.pb import encoder_pb2 as pb
+from services.common.pb import encoder_pb2_grpc as pb_grpc
+from services.common.rpc import create_channel
+from tests.certificates import Authority, mount
+from tests.e2e.cluster import Cluster, png, wait_until
+from tests.noise import PATIENCE_S
+from tests.redis_server import free_port
+from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
+from triptych.probes import grpc_ready
+
+pytestmark = pytest.mark.e2e
+
+
+async def _status(address: str, shown: Credentials = NO_CREDENTIALS) -> grpc.StatusCode:
+    async with create_channel(address, shown, peer="encoder") as channel:
+        call = pb_grpc.EncoderStub(channel).Describe(pb.DescribeEncoderRequest(), timeout=5)
+        return await call.code()
+
+
+def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) -> None:
+    old, new = Authority("old"), Authority("new")
+    kinds = "encoder", "decoder", "gateway"
+    directories = {k: mount(old.issue(k), tmp_path / f"{k}-tls") for k in kinds}
+    health = {k: free_port() for k in kinds[:2]}
+    settings: dict[str, dict[str, object]] = {
+        kind: {"peer_tls_directory": directory} for kind, directory in directories.items()
+    }
+    for kind, port in health.items():
+        settings[kind]["health_port"] = port
+    # Without shared memory and with one encoder, the decoder fetches over its own channel.
+    settings["decoder"]["shared_memory"] = False
+    with Cluster(tmp_path, **settings) as cluster:  # type: ignore[arg-type]
+        (encoder,), (decoder,) = cluster.encoders, cluster.decoders
+        assert cluster.ask("What do you see?", png(1))
+        assert decoder.metric("decoder_embedding_fetch_bytes_total", path="grpc") > 0
+        # The kubelet speaks plaintext, to a port of its own.
+        for kind, service in (("encoder", ENCODER_SERVICE), ("decoder", DECODER_SERVICE)):
+            assert asyncio.run(grpc_ready(f"127.0.0.1:{health[kind]}", service))
+        for service in (encoder, decoder):
+            assert asyncio.run(_status(service.address)) is grpc.StatusCode.UNAVAILABLE
+        wait_until(
+            lambda: encoder.metric("encoder_peers_refused_total", reason="certificate") == 1,
+            PATIENCE_S, "the plaintext connection is counted",
+        )  # fmt: skip
+
+        # The authority is replaced in three steps, as docs/adr/0036 says.
+        bundle = old.pem + new.pem
+        steps = (old, bundle), (new, bundle), (new, new.pem)
+        for seed, (issuer, trusted) in enumerate(steps, start=2):
+            for kind, directory in directories.items():
+                mount(issuer.issue(kind) | {"ca.crt": trusted}, directory)
+            assert cluster.ask("What do you see?", png(seed))
+        for issuer, status in ((new, grpc.StatusCode.OK), (old, grpc.StatusCode.UNAVAILABLE)):
+            files = issuer.issue("gateway") | {"ca.crt": new.pem}
+            shown = Credentials(watch_certificates(mount(files, tmp_path / issuer.name)))
+            assert asyncio.run(_status(encoder.address, shown)) is status
