@@ -84,17 +84,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     if spec.vision is not None:
         images = ImageReader(loader, spec.vision.limits, settings.max_source_pixels)
     metrics = GatewayMetrics()
-    # A text model has no encoders; addresses that are set are not used.
-    served = _served_model(spec)
-    dialling = Dialling(
-        Credentials.from_settings(settings),
-        lambda reason: metrics.peers_refused.labels(reason).inc(),
-    )
-    encoder_addresses = settings.encoders if spec.vision is not None else ()
-    encoders = EncoderPool(encoder_addresses, served, dialling)
-    decoders = DecoderPool(settings.decoders, served, dialling)
-    for kind, pool in (("encoder", encoders), ("decoder", decoders)):
-        metrics.healthy_pods.labels(kind).set_function(pool.num_healthy)
+    encoders, decoders = _pools(settings, spec, metrics)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
@@ -132,6 +122,23 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     return Gateway(
         with_cors(middleware, settings.cors_origins), admission, service, metrics, warm_up
     )
+
+
+def _pools(
+    settings: GatewaySettings, spec: ModelSpec, metrics: GatewayMetrics
+) -> tuple[EncoderPool, DecoderPool]:
+    """A text model has no encoders; addresses that are set are not used."""
+    served = _served_model(spec)
+    dialling = Dialling(
+        Credentials.from_settings(settings),
+        lambda reason: metrics.peers_refused.labels(reason).inc(),
+    )
+    addresses = settings.encoders if spec.vision is not None else ()
+    encoders = EncoderPool(addresses, served, dialling)
+    decoders = DecoderPool(settings.decoders, served, dialling)
+    for kind, pool in (("encoder", encoders), ("decoder", decoders)):
+        metrics.healthy_pods.labels(kind).set_function(pool.num_healthy)
+    return encoders, decoders
 
 
 def _served_model(spec: ModelSpec) -> ServedModel:
