@@ -26,6 +26,7 @@ from services.common.credentials import (
     watch_certificates,
 )
 from services.common.embedding import EmbeddingSpec
+from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import create_channel
@@ -217,7 +218,8 @@ async def test_a_rotated_authority_is_followed_on_both_sides_without_a_restart(
 
         server.encoder.before = hold
         stub = pb_grpc.EncoderStub(channel)
-        request = pb.EncodeRequest(image_key=b"k", grid=pb.Grid(t=1, h=2, w=2))
+        key = image_key(server.encoder.description.key_prefix, b"", grid=(1, 2, 2), salt=b"")
+        request = pb.EncodeRequest(image_key=key, grid=pb.Grid(t=1, h=2, w=2))
         running = asyncio.ensure_future(stub.Encode(request, timeout=PATIENCE_S))
         await until(lambda: bool(server.encoder.requests))
         for issue, pem in ((authority, bundle), (new, bundle), (new, new.pem)):
