@@ -171,13 +171,23 @@ def pick(pods: Sequence[PodT], key: bytes) -> PodT:
 
     Returns:
         The same pod for equal keys, unless its load is over the bound: then the next in the key's
-        order.
+        order. Hosts come first in that order, so that an encoder and a decoder with the same host
+        are chosen together.
     """
     if len(pods) == 1:
         return pods[0]
     bound = sum(pod.num_in_flight for pod in pods) / len(pods) * _SLACK + _HEADROOM
-    ranked = sorted(pods, key=lambda pod: blake3(pod.address.encode() + key).digest(8))
+
+    def rank(pod: PodT) -> tuple[bytes, bytes]:
+        host = pod.address.rpartition(":")[0]
+        return _hash(host, key), _hash(pod.address, key)
+
+    ranked = sorted(pods, key=rank)
     return next((p for p in ranked if p.num_in_flight <= bound), ranked[0])
+
+
+def _hash(name: str, key: bytes) -> bytes:
+    return blake3(name.encode() + key).digest(8)
 
 
 class PodSet(Generic[PodT]):

@@ -1,9 +1,9 @@
 """The part of kustomize that our overlays use, so that a machine without kubectl can render them.
 
-Supported: resources, components, namespace, labels, configMapGenerator (literals; create and
-merge), images, replicas, patches (JSON 6902 with a target by kind and name). Anything else is an
-error, so that no part of a kustomization is ignored. If kubectl is installed, a test compares the
-result with `kubectl kustomize`.
+Supported: resources, components, namespace, labels, configMapGenerator (literals and files; create
+and merge), images, replicas, patches (JSON 6902, or strategic merge with lists whose keys are known
+here). Anything else is an error, so that no part of a kustomization is ignored. If kubectl is
+installed, a test compares the result with `kubectl kustomize`.
 """
 
 import copy
@@ -21,7 +21,13 @@ _KNOWN = {
     "apiVersion", "kind", "resources", "namespace", "labels", "configMapGenerator", "images",
     "replicas", "patches", "components",
 }  # fmt: skip
-_CLUSTER_WIDE = {"Namespace"}
+_CLUSTER_WIDE = {"Namespace", "PriorityClass"}
+_WITH_PODS = {"Deployment", "Job"}
+# By what a strategic merge finds an item of a list; lists of other names are replaced.
+_MERGE_KEYS = {
+    "containers": "name", "env": "name", "volumes": "name", "claims": "name",
+    "resourceClaims": "name", "ports": "containerPort", "volumeMounts": "mountPath",
+}  # fmt: skip
 # The hash alphabet that kustomize uses to avoid words.
 _HASH_LETTERS = str.maketrans("013ae", "ghkmt")
 
@@ -32,10 +38,10 @@ def render(directory: Path) -> list[Resource]:
     hashed = {
         r["metadata"]["name"]: f"{r['metadata']['name']}-{_hash(r)}"
         for r in resources
-        if r.get("kind") == "ConfigMap"
+        if r.get("kind") == "ConfigMap" and not r.pop("unhashed", False)
     }
     for resource in resources:
-        if resource["kind"] == "ConfigMap":
+        if resource["kind"] == "ConfigMap" and resource["metadata"]["name"] in hashed:
             resource["metadata"]["name"] = hashed[resource["metadata"]["name"]]
         _rename_references(resource, hashed)
     return resources
@@ -56,9 +62,9 @@ def _compose(directory: Path, base: list[Resource] | None = None) -> list[Resour
     for name in spec.get("components", ()):
         _compose(directory / name, resources)
     for generator in spec.get("configMapGenerator", ()):
-        _generate(resources, generator)
+        _generate(resources, generator, directory)
     for patch in spec.get("patches", ()):
-        _patch(resources, patch)
+        _patch(resources, patch, directory)
     for replica in spec.get("replicas", ()):
         for resource in resources:
             if (resource["kind"], resource["metadata"]["name"]) == ("Deployment", replica["name"]):
@@ -73,16 +79,24 @@ def _compose(directory: Path, base: list[Resource] | None = None) -> list[Resour
         if "namespace" in spec and resource["kind"] not in _CLUSTER_WIDE:
             metadata["namespace"] = spec["namespace"]
         for label in spec.get("labels", ()):
-            if set(label) != {"pairs"}:
+            if not set(label) <= {"pairs", "includeTemplates"}:
                 raise NotImplementedError(f"{directory}: labels with {set(label)}")
             metadata["labels"] = metadata.get("labels", {}) | label["pairs"]
+            if label.get("includeTemplates") and resource["kind"] in _WITH_PODS:
+                pod = resource["spec"]["template"]["metadata"]
+                pod["labels"] = pod.get("labels", {}) | label["pairs"]
     return resources
 
 
-def _generate(resources: list[Resource], generator: dict[str, Any]) -> None:
-    if unknown := set(generator) - {"name", "namespace", "behavior", "literals"}:
+def _generate(resources: list[Resource], generator: dict[str, Any], directory: Path) -> None:
+    options = generator.get("options", {})
+    known = {"name", "namespace", "behavior", "literals", "files", "options"}
+    if unknown := (set(generator) - known) | (
+        set(options) - {"labels", "annotations", "disableNameSuffixHash"}
+    ):
         raise NotImplementedError(f"configMapGenerator with {unknown}")
-    data = dict(literal.split("=", 1) for literal in generator["literals"])
+    data = dict(literal.split("=", 1) for literal in generator.get("literals", ()))
+    data |= {name: (directory / name).read_text() for name in generator.get("files", ())}
     if generator.get("behavior", "create") == "merge":
         (found,) = (
             r
@@ -92,11 +106,19 @@ def _generate(resources: list[Resource], generator: dict[str, Any]) -> None:
         found["data"] |= data
         return
     metadata = {"name": generator["name"]}
-    resources.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+    metadata |= {name: options[name] for name in ("labels", "annotations") if name in options}
+    found = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+    if options.get("disableNameSuffixHash"):
+        found["unhashed"] = True
+    resources.append(found)
 
 
-def _patch(resources: list[Resource], patch: dict[str, Any]) -> None:
-    kind, name = patch["target"]["kind"], patch["target"]["name"]
+def _patch(resources: list[Resource], patch: dict[str, Any], directory: Path) -> None:
+    body = yaml.safe_load(patch.get("patch") or (directory / patch["path"]).read_text())
+    if "target" in patch:
+        kind, name = patch["target"]["kind"], patch["target"].get("name", ".*")
+    else:
+        kind, name = body["kind"], re.escape(body["metadata"]["name"])
     targets = [
         r
         for r in resources
@@ -104,9 +126,41 @@ def _patch(resources: list[Resource], patch: dict[str, Any]) -> None:
     ]
     if not targets:
         raise LookupError(f"no {kind} {name} to patch")
-    for operation in yaml.safe_load(patch["patch"]):
-        for target in targets:
-            _apply(target, copy.deepcopy(operation))
+    for target in targets:
+        if isinstance(body, list):
+            for operation in body:
+                _apply(target, copy.deepcopy(operation))
+        elif body.get("$patch") == "delete":
+            resources.remove(target)
+        else:
+            _merge(target, {"spec": copy.deepcopy(body["spec"])})
+
+
+def _merge(document: dict[str, Any], patch: dict[str, Any]) -> None:
+    """Strategic merge, as far as our patches go."""
+    for name, value in patch.items():
+        if value is None:
+            document.pop(name, None)
+        elif isinstance(value, dict) and isinstance(document.get(name), dict):
+            _merge(document[name], value)
+        elif isinstance(value, list) and name in _MERGE_KEYS:
+            document[name] = _merged_list(document.get(name, []), value, _MERGE_KEYS[name])
+        else:
+            document[name] = value
+
+
+def _merged_list(
+    items: list[dict[str, Any]], patches: list[dict[str, Any]], key: str
+) -> list[dict[str, Any]]:
+    """Patched and new items first, as kustomize has them."""
+    others = {item[key]: item for item in items}
+    first: list[dict[str, Any]] = []
+    for patch in patches:
+        item = others.pop(patch[key], {})
+        if patch.get("$patch") != "delete":
+            _merge(item, patch)
+            first.append(item)
+    return first + list(others.values())
 
 
 def _apply(document: Any, operation: dict[str, Any]) -> None:
@@ -118,6 +172,8 @@ def _apply(document: Any, operation: dict[str, Any]) -> None:
     match operation["op"], document:
         case "add", list() if last == "-":
             document.append(operation["value"])
+        case "remove", dict():
+            del document[last]
         case "add", dict():
             document[last] = operation["value"]
         case "replace", list():

@@ -157,6 +157,47 @@ def test_selectors_select_exactly_their_own_pods(resources: list[Resource]) -> N
             assert matching == [name]
 
 
+def test_pods_are_spread_over_zones_and_nodes_by_roll_out(resources: list[Resource]) -> None:
+    for name in services_in(resources):
+        found = pods(resources)[name]["spec"]["topologySpreadConstraints"]
+        keys = ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
+        assert [constraint["topologyKey"] for constraint in found] == keys
+        for constraint in found:
+            assert constraint["matchLabelKeys"] == ["pod-template-hash"]
+            assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+
+
+def test_every_pod_is_part_of_triptych(resources: list[Resource]) -> None:
+    for pod in pods(resources).values():
+        assert pod["metadata"]["labels"]["app.kubernetes.io/part-of"] == "triptych"
+
+
+def test_a_slow_start_is_no_failed_roll_out(resources: list[Resource]) -> None:
+    deployments = of_kind(resources, "Deployment")
+    for name in services_in(resources):
+        probe = container_of(pods(resources)[name])["startupProbe"]
+        start_s = probe["periodSeconds"] * probe["failureThreshold"]
+        spec = deployments[name]["spec"]
+        assert spec.get("progressDeadlineSeconds", 600) > start_s + spec["minReadySeconds"]
+
+
+def test_engines_use_as_many_cpus_as_they_request(resources: list[Resource]) -> None:
+    for name in GRPC_SERVICES.keys() & pods(resources).keys():
+        pod = pods(resources)[name]
+        variables = environment(resources, pod)
+        requested = container_of(pod)["resources"]["requests"]["cpu"]
+        if not requested.endswith("m"):
+            assert variables[f"{name.upper()}_NUM_THREADS"] == requested
+
+
+def test_names_are_also_asked_of_a_cache_on_the_node(resources: list[Resource]) -> None:
+    (rule,) = of_kind(resources, "NetworkPolicy")["dns"]["spec"]["egress"]
+    assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in rule["to"]
+    assert {(port["port"], port["protocol"]) for port in rule["ports"]} == {
+        (53, "UDP"), (53, "TCP"),
+    }  # fmt: skip
+
+
 def test_service_ports_exist_in_the_containers(resources: list[Resource]) -> None:
     for name, service in of_kind(resources, "Service").items():
         ports = container_ports(pods(resources)[name])
@@ -294,6 +335,34 @@ def test_the_gpu_overlay_gives_a_gpu_to_the_engines_only() -> None:
     } == {"gateway": None, "decoder": "1"}
 
 
+@pytest.mark.parametrize("overlay", ["gpu", "gpu-shared-kernels", "text"])
+def test_gpu_overlays_need_keys_from_a_mounted_file(overlay: str) -> None:
+    resources = render(K8S / "overlays" / overlay)
+    pod = pods(resources)["gateway"]
+    variables = environment(resources, pod)
+    assert "GATEWAY_API_KEYS" not in variables
+    (mount,) = (m for m in container_of(pod)["volumeMounts"] if m["name"] == "keys")
+    (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "keys")
+    assert volume["secret"]["optional"] is False
+    (item,) = volume["secret"]["items"]
+    assert variables["GATEWAY_API_KEYS_FILE"] == f"{mount['mountPath']}/{item['path']}"
+    assert "subPath" not in mount  # a changed secret would not be seen
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "gpu-shared-kernels", "text"])
+def test_engines_go_to_gpus_that_their_kernels_are_for(overlay: str) -> None:
+    found = pods(render(K8S / "overlays" / overlay))
+    dockerfile = (ROOT / "services" / "decoder" / "Dockerfile").read_text()
+    architecture = re.search(r"^ARG CUDA_ARCH=(\d+)\.", dockerfile, re.MULTILINE)
+    assert architecture is not None
+    for name in GRPC_SERVICES.keys() & found.keys():
+        affinity = found[name]["spec"]["affinity"]["nodeAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        (expression,) = term["matchExpressions"]
+        assert expression["key"] == "nvidia.com/gpu.compute.major"
+        assert expression["values"] == [architecture[1]]
+
+
 def test_engines_share_compiled_kernels_in_tritons_directory() -> None:
     resources = render(K8S / "overlays/gpu-shared-kernels")
     assert of_kind(resources, "PersistentVolumeClaim").keys() == {"model", "kernels"}
@@ -398,20 +467,25 @@ def test_network_policies_are_the_call_graph(resources: list[Resource]) -> None:
             assert allowed <= set(container_ports(pods(resources)[name]).values())
 
 
+def internet_of(resources: list[Resource]) -> dict[str, dict[str, Any]]:
+    """Blocks of addresses that pods may call, by policy; the node's own cache of names is none."""
+    return {
+        name: peer["ipBlock"]
+        for name, policy in of_kind(resources, "NetworkPolicy").items()
+        for rule in policy["spec"].get("egress", ())
+        for peer in rule["to"]
+        if "ipBlock" in peer and name != "dns"
+    }
+
+
 def test_a_text_model_reaches_no_internet(text: list[Resource]) -> None:
-    assert "ipBlock" not in json.dumps(text)
+    assert not internet_of(text)
 
 
 def test_only_the_gateway_reaches_the_internet_and_no_private_range(
     vision: list[Resource],
 ) -> None:
-    blocks = {
-        name: peer["ipBlock"]
-        for name, policy in of_kind(vision, "NetworkPolicy").items()
-        for rule in policy["spec"].get("egress", ())
-        for peer in rule["to"]
-        if "ipBlock" in peer
-    }
+    blocks = internet_of(vision)
     assert blocks.keys() == {"gateway"}
     private = {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "127.0.0.0/8"}
     assert private <= set(blocks["gateway"]["except"])

@@ -72,6 +72,21 @@ def test_equal_keys_get_one_pod_and_different_ones_spread():
     assert moved == counts[some[3].address]
 
 
+def test_an_encoder_and_a_decoder_with_one_host_are_picked_together():
+    encoders = [UnconnectedPod(f"10.0.0.{i}:50051") for i in range(4)]
+    decoders = [UnconnectedPod(f"10.0.0.{i}:50052") for i in (2, 0, 3, 1)]
+    for number in range(50):
+        key = b"%d" % number
+        hosts = {pick(pods, key).address.split(":")[0] for pods in (encoders, decoders)}
+        assert len(hosts) == 1
+
+
+def test_pods_of_one_host_share_its_keys():
+    some = [UnconnectedPod(f"127.0.0.1:{port}") for port in range(4)]
+    counts = collections.Counter(pick(some, b"%d" % i).address for i in range(2000))
+    assert all(400 < count < 600 for count in counts.values())
+
+
 def test_a_hot_key_overflows_to_other_pods():
     some = [UnconnectedPod(f"10.0.0.{i}:1") for i in range(4)]
     for _ in range(400):

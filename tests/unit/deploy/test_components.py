@@ -1,0 +1,374 @@
+"""The components, each on the overlays that it is for: valid, and what they promise."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate.utils as kubernetes_validate
+import pytest
+import yaml
+
+from services.encoder.settings import EncoderSettings
+from services.gateway.settings import GatewaySettings
+from tests.unit.deploy.kustomize import Resource, render
+from triptych.devices import place
+
+ROOT = Path(__file__).resolve().parents[3]
+K8S = ROOT / "deploy" / "k8s"
+# What can be combined: overlay and components.
+COMBINATIONS = {
+    "autoscaling": ("gpu", "autoscaling"),
+    "autoscaling-local": ("local", "autoscaling"),
+    "autoscaling-text": ("text", "autoscaling/text"),
+    "disruption": ("gpu", "disruption"),
+    "disruption-text": ("text", "disruption"),
+    "model-image": ("gpu", "model-image"),
+    "model-image-text": ("text", "model-image"),
+    "model-job": ("gpu", "model-job"),
+    "dra": ("gpu", "dra"),
+    "dra-text": ("text", "dra"),
+    "no-spare-gpu": ("gpu", "no-spare-gpu"),
+    "no-spare-gpu-text": ("text", "no-spare-gpu"),
+    "priority": ("gpu-shared-kernels", "priority"),
+    "http-route": ("gpu", "http-route"),
+    "ingress": ("text", "ingress"),
+    "cell": ("gpu", "cell"),
+    "cell-autoscaling": ("gpu", "cell", "autoscaling/cell", "disruption", "no-spare-gpu"),
+    "everything": (
+        "gpu", "dra", "model-image", "autoscaling", "disruption", "no-spare-gpu", "priority",
+        "http-route", "ingress",
+    ),
+}  # fmt: skip
+# Kinds of other projects, whose schemas a cluster has (tests/cluster).
+FOREIGN = {"ScaledObject", "HTTPRoute", "PodMonitor", "PrometheusRule"}
+KUBERNETES_VERSION = "1.37"
+
+
+def combine(overlay: str, *components: str, directory: Path) -> Path:
+    """A kustomization as a user would write it."""
+    directory.mkdir(exist_ok=True)
+
+    def path(name: str) -> str:
+        return os.path.relpath(K8S / name, directory.resolve())
+
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [path(f"overlays/{overlay}")],
+        "components": [path(f"components/{name}") for name in components],
+    }
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    return directory
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return combine(*COMBINATIONS[request.param], directory=tmp_path_factory.mktemp("own"))
+
+
+@pytest.fixture(scope="module")
+def resources(directory: Path) -> list[Resource]:
+    return render(directory)
+
+
+def rendered(name: str, directory: Path) -> list[Resource]:
+    return render(combine(*COMBINATIONS[name], directory=directory / "own"))
+
+
+def of_kind(resources: list[Resource], kind: str) -> dict[str, Resource]:
+    return {r["metadata"]["name"]: r for r in resources if r["kind"] == kind}
+
+
+def pods(resources: list[Resource]) -> dict[str, dict[str, Any]]:
+    return {
+        name: found["spec"]["template"]
+        for kind in ("Deployment", "Job")
+        for name, found in of_kind(resources, kind).items()
+    }
+
+
+def queries_of(scaler: Resource) -> dict[str, str]:
+    return {t["name"]: t["metadata"]["query"] for t in scaler["spec"]["triggers"]}
+
+
+def test_each_component_is_in_a_combination() -> None:
+    found = {
+        str(path.parent.relative_to(K8S / "components"))
+        for path in (K8S / "components").rglob("kustomization.yaml")
+    }
+    combined = {name for _, *names in COMBINATIONS.values() for name in names}
+    assert found == combined | {"gpu"}  # which is in the overlays
+
+
+def test_every_resource_is_valid(resources: list[Resource]) -> None:
+    for resource in resources:
+        if resource["kind"] not in FOREIGN:
+            kubernetes_validate.validate(resource, KUBERNETES_VERSION, strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl where there is")
+def test_our_rendering_is_that_of_kubectl(directory: Path, resources: list[Resource]) -> None:
+    command = ["kubectl", "kustomize", str(directory)]
+    theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def by_name(documents: Any) -> dict[tuple[str, str], Resource]:
+        return {(d["kind"], d["metadata"]["name"]): d for d in documents}
+
+    assert by_name(resources) == by_name(yaml.safe_load_all(theirs))
+
+
+def test_names_are_unique_and_everything_is_part_of_triptych(resources: list[Resource]) -> None:
+    names = [(r["kind"], r["metadata"]["name"]) for r in resources]
+    assert len(names) == len(set(names))
+    for resource in resources:
+        if resource["kind"] not in ("Namespace", "PriorityClass"):
+            assert resource["metadata"]["namespace"] == "triptych"
+        if resource["kind"] not in ("PersistentVolumeClaim", "PriorityClass", "ConfigMap"):
+            labels = resource["metadata"]["labels"]
+            assert labels.get("app.kubernetes.io/part-of") == "triptych" or (
+                resource["kind"] == "Namespace"
+            )
+
+
+def test_pods_are_restricted_and_have_accounts(resources: list[Resource]) -> None:
+    accounts = of_kind(resources, "ServiceAccount")
+    assert {pod["spec"]["serviceAccountName"] for pod in pods(resources).values()} == set(accounts)
+    for pod in pods(resources).values():
+        context = pod["spec"]["securityContext"]
+        assert context["runAsNonRoot"] is True and context["runAsUser"] > 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        for container in pod["spec"]["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+# Autoscaling.
+
+
+def test_an_apply_sets_no_replicas_that_an_autoscaler_owns(resources: list[Resource]) -> None:
+    deployments = of_kind(resources, "Deployment")
+    for kind in ("ScaledObject", "HorizontalPodAutoscaler"):
+        for scaler in of_kind(resources, kind).values():
+            target = deployments[scaler["spec"]["scaleTargetRef"]["name"]]
+            assert "replicas" not in target["spec"]
+
+
+def test_each_service_is_scaled_by_its_own_load(tmp_path: Path) -> None:
+    found = of_kind(rendered("autoscaling", tmp_path), "ScaledObject")
+    assert found.keys() == {"encoder", "decoder"}
+    for name, scaler in found.items():
+        assert all(f"{name}_" in query for query in queries_of(scaler).values())
+    cells = rendered("cell-autoscaling", tmp_path)
+    ours = of_kind(cells, "ScaledObject")
+    assert ours.keys() == {"decoder"}
+    queries = queries_of(found["encoder"]) | queries_of(found["decoder"])
+    assert queries_of(ours["decoder"]) == queries
+    thresholds = {
+        trigger["name"]: trigger["metadata"]["threshold"]
+        for scaler in found.values()
+        for trigger in scaler["spec"]["triggers"]
+    }
+    for trigger in ours["decoder"]["spec"]["triggers"]:
+        assert trigger["metadata"]["threshold"] == thresholds[trigger["name"]]
+
+
+def test_scalers_ask_for_sums_per_pod_and_never_shrink_without_metrics(
+    resources: list[Resource],
+) -> None:
+    for scaler in of_kind(resources, "ScaledObject").values():
+        spec = scaler["spec"]
+        assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"
+        assert 1 <= spec["minReplicaCount"] <= spec["fallback"]["replicas"]
+        assert spec["fallback"]["replicas"] <= spec["maxReplicaCount"]
+        down = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+        assert down["stabilizationWindowSeconds"] >= 300
+        for trigger in spec["triggers"]:
+            assert trigger["type"] == "prometheus" and trigger["metricType"] == "AverageValue"
+            metadata = trigger["metadata"]
+            assert re.fullmatch(r"sum\(.*\) or vector\(0\)", metadata["query"])
+            assert 'namespace="triptych"' in metadata["query"]
+            assert float(metadata["threshold"]) > 0
+
+
+# Disruption.
+
+
+def test_a_budget_never_blocks_a_drain(resources: list[Resource]) -> None:
+    for budget in of_kind(resources, "PodDisruptionBudget").values():
+        spec = budget["spec"]
+        assert spec["maxUnavailable"] == 1 and "minAvailable" not in spec
+        assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_a_pod_has_one_budget_at_most(resources: list[Resource]) -> None:
+    """The eviction of a pod with two is refused."""
+    budgets = of_kind(resources, "PodDisruptionBudget").values()
+    for pod in pods(resources).values():
+        labels = pod["metadata"]["labels"].items()
+        matching = [b for b in budgets if b["spec"]["selector"]["matchLabels"].items() <= labels]
+        assert len(matching) <= 1
+
+
+def test_each_service_has_a_budget(tmp_path: Path) -> None:
+    resources = rendered("disruption", tmp_path)
+    assert of_kind(resources, "PodDisruptionBudget").keys() == {"gateway", "encoder", "decoder"}
+
+
+def test_a_roll_out_without_a_spare_gpu_needs_none(tmp_path: Path) -> None:
+    deployments = of_kind(rendered("no-spare-gpu", tmp_path), "Deployment")
+    for name in ("encoder", "decoder"):
+        update = deployments[name]["spec"]["strategy"]["rollingUpdate"]
+        assert update == {"maxSurge": 0, "maxUnavailable": 1}
+    assert deployments["gateway"]["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+
+
+# Models and GPUs.
+
+
+@pytest.mark.parametrize("name", ["model-image", "model-image-text"])
+def test_a_model_image_takes_the_place_of_the_claim(name: str, tmp_path: Path) -> None:
+    resources = rendered(name, tmp_path)
+    assert not of_kind(resources, "PersistentVolumeClaim")
+    for service, pod in pods(resources).items():
+        if service == "redis":
+            continue
+        (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "model")
+        assert volume.keys() == {"name", "image"}
+        assert re.fullmatch(r"[\w./-]+:[\w.-]+", volume["image"]["reference"])
+
+
+def test_the_download_fills_the_claim_and_alone_reaches_the_hub(tmp_path: Path) -> None:
+    resources = rendered("model-job", tmp_path)
+    pod = pods(resources)["model-download"]
+    (container,) = pod["spec"]["containers"]
+    (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "model")
+    assert volume["persistentVolumeClaim"]["claimName"] in of_kind(
+        resources, "PersistentVolumeClaim"
+    )
+    mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+    assert container["args"][-1] == mounts["model"]
+    assert pod["spec"]["securityContext"]["fsGroup"] == 10001
+    policy = of_kind(resources, "NetworkPolicy")["model-download"]["spec"]
+    labels = pod["metadata"]["labels"].items()
+    assert policy["podSelector"]["matchLabels"].items() <= labels and "ingress" not in policy
+    gateway = of_kind(resources, "NetworkPolicy")["gateway"]["spec"]["egress"]
+    (internet,) = (rule for rule in gateway if "ipBlock" in rule["to"][0])
+    names, hub = policy["egress"]
+    assert hub == {"to": internet["to"], "ports": [{"port": 443}]}
+    assert names == of_kind(resources, "NetworkPolicy")["dns"]["spec"]["egress"][0]
+    others = [p["metadata"]["labels"].items() for n, p in pods(resources).items()
+              if n != "model-download"]  # fmt: skip
+    for resource in of_kind(resources, "Service").values():
+        assert not resource["spec"]["selector"].items() <= labels
+    assert not any(policy["podSelector"]["matchLabels"].items() <= other for other in others)
+
+
+@pytest.mark.parametrize("name", ["dra", "dra-text", "cell"])
+def test_claims_take_the_place_of_counted_gpus(name: str, tmp_path: Path) -> None:
+    resources = rendered(name, tmp_path)
+    templates = of_kind(resources, "ResourceClaimTemplate")
+    for service, pod in pods(resources).items():
+        claims = {c["name"]: c for c in pod["spec"].get("resourceClaims", ())}
+        assert bool(claims) == (service in ("encoder", "decoder"))
+        for claim in claims.values():
+            assert claim["resourceClaimTemplateName"] in templates
+        for container in pod["spec"]["containers"]:
+            found = container["resources"]
+            assert "nvidia.com/gpu" not in found["requests"] | found["limits"]
+            assert {c["name"] for c in found.get("claims", ())} == set(claims)
+
+
+# Cells.
+
+
+def test_a_cell_has_the_encoder_of_the_gpu_overlay(tmp_path: Path) -> None:
+    resources = rendered("cell", tmp_path)
+    pod = pods(resources)["decoder"]["spec"]
+    containers = {c["name"]: c for c in pod["containers"]}
+    usual = pods(render(K8S / "overlays/gpu"))
+    (encoder,) = usual["encoder"]["spec"]["containers"]
+    ours = dict(containers["encoder"])
+    assert {p["name"]: p["containerPort"] for p in ours.pop("ports")} == {
+        f"encoder-{p['name']}": p["containerPort"] for p in encoder.pop("ports")
+    }
+    assert (
+        ours.pop("resources")["requests"] | {"nvidia.com/gpu": "1"}
+        == (encoder.pop("resources")["requests"])
+    )
+    del ours["envFrom"], encoder["envFrom"]  # the map's name has a hash
+    assert ours == encoder
+    assert pod["shareProcessNamespace"] is True
+    assert (
+        pod["terminationGracePeriodSeconds"]
+        >= (usual["encoder"]["spec"]["terminationGracePeriodSeconds"])
+    )
+    names = [port["name"] for c in pod["containers"] for port in c["ports"]]
+    assert len(names) == len(set(names))
+
+
+def test_a_cell_divides_its_gpu_as_serve_does(tmp_path: Path) -> None:
+    (settings,) = of_kind(rendered("cell", tmp_path), "ConfigMap").values()
+    encoders, decoders = place("auto", "auto", encoders=1, decoders=1, gpus=1, cpus=8)
+    assert float(settings["data"]["ENCODER_MEMORY_FRACTION"]) == encoders[0].memory_fraction
+    assert float(settings["data"]["DECODER_MEMORY_FRACTION"]) == decoders[0].memory_fraction
+
+
+def test_cells_are_called_as_encoders_and_as_decoders(tmp_path: Path) -> None:
+    resources = rendered("cell", tmp_path)
+    assert of_kind(resources, "Deployment").keys() == {"gateway", "decoder", "redis"}
+    services, cell = of_kind(resources, "Service"), pods(resources)["decoder"]
+    ports = {p["name"]: p["containerPort"] for c in cell["spec"]["containers"] for p in c["ports"]}
+    assert ports["encoder-grpc"] == EncoderSettings.model_fields["port"].default
+    for name in ("encoder", "decoder"):
+        spec = services[name]["spec"]
+        assert spec["selector"].items() <= cell["metadata"]["labels"].items()
+        assert all(port["port"] == ports[port["targetPort"]] for port in spec["ports"])
+    policies = of_kind(resources, "NetworkPolicy")
+    assert "encoder" not in policies
+    label = "app.kubernetes.io/name"
+
+    def peers(policy: str, direction: str, side: str) -> set[tuple[str, int]]:
+        return {
+            (peer["podSelector"]["matchLabels"][label], port["port"])
+            for rule in policies[policy]["spec"][direction]
+            for peer in rule.get(side, ())
+            if "podSelector" in peer
+            for port in rule["ports"]
+        }
+
+    calls = {("decoder", 50051), ("decoder", 50052)}
+    assert calls <= peers("gateway", "egress", "to")
+    assert ("decoder", 50051) in peers("decoder", "egress", "to")
+    assert {("gateway", 50051), ("decoder", 50051), ("gateway", 50052)} <= peers(
+        "decoder", "ingress", "from"
+    )
+
+
+# The public side.
+
+
+@pytest.mark.parametrize("name", ["http-route", "ingress"])
+def test_streams_outlast_no_proxy(name: str, tmp_path: Path) -> None:
+    longest_s = GatewaySettings.model_fields["request_timeout_s"].default
+    resources = rendered(name, tmp_path)
+    if name == "http-route":
+        (rule,) = of_kind(resources, "HTTPRoute")["gateway"]["spec"]["rules"]
+        assert all(int(value.removesuffix("s")) > longest_s for value in rule["timeouts"].values())
+        assert [m["path"]["value"] for m in rule["matches"]] == ["/v1"]  # not /metrics
+        (port,) = (backend["port"] for backend in rule["backendRefs"])
+    else:
+        found = of_kind(resources, "Ingress")["gateway"]
+        options = {k.rsplit("/")[-1]: v for k, v in found["metadata"]["annotations"].items()}
+        assert int(options["proxy-read-timeout"]) > longest_s
+        assert options["proxy-buffering"] == "off"
+        (path,) = found["spec"]["rules"][0]["http"]["paths"]
+        assert path["path"] == "/v1"
+        port = path["backend"]["service"]["port"]["name"]
+    (service,) = of_kind(resources, "Service")["gateway"]["spec"]["ports"]
+    assert port in (service["port"], service["name"])
