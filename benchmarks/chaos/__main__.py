@@ -40,6 +40,10 @@ _UNMAP_S = 70.0  # a decoder unmaps an encoder's arena that it has not used for 
 
 async def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """One run; its result as JSON."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     history = History()
     stack = Stack(directory, history.ends)
     try:
@@ -143,7 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.add:
         result = report.add_up([json.loads(path.read_text()) for path in options.add])
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         with tempfile.TemporaryDirectory() as temporary:
             directory = options.logs or Path(temporary)
             directory.mkdir(parents=True, exist_ok=True)
