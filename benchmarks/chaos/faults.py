@@ -175,7 +175,10 @@ async def _spoil_redis(stack: Stack, rng: random.Random) -> str:
     num_spoiled, last = 0, b""
     async with redis.Redis.from_url(stack.redis.url) as client:
         async for key in client.scan_iter(match="triptych:embedding:*", count=100):
-            data = cast("bytes | None", await client.get(key))
+            try:
+                data = cast("bytes | None", await client.get(key))
+            except redis.ResponseError:  # spoiled already
+                continue
             if not data:
                 continue
             spoiled = bytearray(data)
@@ -308,7 +311,10 @@ class Schedule:
             may_refuse=kind.may_refuse, may_break=kind.may_break,
         )  # fmt: skip
         self._history.windows.append(window)
-        window.detail = await kind.inject(self._stack, rng)
+        try:
+            window.detail = await kind.inject(self._stack, rng)
+        except (OSError, TimeoutError, redis.RedisError, RuntimeError) as error:
+            self._stack.left.append(f"{kind.name} itself failed: {error!r}")
         return window
 
 

@@ -249,7 +249,8 @@ class DecoderPool(Pool[DecoderPod]):
         if not pods or not self._served.fingerprint:
             self._served.adopt(_descriptions(self._pods.serving()))
             pods = self._pods.healthy()
-        self._served.follow_context(_descriptions(pods))
+        # A decoder that is away for a while is expected back, with the context that it had.
+        self._served.follow_context(_descriptions(self._pods.fitting()))
         return pods
 
     def description(self) -> pb.DescribeDecoderResponse | None:

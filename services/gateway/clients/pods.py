@@ -228,6 +228,11 @@ class PodSet(Generic[PodT]):
         pods = list(self._pods.values())  # metrics are read in a thread
         return [pod for pod, _ in pods if pod.healthy and not pod.leaving]
 
+    def fitting(self) -> list[PodT]:
+        """The pods that serve the model, or did when they were there last."""
+        pods = list(self._pods.values())
+        return [pod for pod, _ in pods if not pod.leaving and not pod.misfit]
+
     def misfits(self) -> dict[str, str]:
         """The pods that serve another model, and how it differs."""
         return {pod.address: pod.misfit for pod in self.serving() if pod.misfit}

@@ -433,6 +433,24 @@ def test_a_decoder_that_comes_back_with_another_model_gets_no_work(pair, restart
         served.fingerprint, served.is_own = b"", False
 
 
+def test_a_decoder_of_less_memory_fits_again_after_it_was_away(pair, restart_as):
+    pool = pair.gateway.service.decoders
+    first, served = pair.decoders[0], pool._served
+    restart_as(first, max_model_len=2048)
+    served.max_model_len = 2048  # as when both had been there from the start
+    pair.wait(lambda: pool.num_healthy() == 2)
+    answer(pair.chat())
+    try:
+        pair.thread.run(first.stop())
+        pair.wait(lambda: pool.num_healthy() == 1)
+        answer(pair.chat())  # by the decoder with the longer context, alone
+        pair.thread.run(first.start(first.address))
+        pair.wait(lambda: len(pool._pods.serving()) == 2)
+        assert not pool.misfits()
+    finally:
+        served.max_model_len = None
+
+
 def test_an_encoder_of_other_weights_gets_no_images(pair, restart_as):
     served = pair.gateway.service.decoders._served
     served.fingerprint, served.is_own = b"own" * 8, True
