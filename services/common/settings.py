@@ -27,6 +27,11 @@ def traces_endpoint() -> str:
     return ""
 
 
+def split_list(value: str) -> tuple[str, ...]:
+    """The parts of a comma-separated setting."""
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
 class ServiceSettings(BaseSettings):
     """Base of a service's settings. A field `port` of prefix `GATEWAY_` is `GATEWAY_PORT`."""
 

@@ -27,6 +27,7 @@ from services.decoder.embeddings import EmbeddingSource
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
 from services.decoder.front import DecoderFront
 from services.decoder.grammar import Grammars
+from services.decoder.known_encoders import KnownEncoders
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.service import SERVICE_NAME, DecoderServicer
 from services.decoder.settings import DecoderSettings
@@ -71,7 +72,11 @@ class DecoderService:
             await cache.connect()
             registry.register(CacheCollector("decoder", cache.counters))
         metrics = DecoderMetrics(registry)
-        fetcher = EncoderFetcher(shared_memory=settings.shared_memory, credentials=credentials)
+        fetcher = EncoderFetcher(
+            shared_memory=settings.shared_memory,
+            credentials=credentials,
+            known=KnownEncoders(settings.encoders),
+        )
         source = EmbeddingSource(arena, fetcher, cache, metrics)
         grammars = Grammars(settings.model, ready.vocab_size, metrics.grammar_compile.observe)
         grammars.preload(read_spec(settings.model).eos_token_ids)

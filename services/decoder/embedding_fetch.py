@@ -36,6 +36,7 @@ from services.common.shared_memory import (
 )
 from services.common.threads import finished, num_threads
 from services.common.tracing import span
+from services.decoder.known_encoders import KnownEncoders
 
 log = logging.getLogger(__name__)
 
@@ -185,13 +186,14 @@ class EncoderFailed(EmbeddingUnavailable):
 
     Attributes:
         encoder_address: which one.
-        corrupt: what it delivered is not the embedding.
+        kind: `unavailable`; `corrupt`: what it delivered is not the embedding; `foreign`: not
+            dialled, because this decoder does not know it.
     """
 
-    def __init__(self, message: str, encoder_address: str, *, corrupt: bool = False) -> None:
+    def __init__(self, message: str, encoder_address: str, kind: str = "unavailable") -> None:
         super().__init__(message)
         self.encoder_address = encoder_address
-        self.corrupt = corrupt
+        self.kind = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +224,14 @@ class EncoderFetcher:
         idle_s: how long an unused channel stays open.
         shared_memory: False: all embeddings come over gRPC.
         credentials: that encoders ask for.
+        known: the encoders that may be dialled.
     """
 
     timeout_s: float = 30.0
     idle_s: float = 60.0
     shared_memory: bool = True
     credentials: Credentials = NO_CREDENTIALS
+    known: KnownEncoders = field(default_factory=KnownEncoders)
     _host: bytes = field(default_factory=host_identity)
     _channels: dict[str, _Channel] = field(default_factory=dict[str, _Channel])
     _closing: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
@@ -248,6 +252,9 @@ class EncoderFetcher:
         """
         if not address:
             raise EncoderFailed("the embedding is not cached and no encoder is named", address)
+        if not await self.known.admits(address):
+            message = f"{address[:256]} is no encoder that this decoder knows"
+            raise EncoderFailed(message, address, "foreign")
         try:
             with span("fetch embedding", size_bytes=spec.size_bytes) as current:
                 async with self._use(address) as channel:
@@ -256,7 +263,7 @@ class EncoderFetcher:
                 return fetched
         except WrongContent as error:
             message = f"encoder {address} sent a wrong embedding: {error}"
-            raise EncoderFailed(message, address, corrupt=True) from None
+            raise EncoderFailed(message, address, "corrupt") from None
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure, f"encoder {address}")
             if isinstance(error, InvalidRequest):

@@ -52,7 +52,7 @@ class Observer(Protocol):
         """An image was not in "memory" or "redis"."""
         ...
 
-    def embedding_failed(self, *, corrupt: bool) -> None:
+    def embedding_failed(self, kind: str) -> None:
         """An encoder did not deliver, or delivered something else."""
         ...
 
@@ -289,7 +289,7 @@ class EmbeddingSource:
                     time.monotonic() - started, entry.spec.size_bytes, fetched.path
                 )
         except EncoderFailed as error:
-            self.observer.embedding_failed(corrupt=error.corrupt)
+            self.observer.embedding_failed(error.kind)
             raise
         del self._filling[entry.key]
         self.arena.commit(entry)
@@ -310,7 +310,7 @@ class EmbeddingSource:
 def _copy_of(error: BaseException, address: str) -> Exception:
     """A flight's error for one of its waiters: each raises an exception of its own."""
     if isinstance(error, EncoderFailed):
-        return EncoderFailed(error.message, address, corrupt=error.corrupt)
+        return EncoderFailed(error.message, address, error.kind)
     if isinstance(error, InvalidRequest):
         return type(error)(error.message)
     log.error("fetching an embedding failed", exc_info=error)

@@ -67,7 +67,10 @@ class DecoderMetrics:
             "embedding_cache_misses", "Embeddings not found, by tier: memory, redis.", "tier"
         )
         self._errors = counter(
-            "embedding_fetch_errors", "Fetches that failed, by kind: corrupt, unavailable.", "kind"
+            "embedding_fetch_errors",
+            "Fetches that failed, by kind: corrupt, unavailable, foreign (not dialled: the encoder "
+            "is not one of DECODER_ENCODER_ADDRESSES).",
+            "kind",
         )
         self._bytes = counter(
             "embedding_fetch_bytes", "Bytes of embeddings fetched, by path: shm, grpc.", "path"
@@ -135,8 +138,8 @@ class DecoderMetrics:
     def embedding_missed(self, tier: str) -> None:
         self._misses.labels(tier).inc()
 
-    def embedding_failed(self, *, corrupt: bool) -> None:
-        self._errors.labels("corrupt" if corrupt else "unavailable").inc()
+    def embedding_failed(self, kind: str) -> None:
+        self._errors.labels(kind).inc()
 
     def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
         self.fetch.observe(seconds)

@@ -2,10 +2,11 @@
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.common.settings import EngineServiceSettings, Port
+from services.common.settings import EngineServiceSettings, Port, split_list
+from services.decoder.known_encoders import KnownEncoders
 
 
 class DecoderSettings(EngineServiceSettings):
@@ -20,6 +21,9 @@ class DecoderSettings(EngineServiceSettings):
         checkpoint_bytes: for checkpoints of recurrent states, without which models with linear
             attention reuse no prefix; default: an eighth of what they and the KV cache have.
         embedding_cache_bytes: of the arena that holds images' embeddings; a text model has none.
+        encoder_addresses: the encoders that this decoder fetches from, which gateways name:
+            comma-separated, as the gateway's, or ranges of addresses, see `known_encoders.py`;
+            empty: those on loopback.
         shared_memory: read embeddings from the memory of an encoder on the same machine; false: all
             come over gRPC.
     """
@@ -35,7 +39,19 @@ class DecoderSettings(EngineServiceSettings):
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     checkpoint_bytes: Annotated[int, Field(ge=0)] | None = None
     embedding_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    encoder_addresses: str = ""
     shared_memory: bool = True
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """`encoder_addresses`, split."""
+        return split_list(self.encoder_addresses)
+
+    @field_validator("encoder_addresses")
+    @classmethod
+    def _addresses_have_a_known_form(cls, value: str) -> str:
+        KnownEncoders(split_list(value))
+        return value
 
     @model_validator(mode="after")
     def _a_step_advances_each_sequence(self) -> "DecoderSettings":

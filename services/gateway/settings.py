@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
-from services.common.settings import PeerSettings, Port
+from services.common.settings import PeerSettings, Port, split_list
 
 
 class GatewaySettings(PeerSettings):
@@ -73,23 +73,19 @@ class GatewaySettings(PeerSettings):
     @property
     def encoders(self) -> tuple[str, ...]:
         """`encoder_addresses`, split."""
-        return _split(self.encoder_addresses)
+        return split_list(self.encoder_addresses)
 
     @property
     def decoders(self) -> tuple[str, ...]:
         """`decoder_addresses`, split."""
-        return _split(self.decoder_addresses)
+        return split_list(self.decoder_addresses)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """`api_keys`, split."""
-        return _split(self.api_keys.get_secret_value())
+        return split_list(self.api_keys.get_secret_value())
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
         """`cors_allow_origins`, split."""
-        return _split(self.cors_allow_origins)
-
-
-def _split(value: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in value.split(",") if part.strip())
+        return split_list(self.cors_allow_origins)

@@ -1,9 +1,19 @@
+import asyncio
 import math
 
 import numpy as np
 
 from services.common.pb import decoder_pb2 as pb
-from tests.decoder_service_harness import KEYS, Decoder, Gateway, alone, prompt_of, submit_of
+from services.decoder.known_encoders import KnownEncoders
+from tests.decoder_service_harness import (
+    KEYS,
+    Decoder,
+    Gateway,
+    alone,
+    image_of,
+    prompt_of,
+    submit_of,
+)
 from tests.fake_runner import VOCAB_SIZE
 
 
@@ -99,3 +109,27 @@ async def test_a_text_model_refuses_images_and_needs_no_positions():
         assert isinstance(await gateway.end(2), pb.Finished)
         assert gateway.tokens[2] == alone(prompt_of(2))
         assert decoder.is_idle() and decoder.arena.used_bytes == 0
+
+
+async def test_a_foreign_encoder_is_not_dialled(caplog):
+    """A gateway names the encoder; a decoder dials those of its setting alone."""
+    dialled = asyncio.Event()
+    canary = await asyncio.start_server(lambda *_: dialled.set(), "127.0.0.1", 0)
+    foreign = f"127.0.0.1:{canary.sockets[0].getsockname()[1]}"
+    async with canary, Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.source.fetcher.known = KnownEncoders([decoder.encoder_address])
+        for number in (1, 2):
+            image = image_of(decoder, 0, 3)
+            image.encoder_address = foreign
+            await gateway.submit(submit_of(number, prompt_of(number), image))
+            end = await gateway.end(number)
+            assert isinstance(end, pb.Failed) and end.code == "embedding_unavailable"
+            assert end.encoder_address == foreign
+            assert end.message == f"{foreign} is no encoder that this decoder knows"
+            assert decoder.metric("decoder_embedding_fetch_errors_total", kind="foreign") == number
+        assert sum("not dialled" in r.getMessage() for r in caplog.records) == 1
+        assert not dialled.is_set()
+        image = image_of(decoder, 0, 3)
+        await gateway.submit(submit_of(3, prompt_of(3), image))
+        assert isinstance(await gateway.end(3), pb.Finished)
+        assert decoder.is_idle()

@@ -153,7 +153,7 @@ async def test_shared_bytes_that_are_wrong_are_unavailable(pod: Pod, reader: Rea
     pod.memory.arena.memory[entry.offset + place] ^= 1
     with pytest.raises(EncoderFailed, match="digest does not match") as failure:
         await reader.get(b"image", pod.address)
-    assert failure.value.corrupt and failure.value.code == "embedding_unavailable"
+    assert failure.value.kind == "corrupt" and failure.value.code == "embedding_unavailable"
     assert reader.errors("corrupt") == 1 and reader.arena.used_bytes == 0
     await until(lambda: is_unreferenced(pod))
 
@@ -294,7 +294,7 @@ async def test_an_encoder_that_dies_while_it_is_read_is_unavailable(reader: Read
         process.kill()
         with pytest.raises(EncoderFailed) as failure:
             await getting
-        assert failure.value.encoder_address == address and not failure.value.corrupt
+        assert failure.value.encoder_address == address and failure.value.kind == "unavailable"
         assert channels[address].memory is None  # nor is the dead one's memory kept
     assert reader.arena.used_bytes == 0 and not reader.source._filling
     async with encoder_process() as (_, address):

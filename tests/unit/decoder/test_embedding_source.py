@@ -25,7 +25,7 @@ class CountingObserver:
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
-        self.failed: Counter[bool] = Counter()
+        self.failed: Counter[str] = Counter()
         self.paths: Counter[str] = Counter()
 
     def embedding_found(self, tier: str) -> None:
@@ -34,8 +34,8 @@ class CountingObserver:
     def embedding_missed(self, tier: str) -> None:
         self.missed[tier] += 1
 
-    def embedding_failed(self, *, corrupt: bool) -> None:
-        self.failed[corrupt] += 1
+    def embedding_failed(self, kind: str) -> None:
+        self.failed[kind] += 1
 
     def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
         assert seconds >= 0 and size_bytes > 0
