@@ -5,9 +5,7 @@
 `endpoint` is the HTTP side of both. Errors are `TriptychError`s.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -43,11 +41,12 @@ from services.gateway.sampling import (
     resolve_sampling,
 )
 from services.gateway.tenancy.admission import Slot
+from services.gateway.tenancy.turns import FairThreads
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.
 _INLINE_TOKENIZE_CHARS = 8192
-_TOKENIZE_THREADS = 4
+_TEXT_THREADS = 4
 
 Result = TypeVar("Result")
 
@@ -119,6 +118,7 @@ class ChatService:
     Attributes:
         model_name: the `model` of requests.
         images: None: the model takes text alone, and there are no encoders.
+        threads: parse and tokenize what is long.
         encode_timeout_s: of one encode call; a slower encoder is replaced by another.
     """
 
@@ -132,9 +132,7 @@ class ChatService:
     metrics: GatewayMetrics
     request_timeout_s: float
     encode_timeout_s: float = 60.0
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_TOKENIZE_THREADS, "tokenize")
-    )
+    threads: FairThreads = field(default_factory=lambda: FairThreads(_TEXT_THREADS, "text"))
 
     async def prepare(
         self,
@@ -314,7 +312,7 @@ class ChatService:
         """Closes all connections and threads."""
         await self.decoders.close()
         await self.encoders.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound if `name` is not the served model."""
@@ -362,4 +360,4 @@ class ChatService:
     async def _off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
         if num_characters <= _INLINE_TOKENIZE_CHARS:
             return call()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await self.threads.run(num_characters, call)

@@ -173,7 +173,9 @@ class DecoderPod(Pod):
         error: TriptychError = Unavailable("the decoder ended its stream")
         try:
             async for message in call:
-                for event in message.events:
+                # A step's first tokens come last, and the event loop works on the others for some
+                # milliseconds.
+                for event in sorted(message.events, key=_follows):
                     self._dispatch(event)
         except grpc.aio.AioRpcError as failure:
             found = error_from_rpc(failure, "the decoder")
@@ -221,6 +223,11 @@ class DecoderPod(Pod):
         self.num_in_flight = 0
         for choice, sink in sinks.values():
             sink(TokenEvent(choice, error=error))
+
+
+def _follows(event: pb.SequenceEvent) -> bool:
+    """Whether tokens of the sequence came before."""
+    return not event.HasField("started")
 
 
 def _error_of(failed: pb.Failed) -> TriptychError:

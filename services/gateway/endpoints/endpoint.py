@@ -27,6 +27,7 @@ from services.gateway.http.exchange import Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.tenancy.admission import Admission, Slot
 from services.gateway.tenancy.tenants import Tenant, key_of, tenant_of
+from services.gateway.tenancy.turns import FairThreads
 
 audit = logging.getLogger("triptych.audit")
 
@@ -135,6 +136,7 @@ class Endpoint(ABC):
         try:
             try:
                 async with self._admission.until_ended(), asyncio.timeout(remaining_s):
+                    await self._admission.turn()
                     await self.answer(work, body)
                 return work.completions[0].choices[0].finish_reason or "internal_error"
             except TimeoutError:
@@ -202,14 +204,15 @@ async def received(admission: Admission, request: Request) -> AsyncGenerator[tup
         async with admission.until_ended():
             body = await read_body(request.scope, request.receive, holding.hold)
         with admission.slot(tenant, holding) as slot:
+            await admission.turn()
             yield slot, body
 
 
-async def parse_body(parse: Callable[[bytes], Result], body: bytes) -> Result:
+async def parse_body(threads: FairThreads, parse: Callable[[bytes], Result], body: bytes) -> Result:
     """`parse(body)`: in a thread, if the body is long or has much JSON beside its images."""
     if len(body) <= INLINE_BYTES and json_bytes(body, _MAX_INLINE_JSON_BYTES) is not None:
         return parse(body)
-    return await asyncio.to_thread(parse, body)
+    return await threads.run(len(body), parse, body)
 
 
 def now() -> int:

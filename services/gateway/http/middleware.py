@@ -21,7 +21,8 @@ from services.gateway.forms.error_answers import error_body, shaped_for
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.quota import Quotas
-from services.gateway.tenancy.tenants import Keyring
+from services.gateway.tenancy.tenants import ANONYMOUS, Keyring
+from services.gateway.tenancy.turns import bind_tenant
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Middleware:
         if scope["path"] not in self._open_paths:
             identity = self._keyring.identify(_authorization(headers))
             scope["state"]["identity"] = identity
+            bind_tenant(ANONYMOUS if identity is None else identity.tenant)
             if identity is None:
                 app = _unauthorized
             elif "inference" not in identity.scopes:

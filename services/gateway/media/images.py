@@ -9,7 +9,6 @@ import asyncio
 import os
 import stat
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -23,6 +22,7 @@ from services.common.image_key import image_key
 from services.common.threads import INLINE_BYTES, num_threads
 from services.gateway.media.web_media import WebMedia
 from services.gateway.tenancy.admission import uncounted
+from services.gateway.tenancy.turns import FairThreads
 
 # `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
 LOW_DETAIL_PIXELS = 512 * 512
@@ -34,6 +34,7 @@ _MEDIA_TYPES = frozenset(
 _MAX_DATA_HEADER = 256
 # Of an image that is not in the request's body: as received, and in the call to an encoder.
 _MEMORY_PER_FETCHED_BYTE = 3
+_FILE_COST = 1 << 20  # to read one, in bytes of a data: URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class MediaLoader:
         self._max_bytes = max_bytes
         self._web = web
         self._directory = None if allowed_directory is None else allowed_directory.resolve()
-        self._threads = ThreadPoolExecutor(num_threads(), "images")
+        self._threads = FairThreads(num_threads(), "images")
 
     async def load(self, url: str, hold: Callable[[int], None] = uncounted) -> bytes:
         """The bytes behind a URL.
@@ -196,14 +197,14 @@ class MediaLoader:
         match scheme:
             case "data":
                 if len(url) > INLINE_BYTES:
-                    return await self._in_thread(decode_data_url, url, self._max_bytes)
+                    return await self._threads.run(len(url), decode_data_url, url, self._max_bytes)
                 return decode_data_url(url, self._max_bytes)
             case "http" | "https":
                 return await self._web.fetch(
                     url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE)
                 )
             case "file":
-                data = await self._in_thread(self._read_file, url)
+                data = await self._threads.run(_FILE_COST, self._read_file, url)
                 hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
                 return data
             case _:
@@ -212,11 +213,7 @@ class MediaLoader:
     async def close(self) -> None:
         """Closes connections and threads."""
         await self._web.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _in_thread(self, call: Callable[..., bytes], *arguments: object) -> bytes:
-        """Work that waits leaves the pool when its caller is cancelled."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+        self._threads.close()
 
     def _read_file(self, url: str) -> bytes:
         if self._directory is None:

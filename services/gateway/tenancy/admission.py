@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from services.common.errors import Overloaded, Unavailable
 from services.gateway.tenancy.quota import Quotas, Usage
 from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
+from services.gateway.tenancy.turns import Turnstile
 
 MAX_HELD_BYTES = 4 << 30
 # Of the process without requests: tokenizer, libraries, what the allocators keep.
@@ -79,6 +80,7 @@ class Admission:
         self._max_requests = max_requests
         self._max_held_bytes = max_held_bytes
         self._quotas = quotas or Quotas()
+        self._turnstile = Turnstile()
         self.held_bytes = 0
         self._running: Counter[str] = Counter()  # by tenant
         self._idle = asyncio.Event()
@@ -127,6 +129,10 @@ class Admission:
             finally:
                 self.held_bytes -= own.num_bytes
                 self._leave(tenant)
+
+    async def turn(self) -> None:
+        """Waits until the running task's tenant is next to have work done in the event loop."""
+        await self._turnstile.turn()
 
     def _check_room(self, tenant: Tenant) -> None:
         if self._refuses:

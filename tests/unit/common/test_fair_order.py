@@ -1,0 +1,77 @@
+"""Shares by weight, nobody behind another's backlog, arrival order within a tenant."""
+
+from collections import Counter
+
+import pytest
+
+from services.common.fair_order import FairOrder
+
+
+def serve(order: FairOrder, waiting: list[tuple[float, int, str]], count: int) -> list[str]:
+    """Takes the next ones."""
+    taken = []
+    for _ in range(count):
+        first = min(waiting)
+        waiting.remove(first)
+        order.served(first[0])
+        taken.append(first[2])
+    return taken
+
+
+def queue(order: FairOrder, tenants: str, **options: float) -> list[tuple[float, int, str]]:
+    return [(order.place(tenant, **options), n, tenant) for n, tenant in enumerate(tenants)]
+
+
+def test_one_tenant_is_served_in_order_of_arrival() -> None:
+    order = FairOrder()
+    places = [order.place("a", cost=cost) for cost in (5, 1, 3, 0.5)]
+    assert places == sorted(set(places))
+
+
+def test_a_newcomer_is_next_whatever_waits() -> None:
+    order = FairOrder()
+    waiting = queue(order, "a" * 1000)
+    serve(order, waiting, 10)
+    waiting.append((order.place("b"), 1000, "b"))
+    assert "b" in serve(order, waiting, 2)
+
+
+def test_idleness_earns_nothing() -> None:
+    order = FairOrder()
+    serve(order, queue(order, "b"), 1)
+    waiting = queue(order, "a" * 100)
+    serve(order, waiting, 50)
+    waiting += [(order.place("b"), 100 + n, "b") for n in range(50)]
+    assert Counter(serve(order, waiting, 20))["b"] == pytest.approx(10, abs=1)
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0, 0.5])
+def test_shares_are_those_of_the_weights(weight: float) -> None:
+    order = FairOrder()
+    waiting = queue(order, "a" * 1000) + [
+        (order.place("b", weight=weight), 1000 + n, "b") for n in range(1000)
+    ]
+    taken = Counter(serve(order, waiting, 400))
+    assert taken["b"] / taken["a"] == pytest.approx(weight, rel=0.02)
+
+
+def test_expensive_work_counts_for_more() -> None:
+    order = FairOrder()
+    waiting = queue(order, "a" * 100, cost=10)
+    waiting += [(order.place("b"), 100 + n, "b") for n in range(100)]
+    assert Counter(serve(order, waiting, 55))["a"] == pytest.approx(5, abs=1)
+
+
+def test_tenants_that_have_been_served_are_forgotten() -> None:
+    order = FairOrder()
+    for number in range(1000):
+        place = order.place(f"tenant-{number}")
+        order.served(place)
+    later = order.place("x", cost=0.1), order.place("x")
+    for place in later:
+        order.served(place)
+    assert len(order._ends) <= 1001
+    serve(order, queue(order, "xyz", cost=5), 3)
+    for _ in range(3):
+        order.served(order.place("x", cost=5))
+    assert len(order._ends) <= 2

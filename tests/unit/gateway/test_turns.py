@@ -1,0 +1,147 @@
+"""Turns of tenants at the event loop and at threads."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from services.gateway.tenancy.tenants import ANONYMOUS, Limits, Tenant
+from services.gateway.tenancy.turns import FairThreads, Turnstile, bind_tenant
+
+A, B = (Tenant(name, Limits(), shares_caches=False) for name in "ab")
+
+
+def of(tenant: Tenant, work: Callable[[], Awaitable[object]]) -> "asyncio.Task[object]":
+    """`work` in a task of the tenant's."""
+
+    async def run() -> object:
+        bind_tenant(tenant)
+        return await work()
+
+    return asyncio.create_task(run())
+
+
+async def test_one_request_begins_in_each_pass_of_the_loop_and_tenants_take_turns() -> None:
+    turnstile, begun, passes = Turnstile(), [], 0
+
+    async def begin(name: str) -> None:
+        await turnstile.turn()
+        begun.append((name, passes))
+
+    flood = [of(A, lambda: begin("a")) for _ in range(100)]
+    await asyncio.sleep(0)
+    other = of(B, lambda: begin("b"))
+    while len(begun) < 101:
+        await asyncio.sleep(0)
+        passes += 1
+    await asyncio.gather(*flood, other)
+    times = [at for _, at in begun]
+    assert len(set(times)) == len(times), "two in one pass"
+    assert [name for name, _ in begun].index("b") <= 3
+
+
+async def test_callers_without_a_key_do_not_wait() -> None:
+    turnstile, passed = Turnstile(), 0
+
+    async def begin() -> None:
+        nonlocal passed
+        await turnstile.turn()
+        passed += 1
+
+    tasks = [of(ANONYMOUS, begin) for _ in range(10)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert passed == 10
+    await asyncio.gather(*tasks)
+
+
+async def test_a_request_that_leaves_the_turnstile_delays_nobody() -> None:
+    turnstile = Turnstile()
+    gone = [of(A, turnstile.turn) for _ in range(5)]
+    await asyncio.sleep(0)
+    for task in gone:
+        task.cancel()
+    await asyncio.wait_for(of(B, turnstile.turn), 5)
+    await asyncio.gather(*gone, return_exceptions=True)
+    await asyncio.wait_for(of(A, turnstile.turn), 5)
+
+
+class Gate:
+    """One thread that is busy until `open`."""
+
+    def __init__(self) -> None:
+        self.threads = FairThreads(1, "test")
+        self.opened = threading.Event()
+        self.done: list[str] = []
+        self.holder = of(A, lambda: self.threads.run(1.0, self.opened.wait, 30))
+
+    def work(self, tenant: Tenant, cost: float = 1.0) -> "asyncio.Task[object]":
+        return of(tenant, lambda: self.threads.run(cost, self.done.append, tenant.name))
+
+
+@pytest.fixture
+async def gate() -> Gate:
+    found = Gate()
+    await asyncio.sleep(0)
+    return found
+
+
+async def test_threads_take_the_work_of_tenants_in_turn(gate: Gate) -> None:
+    flood = [gate.work(A) for _ in range(50)]
+    await asyncio.sleep(0)
+    other = gate.work(B)
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await asyncio.gather(gate.holder, other, *flood)
+    assert gate.done.index("b") <= 1 and len(gate.done) == 51
+
+
+async def test_long_work_counts_for_more(gate: Gate) -> None:
+    tasks = [gate.work(A, cost=10) for _ in range(5)]
+    await asyncio.sleep(0)
+    tasks += [gate.work(B) for _ in range(20)]
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await asyncio.gather(gate.holder, *tasks)
+    assert 1 <= gate.done[:12].count("a") <= 2
+
+
+async def test_cancelled_work_leaves_the_line_and_no_thread_is_lost(gate: Gate) -> None:
+    gone = [gate.work(A) for _ in range(5)]
+    kept = gate.work(B)
+    await asyncio.sleep(0)
+    for task in gone:
+        task.cancel()
+    await asyncio.gather(*gone, return_exceptions=True)
+    gate.holder.cancel()  # its work keeps the thread
+    await asyncio.sleep(0)
+    assert not kept.done()
+    gate.opened.set()
+    await asyncio.wait_for(kept, 30)
+    assert gate.done == ["b"]
+    late = gate.work(A)
+    await asyncio.wait_for(late, 30)
+
+
+async def test_a_caller_that_is_cancelled_with_the_thread_in_hand_gives_it_back() -> None:
+    threads = FairThreads(1, "test")
+    await threads.run(1.0, int)
+    threads._num_idle -= 1  # as by other work
+    waiting = of(A, lambda: threads.run(1.0, int))
+    await asyncio.sleep(0)
+    threads._release()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert await asyncio.wait_for(threads.run(1.0, int), 5) == 0
+
+
+async def test_errors_reach_the_caller() -> None:
+    def fail() -> None:
+        raise ValueError("x")
+
+    threads = FairThreads(2, "test")
+    for _ in range(3):
+        with pytest.raises(ValueError, match="x"):
+            await threads.run(1.0, fail)
+    threads.close()
