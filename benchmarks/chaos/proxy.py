@@ -210,7 +210,7 @@ class _Flow:
         self._num_waiting = 0
         self._hold, self._delay_s = False, 0.0
         self._ends = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._wakes = False  # a timer is set
         self._limits = False
 
     def open(self, transport: asyncio.Transport) -> None:
@@ -270,10 +270,15 @@ class _Flow:
             if not self.transport.is_closing():
                 self.transport.write(data)
         if self._waiting:
-            if self._timer is None or self._timer.when() <= now:
-                self._timer = asyncio.get_running_loop().call_at(self._waiting[0][0], self._flush)
+            if not self._wakes:
+                self._wakes = True
+                asyncio.get_running_loop().call_at(self._waiting[0][0], self._wake)
         elif self._ends:
             self.transport.close()
+
+    def _wake(self) -> None:
+        self._wakes = False
+        self._flush()
 
 
 class _Client(asyncio.Protocol):

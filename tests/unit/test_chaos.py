@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+import uvloop
 
 from benchmarks.chaos.clients import Answer
 from benchmarks.chaos.history import Ask, History, ProcessEnd, Window
@@ -89,6 +90,26 @@ async def test_delayed_bytes_come_late(link: Link) -> None:
     assert await said(streams, b"abc") == b"abc"
     assert time.monotonic() - start >= 0.2
     streams[1].close()
+
+
+def test_delayed_bytes_stay_in_order() -> None:
+    """In uvloop, in which the run's proxies are."""
+
+    async def say_much() -> None:
+        link = Link()
+        await link.start()
+        streams = await link.connect()
+        link.proxy.break_down(Fault(delay_s=0.02))
+        expected = bytes(range(200))
+        for value in expected:
+            streams[1].write(bytes([value]))
+            await asyncio.sleep(0.0005)
+        async with asyncio.timeout(5):
+            assert await streams[0].readexactly(len(expected)) == expected
+        streams[1].close()
+        await link.stop()
+
+    uvloop.run(say_much())
 
 
 async def test_a_reset_ends_old_and_new_connections(link: Link) -> None:
