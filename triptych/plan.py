@@ -35,6 +35,7 @@ class ServeOptions:
     Attributes:
         gateways: None: one per four cores, at most four.
         encoders: None: one, or none for a model that takes text alone.
+        grpc: between the services: `unix` or `tcp`.
     """
 
     model: Path = DEMONSTRATION_MODEL
@@ -49,6 +50,20 @@ class ServeOptions:
     encoders: int | None = None
     decoders: int = 1
     redis_url: str | None = None
+    grpc: str = "unix"
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How services on one machine reach each other, and nobody else does.
+
+    Attributes:
+        sockets: a private directory for Unix sockets; None: TCP on loopback.
+        token_file: for TCP, which every user of the machine reaches.
+    """
+
+    sockets: Path | None = None
+    token_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +103,7 @@ def plan_stack(
     environment: Mapping[str, str],
     cpus: int,
     log_directory: Path | None,
+    links: Links | None = None,
 ) -> Plan:
     """The processes that serve `options`.
 
@@ -97,6 +113,7 @@ def plan_stack(
         environment: says which GPUs may be used.
         cpus: divided among the processes.
         log_directory: for one file per child; None: standard error.
+        links: between the services; None: TCP that asks for no token.
 
     Raises:
         StackError: the model cannot be served, or not with these options, or the port is taken.
@@ -110,7 +127,8 @@ def plan_stack(
         encoders = 0
     ports = _Ports()
     port = ports.claim(options.host, options.port)
-    engines = _engines(options, encoders, redis_url, environment, cpus, ports)
+    links = links or Links()
+    engines = _engines(options, encoders, redis_url, environment, cpus, ports, links)
     model_name = options.model.resolve().name
     if options.model.resolve() == DEMONSTRATION_MODEL:
         model_name = "triptych-demo"
@@ -121,6 +139,7 @@ def plan_stack(
         "SERVED_MODEL_NAME": model_name,
         "ENCODER_ADDRESSES": _addresses(engines, "encoder"),
         "DECODER_ADDRESSES": _addresses(engines, "decoder"),
+        **_token(links),
     }
     gateways = _gateways(options, common, port, cpus, ports)
     ports.release()
@@ -147,7 +166,16 @@ class _Service:
 
     @property
     def address(self) -> str:
+        if "SOCKET" in self.variables:
+            return f"unix:{self.variables['SOCKET']}"
         return f"{_LOOPBACK}:{self.variables['PORT']}"
+
+    @property
+    def health_address(self) -> str:
+        """Where health is told to whoever asks."""
+        if "HEALTH_PORT" in self.variables:
+            return f"{_LOOPBACK}:{self.variables['HEALTH_PORT']}"
+        return self.address
 
     def spec(
         self, environment: Mapping[str, str], client_host: str, log_directory: Path | None
@@ -161,9 +189,9 @@ class _Service:
                 port = int(self.variables["PORT"])
                 is_ready = functools.partial(gateway_ready, client_host, port)
             case "encoder":
-                is_ready = functools.partial(grpc_ready, self.address, ENCODER_SERVICE)
+                is_ready = functools.partial(grpc_ready, self.health_address, ENCODER_SERVICE)
             case _:
-                is_ready = functools.partial(grpc_ready, self.address, DECODER_SERVICE)
+                is_ready = functools.partial(grpc_ready, self.health_address, DECODER_SERVICE)
         command = [sys.executable, "-m", f"services.{self.kind}"]
         log_path = log_directory / f"{self.name}.log" if log_directory else None
         front = self.kind == "gateway"
@@ -177,6 +205,7 @@ def _engines(
     environment: Mapping[str, str],
     cpus: int,
     ports: "_Ports",
+    links: Links,
 ) -> list[_Service]:
     """The encoders, then the decoders."""
     encoder_places, decoder_places = place(
@@ -196,22 +225,37 @@ def _engines(
         "SHUTDOWN_GRACE_S": _GRACE_S,
         "REFLECTION": "true",
     }
-    return [
-        _Service(
-            kind,
-            f"{kind}-{index}",
-            {
+    common |= _token(links)
+    found: list[_Service] = []
+    for kind, places in (("encoder", encoder_places), ("decoder", decoder_places)):
+        for index, placement in enumerate(places):
+            name = f"{kind}-{index}"
+            variables = {
                 **common,
-                "PORT": str(ports.claim(_LOOPBACK, 0)),
+                **_listening(name, links, ports),
                 "METRICS_PORT": str(ports.claim(_LOOPBACK, 0)),
                 "DEVICE": placement.device,
                 "MEMORY_FRACTION": f"{placement.memory_fraction:g}",
                 "NUM_THREADS": str(placement.num_threads),
-            },
-        )
-        for kind, places in (("encoder", encoder_places), ("decoder", decoder_places))
-        for index, placement in enumerate(places)
-    ]
+            }
+            if kind == "decoder":
+                variables["ENCODER_ADDRESSES"] = _addresses(found, "encoder")
+            found.append(_Service(kind, name, variables))
+    return found
+
+
+def _listening(name: str, links: Links, ports: "_Ports") -> dict[str, str]:
+    """Where an engine's service listens."""
+    if links.sockets is not None:
+        return {"SOCKET": str(links.sockets / f"{name}.sock")}
+    listening = {"PORT": str(ports.claim(_LOOPBACK, 0))}
+    if links.token_file is not None:
+        listening["HEALTH_PORT"] = str(ports.claim(_LOOPBACK, 0))
+    return listening
+
+
+def _token(links: Links) -> dict[str, str]:
+    return {} if links.token_file is None else {"PEER_TOKEN_FILE": str(links.token_file)}
 
 
 def _gateways(

@@ -8,19 +8,22 @@ be served.
 import asyncio
 import functools
 import os
+import secrets
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from triptych.plan import Plan, ServeOptions, plan_stack, takes_images
+from triptych.plan import Links, Plan, ServeOptions, plan_stack, takes_images
 from triptych.probes import redis_ready
 from triptych.stack import ChildSpec, Stack, StackError, run_until_signal
 
 # Loading a large checkpoint and capturing graphs takes minutes on a slow disk.
 READY_TIMEOUT_S = 900.0
 _REDIS_MAX_MEMORY = "1gb"
+# The kernel's limit for a socket's path is 108 bytes, with its name and the end.
+_MAX_SOCKET_DIRECTORY = 80
 
 
 def serve(options: ServeOptions) -> int:
@@ -58,8 +61,22 @@ def prepare(
         url = redis_url(directory) if redis else None
         if redis is None:
             report("no redis-server found: embeddings are cached in memory only")
-    plan = plan_stack(options, url, os.environ, os.cpu_count() or 1, logs)
+    links = make_links(options.grpc, directory)
+    plan = plan_stack(options, url, os.environ, os.cpu_count() or 1, logs, links)
     return plan, [*([redis] if redis else []), *plan.children]
+
+
+def make_links(grpc: str, directory: Path) -> Links:
+    """Unix sockets in the private directory; or, where they are not wanted or its path does not fit
+    into an address, loopback with a token of this start.
+    """
+    path = str(directory)
+    if grpc == "unix" and len(path.encode()) <= _MAX_SOCKET_DIRECTORY and "," not in path:
+        return Links(sockets=directory)
+    token_file = directory / "token"
+    token_file.touch(0o600)
+    token_file.write_text(secrets.token_urlsafe(32))
+    return Links(token_file=token_file)
 
 
 def redis_url(directory: Path) -> str:

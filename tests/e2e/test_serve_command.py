@@ -30,6 +30,13 @@ def test_one_command_answers_about_an_image_and_ctrl_c_ends_it(
             processes = psutil.Process(command.process.pid).children(recursive=True)
             gateways = [p for p in processes if p.cmdline()[-1:] == ["services.gateway"]]
             assert len([p for p in gateways if not p.children()]) == 2
+            # Between the services there are sockets that only this user reaches.
+            links = [
+                Path(c.laddr) for p in processes for c in p.net_connections("unix")
+                if c.status == psutil.CONN_NONE and str(c.laddr).endswith("coder-0.sock")
+            ]  # fmt: skip
+            assert {path.name for path in links} == {"encoder-0.sock", "decoder-0.sock"}
+            assert {path.parent.stat().st_mode & 0o777 for path in links} == {0o700}
             start = time.monotonic()
             command.process.send_signal(signal.SIGINT)
             assert command.process.wait(PATIENCE_S) == 0
@@ -41,7 +48,7 @@ def test_one_command_answers_about_an_image_and_ctrl_c_ends_it(
 
 
 def test_a_dead_engine_ends_the_stack_and_is_named(tmp_path: Path) -> None:
-    with serve_command(tmp_path) as command:
+    with serve_command(tmp_path, ["--grpc", "tcp"]) as command:
         command.services()["services.decoder.engine_main"].kill()
         assert command.process.wait(PATIENCE_S) != 0
         assert "decoder-0 ended while serving" in command.log_path.read_text()

@@ -32,13 +32,13 @@ def test_every_option_arrives(served: list[ServeOptions]) -> None:
     words = (
         "serve --model /m --host 0.0.0.0 --port 9 --device cuda:1 --encoder-device cpu "
         "--decoder-device cuda:0 --dtype float16 --load-format dummy --gateways 4 --encoders 2 "
-        "--decoders 3 --redis-url redis://r:1/2"
+        "--decoders 3 --redis-url redis://r:1/2 --grpc tcp"
     )
     assert cli.main(words.split()) == 0
     assert served == [
         ServeOptions(
             Path("/m"), "0.0.0.0", 9, "cuda:1", "cpu", "cuda:0", "float16", "dummy", 4, 2, 3,
-            "redis://r:1/2",
+            "redis://r:1/2", "tcp",
         )
     ]  # fmt: skip
 

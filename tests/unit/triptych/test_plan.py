@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from services.common.credentials import Credentials
 from services.decoder.settings import DecoderSettings
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 from triptych.devices import count_gpus, place
 from triptych.plan import Plan, ServeOptions, plan_stack
+from triptych.serve import make_links
 from triptych.stack import StackError
 
 
@@ -57,6 +59,44 @@ def test_the_gateway_is_given_the_ports_of_the_engines(model: Path) -> None:
     made = {child.name: child.environment for child in plan(model).children}
     assert made["gateway"]["GATEWAY_ENCODER_ADDRESSES"].endswith(made["encoder-0"]["ENCODER_PORT"])
     assert made["gateway"]["GATEWAY_DECODER_ADDRESSES"].endswith(made["decoder-0"]["DECODER_PORT"])
+
+
+def test_services_meet_at_sockets_of_a_private_directory(model: Path, tmp_path: Path) -> None:
+    links = make_links("unix", tmp_path)
+    chosen = ServeOptions(model=model, port=0, encoders=2)
+    made = plan_stack(chosen, None, {"CUDA_VISIBLE_DEVICES": ""}, 2, None, links)
+    *encoders, decoder, gateway = (child.environment for child in made.children)
+    settings = GatewaySettings.from_environment(gateway)
+    paths = [EncoderSettings.from_environment(e).socket for e in encoders]
+    assert settings.encoders == tuple(f"unix:{path}" for path in paths)
+    assert {path.parent for path in paths if path} == {tmp_path}
+    own = DecoderSettings.from_environment(decoder)
+    assert settings.decoders == (f"unix:{own.socket}",)
+    assert own.encoders == settings.encoders and own.reflection
+
+
+@pytest.mark.parametrize("wanted", ["unix", "tcp"])
+def test_where_a_socket_cannot_serve_a_token_of_this_start_does(
+    model: Path, tmp_path: Path, wanted: str
+) -> None:
+    directory = tmp_path / ("d" * 100 if wanted == "unix" else "d")
+    directory.mkdir()
+    links = make_links(wanted, directory)
+    assert links.sockets is None and links.token_file is not None
+    assert links.token_file.stat().st_mode & 0o777 == 0o600
+    chosen = ServeOptions(model=model, port=0)
+    made = plan_stack(chosen, None, {"CUDA_VISIBLE_DEVICES": ""}, 2, None, links)
+    encoder, decoder, gateway = (child.environment for child in made.children)
+    found = [
+        EncoderSettings.from_environment(encoder),
+        DecoderSettings.from_environment(decoder),
+        GatewaySettings.from_environment(gateway),
+    ]
+    tokens = {Credentials.from_settings(each).token.sent for each in found}  # type: ignore[union-attr]
+    assert tokens == {links.token_file.read_text()}
+    again = make_links(wanted, directory)
+    assert again.token_file is not None and again.token_file.read_text() not in tokens
+    assert all(each.health_port for each in found[:2])  # type: ignore[union-attr]
 
 
 def test_gateways_share_the_port_and_have_one_each(model: Path) -> None:
