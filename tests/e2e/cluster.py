@@ -33,6 +33,7 @@ class Service:
     Attributes:
         host: where it listens.
         wrapper: a command that runs the service's.
+        log: its output.
     """
 
     def __init__(self, kind: str, log: Path, **settings: object) -> None:
@@ -41,7 +42,7 @@ class Service:
         self.wrapper: list[str] = []
         self.port = free_port()
         self.metrics_port = free_port()
-        self._log = log
+        self.log = log
         prefix = kind.upper() + "_"
         settings = {**settings, "metrics_port": self.metrics_port}
         self._settings = {prefix + name.upper(): str(v) for name, v in settings.items()}
@@ -55,7 +56,7 @@ class Service:
         prefix = self.kind.upper() + "_"
         place = {f"{prefix}HOST": self.host, f"{prefix}PORT": str(self.port)}
         environment = {**os.environ, **self._settings, **place, "OMP_NUM_THREADS": "1"}
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*self.wrapper, sys.executable, "-m", f"services.{self.kind}"],
                 env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,

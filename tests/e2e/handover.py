@@ -34,7 +34,7 @@ SCHEMA = {
 }
 
 
-def request_of(seed: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
+def request_of(seed: int, max_tokens: int, model: str) -> dict[str, Any]:
     """Greedy and sampled, text and image, penalties, stop strings, structured output in turn."""
     long = {"ignore_eos": True, "max_tokens": max_tokens}
     question = f"Describe what you see, number {seed}."
@@ -61,7 +61,7 @@ def request_of(seed: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
         },
     ]  # fmt: skip
     return {
-        "model": "demo", "seed": seed, "stream": True, "include_stage_times": True,
+        "model": model, "seed": seed, "stream": True, "include_stage_times": True,
         "stream_options": {"include_usage": True}, **kinds[seed % len(kinds)],
     }  # fmt: skip
 
@@ -92,11 +92,20 @@ class Answer:
 
 
 class Asker:
-    """Streams answers and counts the chunks of those under way."""
+    """Streams answers and counts the chunks of those under way.
 
-    def __init__(self, url: str, max_tokens: int = MAX_TOKENS) -> None:
+    Args:
+        url: of a gateway, chosen for each answer.
+        max_tokens: of an answer.
+        model: its name.
+    """
+
+    def __init__(
+        self, url: Callable[[], str], max_tokens: int = MAX_TOKENS, model: str = "demo"
+    ) -> None:
         self._url = url
         self._max_tokens = max_tokens
+        self._model = model
         self.num_chunks: dict[int, int] = {}
 
     def ask(self, seed: int) -> Answer:
@@ -106,8 +115,8 @@ class Asker:
         try:
             with httpx2.stream(
                 "POST",
-                f"{self._url}/v1/chat/completions",
-                json=request_of(seed, self._max_tokens),
+                f"{self._url()}/v1/chat/completions",
+                json=request_of(seed, self._max_tokens, self._model),
                 timeout=timeout,
             ) as response:
                 if response.status_code != 200:
@@ -179,7 +188,7 @@ def run(
     """Kills a decoder in mid-stream, again and again. With three decoders or more, the others
     serve while one starts again.
     """
-    asker, result, rng = Asker(cluster.url), Result(), random.Random(7)
+    asker, result, rng = Asker(lambda: cluster.url), Result(), random.Random(7)
     undisturbed = {seed: asker.ask(seed) for seed in seeds}
     for seed, answer in undisturbed.items():
         assert not answer.error, (seed, answer.error)
