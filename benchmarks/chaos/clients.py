@@ -69,12 +69,10 @@ class ChaosConnection(Connection):
         super().__init__(target)
         self.pod = pod
         self.answer = Answer()
-        self.is_new = True
 
     async def ask(self, body: bytes, timeout_s: float, pause_s: float = 0.0) -> Sample:
         """`post`; after the first bytes nothing is read for `pause_s`."""
         self.answer = Answer()
-        self.is_new = self._transport is None or self._transport.is_closing()
         self._pause_s = pause_s
         return await self.post(body, timeout_s)
 
@@ -177,7 +175,7 @@ class Client:
             sample = await connection.ask(body, patience_s, pause_s)
             if slow:
                 connection.close()
-            if not _was_never_received(sample, connection):
+            if sample.status or not sample.error.startswith("ConnectionRefusedError"):
                 break
             await asyncio.sleep(0.01)
         outcome, detail = self._judge(question, sample, connection.answer, leaves=leaves)
@@ -216,16 +214,6 @@ class Client:
             return "lost", error
         difference = answer.differs_from(self._known[question.number])
         return ("wrong", difference) if difference else ("answered", "")
-
-
-def _was_never_received(sample: Sample, connection: ChaosConnection) -> bool:
-    """Whether a client may, and every HTTP client does, send the request again elsewhere: nobody
-    listens, or a kept connection turns out to be closed before the first byte of an answer.
-    """
-    if sample.status:
-        return False
-    refused = sample.error.startswith("ConnectionRefusedError")
-    return refused or (not connection.is_new and "connection lost" in sample.error)
 
 
 async def ask_alone(stack: Stack, catalogue: Sequence[Question]) -> list[Answer]:
