@@ -57,7 +57,8 @@ async def _run(options: argparse.Namespace, stack: Stack, history: History) -> d
     catalogue = questions(options.seed, options.questions)
     known = await ask_alone(stack, catalogue)
     before = idle_descriptors(stack)
-    kinds = [kind for kind in faults.KINDS if options.faults in kind.name]
+    wanted = options.faults.split(",")
+    kinds = [kind for kind in faults.KINDS if any(part in kind.name for part in wanted)]
     stopping, quiet = asyncio.Event(), asyncio.Event()
     schedule = faults.Schedule(
         stack, history, options.seed, rest_s=options.rest, kinds=kinds, pairs=options.pairs
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--questions", type=int, default=300, help="different ones")
     add("--rest", type=float, default=4.0, help="mean seconds between two faults")
     add("--pairs", type=float, default=0.12, help="share of faults with another one beside them")
-    add("--faults", default="", help="only those whose name contains this")
+    add("--faults", default="", help="only those whose name contains one of these")
     add("--output", type=Path, help="the result as JSON")
     add("--logs", type=Path, help="where logs of the services stay")
     add("--add", type=Path, nargs="+", help="results to add up instead of a run")

@@ -145,8 +145,10 @@ class History:
         normal = self.normal_ttfts()
         p99 = percentile(normal, 99)
         kinds: dict[str, dict[str, Any]] = {}
-        for kind in sorted({window.kind for window in self.windows}):
-            windows = [window for window in self.windows if window.kind == kind]
+        groups: dict[str, list[Window]] = {}
+        for window in self.windows:
+            groups.setdefault(self._group(window), []).append(window)
+        for kind, windows in sorted(groups.items()):
             during = self._ttfts((w.start, w.whole) for w in windows)
             after = self._ttfts((w.whole, w.whole + _AFTER_S) for w in windows)
             kinds[kind] = {
@@ -158,6 +160,13 @@ class History:
                 "whole_s": [w.whole - w.start for w in windows],
             }
         return {"outcomes": dict(self.outcomes()), "normal": normal, "kinds": kinds}
+
+    def _group(self, window: Window) -> str:
+        alone = not any(
+            other is not window and other.overlaps(window.start, window.whole)
+            for other in self.windows
+        )
+        return window.kind if alone else "two at once"
 
     def _ttfts(self, spans: Iterable[tuple[float, float]]) -> list[float]:
         """Of requests that began in one of the spans."""
