@@ -7,7 +7,7 @@ gRPC and no pixels are seen here. Errors are `TriptychError`s, and a failed enco
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +16,7 @@ from enum import Enum
 from services.common.arena import ArenaEntry
 from services.common.embedding import EmbeddingSpec
 from services.common.errors import EmbeddingUnavailable, InvalidRequest, Overloaded, TriptychError
+from services.common.fair_order import NOBODY, Share
 from services.common.shared_memory import MemoryAddress
 from services.common.single_flight import InFlight
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
@@ -25,6 +26,7 @@ from services.encoder.redis_tier import Found, Lock, RedisTier
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
 _MAX_SOURCES_BYTES = 256 << 20
+_RESERVED = 4  # one queued patch of so many is for tenants with less than their share
 Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
 
 
@@ -60,6 +62,7 @@ class _Encode:
     key: bytes
     image: bytes
     grid: Grid
+    share: Share
     spec: EmbeddingSpec
     need_bytes: bool
     num_queued_patches: int
@@ -112,6 +115,7 @@ class Embeddings:
         self._sources = SourceStore(min(_MAX_SOURCES_BYTES, max_queued_bytes))
         self._encodes: dict[bytes, _Encode] = {}
         self._queued_patches = self._queued_bytes = 0
+        self._patches_of: Counter[str] = Counter()  # by tenant, of those
         self._s_per_patch = 0.0  # measured on the last image; 0: none yet
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
         metrics.backlog_seconds.set_function(self._backlog_s)
@@ -121,8 +125,8 @@ class Embeddings:
         tokens = grid[0] * grid[1] * grid[2] // self._merge_size**2
         return replace(self._like, num_tokens=tokens)
 
-    async def encode(self, key: bytes, image: bytes, grid: Grid) -> Encoded:
-        """Makes the embedding available here or in Redis.
+    async def encode(self, key: bytes, image: bytes, grid: Grid, share: Share = NOBODY) -> Encoded:
+        """Makes the embedding available here or in Redis; `share`: for whom.
 
         Raises:
             Overloaded: too much is in work already; says how long that will take.
@@ -131,12 +135,12 @@ class Embeddings:
         entry = self._memory.get(key)
         self._metrics.memory_lookups.labels("hit" if entry else "miss").inc()
         if entry:
-            self._sources.put(key, image, grid)
+            self._sources.put(key, image, grid, share)
             return Encoded(Origin.MEMORY)
         if encode := self._encodes.get(key):
             await encode.flight.join()
             return Encoded(Origin.JOINED)
-        return await self._start(key, image, grid, need_bytes=False).flight.join()
+        return await self._start(key, image, grid, share, need_bytes=False).flight.join()
 
     @asynccontextmanager
     async def reading(self, key: bytes, timeout_s: float) -> AsyncGenerator[Reading]:
@@ -191,7 +195,7 @@ class Embeddings:
             encode = self._encodes.get(key)
             if encode is None and (source := self._sources.get(key)):
                 # Answered from Redis, or evicted since: now the bytes are needed here.
-                encode = self._start(key, source.image, source.grid, need_bytes=True)
+                encode = self._start(key, source.image, source.grid, source.share, need_bytes=True)
             if encode is None:
                 await self._until_requested(key)
             elif reading := await self._hold_when_written(encode):
@@ -228,17 +232,20 @@ class Embeddings:
 
     # Encoding.
 
-    def _start(self, key: bytes, image: bytes, grid: Grid, *, need_bytes: bool) -> _Encode:
+    def _start(
+        self, key: bytes, image: bytes, grid: Grid, share: Share, *, need_bytes: bool
+    ) -> _Encode:
         entry: asyncio.Future[ArenaEntry] = asyncio.get_running_loop().create_future()
-        encode = _Encode(key, image, grid, self.spec_of(grid), need_bytes, 0, entry)
+        encode = _Encode(key, image, grid, share, self.spec_of(grid), need_bytes, 0, entry)
         if (
-            self._queued_patches + encode.num_patches > self._max_queued_patches
+            self._queued_patches + encode.num_patches > self._room(share)
             or self._queued_bytes + len(image) > self._max_queued_bytes
         ):
             retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         self._encodes[key] = encode
         self._queued_patches += encode.num_patches
+        self._patches_of[share.tenant] += encode.num_patches
         self._queued_bytes += len(image)
         encode.num_queued_patches = self._queued_patches
         encode.flight = InFlight(
@@ -253,17 +260,32 @@ class Embeddings:
                 requested.set_result(None)
         return encode
 
+    def _room(self, share: Share) -> int:
+        """Patches that may be in work in all when this tenant adds some: a part is for tenants that
+        have less than their share of them.
+        """
+        if not share.tenant:
+            return self._max_queued_patches
+        active = len(self._patches_of) + (share.tenant not in self._patches_of)
+        own = self._patches_of.get(share.tenant, 0)
+        reserved = self._max_queued_patches // _RESERVED
+        has_share = own * max(2, active) < self._max_queued_patches
+        return self._max_queued_patches - (0 if has_share else reserved)
+
     def _backlog_s(self) -> float:
         """How long what is in work will take, as far as the last image tells."""
         return self._queued_patches * self._s_per_patch
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
         self._queued_patches -= encode.num_patches
+        self._patches_of[encode.share.tenant] -= encode.num_patches
+        if not self._patches_of[encode.share.tenant]:
+            del self._patches_of[encode.share.tenant]
         self._queued_bytes -= len(encode.image)
         self._remove(encode)
         self._update_gauges()
         if not task.cancelled() and task.exception() is None:
-            self._sources.put(encode.key, encode.image, encode.grid)
+            self._sources.put(encode.key, encode.image, encode.grid, encode.share)
 
     def _remove(self, encode: _Encode) -> None:
         if self._encodes.get(encode.key) is encode:
@@ -277,7 +299,7 @@ class Embeddings:
     async def _run(self, encode: _Encode) -> Encoded:
         start = time.monotonic()  # the event loop's clock has a resolution of 1 ms
         # The image is decoded during the lookup in Redis, which rarely has the embedding.
-        job = self._engine.submit(encode.image, encode.grid)
+        job = self._engine.submit(encode.image, encode.grid, encode.share)
         try:
             lock = await self._look_up(encode)
         except BaseException:
@@ -364,6 +386,7 @@ class Source:
 
     image: bytes
     grid: Grid
+    share: Share
     expires_at: float  # time.monotonic()
 
 
@@ -386,12 +409,12 @@ class SourceStore:
         self._expire()
         return self._sources.get(key)
 
-    def put(self, key: bytes, image: bytes, grid: Grid) -> None:
+    def put(self, key: bytes, image: bytes, grid: Grid, share: Share = NOBODY) -> None:
         """Keeps a file, unless it is larger than the whole store."""
         self._drop(key)
         if len(image) > self._max_bytes:
             return
-        self._sources[key] = Source(image, grid, time.monotonic() + self._ttl_s)
+        self._sources[key] = Source(image, grid, share, time.monotonic() + self._ttl_s)
         self._used_bytes += len(image)
         self._expire()
 

@@ -24,6 +24,7 @@ from services.common.errors import (
     TriptychError,
     WrongImageKey,
 )
+from services.common.fair_order import Share
 from services.common.fetch_wire import DTYPES, WireChunk, serialize
 from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
@@ -124,7 +125,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             with self._call(), span("encode", parent) as current:
                 grid = self._checked_grid(request.grid)
                 key = await self._recomputed_key(request, grid)
-                encoded = await self._embeddings.encode(key, request.image, grid)
+                encoded = await self._embeddings.encode(key, request.image, grid, _share(request))
                 num_tokens = self._embeddings.spec_of(grid).num_tokens
                 current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
             log.info(
@@ -244,6 +245,18 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             error = InternalError("the encoder failed")
         self._metrics.failures.labels(method, error.code).inc()
         return await abort(context, error)
+
+
+def _share(request: pb.EncodeRequest) -> Share:
+    """For whom the image is.
+
+    Raises:
+        InvalidRequest: the weight is none.
+    """
+    weight = request.tenant_weight or 1.0
+    if not 0.0 < weight < math.inf:
+        raise InvalidRequest(f"a tenant's weight is positive, not {weight}")
+    return Share(request.tenant, weight)
 
 
 async def _until_read() -> None:

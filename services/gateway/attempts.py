@@ -357,8 +357,9 @@ class Attempts:
         try:
             with request.timings.measure("encode", span_name="encode call", **attributes):
                 done = await pod.encode(
-                    key, image.data, image.grid, salt=request.cache_salt, timeout_s=timeout_s
-                )
+                    key, image.data, image.grid,
+                    salt=request.cache_salt, timeout_s=timeout_s, share=request.tenant.share,
+                )  # fmt: skip
             if done.num_tokens != num_tokens:
                 raise InternalError("an encoder returned an embedding of the wrong size")
         except InvalidRequest as error:

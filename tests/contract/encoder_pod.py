@@ -142,12 +142,13 @@ class Pod:
     calls: list[grpc.aio.Call] = field(default_factory=list)
 
     def encode(
-        self, image: bytes, grid: tuple[int, int, int] = (1, 8, 8)
+        self, image: bytes, grid: tuple[int, int, int] = (1, 8, 8), tenant: str = ""
     ) -> "grpc.aio.UnaryUnaryCall[pb.EncodeRequest, pb.EncodeResponse]":
         request = pb.EncodeRequest(
             image_key=key_of(image, grid),
             image=image,
             grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]),
+            tenant=tenant,
         )
         return self.stub.Encode(request, timeout=PATIENCE_S)
 

@@ -264,6 +264,25 @@ async def test_overload_is_refused_before_any_work() -> None:
         assert (await pod.encode(b"fourth")).source == Response.SOURCE_COMPUTED
 
 
+async def test_a_part_of_the_queue_is_for_tenants_with_less_than_their_share() -> None:
+    async with run_pod(max_queued_patches=200) as pod:
+        pod.engine.gate.clear()
+        running = [asyncio.ensure_future(pod.encode(bytes([n]), tenant="a")) for n in range(2)]
+        await until(lambda: len(pod.engine.jobs) == 2)
+        assert isinstance(await failure(pod.encode(b"third", tenant="a")), errors.Overloaded)
+        running.append(asyncio.ensure_future(pod.encode(b"other", tenant="b")))
+        await until(lambda: len(pod.engine.jobs) == 3)
+        pod.engine.gate.set()
+        await asyncio.gather(*running)
+        assert (await pod.encode(b"third", tenant="a")).source == Response.SOURCE_COMPUTED
+        assert not pod.embeddings._patches_of
+        request = pb.EncodeRequest(
+            image_key=key_of(b"x", GRID), image=b"x", grid=pb.Grid(t=1, h=8, w=8),
+            tenant_weight=-1.0,
+        )  # fmt: skip
+        assert isinstance(await failure(pod.stub.Encode(request)), errors.InvalidRequest)
+
+
 async def test_a_refusal_says_how_long_the_queued_work_takes() -> None:
     async with run_pod(max_queued_patches=200) as pod:
 
@@ -278,7 +297,7 @@ async def test_a_refusal_says_how_long_the_queued_work_takes() -> None:
             await asyncio.gather(*running)
             assert isinstance(error, errors.Overloaded)
             assert backlog_s is not None and error.retry_after_s == pytest.approx(
-                max(1.0, backlog_s)
+                max(1.0, backlog_s), rel=1e-3
             )
             assert pod.metrics.registry.get_sample_value("encoder_backlog_seconds") == 0
             return error.retry_after_s

@@ -1,12 +1,15 @@
 """Which images run together. Pure: job ids and patch counts, no tensors, no clock.
 
-The oldest image is always in the next batch, so nothing starves: an image waits for at most as many
-batches as there are older ones. Behind it, younger images fill the budget in order, and one that
-does not fit is passed over. An image larger than the budget runs alone. A batch never waits to be
-filled. The engine's loop alone uses it.
+Images are in a fair order of their tenants; within a tenant it is that of arrival. The first image
+is always in the next batch, so nothing starves: an image waits for at most as many batches as there
+are images before it. Behind it, later images fill the budget in order, and one that does not fit is
+passed over. An image larger than the budget runs alone. A batch never waits to be filled. The
+engine's loop alone uses it.
 """
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
+
+from services.common.fair_order import NOBODY, FairOrder, Share
 
 
 class Batcher:
@@ -21,7 +24,10 @@ class Batcher:
     def __init__(self, max_batch_patches: int) -> None:
         assert max_batch_patches > 0
         self._max_batch_patches = max_batch_patches
-        self._queue: OrderedDict[int, int] = OrderedDict()  # job id → patches, oldest first
+        self._order = FairOrder()
+        self._queue: list[tuple[float, int, int, int]] = []  # place, arrival, job id, patches
+        self._entries: dict[int, tuple[float, int, int, int]] = {}  # by job id
+        self._arrivals = 0
         self._queued_patches = 0
 
     def __len__(self) -> int:
@@ -32,27 +38,32 @@ class Batcher:
         """Patches of all queued images."""
         return self._queued_patches
 
-    def add(self, job_id: int, num_patches: int) -> None:
-        """Queues an image behind all others; a job id is queued once."""
-        assert num_patches > 0 and job_id not in self._queue
-        self._queue[job_id] = num_patches
+    def add(self, job_id: int, num_patches: int, share: Share = NOBODY) -> None:
+        """Queues an image behind all others of its tenant; a job id is queued once."""
+        assert num_patches > 0 and job_id not in self._entries
+        self._arrivals += 1
+        place = self._order.place(share.tenant, weight=share.weight, cost=num_patches)
+        entry = self._entries[job_id] = (place, self._arrivals, job_id, num_patches)
+        insort(self._queue, entry)
         self._queued_patches += num_patches
 
     def remove(self, job_id: int) -> bool:
         """Takes an image out; False: it was not queued (any more)."""
-        num_patches = self._queue.pop(job_id, None)
-        if num_patches is None:
+        entry = self._entries.pop(job_id, None)
+        if entry is None:
             return False
-        self._queued_patches -= num_patches
+        del self._queue[bisect_left(self._queue, entry)]
+        self._queued_patches -= entry[-1]
         return True
 
     def next_batch(self) -> list[int]:
-        """Takes out the next batch's job ids, oldest first; empty only if nothing is queued."""
+        """Takes out the next batch's job ids, in order; empty only if nothing is queued."""
         chosen: list[int] = []
         room = self._max_batch_patches
-        for job_id, num_patches in self._queue.items():
+        for place, _, job_id, num_patches in self._queue:
             if num_patches <= room or not chosen:
                 chosen.append(job_id)
+                self._order.served(place)
                 room -= num_patches
             if room <= 0:
                 break

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,8 +24,10 @@ from torch import Tensor
 
 from services.common.channel import ChannelClosed, EngineChannel
 from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
+from services.common.fair_order import Share
 from services.common.heartbeat import Ping, Pong
 from services.encoder.engine.batcher import Batcher
+from services.encoder.engine.fair_pool import FairPool
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -73,6 +74,11 @@ class _Job:
         """Patches before merging."""
         return math.prod(self.message.grid)
 
+    @property
+    def share(self) -> Share:
+        """Whose image it is."""
+        return Share(self.message.tenant, self.message.weight)
+
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
@@ -113,8 +119,8 @@ class Engine:
         self._runner = runner
         self._prepare = prepare
         self._batcher = Batcher(max_batch_patches)
-        self._pool = ThreadPoolExecutor(workers, "preprocess")
-        self._large_pool = ThreadPoolExecutor(max(1, workers // 4), "preprocess-large")
+        self._pool = FairPool(self._preprocess, workers, "preprocess")
+        self._large_pool = FairPool(self._preprocess, max(1, workers // 4), "preprocess-large")
         self._is_large = is_large
         self._mailbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
@@ -139,7 +145,7 @@ class Engine:
         finally:
             self._awaited.put(None)
             for pool in (self._pool, self._large_pool):
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown()
 
     # The receiver's thread.
 
@@ -157,7 +163,7 @@ class Engine:
                 job = _Job(message, time.monotonic())
                 self._jobs[message.job_id] = job
                 pool = self._large_pool if self._is_large(message.image) else self._pool
-                pool.submit(self._preprocess, job)
+                pool.submit(job, job.share, job.num_patches)
             case PlaceImage():
                 self._mailbox.put(message)
             case Ping():
@@ -231,7 +237,7 @@ class Engine:
                     job.arena_offset = item.arena_offset
                     if job.waits:
                         job.waits = False
-                        self._batcher.add(item.job_id, job.num_patches)
+                        self._batcher.add(item.job_id, job.num_patches, job.share)
             case _Job():
                 if item.cancelled or item.error or item.pixels is None:
                     error = item.error or Cancelled("the image was cancelled")
@@ -239,7 +245,7 @@ class Engine:
                 elif item.arena_offset is None:
                     item.waits = True
                 else:
-                    self._batcher.add(item.message.job_id, item.num_patches)
+                    self._batcher.add(item.message.job_id, item.num_patches, item.share)
 
     def _launch_next(self) -> None:
         if len(self._launched) >= _MAX_LAUNCHED or self._stopping:

@@ -14,6 +14,8 @@ class EncodeImage(msgspec.Struct, tag="encode"):
     job_id: int  # minted by the front, never reused
     image: bytes  # the encoded file
     grid: tuple[int, int, int]  # checked against the decoded image
+    tenant: str = ""  # images of tenants are decoded and run in fair order
+    weight: float = 1.0  # of the tenant's share
 
 
 class PlaceImage(msgspec.Struct, tag="place"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from services.common.errors import Unavailable
+from services.common.fair_order import NOBODY, Share
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
@@ -109,6 +110,7 @@ class EncoderPod(Pod):
         *,
         salt: bytes,
         timeout_s: float,
+        share: Share = NOBODY,
     ) -> Encoded:
         """Makes an image's embedding available at this encoder.
 
@@ -119,6 +121,7 @@ class EncoderPod(Pod):
             image: the encoded file.
             grid: (t, h, w) in patches before merging.
             salt: of the key.
+            share: for whom.
             timeout_s: deadline of the call.
 
         Raises:
@@ -129,6 +132,8 @@ class EncoderPod(Pod):
             image=image,
             grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]),
             cache_salt=salt,
+            tenant=share.tenant,
+            tenant_weight=share.weight,
         )
         call = self._encode(request, timeout=timeout_s, metadata=outgoing_metadata())
         lost = asyncio.ensure_future(self._lost.wait())

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.common.fair_order import Share
 from services.common.settings import SettingsError
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,11 @@ class Tenant:
     name: str
     limits: Limits
     shares_caches: bool
+
+    @property
+    def share(self) -> Share:
+        """Of what tenants wait for."""
+        return Share(self.name, self.limits.weight)
 
     def cache_salt(self, given: str) -> bytes:
         """Separates the tenant's cached prefixes and images from others'.

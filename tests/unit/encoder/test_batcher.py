@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from services.common.fair_order import Share
 from services.encoder.engine.batcher import Batcher
 
 
@@ -50,6 +51,23 @@ def test_an_image_waits_for_as_many_batches_as_there_are_older_ones(
         assert batch == sorted(batch)
         turn += 1
     assert turn <= len(sizes)
+
+
+def test_no_tenant_waits_behind_anothers_queue() -> None:
+    batcher = Batcher(100)
+    for job_id in range(1, 200):
+        batcher.add(job_id, 50, Share("a"))
+    assert batcher.next_batch() == [1, 2]
+    batcher.add(1000, 50, Share("b"))
+    assert 1000 in batcher.next_batch()
+    for job_id in range(2000, 2010):
+        batcher.add(job_id, 50, Share("b"))
+        batcher.add(job_id + 100, 50, Share("c", weight=2.0))
+    batches = [batcher.next_batch() for _ in range(10)]
+    taken = [job_id for batch in batches for job_id in batch]
+    assert sum(2000 <= job_id < 2100 for job_id in taken) in (4, 5, 6)
+    assert sum(job_id >= 2100 for job_id in taken) in (9, 10, 11)
+    assert len(set(taken)) == 20
 
 
 class BatcherMachine(RuleBasedStateMachine):
