@@ -69,8 +69,9 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     Raises:
         ModelSpecError: the model directory cannot be served.
         SettingsError: the model takes images and no encoder address is set, or a file of keys,
-            certificates or tokens cannot be read.
+            certificates or tokens cannot be read, or there are no keys where they are needed.
     """
+    keyring = _keyring(settings)
     spec, max_images = read_spec(settings.model), settings.max_images_per_request
     if spec.vision is not None and not settings.encoders:
         raise SettingsError(
@@ -96,7 +97,6 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         metrics=metrics,
         request_timeout_s=settings.request_timeout_s,
     )
-    keyring = Keyring(settings.keys, settings.api_keys_file)
     quotas = Quotas()
     held_bytes = max_held_bytes(settings.memory_bytes or memory_limit_bytes())
     admission = Admission(settings.max_concurrent_requests, held_bytes, quotas)
@@ -122,6 +122,17 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     return Gateway(
         with_cors(middleware, settings.cors_origins), admission, service, metrics, warm_up
     )
+
+
+def _keyring(settings: GatewaySettings) -> Keyring:
+    keyring = Keyring(settings.keys, settings.api_keys_file)
+    if keyring.is_open and not is_loopback(settings.host) and not settings.allow_anonymous:
+        raise SettingsError(
+            f"without API keys, everybody who reaches {settings.host}:{settings.port} would be "
+            "served: set GATEWAY_API_KEYS or GATEWAY_API_KEYS_FILE (`triptych key` makes keys), or "
+            "GATEWAY_ALLOW_ANONYMOUS=true"
+        )
+    return keyring
 
 
 def _pools(

@@ -39,6 +39,7 @@ class GatewaySettings(PeerSettings):
         allow_private_media_hosts: whether image URLs may reach private and loopback addresses.
         api_keys: comma-separated; with none, and no file of them, requests need no key.
         api_keys_file: keys as digests, with their tenants and limits, see `tenancy/tenants.py`.
+        allow_anonymous: serve without keys on an address that other machines reach.
         cors_allow_origins: comma-separated origins of web pages that may call, such as
             `https://example.com`, or `*`; empty: none.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
@@ -66,6 +67,7 @@ class GatewaySettings(PeerSettings):
     allow_private_media_hosts: bool = False
     api_keys: SecretStr = SecretStr("")
     api_keys_file: Path | None = None
+    allow_anonymous: bool = False
     cors_allow_origins: str = ""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

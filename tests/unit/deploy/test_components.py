@@ -11,6 +11,8 @@ import kubernetes_validate.utils as kubernetes_validate
 import pytest
 import yaml
 
+from services.decoder.__main__ import DECODER
+from services.encoder.__main__ import ENCODER
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.unit.deploy.kustomize import Resource, render
@@ -37,13 +39,20 @@ COMBINATIONS = {
     "ingress": ("text", "ingress"),
     "cell": ("gpu", "cell"),
     "cell-autoscaling": ("gpu", "cell", "autoscaling/cell", "disruption", "no-spare-gpu"),
+    "mtls": ("gpu", "mtls", "mtls/cert-manager"),
+    "mtls-text": ("text", "mtls/text"),
+    "mtls-cell": ("gpu", "cell", "mtls/cell"),
+    "token": ("local", "token"),
+    "token-text": ("text", "token/text"),
+    "token-cell": ("gpu", "cell", "token/cell"),
+    "mtls-and-token": ("gpu", "mtls", "token"),
     "everything": (
         "gpu", "dra", "model-image", "autoscaling", "disruption", "no-spare-gpu", "priority",
-        "http-route", "ingress",
+        "http-route", "ingress", "mtls",
     ),
 }  # fmt: skip
 # Kinds of other projects, whose schemas a cluster has (tests/cluster).
-FOREIGN = {"ScaledObject", "HTTPRoute", "PodMonitor", "PrometheusRule"}
+FOREIGN = {"ScaledObject", "HTTPRoute", "PodMonitor", "PrometheusRule", "Issuer", "Certificate"}
 KUBERNETES_VERSION = "1.37"
 
 
@@ -282,6 +291,59 @@ def test_claims_take_the_place_of_counted_gpus(name: str, tmp_path: Path) -> Non
             found = container["resources"]
             assert "nvidia.com/gpu" not in found["requests"] | found["limits"]
             assert {c["name"] for c in found.get("claims", ())} == set(claims)
+
+
+# Services that know each other.
+
+
+@pytest.mark.parametrize("name", ["mtls", "mtls-text", "mtls-cell"])
+def test_each_service_has_its_certificate(name: str, tmp_path: Path) -> None:
+    resources = rendered(name, tmp_path)
+    (settings,) = of_kind(resources, "ConfigMap").values()
+    found: dict[str, str] = {}
+    for pod in pods(resources).values():
+        secrets = {
+            v["name"]: v["secret"]["secretName"] for v in pod["spec"]["volumes"] if "secret" in v
+        }
+        for container in pod["spec"]["containers"]:
+            key = f"{container['name'].upper()}_PEER_TLS_DIRECTORY"
+            for mount in container["volumeMounts"]:
+                if mount["mountPath"] == settings["data"].get(key):
+                    found[container["name"]] = secrets[mount["name"]]
+                    assert mount["readOnly"] and "subPath" not in mount  # it could not change
+    services = {"gateway", "decoder"} | ({"encoder"} if name != "mtls-text" else set())
+    assert found == {service: f"triptych-{service}-tls" for service in services}
+
+
+def test_the_example_certificates_have_the_names_that_services_expect(tmp_path: Path) -> None:
+    resources = rendered("mtls", tmp_path)
+    issuers = of_kind(resources, "Issuer")
+    for certificate in of_kind(resources, "Certificate").values():
+        spec = certificate["spec"]
+        assert spec["issuerRef"]["name"] in issuers
+        if spec.get("isCA"):
+            assert issuers["triptych"]["spec"]["ca"]["secretName"] == spec["secretName"]
+            continue
+        (name,) = spec["dnsNames"]
+        assert spec["secretName"] == f"triptych-{name}-tls"
+        assert set(spec["usages"]) == {"server auth", "client auth"}
+        assert name in {ENCODER.name, DECODER.name, "gateway"}
+    assert set(ENCODER.callers) == {"gateway", "decoder"} and DECODER.callers == ("gateway",)
+
+
+@pytest.mark.parametrize("name", ["token", "token-text", "token-cell"])
+def test_each_service_has_the_token(name: str, tmp_path: Path) -> None:
+    resources = rendered(name, tmp_path)
+    (settings,) = of_kind(resources, "ConfigMap").values()
+    found: set[str] = set()
+    for pod in pods(resources).values():
+        for container in pod["spec"]["containers"]:
+            key = f"{container['name'].upper()}_PEER_TOKEN_FILE"
+            for mount in container["volumeMounts"]:
+                if mount["name"] == "token":
+                    assert settings["data"][key] == f"{mount['mountPath']}/token"
+                    found.add(container["name"])
+    assert found == {"gateway", "decoder"} | ({"encoder"} if name != "token-text" else set())
 
 
 # Cells.

@@ -233,10 +233,13 @@ def test_ports_are_those_of_the_settings(resources: list[Resource]) -> None:
         ports = container_ports(pod)
         variables = environment(resources, pod)
         for field, port_name in (("port", "http" if name == "gateway" else "grpc"),
-                                 ("metrics_port", "metrics")):  # fmt: skip
+                                 ("metrics_port", "metrics"),
+                                 ("health_port", "health")):  # fmt: skip
             if port_name not in ports:
                 continue
             assert variables[f"{name.upper()}_{field.upper()}"] == str(ports[port_name])
+            if field == "health_port":
+                continue  # none by default
             default = settings.model_fields[field].default
             assert default == ports[port_name], f"{name}: default {field}"
 
@@ -252,6 +255,8 @@ def test_probes_ask_the_right_questions(resources: list[Resource]) -> None:
             ports = container_ports(pod)
             assert port in ports or port in ports.values()
         if service := GRPC_SERVICES.get(name):
+            # The kubelet has no credentials: a port that asks for none.
+            assert {p["grpc"]["port"] for p in probes} == {container_ports(pod)["health"]}
             assert [p["grpc"].get("service") for p in probes] == [service, service, None]
         if name == "gateway":
             paths = [p["httpGet"]["path"] for p in probes]
@@ -514,3 +519,14 @@ def test_dockerfiles_set_known_variables_and_an_unprivileged_user(name: str) -> 
     assert user[1] == str(pod["spec"]["securityContext"]["runAsUser"])
     assert f'"services.{name}"' in text
     assert ":latest" not in text
+
+
+def test_only_the_local_overlay_is_open_to_everybody(resources: list[Resource]) -> None:
+    gateway = GatewaySettings.from_environment(
+        own_settings("gateway", environment(resources, pods(resources)["gateway"]))
+        | {"GATEWAY_API_KEYS": ""}
+    )
+    on_gpu = "nvidia.com/gpu" in json.dumps(resources)
+    is_local = "triptych/encoder:0.1.0-cpu" in json.dumps(resources)
+    assert gateway.allow_anonymous == is_local
+    assert (gateway.api_keys_file is not None) == on_gpu

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from services.common.model_spec import ModelSpecError
 from services.common.settings import SettingsError
+from services.gateway.app import create_gateway
 from services.gateway.settings import GatewaySettings
 
 GOOD = {
@@ -50,4 +52,17 @@ def test_missing_variable_is_named():
 
 
 def test_settings_are_few():
-    assert len(GatewaySettings.model_fields) <= 22
+    assert len(GatewaySettings.model_fields) <= 25
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gateway"])
+def test_off_loopback_a_gateway_needs_keys_or_is_told_to_serve_everybody(host, tmp_path):
+    given = {**GOOD, "GATEWAY_HOST": host, "GATEWAY_MODEL": str(tmp_path)}
+    with pytest.raises(SettingsError, match="GATEWAY_ALLOW_ANONYMOUS=true") as refused:
+        create_gateway(GatewaySettings.from_environment(given))
+    assert "GATEWAY_API_KEYS" in str(refused.value)
+    for more in ({"GATEWAY_ALLOW_ANONYMOUS": "true"}, {"GATEWAY_API_KEYS": "k"},
+                 {"GATEWAY_HOST": "127.0.0.1"}, {"GATEWAY_HOST": "::1"}):  # fmt: skip
+        # The next thing that is wrong is the model, of which there is none.
+        with pytest.raises(ModelSpecError):
+            create_gateway(GatewaySettings.from_environment(given | more))
