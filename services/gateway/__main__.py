@@ -1,6 +1,7 @@
 """`python -m services.gateway`: reads the settings and serves until a signal."""
 
 import asyncio
+import logging
 import sys
 
 import uvloop
@@ -14,11 +15,18 @@ from services.gateway.app import create_gateway
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 
+log = logging.getLogger(__name__)
+
 
 async def _serve(settings: GatewaySettings) -> None:
     gateway = create_gateway(settings)
     server = GatewayServer(gateway, settings)
     freeze_gc()
+    if settings.shutdown_grace_s < settings.request_timeout_s:
+        log.info(
+            "requests that take longer than GATEWAY_SHUTDOWN_GRACE_S (%g s) are cut at shutdown; "
+            "they may take %g s", settings.shutdown_grace_s, settings.request_timeout_s,
+        )  # fmt: skip
     host = settings.metrics_host or settings.host
     serve_metrics(gateway.metrics.registry, host, settings.metrics_port)
     await server.serve()

@@ -9,6 +9,7 @@ connections ask about images that no cache has.
 import argparse
 import itertools
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -223,6 +224,8 @@ def main() -> int:
     parser.add_argument("--grace", type=float, default=300.0)
     parser.add_argument("--log", type=Path, help="a directory to keep logs in")
     arguments = parser.parse_args()
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
     def report(outcome: Outcome) -> None:
         print(f"{time.strftime('%H:%M:%S')} {outcome}", flush=True)

@@ -414,8 +414,7 @@ def test_images_are_pinned(resources: list[Resource]) -> None:
 
 def test_there_is_time_to_drain(resources: list[Resource]) -> None:
     gateway = environment(resources, pods(resources)["gateway"])
-    default_s = GatewaySettings.model_fields["request_timeout_s"].default
-    longest_s = float(gateway.get("GATEWAY_REQUEST_TIMEOUT_S", default_s))
+    longest_s = float(gateway["GATEWAY_REQUEST_TIMEOUT_S"])
     for name in services_in(resources):
         pod = pods(resources)[name]
         sleep_s = container_of(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]

@@ -40,9 +40,9 @@ class Lonely:
 
         async def start() -> None:
             routes._PATIENCE_S, patience = patience_s, routes._PATIENCE_S
-            gateway = create_gateway(settings, warm_up_rounds=1)
+            self.gateway = create_gateway(settings, warm_up_rounds=1)
             routes._PATIENCE_S = patience
-            self.server = GatewayServer(gateway, settings)
+            self.server = GatewayServer(self.gateway, settings)
             self._serving = asyncio.create_task(self.server.serve())
             async with asyncio.timeout(PATIENCE_S):
                 while not self.server.started:  # noqa: ASYNC110
@@ -90,6 +90,8 @@ def test_it_is_ready_after_a_while_and_serves_when_they_come(lonely, loop_thread
     assert lonely.ready()[1] == "waiting for an encoder and a decoder"
     refused = lonely.ask()
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    registry = lonely.gateway.metrics.registry  # what an autoscaler sees
+    assert registry.get_sample_value("gateway_requests_total", {"outcome": "unavailable"}) == 1
     assert lonely.client.post("/tokenize", json={"prompt": "x"}).status_code == 503
     assert lonely.client.get("/v1/models").status_code == 200
 
