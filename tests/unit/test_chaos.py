@@ -12,6 +12,7 @@ from benchmarks.chaos.clients import Answer
 from benchmarks.chaos.history import Ask, History, ProcessEnd, Window
 from benchmarks.chaos.proxy import Fault, Proxy, port_owner
 from benchmarks.chaos.questions import questions
+from benchmarks.chaos.report import add_up, text
 from tests.redis_server import free_port
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -219,3 +220,31 @@ def test_a_seed_repeats_its_questions() -> None:
     assert questions(5, 40) == questions(5, 40)
     assert questions(5, 40) != questions(6, 40)
     assert {q.status for q in questions(5, 100)} == {200, 400}
+
+
+def test_overlapping_faults_are_counted_apart() -> None:
+    alone, first, second = (
+        Window("SIGKILL decoder", "", 0.0, start, start + 5.0) for start in (0.0, 50.0, 53.0)
+    )
+    asks = [Ask(at, at + 1, 0.5, "gateway-0/7", "answered") for at in (2.0, 20.0, 51.0, 54.0, 54.5)]
+    report = History(asks, [alone, first, second]).report()
+    assert report["normal"] == [0.5]
+    assert report["kinds"]["SIGKILL decoder"]["during"] == [0.5]
+    assert report["kinds"]["two at once"]["during"] == [0.5] * 3
+
+
+def test_results_add_up() -> None:
+    asks = [Ask(2.0, 3.0, 0.5, "gateway-0/7", "answered")]
+    windows = [Window("SIGKILL decoder", "", 1.0, 0.0, 5.0)]
+    parts = [
+        {
+            "seeds": [seed], "commits": ["abc"], "seconds": 10.0, "failures": [], "left": [],
+            "growth": [], **History(asks * seed, windows).report(),
+        }
+        for seed in (1, 2)
+    ]  # fmt: skip
+    total = add_up(parts)
+    assert total["outcomes"] == {"answered": 3}
+    assert total["kinds"]["SIGKILL decoder"]["faults"] == 2
+    assert len(total["kinds"]["SIGKILL decoder"]["during"]) == 3
+    assert "3 requests" in text(total)
