@@ -50,7 +50,9 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
 _SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Pings that a pause of the network has held up arrive together, and gRPC sends some besides
+    # those of keepalive: a server that minds them ends the connection with all calls on it.
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", 4096),
 )
 

@@ -1,5 +1,8 @@
 """Errors on the wire: what one service raises is what the other one catches."""
 
+import asyncio
+import struct
+
 import grpc
 import grpc.aio
 import pytest
@@ -13,7 +16,7 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
-from services.common.rpc import abort, error_from_rpc
+from services.common.rpc import abort, create_server, error_from_rpc
 
 
 async def sent(error: TriptychError) -> grpc.aio.AioRpcError:
@@ -75,3 +78,27 @@ def test_a_senseless_delay_counts_as_none(text: str) -> None:
     found = error_from_rpc(failure(grpc.StatusCode.RESOURCE_EXHAUSTED, *trailers), "the peer")
     assert isinstance(found, Overloaded)
     assert found.retry_after_s is None
+
+
+async def test_pings_that_arrive_together_end_no_connection() -> None:
+    """As after a pause of the network; gRPC adds pings of its own to those of keepalive."""
+    server = create_server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        settings, ping = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), bytes((0, 0, 8, 6, 0, 0, 0, 0, 0))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+        for number in range(8):
+            writer.write(ping + struct.pack("!Q", number))
+        answered = 0
+        async with asyncio.timeout(10):
+            while answered < 8:
+                head = await reader.readexactly(9)
+                size, kind, flags = int.from_bytes(head[:3]), head[3], head[4]
+                body = await reader.readexactly(size)
+                assert kind != 7, f"GOAWAY: {body!r}"
+                answered += kind == 6 and flags == 1
+    finally:
+        writer.close()
+        await server.stop(None)
