@@ -37,6 +37,10 @@ class RedisServer:
         login = f"{self._user}:{self._password}@" if self._user else ""
         return f"redis://{login}127.0.0.1:{self.port}/0"
 
+    def url_of(self, user: str) -> str:
+        """Of a user with any password."""
+        return f"redis://{user}:any@127.0.0.1:{self.port}/0"
+
     def client(self) -> redis.Redis:
         """A new synchronous client; close it (`with server.client() as client`)."""
         return redis.Redis.from_url(self.url, socket_timeout=PATIENCE_S)

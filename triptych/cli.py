@@ -59,7 +59,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--gateways", type=_count, default=None, metavar="N", help="processes; default: by cores")
     add("--encoders", type=_count, default=None, metavar="N", help="default: 1; text model: none")
     add("--decoders", type=_count, default=defaults.decoders, metavar="N", help="processes")
-    add("--redis-url", default=None, metavar="URL", help="instead of starting a Redis")
+    add("--redis-url", default=None, metavar="URL", help="instead of starting a Redis; no password")
     links = "between the services: sockets in a private directory, or loopback with a token"
     add("--grpc", choices=("unix", "tcp"), default=defaults.grpc, help=links)
     serve.set_defaults(run=_serve)

@@ -67,6 +67,18 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
+class RedisUrls:
+    """Redis, as each service logs in; empty: it does without."""
+
+    encoder: str
+    decoder: str
+
+    def of(self, kind: str) -> str:
+        """Of a service: `encoder` or `decoder`."""
+        return self.encoder if kind == "encoder" else self.decoder
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The services of a stack.
 
@@ -99,7 +111,7 @@ def takes_images(model: Path) -> bool:
 
 def plan_stack(
     options: ServeOptions,
-    redis_url: str | None,
+    redis: RedisUrls | None,
     environment: Mapping[str, str],
     cpus: int,
     log_directory: Path | None,
@@ -109,7 +121,7 @@ def plan_stack(
 
     Args:
         options: of the command line.
-        redis_url: None: the encoders cache in memory only.
+        redis: None: the encoders cache in memory only.
         environment: says which GPUs may be used.
         cpus: divided among the processes.
         log_directory: for one file per child; None: standard error.
@@ -128,7 +140,7 @@ def plan_stack(
     ports = _Ports()
     port = ports.claim(options.host, options.port)
     links = links or Links()
-    engines = _engines(options, encoders, redis_url, environment, cpus, ports, links)
+    engines = _engines(options, encoders, redis, environment, cpus, ports, links)
     model_name = options.model.resolve().name
     if options.model.resolve() == DEMONSTRATION_MODEL:
         model_name = "triptych-demo"
@@ -201,7 +213,7 @@ class _Service:
 def _engines(
     options: ServeOptions,
     encoders: int,
-    redis_url: str | None,
+    redis: RedisUrls | None,
     environment: Mapping[str, str],
     cpus: int,
     ports: "_Ports",
@@ -221,7 +233,6 @@ def _engines(
         "HOST": _LOOPBACK,
         "DTYPE": options.dtype,
         "LOAD_FORMAT": options.load_format,
-        "REDIS_URL": redis_url or "",
         "SHUTDOWN_GRACE_S": _GRACE_S,
         "REFLECTION": "true",
     }
@@ -233,6 +244,7 @@ def _engines(
             variables = {
                 **common,
                 **_listening(name, links, ports),
+                "REDIS_URL": redis.of(kind) if redis else "",
                 "METRICS_PORT": str(ports.claim(_LOOPBACK, 0)),
                 "DEVICE": placement.device,
                 "MEMORY_FRACTION": f"{placement.memory_fraction:g}",

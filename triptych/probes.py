@@ -61,13 +61,13 @@ async def grpc_ready(address: str, service: str) -> bool:
 
 
 async def redis_ready(socket_path: str) -> bool:
-    """True when the Redis server at a Unix socket answers a ping."""
+    """True when the Redis server at a Unix socket answers, if only to ask who calls."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(socket_path)
             try:
                 writer.write(b"PING\r\n")
-                return (await reader.readline()).startswith(b"+PONG")
+                return (await reader.readline()).startswith((b"+PONG", b"-NOAUTH"))
             finally:
                 writer.close()
     except (OSError, TimeoutError):

@@ -7,15 +7,17 @@ be served.
 
 import asyncio
 import functools
+import hashlib
 import os
 import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from triptych.plan import Links, Plan, ServeOptions, plan_stack, takes_images
+from triptych.plan import Links, Plan, RedisUrls, ServeOptions, plan_stack, takes_images
 from triptych.probes import redis_ready
 from triptych.stack import ChildSpec, Stack, StackError, run_until_signal
 
@@ -24,6 +26,11 @@ READY_TIMEOUT_S = 900.0
 _REDIS_MAX_MEMORY = "1gb"
 # The kernel's limit for a socket's path is 108 bytes, with its name and the end.
 _MAX_SOCKET_DIRECTORY = 80
+# What the services may do: encoders write, decoders read. deploy/k8s/README.md has the same rules.
+REDIS_RULES = {
+    "encoder": "~triptych:* -@all +ping +get +getrange +set +del +unlink",
+    "decoder": "~triptych:embedding:* -@all +ping +getrange",
+}
 
 
 def serve(options: ServeOptions) -> int:
@@ -52,18 +59,17 @@ def prepare(
         StackError: the options cannot be served.
     """
     logs = directory if log else None
-    redis, url = None, options.redis_url
+    spec, redis = None, _given_redis(options.redis_url, os.environ)
     if not takes_images(options.model):
         report("the model takes text alone: no encoder and no Redis are started")
-        url = None
-    elif url is None:
-        redis = redis_spec(directory, directory / "redis.log")
-        url = redis_url(directory) if redis else None
-        if redis is None:
+        redis = None
+    elif redis is None:
+        spec, redis = redis_spec(directory, directory / "redis.log") or (None, None)
+        if spec is None:
             report("no redis-server found: embeddings are cached in memory only")
     links = make_links(options.grpc, directory)
-    plan = plan_stack(options, url, os.environ, os.cpu_count() or 1, logs, links)
-    return plan, [*([redis] if redis else []), *plan.children]
+    plan = plan_stack(options, redis, os.environ, os.cpu_count() or 1, logs, links)
+    return plan, [*([spec] if spec else []), *plan.children]
 
 
 def make_links(grpc: str, directory: Path) -> Links:
@@ -79,29 +85,51 @@ def make_links(grpc: str, directory: Path) -> Links:
     return Links(token_file=token_file)
 
 
-def redis_url(directory: Path) -> str:
-    """The URL of the server that `redis_spec` runs in this directory."""
-    return f"unix://{directory / 'redis.sock'}"
+def _given_redis(url: str | None, environment: Mapping[str, str]) -> RedisUrls | None:
+    """A Redis that others run: of the command line, or of the services' variables."""
+    if url is None:
+        exported = [environment.get(f"{kind}_REDIS_URL", "") for kind in ("ENCODER", "DECODER")]
+        return RedisUrls(*exported) if any(exported) else None
+    if urlsplit(url).password is not None or "password=" in url:
+        raise StackError(
+            "all users of this machine see a password in --redis-url: export ENCODER_REDIS_URL "
+            "and DECODER_REDIS_URL instead",
+            2,
+        )
+    return RedisUrls(url, url)
 
 
-def redis_spec(directory: Path, log_path: Path) -> ChildSpec | None:
-    """The server process, or None if `redis-server` is not installed.
+def redis_spec(directory: Path, log_path: Path) -> tuple[ChildSpec, RedisUrls] | None:
+    """The server process and how services log in; None if `redis-server` is not installed.
 
     Args:
-        directory: private to this user; for the socket. Nothing else is written.
+        directory: private to this user; for the socket and the users.
         log_path: for its output.
     """
     binary = shutil.which("redis-server")
     if binary is None:
         return None
     socket_path = str(directory / "redis.sock")
+    passwords = {user: secrets.token_hex(24) for user in REDIS_RULES}
+    users_path = directory / "users.acl"
+    users_path.write_text(
+        "user default off\n"
+        + "".join(
+            f"user {user} on #{hashlib.sha256(password.encode()).hexdigest()} {REDIS_RULES[user]}\n"
+            for user, password in passwords.items()
+        )
+    )
+    users_path.chmod(0o600)
+    urls = {user: f"unix://{user}:{password}@{socket_path}" for user, password in passwords.items()}
     command = [
-        binary, "--port", "0", "--unixsocket", socket_path, "--unixsocketperm", "700",
+        binary, "--aclfile", str(users_path),
+        "--port", "0", "--unixsocket", socket_path, "--unixsocketperm", "700",
         "--dir", str(directory), "--save", "", "--appendonly", "no",
         "--maxmemory", _REDIS_MAX_MEMORY, "--maxmemory-policy", "allkeys-lru",
         "--loglevel", "warning", "--daemonize", "no",
     ]  # fmt: skip
-    return ChildSpec("redis", command, {}, functools.partial(redis_ready, socket_path), log_path)
+    is_ready = functools.partial(redis_ready, socket_path)
+    return ChildSpec("redis", command, {}, is_ready, log_path), RedisUrls(**urls)
 
 
 async def _run(plan: Plan, specs: Sequence[ChildSpec]) -> int:

@@ -28,7 +28,7 @@ _NOT_FINITE = {
 # The digest is that of its blocks' digests, so that threads can compute blocks in parallel.
 BLOCK_BYTES = 1 << 20
 
-_MAGIC = b"TRPTEMB3"
+_MAGIC = b"TRPTEMB4"
 _DTYPES = tuple(ITEM_BYTES)
 _HEADER = struct.Struct("<8s32sB3xIII16s")
 STORED_HEADER_BYTES = _HEADER.size
@@ -62,8 +62,7 @@ def digest(data: bytes | memoryview) -> bytes:
     """XXH3 (128 bits) of the XXH3 digests of the tensor's blocks; the last block may be short.
     Releases the interpreter lock.
 
-    It detects accidents, at the speed of memory. It does not protect against an attacker: write
-    access to an entry in Redis includes its digest.
+    It detects accidents, at the speed of memory. Against an attacker there is `seals`.
     """
     whole = TensorDigest(memoryview(data))
     whole.add(0, len(data))
@@ -138,7 +137,7 @@ def all_finite(data: bytes | memoryview, dtype: str) -> bool:
 
 
 def pack_header(key: bytes, spec: EmbeddingSpec, tensor_digest: bytes) -> bytes:
-    """The header of a stored entry; the tensor's bytes follow it."""
+    """The header of a stored entry; its seal and the tensor's bytes follow it."""
     return _HEADER.pack(
         _MAGIC, key, _DTYPES.index(spec.dtype), spec.num_features, spec.num_tokens, spec.hidden,
         tensor_digest,

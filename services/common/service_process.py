@@ -32,6 +32,7 @@ from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.process_memory import freeze_gc, raise_malloc_trim_threshold
 from services.common.rpc import create_server
 from services.common.rpc_credentials import PeerCheck
+from services.common.seals import SealKeys, read_secrets
 from services.common.settings import EngineServiceSettings, SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
 from services.common.tracing import setup_tracing
@@ -131,6 +132,8 @@ def run_service(service: GpuService[SettingsT]) -> int:
     """Runs the process; its exit status."""
     try:
         settings = service.settings.from_environment()
+        if settings.redis_seal_key_file is not None:
+            read_secrets(settings.redis_seal_key_file)  # before a model is loaded
         setup_logging(service.name, settings.log_level)
         setup_tracing(service.name)
         credentials = Credentials.from_settings(settings)
@@ -188,6 +191,12 @@ async def served_fingerprint(settings: EngineServiceSettings) -> bytes:
     if settings.load_format == "dummy":
         return b""
     return await asyncio.to_thread(checkpoint_fingerprint, settings.model)
+
+
+def seals_of(settings: EngineServiceSettings, fingerprint: bytes) -> SealKeys | None:
+    """What seals embeddings in Redis; None: nothing does."""
+    path = settings.redis_seal_key_file
+    return None if path is None else SealKeys(path, fingerprint)
 
 
 async def create_service_server(

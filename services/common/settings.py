@@ -6,10 +6,12 @@ No other file of a service reads the environment. An unknown, missing or malform
 
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -100,6 +102,9 @@ class EngineServiceSettings(PeerSettings):
         num_threads: of torch on a CPU; 0: torch's own choice.
         memory_fraction: share of the device's memory that the service may use.
         redis_url: where the encoders store embeddings; empty: nowhere.
+        redis_seal_key_file: keys that seal embeddings in Redis, as `seals` describes the file;
+            without it, encoder and decoder believe what they read there.
+        redis_allow_unsealed: use a Redis on another machine without seals; else it is refused.
         redis_timeout_s: the most that an unresponsive Redis may delay a request, once.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
         log_level: the least level that is logged.
@@ -118,6 +123,29 @@ class EngineServiceSettings(PeerSettings):
     num_threads: Annotated[int, Field(ge=0)] = 0
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     redis_url: str = ""
+    redis_seal_key_file: Path | None = None
+    redis_allow_unsealed: bool = False
     redis_timeout_s: Annotated[float, Field(gt=0)] = 0.03
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    @model_validator(mode="after")
+    def _redis_is_sealed_or_here(self) -> Self:
+        sealed = self.redis_seal_key_file is not None or self.redis_allow_unsealed
+        if not sealed and not _is_on_this_machine(self.redis_url):
+            raise ValueError(
+                "redis_url is on another machine, where others may write: set redis_seal_key_file, "
+                "or redis_allow_unsealed=true"
+            )
+        return self
+
+
+def _is_on_this_machine(redis_url: str) -> bool:
+    parts = urlsplit(redis_url)
+    host = parts.hostname or ""
+    if parts.scheme in ("", "unix") or host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

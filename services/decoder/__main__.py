@@ -19,6 +19,7 @@ from services.common.service_process import (
     GpuService,
     StopServer,
     run_service,
+    seals_of,
     served_fingerprint,
 )
 from services.common.shared_memory import PAGE_BYTES
@@ -65,9 +66,14 @@ class DecoderService:
         """Wires them; connects to Redis if the model takes images."""
         registry = CollectorRegistry()
         cache = None
+        fingerprint = await served_fingerprint(settings)
         if settings.redis_url and ready.num_features:
             cache = RedisCache(
-                settings.redis_url, ttl_s=_REDIS_TTL_S, timeout_s=settings.redis_timeout_s
+                settings.redis_url,
+                ttl_s=_REDIS_TTL_S,
+                timeout_s=settings.redis_timeout_s,
+                seals=seals_of(settings, fingerprint),
+                read_only=True,
             )
             await cache.connect()
             registry.register(CacheCollector("decoder", cache.counters))
@@ -81,7 +87,7 @@ class DecoderService:
         grammars = Grammars(settings.model, ready.vocab_size, metrics.grammar_compile.observe)
         grammars.preload(read_spec(settings.model).eos_token_ids)
         front = DecoderFront(ready, channel, source, grammars, metrics)
-        servicer = DecoderServicer(front, await served_fingerprint(settings))
+        servicer = DecoderServicer(front, fingerprint)
         add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, servicer)
         return cls(front, cache, add_servicer, registry, metrics)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.common.arena import Arena, ArenaEntry
-from services.common.embedding import EmbeddingSpec
+from services.common.embedding_cache import StoredEntry
 from services.common.errors import InternalError, InvalidRequest, TriptychError
 from services.common.single_flight import InFlight
 from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
@@ -32,11 +32,11 @@ Ready = Callable[[ArenaEntry], None]
 class EmbeddingCache(Protocol):
     """`services.common.embedding_cache.RedisCache`, as far as it is used here. Never raises."""
 
-    async def header(self, key: bytes) -> tuple[EmbeddingSpec, bytes] | None:
-        """Spec and digest of a stored entry."""
+    async def header(self, key: bytes) -> StoredEntry | None:
+        """The header of a stored entry."""
         ...
 
-    async def read(self, key: bytes, spec: EmbeddingSpec, digest: bytes, into: memoryview) -> bool:
+    async def read(self, key: bytes, stored: StoredEntry, into: memoryview) -> bool:
         """Whether `into` now holds the entry, verified."""
         ...
 
@@ -298,9 +298,9 @@ class EmbeddingSource:
         if self.cache is None:
             return False
         found = await self.cache.header(entry.key)
-        if found is not None and found[0] == entry.spec:
-            entry.digest = found[1]
-            if await self.cache.read(entry.key, entry.spec, found[1], view):
+        if found is not None and found.spec == entry.spec:
+            entry.digest = found.digest
+            if await self.cache.read(entry.key, found, view):
                 self.observer.embedding_found("redis")
                 return True
         self.observer.embedding_missed("redis")

@@ -23,6 +23,7 @@ from services.common.service_process import (
     GpuService,
     StopServer,
     run_service,
+    seals_of,
     served_fingerprint,
 )
 from services.encoder.embeddings import Embeddings
@@ -85,14 +86,17 @@ class EncoderService:
         engine = EngineClient(channel, metrics.observe_batch)
         memory = MemoryTier(arena)
         redis = None
+        fingerprint = await served_fingerprint(settings)
         if settings.redis_url:
             cache = RedisCache(
-                settings.redis_url, ttl_s=settings.cache_ttl_s, timeout_s=settings.redis_timeout_s
+                settings.redis_url,
+                ttl_s=settings.cache_ttl_s,
+                timeout_s=settings.redis_timeout_s,
+                seals=seals_of(settings, fingerprint),
             )
             await cache.connect()
             metrics.registry.register(CacheCollector("encoder", cache.counters))
             redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
-        fingerprint = await served_fingerprint(settings)
         description = replace(describe(ready, settings), fingerprint=fingerprint)
         embeddings = Embeddings(
             like=description.like, merge_size=ready.merge_size, memory=memory, engine=engine,

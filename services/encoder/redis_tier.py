@@ -132,11 +132,10 @@ class RedisTier:
         await self._cache.close()
 
     async def _read(self, key: bytes, spec: EmbeddingSpec, *, need_bytes: bool) -> bool:
-        header = await self._cache.header(key)
-        if header is None:
+        stored = await self._cache.header(key)
+        if stored is None:
             return False
-        stored_spec, digest = header
-        if stored_spec != spec:
+        if stored.spec != spec:
             await self._cache.delete(key)
             return False
         if not need_bytes:
@@ -145,9 +144,9 @@ class RedisTier:
         try:
             if not entry.committed:
                 view = self._memory.arena.view(entry)
-                if not await self._cache.read(key, spec, digest, view):
+                if not await self._cache.read(key, stored, view):
                     return False
-                entry.digest = digest
+                entry.digest = stored.digest
                 self._memory.commit(entry)
             return True
         finally:

@@ -1,7 +1,7 @@
-"""The user that the deployment's instructions give to our services may do what they do, no more."""
+"""Encoder and decoder log in to Redis as users that may do what they do, no more."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,52 +9,122 @@ import pytest
 import redis
 
 from services.common.embedding import EmbeddingSpec, digest
-from services.common.embedding_cache import RedisCache
+from services.common.embedding_cache import RedisCache, StoredEntry
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer
+from triptych.serve import REDIS_RULES
 
 README = Path(__file__).resolve().parents[2] / "deploy" / "k8s" / "README.md"
 KEY, SPEC = bytes(range(32)), EmbeddingSpec("float32", 2, 4, 4)
+ENTRY = b"triptych:embedding:" + KEY
+DATA = np.ones(SPEC.shape, np.float32).tobytes()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    rules = re.search(r"users\.acl=\"(user .*?)\"", README.read_text(), re.DOTALL)
-    assert rules is not None
-    users = tmp_path / "users.acl"
-    users.write_text(rules[1].replace("$password", "secret") + "\n")
-    with RedisServer("--aclfile", str(users), user="triptych", password="secret") as server:
+def rules() -> str:
+    """What the deployment's instructions put into the server's file of users."""
+    found = re.search(r"users\.acl=\"(user .*?)\"", README.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    users = tmp_path_factory.mktemp("redis") / "users.acl"
+    users.write_text(rules().replace("$encoder", "secret").replace("$decoder", "secret") + "\n")
+    with RedisServer("--aclfile", str(users), user="encoder", password="secret") as server:
         yield server
 
 
-async def test_the_cache_may_do_all_that_it_does(server: RedisServer) -> None:
-    cache = RedisCache(server.url, ttl_s=60, timeout_s=PATIENCE_S)
-    try:
-        assert await cache.ping()
-        assert await cache.try_lock(KEY, b"me", 5.0)
-        assert not await cache.try_lock(KEY, b"you", 5.0)
-        await cache.unlock(KEY, b"me")
-        assert await cache.try_lock(KEY, b"you", 5.0)
-        data = np.ones(SPEC.shape, np.float32).tobytes()
-        assert await cache.write(KEY, SPEC, digest(data), data)
-        assert await cache.header(KEY) == (SPEC, digest(data))
-        into = memoryview(bytearray(SPEC.size_bytes))
-        assert await cache.read(KEY, SPEC, digest(data), into) and bytes(into) == data
-        await cache.delete(KEY)
-        assert await cache.header(KEY) is None
-        assert cache.counters.errors == 0
-    finally:
-        await cache.close()
+def url_of(server: RedisServer, user: str) -> str:
+    return server.url.replace("encoder:", f"{user}:")
+
+
+@pytest.fixture
+async def encoder(server: RedisServer) -> AsyncIterator[RedisCache]:
+    cache = RedisCache(url_of(server, "encoder"), ttl_s=60, timeout_s=PATIENCE_S)
+    yield cache
+    await cache.delete(KEY)
+    await cache.close()
+
+
+@pytest.fixture
+async def decoder(server: RedisServer) -> AsyncIterator[RedisCache]:
+    url = url_of(server, "decoder")
+    cache = RedisCache(url, ttl_s=60, timeout_s=PATIENCE_S, read_only=True)
+    yield cache
+    await cache.close()
+
+
+def test_the_local_stack_has_the_same_rules() -> None:
+    given = dict(re.findall(r"user (\w+) on >\S+ (.*)", rules()))
+    assert given == REDIS_RULES
+
+
+async def test_the_encoder_may_do_all_that_it_does(encoder: RedisCache) -> None:
+    assert await encoder.ping()
+    assert await encoder.try_lock(KEY, b"me", 5.0)
+    assert not await encoder.try_lock(KEY, b"you", 5.0)
+    await encoder.unlock(KEY, b"me")
+    assert await encoder.try_lock(KEY, b"you", 5.0)
+    assert await encoder.write(KEY, SPEC, digest(DATA), DATA)
+    found = await encoder.header(KEY)
+    assert found == StoredEntry(SPEC, digest(DATA))
+    into = memoryview(bytearray(SPEC.size_bytes))
+    assert await encoder.read(KEY, found, into) and bytes(into) == DATA
+    await encoder.delete(KEY)
+    assert await encoder.header(KEY) is None
+    assert encoder.counters.errors == 0
+
+
+async def test_the_decoder_reads_and_leaves_what_is_corrupt_to_the_encoder(
+    encoder: RedisCache, decoder: RedisCache, server: RedisServer
+) -> None:
+    assert await decoder.ping()
+    assert await encoder.write(KEY, SPEC, digest(DATA), DATA)
+    found = await decoder.header(KEY)
+    assert found is not None
+    into = memoryview(bytearray(SPEC.size_bytes))
+    assert await decoder.read(KEY, found, into) and bytes(into) == DATA
+    assert not await decoder.write(KEY, SPEC, digest(DATA), DATA)
+    assert decoder.counters.errors == 1 and decoder.available
+    with server.client() as client:
+        client.set(ENTRY, b"garbage")
+    assert await decoder.header(KEY) is None
+    assert decoder.counters.corrupt == 1
+    assert await encoder.header(KEY) is None
+    with server.client() as client:
+        assert client.get(ENTRY) is None  # the encoder has deleted it
+
+
+NEITHER = [
+    ("SET", "other", "1"), ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("SCAN", "0"),
+    ("CONFIG", "GET", "dir"), ("CONFIG", "SET", "dir", "/"), ("EVAL", "return 1", "0"),
+    ("SHUTDOWN",), ("ACL", "LIST"), ("MONITOR",), ("DEBUG", "SLEEP", "0"), ("SAVE",),
+    ("REPLICAOF", "NO", "ONE"), ("SUBSCRIBE", "triptych:x"), ("PUBLISH", "triptych:x", "1"),
+    ("MODULE", "LIST"), ("CLIENT", "LIST"), ("RENAME", ENTRY, "triptych:x"),
+    ("GETRANGE", "x", 0, 1),
+]  # fmt: skip
+NOT_THE_DECODER = [
+    ("SET", ENTRY, "1"), ("DEL", ENTRY), ("UNLINK", ENTRY), ("EXPIRE", ENTRY, "1"),
+    ("SETRANGE", ENTRY, "0", "x"), ("APPEND", ENTRY, "x"), ("GETDEL", ENTRY), ("GET", ENTRY),
+    ("SET", "triptych:lock:x", "1", "NX"), ("GETRANGE", "triptych:lock:x", 0, 1),
+    ("RESTORE", ENTRY, 0, b"x"), ("COPY", "triptych:a", ENTRY),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "command",
-    [("SET", "other", "1"), ("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "dir"),
-     ("EVAL", "return 1", "0"), ("SHUTDOWN",)],
-    ids=lambda command: command[0],
-)  # fmt: skip
-def test_and_nothing_else(server: RedisServer, command: tuple[str, ...]) -> None:
-    with server.client() as client, pytest.raises(redis.exceptions.NoPermissionError):
+    ("user", "command"),
+    [
+        *(("encoder", command) for command in NEITHER),
+        *(("decoder", command) for command in (*NEITHER, *NOT_THE_DECODER)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_and_nothing_else(server: RedisServer, user: str, command: tuple[object, ...]) -> None:
+    with (
+        redis.Redis.from_url(url_of(server, user), socket_timeout=PATIENCE_S) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
         client.execute_command(*command)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from PIL import Image
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, free_port
 from triptych.probes import gateway_ready
+from triptych.serve import REDIS_RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "demo" / "model"
@@ -160,19 +162,25 @@ class Cluster:
         decoder: dict[str, object] | None = None,
         gateway: dict[str, object] | None = None,
     ) -> None:
-        self.redis = RedisServer("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru")
+        users, seal_keys = directory / "users.acl", directory / "seal-keys"
+        rules = {"default": "~* +@all", **REDIS_RULES}  # tests may do everything
+        users.write_text("".join(f"user {u} on nopass {r}\n" for u, r in rules.items()))
+        seal_keys.write_text(secrets.token_hex(32))
+        self.redis = RedisServer(
+            "--aclfile", str(users), "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru"
+        )
         common = {
-            "model": model, "device": "cpu", "dtype": "float32", "redis_url": self.redis.url,
+            "model": model, "device": "cpu", "dtype": "float32", "redis_seal_key_file": seal_keys,
             # A machine that is busy with something else must not make Redis look slow.
             "redis_timeout_s": 5,
         }  # fmt: skip
+        encoder = {**common, "redis_url": self.redis.url_of("encoder"), **(encoder or {})}
+        decoder = {**common, "redis_url": self.redis.url_of("decoder"), **(decoder or {})}
         self.encoders = [
-            Service("encoder", directory / f"encoder-{i}.log", **{**common, **(encoder or {})})
-            for i in range(encoders)
+            Service("encoder", directory / f"encoder-{i}.log", **encoder) for i in range(encoders)
         ]
         self.decoders = [
-            Service("decoder", directory / f"decoder-{i}.log", **{**common, **(decoder or {})})
-            for i in range(decoders)
+            Service("decoder", directory / f"decoder-{i}.log", **decoder) for i in range(decoders)
         ]
         self.gateway = Service(
             "gateway",

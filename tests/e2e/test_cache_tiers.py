@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
+from services.common.embedding import STORED_HEADER_BYTES, pack_header, unpack_header
+from services.common.image_key import KEY_BYTES, image_key
+from services.common.pb import encoder_pb2, encoder_pb2_grpc
+from services.common.seals import NO_SEAL, SEAL_BYTES
 from tests.e2e.cluster import Cluster, message, png, wait_until
 from tests.noise import PATIENCE_S, least
 
@@ -76,24 +81,60 @@ def test_neither_neighbours_nor_streaming_change_an_answer(cluster: Cluster) -> 
     assert together == alone
 
 
-def test_garbage_in_redis_changes_no_answer(cluster: Cluster) -> None:
-    images = [png(seed) for seed in (10, 11, 12)]
-    stored = num_stored(cluster)
-    expected = [cluster.ask(QUESTION, image) for image in images]
-    wait_until(lambda: num_stored(cluster) == stored + 3, PATIENCE_S, "the entries are in Redis")
+def test_garbage_and_forged_entries_in_redis_change_no_answer(cluster: Cluster) -> None:
+    """The last one is another image's, as good as one can be made without our keys."""
+    images = [png(seed) for seed in (10, 11, 12, 13)]
+    keys: list[bytes] = []
+    expected: list[str] = []
+    for image in images:
+        before = set(stored_keys(cluster))
+        expected.append(cluster.ask(QUESTION, image))
+        wait_until(lambda b=before: len(set(stored_keys(cluster)) - b) == 1, PATIENCE_S, "stored")
+        keys += set(stored_keys(cluster)) - before
+    assert expected[3] != expected[0]
     with cluster.redis.client() as client:
-        keys = list(client.scan_iter())
-        for n, key in enumerate(keys):
-            value = bytearray(client.get(key) or b"")
-            if n % 3 == 0:
-                value = bytearray(b"garbage")
-            elif n % 3 == 1:
-                value = value[: len(value) // 2]
-            else:
-                value[-7] ^= 0xFF
-            client.set(key, bytes(value))
+        values = [bytearray(client.get(key) or b"") for key in keys]
+        header_bytes = STORED_HEADER_BYTES + SEAL_BYTES
+        spec, digest = unpack_header(bytes(values[0][:STORED_HEADER_BYTES]), keys[0][-KEY_BYTES:])
+        body = values[0][header_bytes:]
+        flipped = values[2].copy()
+        flipped[-7] ^= 0xFF
+        client.set(keys[0], b"garbage")
+        client.set(keys[1], bytes(values[1][: len(values[1]) // 2]))
+        client.set(keys[2], bytes(flipped))
+        client.set(keys[3], pack_header(keys[3][-KEY_BYTES:], spec, digest) + NO_SEAL + body)
+    num_lines = {s: len(s.log.read_text().splitlines()) for s in cluster.services}
     cluster.restart(*cluster.encoders, *cluster.decoders)  # only Redis could answer now
     assert [cluster.ask(QUESTION, image) for image in images] == expected
+    assert num_events(cluster, "corrupt") >= 3 and num_events(cluster, "forged") >= 1
+    for service in (*cluster.encoders, *cluster.decoders):
+        lines = service.log.read_text().splitlines()[num_lines[service] :]
+        assert sum("an entry in Redis is not used" in line for line in lines) <= 1
+
+
+def test_no_caller_of_an_encoder_names_its_image_as_anothers(cluster: Cluster) -> None:
+    """Who reaches an encoder cannot answer for a victim's image before the victim asks."""
+    victims, mine = png(30), png(31)
+    apart = cluster.ask(QUESTION, victims, extra_body={"cache_salt": "another key"})
+    assert apart != cluster.ask(QUESTION, mine)
+    for encoder in cluster.encoders:
+        with grpc.insecure_channel(encoder.address) as channel:
+            stub = encoder_pb2_grpc.EncoderStub(channel)
+            prefix = stub.Describe(encoder_pb2.DescribeEncoderRequest()).key_prefix
+            grid = (1, 12, 12)
+            forged = encoder_pb2.EncodeRequest(
+                image_key=image_key(prefix, victims, grid=grid, salt=b""),
+                image=mine,
+                grid=encoder_pb2.Grid(t=1, h=12, w=12),
+            )
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Encode(forged, timeout=PATIENCE_S)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert encoder.metric("encoder_failures_total", code="wrong_image_key") == 1
+    assert cluster.ask(QUESTION, victims) == apart
+    forged.image = victims  # so the key was the victim's
+    with grpc.insecure_channel(encoder.address) as channel:
+        encoder_pb2_grpc.EncoderStub(channel).Encode(forged, timeout=PATIENCE_S)
 
 
 def test_flushed_and_stopped_redis_change_no_answer(cluster: Cluster) -> None:
@@ -138,5 +179,17 @@ def test_frozen_redis_adds_at_most_50_ms(hasty: Cluster) -> None:
 
 def num_stored(cluster: Cluster) -> int:
     """Embeddings in Redis; they are written behind the answer."""
+    return len(stored_keys(cluster))
+
+
+def stored_keys(cluster: Cluster) -> list[bytes]:
     found = cluster.redis.keys()
-    return sum(key.startswith(b"triptych:embedding:") for key in found)
+    return [key for key in found if key.startswith(b"triptych:embedding:")]
+
+
+def num_events(cluster: Cluster, event: str) -> float:
+    """Of Redis, in all services that use it."""
+    return sum(
+        service.metric(f"{service.kind}_redis_events_total", event=event)
+        for service in (*cluster.encoders, *cluster.decoders)
+    )

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from services.common.embedding import STORED_HEADER_BYTES, EmbeddingSpec, digest, pack_header
-from services.common.embedding_cache import RedisCache
+from services.common.embedding_cache import RedisCache, StoredEntry
+from services.common.seals import NO_SEAL
 from tests.noise import PATIENCE_S, async_least, timed
 from tests.redis_server import RedisServer, free_port, redis_server  # noqa: F401
 
@@ -48,9 +49,8 @@ async def load(cache: RedisCache, key: bytes = KEY) -> bytes | None:
     found = await cache.header(key)
     if found is None:
         return None
-    spec, expected = found
-    into = memoryview(bytearray(spec.size_bytes))
-    return bytes(into) if await cache.read(key, spec, expected, into) else None
+    into = memoryview(bytearray(found.spec.size_bytes))
+    return bytes(into) if await cache.read(key, found, into) else None
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -70,19 +70,19 @@ async def test_what_is_written_is_read(cache: RedisCache, redis_server: RedisSer
     assert (cache.counters.hits, cache.counters.misses, cache.counters.corrupt) == (1, 2, 0)
 
 
-@pytest.mark.parametrize("position", [0, 8, 40, 44, 60, STORED_HEADER_BYTES, -1])
+@pytest.mark.parametrize("position", [0, 8, 40, 44, 60, STORED_HEADER_BYTES + len(NO_SEAL), -1])
 async def test_a_flipped_bit_is_a_miss_and_deleted(
     cache: RedisCache,
     redis_server: RedisServer,  # noqa: F811
     position: int,
 ) -> None:
     data = body()
-    value = bytearray(pack_header(KEY, SPEC, digest(data)) + data)
+    value = bytearray(pack_header(KEY, SPEC, digest(data)) + NO_SEAL + data)
     value[position] ^= 0x10
     with redis_server.client() as client:
         client.set(ENTRY, bytes(value))
     found = await cache.header(KEY)
-    if found is not None and found[0] == SPEC:
+    if found is not None and found.spec == SPEC:
         assert await load(cache) is None
     elif found is not None:  # another spec than expected: the caller's comparison refuses it
         return
@@ -97,12 +97,13 @@ async def test_other_contents_are_misses(
     data = body()
     nan = np.full(SPEC.shape, np.nan, np.float32).tobytes()
     values = {
-        "another key's entry": pack_header(OTHER, SPEC, digest(data)) + data,
-        "truncated": (pack_header(KEY, SPEC, digest(data)) + data)[:-1],
-        "no body": pack_header(KEY, SPEC, digest(data)),
+        "another key's entry": pack_header(OTHER, SPEC, digest(data)) + NO_SEAL + data,
+        "truncated": (pack_header(KEY, SPEC, digest(data)) + NO_SEAL + data)[:-1],
+        "no body": pack_header(KEY, SPEC, digest(data)) + NO_SEAL,
+        "no seal": pack_header(KEY, SPEC, digest(data)),
         "random": os.urandom(1000),
         "short": b"x",
-        "not finite": pack_header(KEY, SPEC, digest(nan)) + nan,
+        "not finite": pack_header(KEY, SPEC, digest(nan)) + NO_SEAL + nan,
     }
     for name, value in values.items():
         with redis_server.client() as client:
@@ -126,7 +127,7 @@ async def test_evicted_between_header_and_body(
     found = await cache.header(KEY)
     assert found
     redis_server.flush()
-    assert not await cache.read(KEY, *found, memoryview(bytearray(SPEC.size_bytes)))
+    assert not await cache.read(KEY, found, memoryview(bytearray(SPEC.size_bytes)))
     assert cache.counters.misses == 1 and cache.counters.corrupt == 0
 
 
@@ -237,7 +238,7 @@ async def test_frozen_between_header_and_body(
         hasty = open_cache(redis_server.url)
         assert await hasty.ping(PATIENCE_S)
         redis_server.freeze()
-        seconds = await timed(hasty.read(KEY, *found, into))
+        seconds = await timed(hasty.read(KEY, found, into))
         redis_server.thaw()
         assert not hasty.available
         return seconds
@@ -287,7 +288,7 @@ async def test_garbage_protocol(open_cache: Callable[..., RedisCache], answer: b
         data = body()
         assert await load(cache) is None
         into = memoryview(bytearray(SPEC.size_bytes))
-        assert not await cache.read(KEY, SPEC, digest(data), into)
+        assert not await cache.read(KEY, StoredEntry(SPEC, digest(data)), into)
         await cache.write(KEY, SPEC, digest(data), data)
         await cache.try_lock(KEY, b"me", 1.0)
         await cache.unlock(KEY, b"me")

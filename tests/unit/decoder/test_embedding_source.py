@@ -9,6 +9,7 @@ import pytest
 
 from services.common.arena import Arena, ArenaEntry
 from services.common.embedding import EmbeddingSpec, digest
+from services.common.embedding_cache import StoredEntry
 from services.common.errors import InvalidImage, InvalidRequest
 from services.decoder import embeddings
 from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
@@ -51,9 +52,9 @@ class FakeCache:
         if key not in self.entries:
             return None
         spec, data = self.entries[key]
-        return spec, digest(data)
+        return StoredEntry(spec, digest(data))
 
-    async def read(self, key, spec, expected, into) -> bool:
+    async def read(self, key, stored, into) -> bool:
         data = self.entries[key][1]
         into[:] = bytes(len(data)) if self.broken else data
         return not self.broken

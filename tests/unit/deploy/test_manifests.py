@@ -20,6 +20,7 @@ from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
 
 ROOT = Path(__file__).resolve().parents[3]
 K8S = ROOT / "deploy" / "k8s"
+README = (K8S / "README.md").read_text(encoding="utf-8")
 VISION = ("vision", "overlays/local", "overlays/gpu", "overlays/gpu-shared-kernels")
 TEXT = ("base", "overlays/text")
 VARIANTS = (*VISION, *TEXT)
@@ -302,7 +303,22 @@ def test_redis_is_bounded_in_memory_and_behind_a_password(vision: list[Resource]
     assert options["--aclfile"].startswith(container_of(pod)["volumeMounts"][0]["mountPath"])
     for name in ("encoder", "decoder"):
         url = json.loads(environment(vision, pods(vision)[name])[f"{name.upper()}_REDIS_URL"])
-        assert url["secretKeyRef"]["name"] == pod["spec"]["volumes"][0]["secret"]["secretName"]
+        secret = pod["spec"]["volumes"][0]["secret"]["secretName"]
+        assert url["secretKeyRef"] == {"name": secret, "key": f"{name}-url"}
+        assert f"--from-literal={name}-url=" in README
+
+
+def test_entries_in_redis_are_sealed_with_mounted_keys(vision: list[Resource]) -> None:
+    assert "--from-literal=seal-keys=" in README
+    for name in ("encoder", "decoder"):
+        pod = pods(vision)[name]
+        (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "seal-keys")
+        (mount,) = (m for m in container_of(pod)["volumeMounts"] if m["name"] == "seal-keys")
+        (item,) = volume["secret"]["items"]  # neither passwords nor users
+        path = f"{mount['mountPath']}/{item['path']}"
+        variables = environment(vision, pod)
+        assert item["key"] == "seal-keys" and mount["readOnly"] and "subPath" not in mount
+        assert variables[f"{name.upper()}_REDIS_SEAL_KEY_FILE"] == path
 
 
 def test_redis_has_no_known_remote_code_execution(vision: list[Resource]) -> None:

@@ -89,6 +89,22 @@ def test_without_redis_the_stack_says_so_and_goes_on(
     assert specs[0].environment["ENCODER_REDIS_URL"] == "redis://r"
 
 
+def test_a_redis_with_passwords_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model_directory(tmp_path / "model")
+    for url in ("redis://u:secret@r", "redis://r?password=secret", "unix://u:secret@/r"):
+        assert cli.main(["serve", "--model", str(model), "--redis-url", url]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert "export ENCODER_REDIS_URL" in said and "secret" not in said
+    monkeypatch.setenv("ENCODER_REDIS_URL", "redis://e:secret@r")
+    monkeypatch.setenv("DECODER_REDIS_URL", "redis://d:secret@r")
+    _, specs = serve.prepare(ServeOptions(model=model, port=0), tmp_path, print)
+    assert [spec.name for spec in specs] == ["encoder-0", "decoder-0", "gateway"]
+    assert specs[0].environment["ENCODER_REDIS_URL"] == "redis://e:secret@r"
+    assert specs[1].environment["DECODER_REDIS_URL"] == "redis://d:secret@r"
+
+
 def test_a_text_model_needs_neither_encoder_nor_redis_and_serve_says_so(tmp_path: Path) -> None:
     lines: list[str] = []
     options = ServeOptions(model=write_text_model_directory(tmp_path / "text"), port=0)

@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -12,9 +13,11 @@ from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 from triptych.devices import count_gpus, place
-from triptych.plan import Plan, ServeOptions, plan_stack
-from triptych.serve import make_links
+from triptych.plan import Plan, RedisUrls, ServeOptions, plan_stack
+from triptych.serve import make_links, redis_spec
 from triptych.stack import StackError
+
+REDIS = RedisUrls("redis://encoder@localhost", "redis://decoder@localhost")
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def text_model(tmp_path: Path) -> Path:
 
 def plan(model: Path, environment: dict[str, str] | None = None, **options: object) -> Plan:
     chosen = ServeOptions(model=model, port=0, **options)  # type: ignore[arg-type]
-    return plan_stack(chosen, "redis://r", environment or {"CUDA_VISIBLE_DEVICES": ""}, 2, None)
+    return plan_stack(chosen, REDIS, environment or {"CUDA_VISIBLE_DEVICES": ""}, 2, None)
 
 
 def test_every_service_accepts_its_environment(model: Path) -> None:
@@ -49,7 +52,7 @@ def test_every_service_accepts_its_environment(model: Path) -> None:
             assert value.metrics_host == "127.0.0.1"
         else:
             assert (value.dtype, value.load_format) == ("bfloat16", "dummy")
-            assert value.redis_url == "redis://r"
+            assert value.redis_url == REDIS.of(child.name.split("-")[0])
         assert made.metrics_urls[child.name].endswith(f":{value.metrics_port}/metrics")
         ports.add(value.metrics_port)
     assert len(ports) == 10
@@ -203,11 +206,15 @@ def test_gpus_are_counted_by_the_environment_first(tmp_path: Path) -> None:
 
 
 def test_a_redis_of_our_own_listens_only_on_its_socket(tmp_path: Path) -> None:
-    from triptych.serve import redis_spec, redis_url
-
-    spec = redis_spec(tmp_path, tmp_path / "redis.log")
-    assert spec is not None
-    assert redis_url(tmp_path) == f"unix://{tmp_path}/redis.sock"
+    made = redis_spec(tmp_path, tmp_path / "redis.log")
+    assert made is not None
+    spec, urls = made
+    users = (tmp_path / "users.acl").read_text()
+    for kind in ("encoder", "decoder"):
+        url = urlsplit(urls.of(kind))
+        assert (url.scheme, url.username, url.path) == ("unix", kind, f"{tmp_path}/redis.sock")
+        assert url.password and url.password not in users
+        assert not any(url.password in word for word in spec.command)
     options = dict(zip(spec.command[1::2], spec.command[2::2], strict=True))
     assert options["--port"] == "0"
     assert options["--save"] == ""

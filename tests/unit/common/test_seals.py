@@ -1,0 +1,249 @@
+"""Who can write to Redis, but has no key, changes no entry: each change is a counted miss."""
+
+import os
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.common import seals
+from services.common.embedding import STORED_HEADER_BYTES, EmbeddingSpec, digest, pack_header
+from services.common.embedding_cache import RedisCache
+from services.common.seals import NO_SEAL, SEAL_BYTES, SealKey, SealKeys, read_secrets
+from services.common.service_process import run_service
+from services.common.settings import SettingsError
+from services.decoder.__main__ import DECODER
+from services.decoder.settings import DecoderSettings
+from tests.noise import PATIENCE_S
+from tests.redis_server import RedisServer, redis_server  # noqa: F401
+from tests.unit.common.test_embedding_cache import ENTRY, KEY, OTHER, SPEC, body, load
+
+OLD, NEW, THEIRS = (bytes([n]) * 32 for n in (1, 2, 3))
+MODEL = b"m" * 32
+BODY_OFFSET = STORED_HEADER_BYTES + SEAL_BYTES
+
+
+def write_keys(path: Path, *secrets: bytes) -> Path:
+    path.write_text("# newest first\n" + "".join(f"{secret.hex()}\n" for secret in secrets))
+    return path
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return write_keys(tmp_path / "keys", OLD)
+
+
+@pytest.fixture
+async def open_cache(
+    redis_server: RedisServer,  # noqa: F811
+) -> AsyncIterator[Callable[..., RedisCache]]:
+    caches: list[RedisCache] = []
+
+    def make(keys: Path | None, fingerprint: bytes = MODEL, **options: bool) -> RedisCache:
+        made = None if keys is None else SealKeys(keys, fingerprint)
+        caches.append(
+            RedisCache(redis_server.url, ttl_s=60, timeout_s=PATIENCE_S, seals=made, **options)
+        )
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        await cache.close()
+
+
+def sealed_by(secret: bytes, key: bytes, spec: EmbeddingSpec, data: bytes) -> bytes:
+    """An entry as someone with that secret writes it."""
+    header = pack_header(key, spec, digest(data))
+    return header + SealKey.derive(secret, MODEL).seal(header, data) + data
+
+
+async def test_a_sealed_entry_is_read_with_its_key(
+    keys: Path, open_cache: Callable[..., RedisCache]
+) -> None:
+    writer, reader = open_cache(keys), open_cache(keys, read_only=True)
+    data = body()
+    assert await writer.write(KEY, SPEC, digest(data), data)
+    assert await load(reader) == data
+    assert reader.counters.forged == reader.counters.corrupt == 0
+    assert await load(open_cache(None)) == data  # who has no key believes what it reads
+
+
+async def test_what_others_write_is_a_miss_counted_and_logged_once(
+    keys: Path,
+    open_cache: Callable[..., RedisCache],
+    redis_server: RedisServer,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    red, blue = body(1), body(2)
+    header = pack_header(KEY, SPEC, digest(red))
+    ours = sealed_by(OLD, KEY, SPEC, blue)
+    another = sealed_by(OLD, OTHER, SPEC, red)
+    wider = replace(SPEC, num_features=SPEC.num_features * 2, num_tokens=SPEC.num_tokens // 2)
+    values = {
+        "without a seal": header + NO_SEAL + red,
+        "of another key of seals": sealed_by(THEIRS, KEY, SPEC, red),
+        "a seal of another entry": header + another[STORED_HEADER_BYTES:],
+        "another entry whole": another,
+        "another's header and seal under this key": header + another[STORED_HEADER_BYTES:],
+        "our header and seal, another body": ours[:BODY_OFFSET] + red,
+        "of another shape": pack_header(KEY, wider, digest(blue)) + ours[STORED_HEADER_BYTES:],
+        "of another dtype": pack_header(
+            KEY, replace(SPEC, dtype="bfloat16", hidden=SPEC.hidden * 2), digest(blue)
+        ) + ours[STORED_HEADER_BYTES:],
+        "truncated": ours[:-1],
+        "truncated in the seal": ours[: BODY_OFFSET - 1],
+        "of another model": header
+        + SealKey.derive(OLD, b"x" * 32).seal(header, red) + red,
+    }  # fmt: skip
+    cache = open_cache(keys)
+    for name, value in values.items():
+        before = replace(cache.counters)
+        with redis_server.client() as client:
+            client.set(ENTRY, value)
+        assert await load(cache) is None, name
+        refused = cache.counters.forged + cache.counters.corrupt
+        assert refused == before.forged + before.corrupt + 1, name
+        assert cache.counters.misses == before.misses + 1, name
+        assert redis_server.keys() == [], name
+    assert cache.counters.forged >= 6
+    with redis_server.client() as client:
+        client.set(ENTRY, ours)
+    assert await load(cache) == blue
+    assert len([r for r in caplog.records if "not used" in r.message]) == 1
+
+
+async def test_a_body_with_the_same_digest_is_not_the_one_that_was_sealed(
+    keys: Path,
+    open_cache: Callable[..., RedisCache],
+    redis_server: RedisServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """XXH3 can be forged; here any body passes it."""
+    ours = sealed_by(OLD, KEY, SPEC, body(1))
+    with redis_server.client() as client:
+        client.set(ENTRY, ours[:BODY_OFFSET] + body(2))
+    cache = open_cache(keys)
+    monkeypatch.setattr("services.common.embedding_cache.digest_of", lambda _: digest(body(1)))
+    assert await load(cache) is None
+    assert (cache.counters.forged, cache.counters.corrupt) == (1, 0)
+
+
+async def test_who_only_reads_deletes_nothing(
+    keys: Path,
+    open_cache: Callable[..., RedisCache],
+    redis_server: RedisServer,  # noqa: F811
+) -> None:
+    with redis_server.client() as client:
+        client.set(ENTRY, sealed_by(THEIRS, KEY, SPEC, body()))
+    assert await load(open_cache(keys, read_only=True)) is None
+    assert redis_server.keys() == [ENTRY]
+
+
+async def test_keys_rotate_while_services_run(
+    keys: Path, open_cache: Callable[..., RedisCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seals, "_CHECK_INTERVAL_S", 0.0)
+    writer, reader = open_cache(keys), open_cache(keys)
+    old, new = body(1), body(2)
+    await writer.write(KEY, SPEC, digest(old), old)
+    write_keys(keys, OLD, NEW)  # each service opens both
+    write_keys(keys, NEW, OLD)  # and seals with the new one
+    await writer.write(OTHER, SPEC, digest(new), new)
+    assert (await load(reader), await load(reader, OTHER)) == (old, new)
+    write_keys(keys, NEW)  # the old one has gone, and what it sealed with it
+    assert (await load(reader), await load(reader, OTHER)) == (None, new)
+
+
+def test_a_bad_key_file_leaves_the_keys_before(
+    keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(seals, "_CHECK_INTERVAL_S", 0.0)
+    found = SealKeys(keys, MODEL)
+    newest = found.newest
+    keys.write_text("not a key")
+    assert found.newest == found.newest == newest
+    keys.unlink()
+    assert found.newest == newest
+    assert len(caplog.records) == 1 and "not a key" not in caplog.text
+    write_keys(keys, NEW)
+    assert found.newest == SealKey.derive(NEW, MODEL)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "# nothing\n", "ab" * 31, "ab" * 33, "x" * 64, ("ab" * 32 + "\n") * 9, "#" * 5000, "é"],
+)
+def test_bad_key_files_are_refused_at_start(
+    tmp_path: Path,
+    content: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=str(path)) as caught:
+        read_secrets(path)
+    assert not content.strip() or content.strip() not in str(caught.value)
+    monkeypatch.setenv("DECODER_MODEL", "/m")
+    monkeypatch.setenv("DECODER_REDIS_SEAL_KEY_FILE", str(path))
+    assert run_service(DECODER) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "is_here"),
+    [("", True), ("unix:///run/redis.sock", True), ("redis://localhost/0", True),
+     ("redis://u:p@127.0.0.1:6379", True), ("redis://[::1]:6379", True),
+     ("redis://redis:6379", False), ("rediss://10.0.0.1", False),
+     ("redis://127.0.0.1.example.com", False), ("redis://localhost.example.com", False)],
+)  # fmt: skip
+def test_a_redis_elsewhere_needs_seals_or_a_word(keys: Path, url: str, is_here: bool) -> None:
+    environment = {"DECODER_MODEL": "/m", "DECODER_REDIS_URL": url}
+    for more in ({"DECODER_REDIS_SEAL_KEY_FILE": str(keys)},
+                 {"DECODER_REDIS_ALLOW_UNSEALED": "true"}):  # fmt: skip
+        assert DecoderSettings.from_environment(environment | more).redis_url == url
+    if is_here:
+        assert DecoderSettings.from_environment(environment).redis_url == url
+    else:
+        with pytest.raises(SettingsError, match="redis_seal_key_file"):
+            DecoderSettings.from_environment(environment)
+
+
+def test_every_byte_of_an_entry_is_sealed() -> None:
+    spec = EmbeddingSpec("bfloat16", 1, 2, 3)
+    data = np.ones(spec.size_bytes // 2, np.uint16).tobytes()
+    header = pack_header(KEY, spec, digest(data))
+    key = SealKey.derive(OLD, MODEL)
+    seal = key.seal(header, data)
+    assert key.opens(header, seal) and key.matches(data, seal)
+    whole = header + seal + data
+    for position in range(len(whole)):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << position % 8
+        parts = struct.unpack(f"{len(header)}s{SEAL_BYTES}s{len(data)}s", changed)
+        assert not (key.opens(parts[0], parts[1]) and key.matches(parts[2], parts[1])), position
+
+
+async def test_checking_a_large_body_leaves_the_event_loop_alone(
+    keys: Path, open_cache: Callable[..., RedisCache]
+) -> None:
+    """30 MiB: seconds of work in the thread that runs the event loop, by its own clock."""
+    spec = replace(SPEC, num_tokens=(30 << 20) // SPEC.hidden // SPEC.num_features // 4)
+    data = os.urandom(spec.size_bytes // 4).replace(b"\x7f", b"\0").replace(b"\xff", b"\0") * 4
+    data = (np.frombuffer(data, np.uint32) & 0x3FFFFFFF).tobytes()
+    cache, plain = open_cache(keys), open_cache(None)
+    assert await cache.write(KEY, spec, digest(data), data)
+
+    async def loop_s(reader: RedisCache) -> float:
+        best = float("inf")
+        for _ in range(3):
+            start = time.thread_time()
+            assert await load(reader) is not None
+            best = min(best, time.thread_time() - start)
+        return best
+
+    assert await loop_s(cache) < await loop_s(plain) + 0.003  # 4.5 ms to check a seal
