@@ -102,6 +102,7 @@ async def _run(options: argparse.Namespace, stack: Stack, history: History) -> d
         **history.report(),
         "failures": [f"seed {options.seed}: {line}" for line in history.failures()],
         "left": left,
+        "slowest": history.slowest(),
         "growth": [dataclasses.asdict(each) for each in census.growth()],
         "windows": [dataclasses.asdict(window) for window in history.windows],
     }

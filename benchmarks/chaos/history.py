@@ -15,7 +15,7 @@ import numpy as np
 # After a fault's end: connections, breakers and health checks have been restored by then.
 _SETTLE_S = 2.0
 _AFTER_S = 3.0
-_END_SLACK_S = 1.0
+_NUM_SLOWEST = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """A front process's end."""
+    """A front process's end.
 
-    name: str  # and process id
+    Attributes:
+        name: and process id.
+        seen_at: when it was last seen to run.
+        at: when its end was seen.
+    """
+
+    name: str
+    seen_at: float
     at: float
     status: int
 
@@ -110,7 +117,8 @@ class History:
                 right = any(
                     end.name == ask.gateway
                     and end.status == -9
-                    and ask.start <= end.at <= ask.end + _END_SLACK_S
+                    and ask.start <= end.at
+                    and ask.end >= end.seen_at
                     for end in self.ends
                 )
             case _:
@@ -150,7 +158,7 @@ class History:
             groups.setdefault(self._group(window), []).append(window)
         for kind, windows in sorted(groups.items()):
             during = self._ttfts((w.start, w.whole) for w in windows)
-            after = self._ttfts((w.whole, w.whole + _AFTER_S) for w in windows)
+            after = self._ttfts((w.whole, self._after(w)) for w in windows)
             kinds[kind] = {
                 "faults": len(windows),
                 "detection_s": max(w.detection_s for w in windows),
@@ -160,6 +168,17 @@ class History:
                 "whole_s": [w.whole - w.start for w in windows],
             }
         return {"outcomes": dict(self.outcomes()), "normal": normal, "kinds": kinds}
+
+    def slowest(self) -> list[str]:
+        """A line for each of the latest first tokens."""
+        found = sorted(self.asks, key=lambda ask: -ask.ttft_s)[:_NUM_SLOWEST]
+        return [f"{a.ttft_s:.2f} s ({a.gateway}): {self._context(a)}" for a in found]
+
+    def _after(self, window: Window) -> float:
+        """The end of the time after a fault: at most until the first request that met another."""
+        later = [w.start for w in self.windows if w.start > window.whole]
+        met = [a.start for a in self.asks if any(a.end >= at for at in later[:1])]
+        return min([window.whole + _AFTER_S, *(at for at in met if at >= window.whole)])
 
     def _group(self, window: Window) -> str:
         alone = not any(

@@ -47,6 +47,7 @@ class Pod:
         proxy: None for a gateway, whose clients reach it directly.
         ready: a gateway that clients may be sent to.
         leaves: it was told to go, so it is not started again.
+        seen_at: when it was last seen to run.
     """
 
     kind: Kind
@@ -57,6 +58,7 @@ class Pod:
     ready: bool = False
     leaves: bool = False
     silent_probes: int = 0
+    seen_at: float = 0.0
 
     @property
     def name(self) -> str:
@@ -236,7 +238,10 @@ class Stack:
     async def _supervise(self) -> None:
         while True:
             for pod in list(self.pods.values()):
-                if pod.leaves or pod.service.is_running():
+                if pod.leaves:
+                    continue
+                if pod.service.is_running():
+                    pod.seen_at = time.monotonic()
                     continue
                 pod.ready = False
                 await self._note_end(pod)
@@ -245,7 +250,7 @@ class Stack:
 
     async def _note_end(self, pod: Pod) -> None:
         name, status = f"{pod.name}/{pod.service.pid}", pod.service.wait()
-        self._ends.append(ProcessEnd(name, time.monotonic(), status))
+        self._ends.append(ProcessEnd(name, pod.seen_at, time.monotonic(), status))
         await self._note_rest(pod)
 
     async def _note_rest(self, pod: Pod) -> None:

@@ -177,10 +177,11 @@ def test_only_right_outcomes_pass(outcome: str, windows: int, right: bool) -> No
 @pytest.mark.parametrize(
     ("end", "right"),
     [
-        (ProcessEnd("gateway-0/7", 13.1, -9), True),
-        (ProcessEnd("gateway-0/7", 13.1, 0), False),
-        (ProcessEnd("gateway-1/8", 13.1, -9), False),
-        (ProcessEnd("gateway-0/7", 11.0, -9), False),
+        (ProcessEnd("gateway-0/7", 12.9, 15.0, -9), True),
+        (ProcessEnd("gateway-0/7", 12.9, 13.1, 0), False),
+        (ProcessEnd("gateway-1/8", 12.9, 13.1, -9), False),
+        (ProcessEnd("gateway-0/7", 10.9, 11.0, -9), False),
+        (ProcessEnd("gateway-0/7", 13.1, 13.2, -9), False),
     ],
 )
 def test_a_request_may_be_lost_with_its_gateway_alone(end: ProcessEnd, right: bool) -> None:
