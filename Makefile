@@ -13,6 +13,7 @@ LIGHT := $(LIGHT_VENV)/.installed
 PIP_INSTALL = -m pip install --disable-pip-version-check -c constraints.txt
 PINS := pyproject.toml constraints.txt
 WORKERS ?= 2
+ALONGSIDE = $(MAKE) --no-print-directory --jobs=$(WORKERS) --output-sync=target
 say = @printf '\n==> %s\n' "$(1)"
 
 .PHONY: help
@@ -30,16 +31,18 @@ $(RUNTIME): $(PINS) | $(BIN)/python
 	$(BIN)/python $(PIP_INSTALL) -e '.[gateway,encoder,decoder,cli]'
 	@touch $@
 
-$(DEV): $(PINS) | $(RUNTIME)
-	$(call say,installing the development tools into $(VENV))
-	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
-	@touch $@
+# Services and tools at once: two runs of pip would resolve twice. Most of the modules are never
+# imported, so each is compiled when it first is.
+$(DEV): $(PINS) | $(BIN)/python
+	$(call say,installing services and development tools into $(VENV))
+	$(BIN)/python $(PIP_INSTALL) --no-compile -e '.[dev]'
+	@touch $(RUNTIME) $@
 
 $(LIGHT): $(PINS) | $(BIN)/python
 	$(call say,installing the gateway without torch into $(LIGHT_VENV))
 	$(PYTHON) -m venv $(LIGHT_VENV)
 	@echo '*' > $(LIGHT_VENV)/.gitignore
-	$(LIGHT_VENV)/bin/python $(PIP_INSTALL) -e '.[gateway]' \
+	$(LIGHT_VENV)/bin/python $(PIP_INSTALL) --no-compile -e '.[gateway]' \
 		pillow pytest pytest-asyncio pytest-rerunfailures pytest-timeout hypothesis
 	@touch $@
 
@@ -73,7 +76,11 @@ bench: $(DEV) ## measure a running server: make bench ARGS="--url URL --rows tex
 .PHONY: test
 # A test that fails is tried again, for the machine's sake; what needed it is printed (ADR 0010).
 test: export PYTEST_ADDOPTS = --reruns 2 --reruns-delay 2 -rfER
-test: system-test lint type proto-check test-light e2e unit ## everything that must hold
+test: system-test ## everything that must hold
+	@$(MAKE) --no-print-directory $(DEV) $(LIGHT)
+	@$(ALONGSIDE) lint type proto-check test-light
+	@$(MAKE) --no-print-directory e2e
+	@$(MAKE) --no-print-directory unit
 
 .PHONY: lint
 lint: $(DEV) ## style, formatting, dependency rules, sizes
@@ -91,7 +98,8 @@ type: $(DEV) ## static types
 .PHONY: unit
 unit: $(DEV) ## all tests that start no stack
 	$(call say,pytest)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not e2e" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+		-m "not gpu and not e2e" $(ARGS)
 
 .PHONY: e2e
 e2e: $(DEV) ## tests that start real processes

@@ -3,6 +3,18 @@
 import functools
 
 import httpcore2
+import pytest
 
 # Reading the list of authorities takes a client 30 ms. Those of tests share what was read once.
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first, so that no worker begins one last. Those of whole stacks
+    have an order of their own.
+    """
+
+    def is_late(item: pytest.Item) -> bool:
+        return item.get_closest_marker("slow") is None or "e2e" in item.keywords
+
+    items.sort(key=is_late)

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("service", ["encoder", "decoder"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(660)
 def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     done = subprocess.run(

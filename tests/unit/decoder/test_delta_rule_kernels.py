@@ -28,6 +28,7 @@ from tests.unit.decoder.delta_rule_steps import random_inputs, random_layout, sp
 ROOT, CPU, BF16 = Path(__file__).resolve().parents[3], torch.device("cpu"), torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     done = subprocess.run(
