@@ -35,6 +35,7 @@ import uvloop
 from benchmarks import null_engine
 from benchmarks.client import Connection, Sample, Target, TimedConnection
 from benchmarks.workloads import WORDS
+from services.common.credentials import Credentials
 from services.common.service_process import serve
 from services.decoder.__main__ import DECODER
 
@@ -71,6 +72,26 @@ class Load:
     def interval_s(self) -> float:
         """Between two ticks of the engine."""
         return self.streams / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How gateways and decoder meet.
+
+    Attributes:
+        tls: directory of a certificate that has both names; None: plaintext.
+        token: file; None: no token.
+        unix: a socket instead of loopback.
+    """
+
+    tls: Path | None = None
+    token: Path | None = None
+    unix: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """The gateways' settings."""
+        found = {"GATEWAY_PEER_TLS_DIRECTORY": self.tls, "GATEWAY_PEER_TOKEN_FILE": self.token}
+        return {name: str(value) for name, value in found.items() if value is not None}
 
 
 Answer = tuple[int, Sample, list[float]]  # seed, what was seen, when each token came
@@ -136,7 +157,9 @@ def _token_id() -> int:
     return vocabulary[_LETTER]
 
 
-def _start(load: Load, log: Path, children: ExitStack) -> tuple[Target, list[psutil.Process]]:
+def _start(
+    load: Load, link: Link, log: Path, children: ExitStack
+) -> tuple[Target, list[psutil.Process]]:
     """Starts decoder and gateways; returns once they answer.
 
     Returns:
@@ -147,7 +170,10 @@ def _start(load: Load, log: Path, children: ExitStack) -> tuple[Target, list[psu
         model=_MODEL, port=decoder_port, metrics_port=0, embedding_cache_bytes=1 << 20,
         shutdown_grace_s=0, log_level="ERROR",
         interval_s=load.interval_s, token_id=_token_id(), log=log,
+        socket=log.with_name("decoder.sock") if link.unix else None,
+        peer_tls_directory=link.tls, peer_token_file=link.token,
     )  # fmt: skip
+    decoder_address = f"unix:{settings.socket}" if link.unix else f"127.0.0.1:{decoder_port}"
 
     def start(module: str, *arguments: str, **variables: str) -> psutil.Process:
         command = [sys.executable, "-m", module, *arguments]
@@ -164,8 +190,8 @@ def _start(load: Load, log: Path, children: ExitStack) -> tuple[Target, list[psu
             GATEWAY_PORT=str(own_port), GATEWAY_SHARED_PORT=str(port),
             GATEWAY_METRICS_PORT="0",
             GATEWAY_ENCODER_ADDRESSES="127.0.0.1:1", GATEWAY_SHUTDOWN_GRACE_S="0",
-            GATEWAY_DECODER_ADDRESSES=f"127.0.0.1:{decoder_port}", GATEWAY_LOG_LEVEL="ERROR",
-            GATEWAY_MAX_CONCURRENT_REQUESTS=str(null_engine.MAX_SEQUENCES),
+            GATEWAY_DECODER_ADDRESSES=decoder_address, GATEWAY_LOG_LEVEL="ERROR",
+            GATEWAY_MAX_CONCURRENT_REQUESTS=str(null_engine.MAX_SEQUENCES), **link.variables(),
         )
         for own_port in own_ports
     ]  # fmt: skip
@@ -204,12 +230,12 @@ def _send(target: Target, load: Load) -> list[Answer]:
     return answers
 
 
-def measure(load: Load) -> None:
+def measure(load: Load, link: Link) -> None:
     """Prints the rows of one load."""
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
         log = Path(directory) / "sent.json"
         with ExitStack() as children:
-            target, processes = _start(load, log, children)
+            target, processes = _start(load, link, log, children)
             before = [_cpu_s(process) for process in processes]
             answers = _send(target, load)
             front_s, engine_s, *gateway_s = (
@@ -253,8 +279,9 @@ def _cpu_s(process: psutil.Process) -> float:
 def run_decoder(settings_json: str) -> int:
     """A decoder whose engine computes nothing."""
     settings = null_engine.NullSettings.model_validate_json(settings_json)
+    credentials = Credentials.from_settings(settings)
     decoder = replace(DECODER, engine_module=null_engine.__name__)
-    return uvloop.run(serve(decoder, settings, settings.embedding_cache_bytes))
+    return uvloop.run(serve(decoder, settings, settings.embedding_cache_bytes, credentials))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -271,6 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--words", type=int, default=8, help="of a prompt")
     add("--clients", type=int, default=max(1, (os.cpu_count() or 1) // 4), help="processes")
     add("--gateways", type=int, default=max(1, (os.cpu_count() or 1) // 4), help="processes")
+    add("--tls", type=Path, default=None, metavar="DIR", help="a certificate of both services")
+    add("--token", type=Path, default=None, metavar="FILE", help="a token of both services")
+    add("--unix", action="store_true", help="a Unix socket between the services")
     add("--decoder", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.decoder:
@@ -285,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.streams, rate, tokens, requests, options.words, options.clients,
             options.gateways,
         )  # fmt: skip
-        measure(load)
+        measure(load, Link(options.tls, options.token, options.unix))
     return 0
 
 

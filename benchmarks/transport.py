@@ -6,7 +6,7 @@ Prints the median of each way, end to end (the call, the copy, every check), bes
 copy of the bytes by one thread. "stored": the encoder holds the embedding. "fresh": Encode and
 Fetch of a new image are sent together, and an engine that takes no time makes it; its digest is
 computed while the bytes are sent. "features": the engine takes as long as a tower and finishes
-feature after feature; the time is what follows its end.
+feature after feature; the time is what follows its end. CPU is of both processes, Encode included.
 """
 
 import argparse
@@ -19,19 +19,24 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+import psutil
 import uvloop
 
 from services.common.arena import Arena
+from services.common.credentials import Credentials, TokenFile, watch_certificates
 from services.common.embedding import EmbeddingSpec
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.process_memory import raise_malloc_trim_threshold
 from services.common.rpc import create_channel
+from services.common.rpc_credentials import PeerCheck
 from services.common.service_process import create_service_server
 from services.decoder.embedding_fetch import EncoderFetcher
+from services.decoder.known_encoders import KnownEncoders
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     EncodeImage,
@@ -88,7 +93,20 @@ class InstantEngine:
             self._done.put_nowait(ImageDone(job_id) if done else FeatureDone([job_id], part))
 
 
-async def serve(num_tokens: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How encoder and decoder meet.
+
+    Attributes:
+        listen: the encoder's address; port 0: any free one.
+        credentials: of both.
+    """
+
+    listen: str
+    credentials: Credentials
+
+
+async def serve(num_tokens: int, link: Link) -> None:
     """The encoder's process: prints its port and serves until it is killed."""
     arena = Arena(_NUM_SLOTS * num_tokens * _TOKEN_BYTES)
     values = np.random.default_rng(0).standard_normal(arena.size_bytes // 2, np.float32)
@@ -106,8 +124,11 @@ async def serve(num_tokens: int) -> None:
     running = asyncio.create_task(client.run())
     description = Description("transport", _PREFIX, like, 1, max_image_patches=1 << 20)
     servicer = EncoderServicer(description, embeddings, metrics)
-    server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
-    port = server.add_insecure_port("127.0.0.1:0")
+    check = PeerCheck(link.credentials, "encoder", ("decoder",), metrics.registry)
+    server, _ = await create_service_server(
+        SERVICE, partial(add_to_server, servicer), check=check if link.credentials else None
+    )
+    port = check.add_port(server, link.listen)
     await server.start()
     print(port, flush=True)
     await running
@@ -198,34 +219,46 @@ def copy_floor_s(size_bytes: int, repeats: int) -> float:
     return statistics.median(times)
 
 
-async def measure(mib: int, repeats: int) -> None:
+async def measure(mib: int, repeats: int, link: Link) -> None:
     """Prints the rows of one size."""
     num_tokens = (mib << 20) // _TOKEN_BYTES
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.transport", "--serve", str(num_tokens),
+        sys.executable, "-m", "benchmarks.transport", "--serve", str(num_tokens), *sys.argv[1:],
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        address = f"127.0.0.1:{int(await process.stdout.readline())}"
-        channel = create_channel(address)
-        arena, numbers = Arena(_NUM_SLOTS * num_tokens * _TOKEN_BYTES), itertools.count(1)
+        port = int(await process.stdout.readline())
+        unix = link.listen.startswith("unix:")
+        address = link.listen if unix else f"127.0.0.1:{port}"
+        known = KnownEncoders([address])
+        channel = create_channel(address, link.credentials, peer="encoder")
+        encoder = psutil.Process(process.pid)
+        arena, keys = Arena(_NUM_SLOTS * num_tokens * _TOKEN_BYTES), itertools.count(1)
         floor_s = copy_floor_s(mib << 20, repeats)
         for path in ("shm", "grpc"):
-            fetcher = EncoderFetcher(shared_memory=path == "shm")
+            fetcher = EncoderFetcher(
+                shared_memory=path == "shm", credentials=link.credentials, known=known
+            )
             stub = pb_grpc.EncoderStub(channel)
-            reader = Reader(address, stub, arena, num_tokens, fetcher, numbers)
+            reader = Reader(address, stub, arena, num_tokens, fetcher, keys)
             kinds = (
                 ("stored", reader.stored),
                 ("fresh", reader.fresh),
                 ("features", reader.features),
             )
             for kind, once in kinds:
-                times = sorted([await once() for _ in range(_WARM_UP + repeats)][_WARM_UP:])
+                found: list[tuple[float, float]] = []
+                for _ in range(_WARM_UP + repeats):
+                    before = _cpu_s(encoder)
+                    found.append((await once(), _cpu_s(encoder) - before))
+                times = sorted(seconds for seconds, _ in found[_WARM_UP:])
+                cpu_s = statistics.mean(cpu for _, cpu in found[_WARM_UP:])
                 median_s = statistics.median(times)
                 print(
-                    f"{mib:4d} MiB  {path:4s}  {kind:6s}  {1e3 * median_s:7.2f} ms"
+                    f"{mib:4d} MiB  {path:4s}  {kind:8s}  {1e3 * median_s:7.2f} ms"
                     f"  (least {1e3 * times[0]:.2f}, p90 {1e3 * times[len(times) * 9 // 10]:.2f})"
+                    f"  CPU {1e3 * cpu_s:.2f} ms"
                     f"  floor {1e3 * floor_s:.2f} ms  ratio {median_s / floor_s:.1f}"
                 )
             await fetcher.close()
@@ -235,10 +268,16 @@ async def measure(mib: int, repeats: int) -> None:
         await process.wait()
 
 
-async def _main(sizes: list[int], repeats: int) -> None:
+def _cpu_s(encoder: psutil.Process) -> float:
+    """Of both processes."""
+    theirs = encoder.cpu_times()
+    return time.process_time() + theirs.user + theirs.system
+
+
+async def _main(sizes: list[int], repeats: int, link: Link) -> None:
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     for mib in sizes:
-        await measure(mib, repeats)
+        await measure(mib, repeats, link)
 
 
 def main() -> None:
@@ -246,13 +285,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--mib", default="16,4", help="sizes of an embedding, in MiB")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--tls", type=Path, metavar="DIR", help="a certificate of both services")
+    parser.add_argument("--token", type=Path, metavar="FILE", help="a token of both services")
+    parser.add_argument("--unix", metavar="PATH", help="a Unix socket between the services")
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     raise_malloc_trim_threshold()  # as the services do
-    if arguments.serve:
-        uvloop.run(serve(arguments.serve))
+    link = Link(
+        f"unix:{options.unix}" if options.unix else "127.0.0.1:0",
+        Credentials(
+            None if options.tls is None else watch_certificates(options.tls),
+            None if options.token is None else TokenFile(options.token),
+        ),
+    )
+    if options.serve:
+        uvloop.run(serve(options.serve, link))
     else:
-        uvloop.run(_main([int(mib) for mib in arguments.mib.split(",")], arguments.repeats))
+        uvloop.run(_main([int(mib) for mib in options.mib.split(",")], options.repeats, link))
 
 
 if __name__ == "__main__":

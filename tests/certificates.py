@@ -1,7 +1,11 @@
-"""Authorities and certificates for tests, in the layout of a mounted secret."""
+"""Authorities and certificates for tests and benchmarks, in the layout of a mounted secret.
+
+`python -m tests.certificates DIR NAME...` makes a directory with a certificate of these names.
+"""
 
 import datetime
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -79,3 +83,7 @@ def _builder(
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=1))
     )
+
+
+if __name__ == "__main__":
+    mount(Authority().issue(*sys.argv[2:]), Path(sys.argv[1]))
