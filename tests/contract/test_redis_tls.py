@@ -55,7 +55,7 @@ async def _read(cache: RedisCache) -> bytes | None:
     if header is None:
         return None
     into = memoryview(bytearray(SPEC.size_bytes))
-    return bytes(into) if await cache.read(KEY, SPEC, header[1], into) else None
+    return bytes(into) if await cache.read(KEY, header, into) else None
 
 
 async def test_entries_are_written_and_read_over_tls(server: TlsRedisServer) -> None:
