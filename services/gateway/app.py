@@ -148,6 +148,8 @@ def _pools(
     encoders = EncoderPool(addresses, served, dialling)
     decoders = DecoderPool(settings.decoders, served, dialling)
     for kind, pool in (("encoder", encoders), ("decoder", decoders)):
+        if kind == "encoder" and spec.vision is None:
+            continue  # none is missing
         metrics.healthy_pods.labels(kind).set_function(pool.num_healthy)
     return encoders, decoders
 

@@ -1,0 +1,177 @@
+"""Writes the Grafana dashboard of the component `monitoring`; `--check` only compares.
+
+The panels are here, the layout is computed. A test checks that each metric in them is exported.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DASHBOARD = (
+    Path(__file__).resolve().parents[1] / "deploy/k8s/components/monitoring/triptych-dashboard.json"
+)
+_COLUMNS, _WIDTH, _HEIGHT = 24, 8, 7
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A graph over time.
+
+    Attributes:
+        title: of the panel.
+        unit: Grafana's id of it.
+        queries: PromQL, by legend. `{$}` selects the namespace.
+    """
+
+    title: str
+    unit: str
+    queries: dict[str, str]
+
+
+def _rates(metric: str, by: str, prefix: str = "") -> dict[str, str]:
+    legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
+    return {prefix + legend: f"sum by ({by}) (rate({metric}{{$}}[$__rate_interval]))"}
+
+
+def _quantiles(metric: str, *quantiles: float, by: str = "") -> dict[str, str]:
+    labels = f"le, {by}" if by else "le"
+    return {
+        f"p{100 * quantile:g}" + (f" {{{{{by}}}}}" if by else ""): (
+            f"histogram_quantile({quantile}, "
+            f"sum by ({labels}) (rate({metric}_bucket{{$}}[$__rate_interval])))"
+        )
+        for quantile in quantiles
+    }
+
+
+ROWS: dict[str, list[Panel]] = {
+    "Requests": [
+        Panel("Requests by outcome", "reqps", _rates("gateway_requests_total", "outcome")),
+        Panel("Time to first token", "s", _quantiles("gateway_ttft_seconds", 0.5, 0.95, 0.99)),
+        Panel("Time per output token", "s", _quantiles("gateway_tpot_seconds", 0.5, 0.95, 0.99)),
+        Panel("Tokens", "cps", _rates("gateway_tokens_total", "kind")),
+        Panel("Stages: 95th percentile", "s",
+              _quantiles("gateway_stage_seconds", 0.95, by="stage")),
+        Panel("Requests that hold a slot", "short", {"{{pod}}": "gateway_requests_running{$}"}),
+        Panel("Refusals, retries, hand-overs", "cps", {
+            **_rates("gateway_rejections_total", "reason", "refused: "),
+            **_rates("gateway_retries_total", "service", "retried: "),
+            "handed over": "sum(rate(gateway_handovers_total{$}[$__rate_interval]))",
+        }),
+        Panel("Pods that accept work", "short", {
+            "{{service}}": "min by (service) (gateway_healthy_pods{$})",
+        }),
+        Panel("Requests by tenant", "reqps", _rates("gateway_tenant_requests_total", "tenant")),
+    ],
+    "Encoders": [
+        Panel("Backlog", "s", {"{{pod}}": "encoder_backlog_seconds{$}"}),
+        Panel("Busy", "percentunit", _rates("encoder_busy_seconds_total", "pod")),
+        Panel("Patches encoded", "cps", _rates("encoder_patches_encoded_total", "pod")),
+        Panel("Patches that wait or run", "short", {"{{pod}}": "encoder_queue_patches{$}"}),
+        Panel("Calls by source", "reqps", _rates("encoder_requests_total", "source")),
+        Panel("Stages: 95th percentile", "s",
+              _quantiles("encoder_stage_seconds", 0.95, by="stage")),
+        Panel("Failures", "cps", _rates("encoder_failures_total", "method, code")),
+        Panel("Redis", "cps", _rates("encoder_redis_events_total", "event")),
+        Panel("Silence of the engine", "s", {"{{pod}}": "encoder_engine_silence_seconds{$}"}),
+    ],
+    "Decoders": [
+        Panel("KV blocks in use", "percentunit", {"{{pod}}": "decoder_kv_usage_ratio{$}"}),
+        Panel("Rows in use", "percentunit", {"{{pod}}": "decoder_row_usage_ratio{$}"}),
+        Panel("Sequences that wait", "short", {
+            "for {{for}}": "sum by (for) (decoder_sequences_waiting{$})",
+        }),
+        Panel("Tokens generated", "cps", _rates("decoder_generated_tokens_total", "pod")),
+        Panel("Busy", "percentunit", _rates("decoder_busy_seconds_total", "pod")),
+        Panel("Preemptions, late masks", "cps", {
+            **_rates("decoder_preemptions_total", "pod", "preempted "),
+            **_rates("decoder_late_token_masks_total", "pod", "late "),
+        }),
+        Panel("Queue, transfer, prefill: 95th percentile", "s", {
+            **{f"queue {k}": v for k, v in _quantiles("decoder_queue_seconds", 0.95).items()},
+            **{f"transfer {k}": v for k, v in _quantiles("decoder_transfer_seconds", 0.95).items()},
+            **{f"prefill {k}": v for k, v in _quantiles("decoder_prefill_seconds", 0.95).items()},
+        }),
+        Panel("Embeddings by path", "Bps", _rates("decoder_embedding_fetch_bytes_total", "path")),
+        Panel("Prompt tokens, of them cached", "cps", {
+            "all": "sum(rate(decoder_prompt_tokens_total{$}[$__rate_interval]))",
+            "cached": "sum(rate(decoder_prefix_cache_hit_tokens_total{$}[$__rate_interval]))",
+        }),
+    ],
+}  # fmt: skip
+
+
+def document() -> str:
+    """The dashboard as Grafana imports it."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row, row_panels in ROWS.items():
+        place = {"x": 0, "y": y, "w": _COLUMNS, "h": 1}
+        panels.append({"type": "row", "title": row, "gridPos": place, "collapsed": False})
+        y += 1
+        for number, panel in enumerate(row_panels):
+            line, column = divmod(number, _COLUMNS // _WIDTH)
+            place = {"x": column * _WIDTH, "y": y + line * _HEIGHT, "w": _WIDTH, "h": _HEIGHT}
+            panels.append(_graph(panel, place))
+        y += -(-len(row_panels) // (_COLUMNS // _WIDTH)) * _HEIGHT
+    for number, panel in enumerate(panels, 1):
+        panel["id"] = number
+    dashboard = {
+        "uid": "triptych",
+        "title": "Triptych",
+        "tags": ["triptych"],
+        "timezone": "browser",
+        "refresh": "15s",
+        "time": {"from": "now-1h", "to": "now"},
+        "schemaVersion": 39,
+        "templating": {"list": [_DATASOURCE, _NAMESPACE]},
+        "panels": panels,
+    }
+    return json.dumps(dashboard, indent=1) + "\n"
+
+
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_DATASOURCE = {"name": "datasource", "type": "datasource", "query": "prometheus"}
+_NAMESPACE = {
+    "name": "namespace",
+    "type": "query",
+    "datasource": _SOURCE,
+    "query": "label_values(gateway_requests_running, namespace)",
+    "refresh": 2,
+}
+
+
+def _graph(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
+    return {
+        "type": "timeseries",
+        "title": panel.title,
+        "gridPos": place,
+        "datasource": _SOURCE,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "targets": [
+            {
+                "refId": chr(ord("A") + number),
+                "datasource": _SOURCE,
+                "expr": query.replace("{$}", '{namespace="$namespace"}'),
+                "legendFormat": legend,
+            }
+            for number, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def main() -> int:
+    """Writes or checks the file; the exit status."""
+    if "--check" not in sys.argv[1:]:
+        DASHBOARD.write_text(document())
+        return 0
+    if DASHBOARD.read_text() == document():
+        return 0
+    print(f"{DASHBOARD.name} is out of date: run scripts/grafana_dashboard.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Queries of scalers, alerts and dashboard: each metric is exported, with the labels asked for."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPONENTS = ROOT / "deploy" / "k8s" / "components"
+# What Prometheus adds to each sample of a pod.
+TARGET_LABELS = {"namespace", "pod", "container", "endpoint", "instance", "job"}
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"')
+_GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
+_METRIC = re.compile(r"\b(?:gateway|encoder|decoder)_\w+")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, tuple[str, set[str]]]:
+    """Type and labels of each series that the services export, by its name."""
+    table = script("metrics_table")
+    found: dict[str, tuple[str, set[str]]] = {}
+    for registry in table.registries().values():
+        for name, kind, labels, _ in table.rows(registry):
+            names = {label.strip() for label in labels.split(",") if label}
+            if kind != "histogram":
+                found[name] = (kind, names)
+                continue
+            found[f"{name}_bucket"] = ("counter", names | {"le"})
+            found[f"{name}_sum"] = found[f"{name}_count"] = ("counter", names)
+    return found
+
+
+def load(path: Path) -> list[Any]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def scaler_queries() -> Iterator[str]:
+    for path in (COMPONENTS / "autoscaling").rglob("*.yaml"):
+        yield from re.findall(r"^\s*query: (.*)$", path.read_text(), re.MULTILINE)
+
+
+def rules() -> list[dict[str, Any]]:
+    (document,) = load(COMPONENTS / "monitoring" / "alerts.yaml")
+    (group,) = document["spec"]["groups"]
+    return group["rules"]
+
+
+def panels() -> list[dict[str, Any]]:
+    dashboard = json.loads((COMPONENTS / "monitoring" / "triptych-dashboard.json").read_text())
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def panel_queries() -> Iterator[str]:
+    for panel in panels():
+        for target in panel["targets"]:
+            yield target["expr"]
+
+
+QUERIES = [*scaler_queries(), *(rule["expr"] for rule in rules()), *panel_queries()]
+
+
+def test_there_are_queries_of_each_kind() -> None:
+    assert len(list(scaler_queries())) == 7
+    assert len(rules()) > 10
+    assert len(list(panel_queries())) > 30
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_each_metric_is_exported_with_its_labels(
+    query: str, exported: dict[str, tuple[str, set[str]]]
+) -> None:
+    assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
+    selectors = re.findall(r"\b((?:gateway|encoder|decoder)_\w+)(\{[^}]*\})?", query)
+    assert selectors
+    labels_there: set[str] = set()
+    for name, selector in selectors:
+        assert name in exported, name
+        kind, labels = exported[name]
+        labels_there |= labels
+        asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", _LITERAL.sub("", selector)))
+        assert asked <= labels | TARGET_LABELS
+        assert "namespace" in asked
+        # A counter is only looked at by its rate, and a gauge never.
+        used = re.search(rf"(\w*)\({re.escape(name + selector)}(\[)?", query)
+        rated = used is not None and used[1] in ("rate", "increase")
+        assert rated == (kind == "counter"), name
+    for group in _GROUPING.findall(query):
+        assert {label.strip() for label in group.split(",")} <= labels_there | TARGET_LABELS
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_an_alert_says_what_is_wrong_and_how_bad_it_is(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert rule["annotations"]["summary"].endswith(".")
+    assert 'namespace="triptych"' in rule["expr"]
+    # A label in the text must be one that the expression keeps.
+    for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
+        groups = _GROUPING.findall(rule["expr"])
+        assert all(label in group for group in groups) or not groups
+
+
+def test_the_dashboard_is_up_to_date_and_its_panels_do_not_overlap() -> None:
+    dashboard = script("grafana_dashboard")
+    assert dashboard.DASHBOARD.read_text() == dashboard.document()
+    taken: set[tuple[int, int]] = set()
+    for panel in json.loads(dashboard.document())["panels"]:
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
+                 for y in range(place["y"], place["y"] + place["h"])}  # fmt: skip
+        assert not cells & taken and place["x"] + place["w"] <= 24
+        taken |= cells
+    assert len({panel["title"] for panel in panels()}) > 20
+
+
+def test_every_pod_with_metrics_is_scraped() -> None:
+    (monitor,) = load(COMPONENTS / "monitoring" / "pod-monitor.yaml")
+    (expression,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert set(expression["values"]) == {"gateway", "encoder", "decoder"}
+    ports = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+    assert ports == {"metrics", "encoder-metrics"}
+    for path in ("base/gateway.yaml", "base/decoder.yaml", "vision/encoder.yaml"):
+        (deployment,) = (d for d in load(ROOT / "deploy/k8s" / path) if d["kind"] == "Deployment")
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        assert "metrics" in {port["name"] for port in container["ports"]}
+
+
+def test_prefix_names_are_ours_alone() -> None:
+    """The expressions above find metrics by prefix; a name without one would go unseen."""
+    for query in QUERIES:
+        assert _METRIC.search(query)
+        assert not re.search(r"\b(?:container|kube|node)_\w+", _LITERAL.sub("", query))
