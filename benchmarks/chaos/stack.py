@@ -35,7 +35,7 @@ _GRACE_S = 20.0
 # Children go with the driver, even when it is killed.
 _TETHER = ["setpriv", "--pdeathsig", "KILL"]
 # What starts again gives way to what serves: a pod on a node of its own would take nothing from it.
-_MORE_NICENESS = 3
+_MORE_NICENESS = 6
 
 
 @dataclass(eq=False)
@@ -208,7 +208,7 @@ class Stack:
             return {**common, "cache_bytes": 4 << 20, "preprocess_workers": 2}
         return {
             **common, "embedding_cache_bytes": 4 << 20, "max_num_sequences": 64,
-            "kv_cache_bytes": 24_000_000 if slot == 0 else 8_000_000,
+            "kv_cache_bytes": 24_000_000 if slot == 0 else 14_000_000,
             "max_model_len": 1500, "shared_memory": slot % 2 == 0,
         }  # fmt: skip
 
