@@ -49,7 +49,9 @@ async def _get(host: str, port: int, path: str) -> tuple[bytes, bytes]:
 
 async def grpc_ready(address: str, service: str) -> bool:
     """True when the standard health service says that `service` is SERVING."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    # Never through a proxy of the environment's.
+    options = [("grpc.enable_http_proxy", 0)]
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)
         try:

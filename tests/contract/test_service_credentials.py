@@ -40,6 +40,7 @@ from tests.certificates import Authority, mount
 from tests.fake_fetch import FakeFetchServicer, embedding_bytes
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
+from triptych.probes import grpc_ready
 
 TOKEN, OTHER_TOKEN = "a-token-of-the-services", "a-token-of-somebody-else"
 CALLERS = "gateway", "decoder"
@@ -364,6 +365,11 @@ async def test_no_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     async with serving(NO_CREDENTIALS) as server:
         assert await describe(server.address, NO_CREDENTIALS) is grpc.StatusCode.OK
+        assert await grpc_ready(server.address, "triptych.v1.Encoder")
+        # gRPC itself would take it.
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call = pb_grpc.EncoderStub(channel).Describe(pb.DescribeEncoderRequest())
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_reflection_is_off_unless_it_is_asked_for() -> None:

@@ -39,8 +39,11 @@ def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) ->
         settings[kind]["health_port"] = port
     # Without shared memory and with one encoder, the decoder fetches over its own channel.
     settings["decoder"]["shared_memory"] = False
-    with Cluster(tmp_path, **settings) as cluster:  # type: ignore[arg-type]
-        (encoder,), (decoder,) = cluster.encoders, cluster.decoders
+    cluster = Cluster(tmp_path, **settings)  # type: ignore[arg-type]
+    (encoder,), (decoder,) = cluster.encoders, cluster.decoders
+    known = f"dns:///localhost:{encoder.port}"
+    decoder._settings["DECODER_ENCODER_ADDRESSES"] = known
+    with cluster:
         assert cluster.ask("What do you see?", png(1))
         assert decoder.metric("decoder_embedding_fetch_bytes_total", path="grpc") > 0
         # The kubelet speaks plaintext, to a port of its own.
