@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from benchmarks.simulation.events import Clock
 from benchmarks.simulation.requests import Request
-from benchmarks.simulation.stages import StageCosts
+from benchmarks.simulation.stages import StageCosts, linear_table
 
 Finished = Callable[[Request], None]
 _WATERMARK = 0.01  # of the KV, left free by admissions
@@ -102,8 +102,9 @@ class Engine:
 
     def _reschedule(self) -> None:
         self._version += 1
-        at = self._since + max(0.0, self._left) / self._rate
-        self.clock.at(max(at, self.clock.now), self._fire, self._version)
+        at = self._since + self._left / self._rate
+        now = self.clock.now
+        self.clock.at(at if at > now else now, self._fire, self._version)
 
     def _fire(self, version: int) -> None:
         if version == self._version:
@@ -166,7 +167,10 @@ class Encoder(Engine):
                 passed.append(image)
         queue.extendleft(reversed(passed))
         self._batch = batch
-        self._work(self._costs.batch_seconds([patches for _, patches in batch]))
+        seconds = self._costs.encode_fixed
+        for _, patches in batch:
+            seconds += self._costs.image_seconds(patches)
+        self._work(seconds)
 
     def _done(self) -> None:
         batch, self._batch = self._batch, []
@@ -196,6 +200,7 @@ class Decoder(Engine):
     ) -> None:  # fmt: skip
         super().__init__(clock, gpu)
         self._costs = costs
+        self._linear = linear_table(costs)
         self._kv_tokens = kv_tokens
         self._finished = finished
         self._waiting: deque[Request] = deque()
@@ -245,7 +250,7 @@ class Decoder(Engine):
         rows = self.num_rows
         tokens = steps * self._context + rows * steps * (steps - 1) // 2
         return (
-            steps * self._costs.linear_seconds(rows) + tokens * self._costs.per_kv_token
+            steps * self._linear[rows] + tokens * self._costs.per_kv_token
         )
 
     def _end_leap(self) -> None:
@@ -276,7 +281,7 @@ class Decoder(Engine):
                 tokens += length
                 seconds += length * (request.computed + length / 2) * self._costs.per_pair
             self._steps = 1
-            self._leap_s = seconds + self._costs.linear_seconds(tokens)
+            self._leap_s = seconds + self._linear[tokens]
         elif self.num_rows:
             room = (self._kv_tokens - self.kv_used) // self.num_rows
             self._steps = max(1, min(self._first_finish() - self._step, room))

@@ -1,7 +1,9 @@
 """What a simulation says: shares of requests within their objectives, and GPU hours."""
 
+import gc
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +81,8 @@ def simulate(
     if (first := next(requests, None)) is not None:
         clock.at(first.arrival, arrive, first)
     clock.at(0.0, sample)
-    clock.run(trace.duration_s)
+    with _without_collector():
+        clock.run(trace.duration_s)
     hours = {name: f.gpu_seconds() / 3600 for name, f in zip(pods, cluster.fleets, strict=True)}
     counts = {name: list(numbers) for name, numbers in pods.items()}
     end = trace.duration_s
@@ -90,6 +93,18 @@ def simulate(
     times = (np.array(arrived), np.array(ttft), np.array(tpot), np.array(kinds))
     preemptions = sum(p.decoder.num_preemptions for f in cluster.fleets for p in f.pods if p.decoder)
     return _result(name, trace, times, lost, hours, counts, preemptions)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Requests make no cycles; looking for them takes a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _result(

@@ -5,8 +5,8 @@ fixed latencies of the rows with one client. `benchmarks.simulation.rows` checks
 them against serving rows that were not used here.
 """
 
+import functools
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -68,9 +68,11 @@ class StageCosts:
         """The tower's time for one image, without what a batch costs once."""
         return patches * (self.per_patch + patches * self.per_patch_pair)
 
-    def batch_seconds(self, images: Sequence[int]) -> float:
-        """The tower's time for a batch; `images` in patches."""
-        return self.encode_fixed + sum([self.image_seconds(patches) for patches in images])
+
+@functools.cache
+def linear_table(costs: StageCosts) -> list[float]:
+    """`linear_seconds` of each number of tokens that a step may have."""
+    return [costs.linear_seconds(tokens) for tokens in range(costs.max_step_tokens + 1)]
 
 
 # One H200, Qwen3-VL-2B's shape, bf16. Sources: benchmarks/LOG.md and HISTORY.md (decode steps of

@@ -1,0 +1,125 @@
+"""The comparisons and the sweep behind docs/autoscaling.md."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from benchmarks.simulation.autoscaler import Policy, Trigger
+from benchmarks.simulation.cluster import Plan
+from benchmarks.simulation.policies import (
+    BACKLOG, DECODER, ENCODER, ENCODER_BUSY, REPLICA, ROWS, UP, WAITING, replicas, split,
+)  # fmt: skip
+from benchmarks.simulation.results import Result, simulate
+from benchmarks.simulation.stages import StageCosts
+from benchmarks.simulation.traces import Trace, bursts, flash_crowd
+
+Progress = Callable[[str, float], None]
+
+
+def silent(name: str, share: float) -> None:
+    """Shows no progress."""
+
+
+def compare(
+    trace: Trace, costs: StageCosts, *, seed: int = 0, start_s: float = 60.0,
+    progress: Progress = silent,
+) -> list[Result]:  # fmt: skip
+    """The shipped policy, then what it is compared with.
+
+    Fixed for the peak: the most pods of each stage that the shipped policy ever had. Fixed at the
+    mean: a control that spends the same GPU hours without following the load.
+    """
+
+    def run(name: str, plan: Plan) -> Result:
+        return simulate(
+            trace, plan, costs, name=name, seed=seed, progress=lambda s: progress(name, s)
+        )
+
+    shipped = run("shipped", split(2, 2, start_s=start_s))
+    peak = [max(pods) for pods in shipped.pods.values()]
+    mean = [max(1, round(fmean(pods))) for pods in shipped.pods.values()]
+    return [
+        shipped,
+        run("replicas of both", replicas(4, start_s=start_s)),
+        run("fixed for the peak", split(*peak, encoder=None, decoder=None)),
+        run("fixed at the mean", split(*mean, encoder=None, decoder=None)),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of the sweep: the traces of `sweep` with one value unlike the shipped one.
+
+    Attributes:
+        threshold: which value; `replicas`: the rows of pods that hold both stages.
+        gpu_hours: of all traces together, as the other figures are.
+        ttft_p99: seconds, in the worst trace.
+    """
+
+    threshold: str
+    value: float
+    attained: float
+    refused: float
+    ttft_p99: float
+    gpu_hours: float
+
+
+def sweep(
+    costs: StageCosts, *, seed: int = 0, scale: float = 1.0, only: Sequence[str] = (),
+    progress: Progress = silent,
+) -> list[Point]:  # fmt: skip
+    """Each value around the shipped one, on two hours of bursts and an hour and a half of a flash
+    crowd.
+    """
+    traces = (flash_crowd(scale, seed, hours=1.5), bursts(scale, seed, hours=2))
+    points: list[Point] = []
+    plans = [c for c in _candidates() if not only or c[0] in only]
+    for number, (threshold, value, plan) in enumerate(plans):
+        progress("sweep", number / len(plans))
+        points.append(_point(threshold, value, [simulate(t, plan, costs, seed=seed) for t in traces]))
+    progress("sweep", 1.0)
+    return points
+
+
+def _point(threshold: str, value: float, results: Sequence[Result]) -> Point:
+    total = sum(r.num_requests for r in results)
+    return Point(
+        threshold=threshold,
+        value=value,
+        attained=sum(r.attained * r.num_requests for r in results) / total,
+        refused=sum(r.refused * r.num_requests for r in results) / total,
+        ttft_p99=max(r.ttft_p99 for r in results),
+        gpu_hours=sum(r.gpu_hours for r in results),
+    )
+
+
+def _candidates() -> Iterator[tuple[str, float, Plan]]:
+    def encoder(policy: Policy) -> Plan:
+        return split(2, 3, encoder=policy)
+
+    def decoder(policy: Policy) -> Plan:
+        return split(2, 3, decoder=policy)
+
+    for value in (32, 48, 64, 96, 128, 160):
+        yield "rows", value, decoder(_with(DECODER, ROWS, value))
+    for value in (1, 4, 16, 64):
+        yield "waiting", value, decoder(_with(DECODER, WAITING, value))
+    for value in (0.1, 0.25, 0.5, 1.0, 2.0):
+        yield "backlog", value, encoder(_with(ENCODER, BACKLOG, value))
+    for value in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+        yield "busy", value, encoder(_with(ENCODER, ENCODER_BUSY, value))
+    for pods in (1, 2, 4, 8):
+        up = replace(UP, pods=pods)
+        policies = [replace(policy, up=up) for policy in (ENCODER, DECODER)]
+        yield "up", pods, split(2, 3, encoder=policies[0], decoder=policies[1])
+    for start_s in (15, 30, 60, 120, 300):
+        yield "start", start_s, split(2, 3, start_s=start_s)
+    for value in (16, 32, 48, 64, 96, 128):
+        yield "replicas", value, replicas(4, _with(REPLICA, ROWS, value))
+
+
+def _with(policy: Policy, trigger: Trigger, threshold: float) -> Policy:
+    triggers = tuple(
+        replace(t, threshold=threshold) if t == trigger else t for t in policy.triggers
+    )
+    return replace(policy, triggers=triggers)
