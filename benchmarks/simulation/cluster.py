@@ -283,6 +283,7 @@ _METRICS: dict[str, Callable[..., float]] = {
     "decoder_sequences_running": lambda decoder: decoder.num_running,
     "decoder_sequences_waiting_engine": lambda decoder: decoder.num_waiting,
     "decoder_kv_usage_ratio": lambda decoder: decoder.kv_usage,
+    "decoder_prompt_tokens_total": lambda decoder: decoder.prompt_tokens,
     "decoder_busy_seconds_total": lambda decoder: decoder.busy_seconds(),
 }
 

@@ -215,6 +215,7 @@ class Decoder(Engine):
         self.num_rows = 0  # decoding ones
         self.kv_used = 0
         self.num_preemptions = 0
+        self.prompt_tokens = 0  # accepted
 
     @property
     def num_running(self) -> int:
@@ -234,6 +235,7 @@ class Decoder(Engine):
     def submit(self, request: Request) -> None:
         """Queues a request whose images are all there."""
         self._waiting.append(request)
+        self.prompt_tokens += request.prompt_tokens
         if not self.is_busy:
             self._next()
         elif self._steps > 1 and self._fits(request):
@@ -252,6 +254,11 @@ class Decoder(Engine):
         return (
             steps * self._linear[rows] + tokens * self._costs.per_kv_token
         )
+
+    def _leap_length(self) -> int:
+        """Steps until a row ends or KV runs out, at least one."""
+        room = (self._kv_tokens - self.kv_used) // self.num_rows
+        return max(1, min(self._first_finish() - self._step, room))
 
     def _end_leap(self) -> None:
         """Ends the leap in progress with the step in progress."""
@@ -283,8 +290,7 @@ class Decoder(Engine):
             self._steps = 1
             self._leap_s = seconds + self._linear[tokens]
         elif self.num_rows:
-            room = (self._kv_tokens - self.kv_used) // self.num_rows
-            self._steps = max(1, min(self._first_finish() - self._step, room))
+            self._steps = self._leap_length()
             self._leap_s = self._leap_seconds(self._steps)
         else:
             if self.is_busy:

@@ -11,7 +11,7 @@ from benchmarks.simulation.policies import (
 )  # fmt: skip
 from benchmarks.simulation.results import Result, simulate
 from benchmarks.simulation.stages import StageCosts
-from benchmarks.simulation.traces import Trace, bursts, flash_crowd
+from benchmarks.simulation.traces import Trace, bursts, day, flash_crowd
 
 Progress = Callable[[str, float], None]
 
@@ -68,10 +68,12 @@ def sweep(
     costs: StageCosts, *, seed: int = 0, scale: float = 1.0, only: Sequence[str] = (),
     progress: Progress = silent,
 ) -> list[Point]:  # fmt: skip
-    """Each value around the shipped one, on two hours of bursts and an hour and a half of a flash
-    crowd.
-    """
-    traces = (flash_crowd(scale, seed, hours=1.5), bursts(scale, seed, hours=2))
+    """Each value around the shipped one, on a morning, a burst of images and a flash crowd."""
+    traces = (
+        day(scale, seed, hours=3, first_hour=7),
+        bursts(scale, seed, hours=1),
+        flash_crowd(scale, seed, hours=1),
+    )
     points: list[Point] = []
     plans = [c for c in _candidates() if not only or c[0] in only]
     for number, (threshold, value, plan) in enumerate(plans):
@@ -100,21 +102,21 @@ def _candidates() -> Iterator[tuple[str, float, Plan]]:
     def decoder(policy: Policy) -> Plan:
         return split(2, 3, decoder=policy)
 
-    for value in (32, 48, 64, 96, 128, 160):
+    for value in (12, 16, 20, 24, 32, 48, 64, 96):
         yield "rows", value, decoder(_with(DECODER, ROWS, value))
     for value in (1, 4, 16, 64):
         yield "waiting", value, decoder(_with(DECODER, WAITING, value))
-    for value in (0.1, 0.25, 0.5, 1.0, 2.0):
+    for value in (0.1, 0.25, 0.5, 1.0):
         yield "backlog", value, encoder(_with(ENCODER, BACKLOG, value))
-    for value in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+    for value in (0.4, 0.6, 0.8):
         yield "busy", value, encoder(_with(ENCODER, ENCODER_BUSY, value))
     for pods in (1, 2, 4, 8):
         up = replace(UP, pods=pods)
         policies = [replace(policy, up=up) for policy in (ENCODER, DECODER)]
         yield "up", pods, split(2, 3, encoder=policies[0], decoder=policies[1])
-    for start_s in (15, 30, 60, 120, 300):
+    for start_s in (20, 60, 180, 300):
         yield "start", start_s, split(2, 3, start_s=start_s)
-    for value in (16, 32, 48, 64, 96, 128):
+    for value in (6, 8, 12, 16, 32, 64, 96):
         yield "replicas", value, replicas(4, _with(REPLICA, ROWS, value))
 
 

@@ -99,7 +99,7 @@ def draw_sweep(path: Path, points: Sequence[Point]) -> None:
 
 def _smooth(values: np.ndarray, width: int) -> np.ndarray:
     known = np.isfinite(values)
-    kernel = np.ones(width)
+    kernel = np.ones(min(width, len(values)))
     total = np.convolve(np.where(known, values, 0.0), kernel, "same")
     count = np.convolve(known.astype(float), kernel, "same")
     return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)

@@ -5,7 +5,7 @@ from benchmarks.simulation.cluster import FleetPlan, Plan
 
 BACKLOG = Trigger("encoder_backlog_seconds", "avg", 0.25, 60)
 ENCODER_BUSY = Trigger("encoder_busy_seconds_total", "rate", 0.6, 120)
-ROWS = Trigger("decoder_sequences_running", "sum", 64)
+ROWS = Trigger("decoder_sequences_running", "sum", 24)
 WAITING = Trigger("decoder_sequences_waiting_engine", "sum", 4)
 KV = Trigger("decoder_kv_usage_ratio", "sum", 0.75)
 

@@ -103,11 +103,13 @@ def synthetic(name: str, rates: Rates, seed: int) -> Trace:
     )
 
 
-def day(scale: float = 1.0, seed: int = 0, *, hours: float = 24.0) -> Trace:
+def day(
+    scale: float = 1.0, seed: int = 0, *, hours: float = 24.0, first_hour: float = 0.0
+) -> Trace:
     """A day: quiet at four in the morning, busiest at four in the afternoon, documents in office
-    hours. Mean rate at scale 1: 14 requests/s.
+    hours. Mean rate at scale 1: 11 requests/s.
     """
-    clock = np.arange(int(hours * 3600 / _BIN_S)) * _BIN_S / 3600
+    clock = first_hour + np.arange(round(hours * 3600 / _BIN_S)) * _BIN_S / 3600
     wave = (1 - np.cos((clock - 4) / 24 * 2 * np.pi)) / 2  # 0 at 4 h, 1 at 16 h
     office = np.exp(-(((clock - 13.5) / 3.5) ** 2))
     return synthetic(
@@ -122,23 +124,23 @@ def day(scale: float = 1.0, seed: int = 0, *, hours: float = 24.0) -> Trace:
 
 
 def bursts(scale: float = 1.0, seed: int = 0, *, hours: float = 3.0) -> Trace:
-    """Steady chat; every hour image-heavy traffic grows twelvefold for ten minutes."""
-    clock = np.arange(int(hours * 3600 / _BIN_S)) * _BIN_S
+    """Steady chat; every hour image-heavy traffic grows sixfold for ten minutes."""
+    clock = np.arange(round(hours * 3600 / _BIN_S)) * _BIN_S
     burst = ((clock % 3600 >= 1800) & (clock % 3600 < 2400)).astype(float)
     flat = np.ones_like(clock)
     rates: Rates = {
         CHAT: scale * 10.0 * flat,
-        IMAGE: scale * (3.0 + 33.0 * burst),
-        DOCUMENT: scale * (1.0 + 11.0 * burst),
+        IMAGE: scale * (3.0 + 15.0 * burst),
+        DOCUMENT: scale * (1.0 + 5.0 * burst),
     }
     return synthetic("bursts", rates, seed)
 
 
 def flash_crowd(scale: float = 1.0, seed: int = 0, *, hours: float = 2.0) -> Trace:
-    """Steady traffic; after half an hour it grows sixfold within a minute and fades in ten."""
-    clock = np.arange(int(hours * 3600 / _BIN_S)) * _BIN_S
+    """Steady traffic; after half an hour it grows fourfold within two minutes and fades in ten."""
+    clock = np.arange(round(hours * 3600 / _BIN_S)) * _BIN_S
     since = clock - 1800
-    crowd = 1 + 5 * np.clip(since / 60, 0, 1) * np.exp(-np.clip(since - 60, 0, None) / 600)
+    crowd = 1 + 3 * np.clip(since / 120, 0, 1) * np.exp(-np.clip(since - 120, 0, None) / 600)
     rates: Rates = {
         CHAT: scale * 8.0 * crowd,
         IMAGE: scale * 5.0 * crowd,
@@ -179,11 +181,14 @@ def recorded(path: Path) -> Trace:
     )
 
 
-def _row(fields: dict[str, object]) -> tuple[float, int, int, tuple[int, ...]]:
+def _row(fields: object) -> tuple[float, int, int, tuple[int, ...]]:
+    if not isinstance(fields, dict):
+        raise ValueError("not an object")
     if unknown := set(fields) - _FIELDS:
         raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
     sizes = fields.get("images", [])
-    assert isinstance(sizes, list)
+    if not isinstance(sizes, list):
+        raise ValueError("images is a list of [width, height]")
     images = tuple(patches_of(int(width), int(height)) for width, height in sizes)
     arrival, prompt, output = (fields[n] for n in ("arrival_s", "prompt_tokens", "output_tokens"))
     if not isinstance(prompt, int) or not isinstance(output, int) or min(prompt, output) < 1:
