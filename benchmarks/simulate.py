@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.simulation import figures
 from benchmarks.simulation.experiments import Progress, compare, silent, sweep
-from benchmarks.simulation.policies import DECODER, ENCODER, REPLICA, replicas, split
+from benchmarks.simulation.policies import cell_policy, cells, shipped, split
 from benchmarks.simulation.results import Result, simulate
 from benchmarks.simulation.rows import compare as compare_rows
 from benchmarks.simulation.stages import H200_2B
@@ -50,17 +50,15 @@ def _rows(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace) -> None:
     """One trace, one fleet."""
     trace = _trace(options)
-    encoder, decoder = (None, None) if options.fixed else (ENCODER, DECODER)
-    if options.replicas:
-        policy = None if options.fixed else REPLICA
-        plan = replicas(options.replicas, policy, options.start_s)
+    if options.cells:
+        policy = None if options.fixed else cell_policy()
+        plan = cells(options.cells, policy, options.start_s)
+    elif options.fixed:
+        plan = split(options.encoders, options.decoders)
     else:
-        plan = split(
-            options.encoders, options.decoders, encoder=encoder, decoder=decoder,
-            start_s=options.start_s,
-        )  # fmt: skip
+        plan = shipped(options.encoders, options.decoders, options.start_s)
     started = time.process_time()
-    name = "replicas of both" if options.replicas else "encoders and decoders"
+    name = "replicas of both" if options.cells else "encoders and decoders"
     result = simulate(
         trace, plan, H200_2B, name=name, seed=options.seed,
         progress=lambda share: _progress()(name, share),
@@ -86,13 +84,13 @@ def _compare(options: argparse.Namespace) -> None:
 def _sweep(options: argparse.Namespace) -> None:
     """Each threshold around its shipped value."""
     points = sweep(H200_2B, seed=options.seed, scale=options.scale, progress=_progress())
-    lines = [("threshold", "value", "attained", "GPU hours", "refused", "TTFT p99, s")]
-    for point in points:
-        lines.append(
-            (point.threshold, f"{point.value:g}", f"{100 * point.attained:.2f} %",
-             f"{point.gpu_hours:.2f}", f"{100 * point.refused:.2f} %", f"{point.ttft_p99:.2f}")
-        )  # fmt: skip
-    _print_columns(lines)
+    head = ("threshold", "value", "attained", "GPU hours", "refused", "TTFT p99, s")
+    lines = [
+        (p.threshold, f"{p.value:g}", f"{100 * p.attained:.2f} %", f"{p.gpu_hours:.2f}",
+         f"{100 * p.refused:.2f} %", f"{p.ttft_p99:.2f}")
+        for p in points
+    ]  # fmt: skip
+    _print_columns([head, *lines])
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         document = json.dumps([asdict(point) for point in points], indent=1)
@@ -174,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         if action is _run:
             made.add_argument("--encoders", type=int, default=2, help="at the start")
             made.add_argument("--decoders", type=int, default=2, help="at the start")
-            made.add_argument("--replicas", type=int, default=0, help="pods of both stages instead")
+            made.add_argument("--cells", type=int, default=0, help="pods of both stages instead")
             made.add_argument("--fixed", action="store_true", help="their number stays")
     return parser
 

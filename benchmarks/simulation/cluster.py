@@ -1,6 +1,6 @@
 """The cluster: pods that come and go, the gateways that choose among them, and the autoscalers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -281,13 +281,10 @@ _METRICS: dict[str, Callable[..., float]] = {
     "encoder_backlog_seconds": lambda encoder: encoder.backlog_s,
     "encoder_busy_seconds_total": lambda encoder: encoder.busy_seconds(),
     "decoder_sequences_running": lambda decoder: decoder.num_running,
-    "decoder_sequences_waiting_engine": lambda decoder: decoder.num_waiting,
+    "decoder_row_usage_ratio": lambda decoder: decoder.row_usage,
+    'decoder_sequences_waiting{for="engine"}': lambda decoder: decoder.num_waiting,
     "decoder_kv_usage_ratio": lambda decoder: decoder.kv_usage,
     "decoder_prompt_tokens_total": lambda decoder: decoder.prompt_tokens,
     "decoder_busy_seconds_total": lambda decoder: decoder.busy_seconds(),
 }
-
-
-def fleets_named(cluster: Cluster) -> Sequence[tuple[str, Fleet]]:
-    """Each fleet with its stages' names."""
-    return [("+".join(fleet.plan.stages), fleet) for fleet in cluster.fleets]
+METRICS = frozenset(_METRICS)

@@ -228,6 +228,11 @@ class Decoder(Engine):
         return len(self._waiting)
 
     @property
+    def row_usage(self) -> float:
+        """The share of the rows in use."""
+        return self.num_running / self._costs.max_rows
+
+    @property
     def kv_usage(self) -> float:
         """The share of the KV pool in use."""
         return self.kv_used / self._kv_tokens
@@ -251,9 +256,7 @@ class Decoder(Engine):
         """Seconds of decode steps: attention grows by a token for each row and step."""
         rows = self.num_rows
         tokens = steps * self._context + rows * steps * (steps - 1) // 2
-        return (
-            steps * self._linear[rows] + tokens * self._costs.per_kv_token
-        )
+        return steps * self._linear[rows] + tokens * self._costs.per_kv_token
 
     def _leap_length(self) -> int:
         """Steps until a row ends or KV runs out, at least one."""
@@ -380,9 +383,7 @@ class Decoder(Engine):
                 self._end(request)
                 continue
             request.finish_step = self._step + left
-            heapq.heappush(
-                self._finishes, (request.finish_step, request.admission, request)
-            )
+            heapq.heappush(self._finishes, (request.finish_step, request.admission, request))
             self.num_rows += 1
             self._context += request.prompt_tokens
 

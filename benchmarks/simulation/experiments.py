@@ -4,10 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from benchmarks.simulation.autoscaler import Policy, Trigger
+from benchmarks.simulation.autoscaler import Policy
 from benchmarks.simulation.cluster import Plan
 from benchmarks.simulation.policies import (
-    BACKLOG, DECODER, ENCODER, ENCODER_BUSY, REPLICA, ROWS, UP, WAITING, replicas, split,
+    cell_policy,
+    cells,
+    decoder_policy,
+    encoder_policy,
+    shipped,
+    split,
 )  # fmt: skip
 from benchmarks.simulation.results import Result, simulate
 from benchmarks.simulation.stages import StageCosts
@@ -35,14 +40,14 @@ def compare(
             trace, plan, costs, name=name, seed=seed, progress=lambda s: progress(name, s)
         )
 
-    shipped = run("shipped", split(2, 2, start_s=start_s))
-    peak = [max(pods) for pods in shipped.pods.values()]
-    mean = [max(1, round(fmean(pods))) for pods in shipped.pods.values()]
+    first = run("shipped", shipped(2, 2, start_s))
+    peak = [max(pods) for pods in first.pods.values()]
+    mean = [max(1, round(fmean(pods))) for pods in first.pods.values()]
     return [
-        shipped,
-        run("replicas of both", replicas(4, start_s=start_s)),
-        run("fixed for the peak", split(*peak, encoder=None, decoder=None)),
-        run("fixed at the mean", split(*mean, encoder=None, decoder=None)),
+        first,
+        run("replicas of both", cells(4, cell_policy(), start_s)),
+        run("fixed for the peak", split(*peak)),
+        run("fixed at the mean", split(*mean)),
     ]
 
 
@@ -78,7 +83,9 @@ def sweep(
     plans = [c for c in _candidates() if not only or c[0] in only]
     for number, (threshold, value, plan) in enumerate(plans):
         progress("sweep", number / len(plans))
-        points.append(_point(threshold, value, [simulate(t, plan, costs, seed=seed) for t in traces]))
+        points.append(
+            _point(threshold, value, [simulate(t, plan, costs, seed=seed) for t in traces])
+        )
     progress("sweep", 1.0)
     return points
 
@@ -95,33 +102,40 @@ def _point(threshold: str, value: float, results: Sequence[Result]) -> Point:
     )
 
 
+_ROWS = "decoder_sequences_running"
+_DECODER = {
+    "rows": (_ROWS, (12, 16, 20, 24, 32, 48, 64, 96)),
+    "waiting": ('decoder_sequences_waiting{for="engine"}', (1, 4, 16, 64)),
+}
+_ENCODER = {
+    "backlog": ("encoder_backlog_seconds", (0.1, 0.25, 0.5, 1.0)),
+    "busy": ("encoder_busy_seconds_total", (0.4, 0.6, 0.8)),
+}
+
+
 def _candidates() -> Iterator[tuple[str, float, Plan]]:
-    def encoder(policy: Policy) -> Plan:
-        return split(2, 3, encoder=policy)
-
-    def decoder(policy: Policy) -> Plan:
-        return split(2, 3, decoder=policy)
-
-    for value in (12, 16, 20, 24, 32, 48, 64, 96):
-        yield "rows", value, decoder(_with(DECODER, ROWS, value))
-    for value in (1, 4, 16, 64):
-        yield "waiting", value, decoder(_with(DECODER, WAITING, value))
-    for value in (0.1, 0.25, 0.5, 1.0):
-        yield "backlog", value, encoder(_with(ENCODER, BACKLOG, value))
-    for value in (0.4, 0.6, 0.8):
-        yield "busy", value, encoder(_with(ENCODER, ENCODER_BUSY, value))
+    encoder, decoder, cell = encoder_policy(), decoder_policy(), cell_policy()
+    for threshold, (metric, values) in _DECODER.items():
+        for value in values:
+            changed = _with(decoder, metric, value)
+            yield threshold, value, split(2, 3, encoder=encoder, decoder=changed)
+    for threshold, (metric, values) in _ENCODER.items():
+        for value in values:
+            changed = _with(encoder, metric, value)
+            yield threshold, value, split(2, 3, encoder=changed, decoder=decoder)
     for pods in (1, 2, 4, 8):
-        up = replace(UP, pods=pods)
-        policies = [replace(policy, up=up) for policy in (ENCODER, DECODER)]
+        policies = [replace(p, up=replace(p.up, pods=pods)) for p in (encoder, decoder)]
         yield "up", pods, split(2, 3, encoder=policies[0], decoder=policies[1])
     for start_s in (20, 60, 180, 300):
-        yield "start", start_s, split(2, 3, start_s=start_s)
-    for value in (6, 8, 12, 16, 32, 64, 96):
-        yield "replicas", value, replicas(4, _with(REPLICA, ROWS, value))
+        yield "start", start_s, shipped(2, 3, start_s)
+    for value in (6, 8, 12, 16, 24, 32, 64, 96):
+        yield "replicas", value, cells(4, _with(cell, _ROWS, value))
 
 
-def _with(policy: Policy, trigger: Trigger, threshold: float) -> Policy:
+def _with(policy: Policy, metric: str, threshold: float) -> Policy:
+    """The policy with another threshold for a metric that it has."""
+    assert any(trigger.metric == metric for trigger in policy.triggers)
     triggers = tuple(
-        replace(t, threshold=threshold) if t == trigger else t for t in policy.triggers
+        replace(t, threshold=threshold) if t.metric == metric else t for t in policy.triggers
     )
     return replace(policy, triggers=triggers)

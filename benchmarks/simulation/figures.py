@@ -83,7 +83,10 @@ def draw_sweep(path: Path, points: Sequence[Point]) -> None:
         hours.set_ylim(bottom=0)
         hours.tick_params(labelsize=7)
         hours.spines["top"].set_visible(False)
-    for threshold, colour, label in (("rows", _BLUE, "split"), ("replicas", _ORANGE, "both in one")):
+    for threshold, colour, label in (
+        ("rows", _BLUE, "split"),
+        ("replicas", _ORANGE, "both in one"),
+    ):
         mine = [point for point in points if point.threshold == threshold]
         misses = [100 * (1 - p.attained) for p in mine]
         axes[6].plot([p.gpu_hours for p in mine], misses, "o-", color=colour, ms=4, label=label)

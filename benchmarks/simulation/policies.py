@@ -1,24 +1,53 @@
-"""The policies that are compared. `SHIPPED` is that of deploy/k8s/components/autoscaling."""
+"""The policies that ship, read from deploy/k8s/components/autoscaling, and fleets under them.
+
+The bounds of the replicas are the cluster's and are not taken over.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from benchmarks.simulation.autoscaler import Policy, Rule, Trigger
 from benchmarks.simulation.cluster import FleetPlan, Plan
 
-BACKLOG = Trigger("encoder_backlog_seconds", "avg", 0.25, 60)
-ENCODER_BUSY = Trigger("encoder_busy_seconds_total", "rate", 0.6, 120)
-ROWS = Trigger("decoder_sequences_running", "sum", 24)
-WAITING = Trigger("decoder_sequences_waiting_engine", "sum", 4)
-KV = Trigger("decoder_kv_usage_ratio", "sum", 0.75)
-
-UP = Rule(stabilization_s=0, pods=4, period_s=60)
-DOWN = Rule(stabilization_s=300, pods=1, period_s=120)
-ENCODER = Policy((BACKLOG, ENCODER_BUSY), UP, DOWN)
-DECODER = Policy((ROWS, WAITING, KV), UP, DOWN)
-REPLICA = Policy((BACKLOG, ROWS, WAITING, KV), UP, DOWN)
+COMPONENT = Path(__file__).parents[2] / "deploy/k8s/components/autoscaling"
+_QUERY = re.compile(
+    r"sum\((?:(?P<function>avg_over_time|rate)\()?"
+    r'(?P<metric>\w+)\{namespace="triptych"(?:,(?P<label>\w+="\w+"))?\}'
+    r"(?:\[(?P<minutes>\d+)m\]\))?\) or vector\(0\)"
+)
 
 
-def split(encoders: int = 1, decoders: int = 1, *, encoder: Policy | None = ENCODER,
-          decoder: Policy | None = DECODER, start_s: float = 60.0) -> Plan:  # fmt: skip
-    """Encoders and decoders that scale apart."""
+@cache
+def encoder_policy() -> Policy:
+    """Of encoders that scale apart."""
+    return _policy(_document("encoder.yaml"))
+
+
+@cache
+def decoder_policy() -> Policy:
+    """Of decoders that scale apart, and of a text model's."""
+    return _policy(_document("text/decoder.yaml"))
+
+
+@cache
+def cell_policy() -> Policy:
+    """Of pods that hold both: the decoder's triggers and the encoder's."""
+    decoder = decoder_policy()
+    patches = _document("cell/kustomization.yaml")["patches"]
+    added = [
+        operation["value"] for patch in patches for operation in yaml.safe_load(patch["patch"])
+    ]
+    triggers = decoder.triggers + tuple(_trigger(value) for value in added)
+    return Policy(triggers, decoder.up, decoder.down, decoder.min_replicas)
+
+
+def split(encoders: int = 1, decoders: int = 1, *, encoder: Policy | None = None,
+          decoder: Policy | None = None, start_s: float = 60.0) -> Plan:  # fmt: skip
+    """Encoders and decoders of their own; without a policy their number stays."""
     return Plan(
         (
             FleetPlan(("encoder",), encoders, encoder, start_s),
@@ -27,6 +56,49 @@ def split(encoders: int = 1, decoders: int = 1, *, encoder: Policy | None = ENCO
     )
 
 
-def replicas(number: int = 1, policy: Policy | None = REPLICA, start_s: float = 60.0) -> Plan:
+def shipped(encoders: int = 1, decoders: int = 1, start_s: float = 60.0) -> Plan:
+    """Encoders and decoders under the policies that ship."""
+    return split(
+        encoders, decoders, encoder=encoder_policy(), decoder=decoder_policy(), start_s=start_s
+    )
+
+
+def cells(number: int = 1, policy: Policy | None = None, start_s: float = 60.0) -> Plan:
     """Pods that hold both stages on one GPU."""
     return Plan((FleetPlan(("encoder", "decoder"), number, policy, start_s),))
+
+
+def _document(name: str) -> dict[str, Any]:
+    return yaml.safe_load((COMPONENT / name).read_text())
+
+
+def _policy(scaled_object: dict[str, Any]) -> Policy:
+    spec = scaled_object["spec"]
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    return Policy(
+        triggers=tuple(_trigger(trigger) for trigger in spec["triggers"]),
+        up=_rule(behavior["scaleUp"]),
+        down=_rule(behavior["scaleDown"]),
+        min_replicas=spec["minReplicaCount"],
+    )
+
+
+def _rule(rule: dict[str, Any]) -> Rule:
+    (policy,) = rule["policies"]
+    if policy["type"] != "Pods":
+        raise ValueError(f"a policy of type {policy['type']} is not simulated")
+    return Rule(rule["stabilizationWindowSeconds"], policy["value"], policy["periodSeconds"])
+
+
+def _trigger(trigger: dict[str, Any]) -> Trigger:
+    query = trigger["metadata"]["query"]
+    match = _QUERY.fullmatch(query)
+    if trigger["metricType"] != "AverageValue" or match is None:
+        raise ValueError(f"not simulated: {trigger['metricType']} of {query}")
+    label = f"{{{match['label']}}}" if match["label"] else ""
+    return Trigger(
+        metric=match["metric"] + label,
+        function={None: "sum", "avg_over_time": "avg", "rate": "rate"}[match["function"]],
+        threshold=float(trigger["metadata"]["threshold"]),
+        window_s=60.0 * int(match["minutes"] or 0),
+    )

@@ -91,7 +91,9 @@ def simulate(
         clock.run(end)
     lost = len(trace) - len(arrived)  # still unanswered: beyond the time of a request
     times = (np.array(arrived), np.array(ttft), np.array(tpot), np.array(kinds))
-    preemptions = sum(p.decoder.num_preemptions for f in cluster.fleets for p in f.pods if p.decoder)
+    preemptions = sum(
+        p.decoder.num_preemptions for f in cluster.fleets for p in f.pods if p.decoder
+    )
     return _result(name, trace, times, lost, hours, counts, preemptions)
 
 

@@ -34,6 +34,7 @@ class Signals:
     def query(self, now: float, trigger: Trigger) -> float:
         """`sum(...)` over the pods; 0 without any."""
         series = self._series.get(trigger.metric, {})
+        assert trigger.function in ("sum", "avg", "rate")
         if trigger.function == "sum":
             return sum(series[pod][-1][1] for pod in self._scraped.get(trigger.metric, ()))
         start = now - trigger.window_s

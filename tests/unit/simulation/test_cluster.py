@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 
 from benchmarks.simulation.cluster import Cluster, FleetPlan, Plan
-from benchmarks.simulation.policies import DECODER, ENCODER, replicas, split
+from benchmarks.simulation.policies import (
+    cell_policy,
+    cells,
+    decoder_policy,
+    encoder_policy,
+    shipped,
+    split,
+)  # fmt: skip
 from benchmarks.simulation.requests import Request
 from benchmarks.simulation.results import simulate
 from benchmarks.simulation.stages import H200_2B
 from benchmarks.simulation.traces import DOCUMENT, Trace, synthetic
-
-FIXED = {"encoder": None, "decoder": None}
 
 
 def jump() -> Trace:
@@ -22,7 +27,7 @@ def jump() -> Trace:
     return synthetic("jump", {DOCUMENT: rates}, seed=0)
 
 
-@pytest.mark.parametrize("plan", [split(1, 1), replicas(1)], ids=["split", "replicas"])
+@pytest.mark.parametrize("plan", [shipped(), cells(1, cell_policy())], ids=["split", "cells"])
 def test_equal_seeds_give_equal_results(plan: Plan) -> None:
     trace = jump()
     first, again = (simulate(trace, plan, H200_2B, seed=3) for _ in range(2))
@@ -36,7 +41,7 @@ def test_equal_seeds_give_equal_results(plan: Plan) -> None:
 
 def test_a_leaving_pod_ends_its_work_and_gets_no_more() -> None:
     ended: list[Request] = []
-    cluster = Cluster(split(1, 2, **FIXED), H200_2B, ended.append)
+    cluster = Cluster(split(1, 2), H200_2B, ended.append)
     decoders = cluster.fleets[1]
     requests = [Request(0.0, 500, 400, (4096,)) for _ in range(40)]
     for request in requests[:20]:
@@ -56,7 +61,7 @@ def test_a_leaving_pod_ends_its_work_and_gets_no_more() -> None:
 
 
 def test_gpu_time_runs_from_creation_to_the_end_of_the_drain() -> None:
-    cluster = Cluster(split(1, 1, **FIXED), H200_2B, lambda request: None)
+    cluster = Cluster(split(1, 1), H200_2B, lambda request: None)
     decoders = cluster.fleets[1]
     decoders.scale(2)
     cluster.clock.run(30)
@@ -69,7 +74,7 @@ def test_gpu_time_runs_from_creation_to_the_end_of_the_drain() -> None:
 
 
 def test_a_pod_that_starts_leaves_first() -> None:
-    cluster = Cluster(split(1, 1, **FIXED), H200_2B, lambda request: None)
+    cluster = Cluster(split(1, 1), H200_2B, lambda request: None)
     decoders = cluster.fleets[1]
     ready = decoders.ready[0]
     decoders.scale(2)
@@ -80,7 +85,7 @@ def test_a_pod_that_starts_leaves_first() -> None:
 
 def test_a_full_cluster_refuses() -> None:
     ended: list[Request] = []
-    cluster = Cluster(split(1, 1, **FIXED), H200_2B, ended.append)
+    cluster = Cluster(split(1, 1), H200_2B, ended.append)
     for _ in range(1100):
         cluster.submit(Request(0.0, 100, 100))
     assert sum(request.refused for request in ended) == 1100 - 1024
@@ -89,7 +94,8 @@ def test_a_full_cluster_refuses() -> None:
 def test_a_thousand_pods() -> None:
     rng = np.random.default_rng(0)
     cpu = time.process_time()
-    fleets = (FleetPlan(("encoder",), 300, ENCODER), FleetPlan(("decoder",), 700, DECODER))
+    fleets = (FleetPlan(("encoder",), 300, encoder_policy()),
+              FleetPlan(("decoder",), 700, decoder_policy()))  # fmt: skip
     ended: list[Request] = []
     cluster = Cluster(Plan(fleets), H200_2B, ended.append)
     arrivals = np.sort(rng.uniform(0, 10, 5_000)).tolist()
@@ -112,15 +118,15 @@ def test_both_in_one_pod_interfere() -> None:
         cluster.clock.run(120)
         return float(np.mean([r.tpot for r in ended if not r.images]))
 
-    both = replicas(1, None)
-    apart = split(1, 1, **FIXED)
+    both = cells(1)
+    apart = split(1, 1)
     assert tpot(both) > 1.2 * tpot(apart)
 
 
 def test_a_slow_start_costs_objectives() -> None:
     trace = jump()
     soon, late = (
-        simulate(trace, split(1, 1, start_s=start_s), H200_2B).attained for start_s in (15, 200)
+        simulate(trace, shipped(start_s=start_s), H200_2B).attained for start_s in (15, 200)
     )
     assert soon > late
 

@@ -31,7 +31,7 @@ def test_a_comparison_is_printed_and_drawn(
 def test_a_recorded_trace_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 5}\n')
-    for more in ([], ["--replicas", "1"], ["--fixed"]):
+    for more in ([], ["--cells", "1"], ["--fixed"]):
         assert simulate.main(["run", "--trace", str(path), *more]) == 0
         assert "1 requests" in capsys.readouterr().out
 
