@@ -4,6 +4,7 @@ The bounds of the replicas are the cluster's and are not taken over.
 """
 
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,18 @@ def decoder_policy() -> Policy:
 def cell_policy() -> Policy:
     """Of pods that hold both: the decoder's triggers and the encoder's."""
     decoder = decoder_policy()
-    patches = _document("cell/kustomization.yaml")["patches"]
-    added = [
-        operation["value"] for patch in patches for operation in yaml.safe_load(patch["patch"])
-    ]
-    triggers = decoder.triggers + tuple(_trigger(value) for value in added)
-    return Policy(triggers, decoder.up, decoder.down, decoder.min_replicas)
+    (patch,) = _document("cell/kustomization.yaml")["patches"]
+    triggers = list(decoder.triggers)
+    for operation in yaml.safe_load(patch["patch"]):
+        match operation["op"], operation["path"].split("/"):
+            case "add", ["", "spec", "triggers", "-"]:
+                triggers.append(_trigger(operation["value"]))
+            case "replace", ["", "spec", "triggers", index, "metadata", "threshold"]:
+                threshold = float(operation["value"])
+                triggers[int(index)] = replace(triggers[int(index)], threshold=threshold)
+            case _:
+                raise ValueError(f"not simulated: {operation['op']} of {operation['path']}")
+    return replace(decoder, triggers=tuple(triggers))
 
 
 def split(encoders: int = 1, decoders: int = 1, *, encoder: Policy | None = None,
