@@ -103,12 +103,14 @@ def _network(
     async def inject(stack: Stack, rng: random.Random) -> str:
         made, seconds = fault(rng), rng.uniform(0.1, longest_s)
         proxy, selects, name = _link(stack, rng, client, server)
-        proxy.break_down(made, selects)
+        num_hit = proxy.break_down(made, selects)
         try:
             await asyncio.sleep(seconds)
         finally:
             proxy.heal()
-        return f"{name} for {seconds:.1f} s, {made}"
+        if not num_hit and client == "gateway":  # which always has a connection
+            stack.left.append(f"a fault between {name} hit no connection")
+        return f"{name} ({num_hit} connections) for {seconds:.1f} s, {made}"
 
     return inject
 

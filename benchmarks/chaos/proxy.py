@@ -77,12 +77,17 @@ class Proxy:
         for pair in list(self._pairs):
             pair.reset()
 
-    def break_down(self, fault: Fault, selects: Selector = anyone) -> None:
-        """Applies to what is connected, and to what connects until `heal`."""
+    def break_down(self, fault: Fault, selects: Selector = anyone) -> int:
+        """Applies to what is connected, and to what connects until `heal`.
+
+        Returns:
+            The number of connections that it has hit at once.
+        """
         self._fault, self._selects = fault, selects
-        for pair in list(self._pairs):
-            if selects(pair.client_port):
-                pair.apply(fault)
+        hit = [pair for pair in self._pairs if selects(pair.client_port)]
+        for pair in hit:
+            pair.apply(fault)
+        return len(hit)
 
     def heal(self) -> None:
         """Lets everything pass again; what was held first."""
@@ -338,10 +343,11 @@ def _target(entry: Path) -> str:
 
 
 def _inode_of(port: int) -> str:
-    """Of the client's end of a connection to this proxy."""
-    local = re.compile(rf"^\s*\d+: [0-9A-F]{{8}}:{port:04X} .*$", re.MULTILINE)
-    for line in local.findall(Path("/proc/net/tcp").read_text()):
-        fields = line.split()
-        if fields[3] != "0A":  # listening
-            return fields[9]
+    """Of the client's end of a connection to this proxy; gRPC's sockets are those of IPv6."""
+    local = re.compile(rf"^\s*\d+: [0-9A-F]+:{port:04X} .*$", re.MULTILINE)
+    for table in ("tcp6", "tcp"):
+        for line in local.findall(Path(f"/proc/net/{table}").read_text()):
+            fields = line.split()
+            if fields[3] != "0A":  # listening
+                return fields[9]
     return ""

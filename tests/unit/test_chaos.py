@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -144,6 +145,12 @@ async def test_only_selected_clients_are_hit(link: Link) -> None:
 
 
 async def test_the_owner_of_a_connection_is_found(link: Link) -> None:
+    dual = socket.socket(socket.AF_INET6)  # as gRPC connects
+    dual.setblocking(False)
+    host, port = link.address
+    await asyncio.get_running_loop().sock_connect(dual, (f"::ffff:{host}", port))
+    assert port_owner(dual.getsockname()[1], [1, os.getpid()]) == os.getpid()
+    dual.close()
     streams = await link.connect()
     port = streams[1].get_extra_info("sockname")[1]
     assert port_owner(port, [1, os.getpid()]) == os.getpid()
