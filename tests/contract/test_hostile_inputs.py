@@ -130,6 +130,22 @@ def test_bad_http_is_survived(stack, head):
     assert stack.chat().status_code == 200
 
 
+def test_a_request_with_two_lengths_is_the_last_of_its_connection(stack):
+    """What follows it may be another request to a proxy in front, and part of this one to us."""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    one = b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    type_ = b"Content-Type: application/json\r\n"
+    for lengths, answers in ((one, 2), (both, 1)):
+        with socket.create_connection(("127.0.0.1", stack.port), timeout=5) as connection:
+            connection.sendall(head + type_ + lengths + smuggled)
+            received = b"".join(iter(lambda c=connection: c.recv(65536), b""))
+        assert received.count(b"HTTP/1.1 ") == answers, received
+        assert b" 400 " in received
+        assert (b"connection: close" in received.split(b"\r\n\r\n")[0].lower()) == (answers == 1)
+
+
 def test_giant_body_is_refused_by_its_header_and_by_count(stack):
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
     assert b" 413 " in raw_request(stack, head + b"Content-Length: 99999999999\r\n\r\n")

@@ -3,9 +3,11 @@
 import signal
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
+import redis
 
 from tests.e2e.serve_command import serve_command
 from tests.noise import PATIENCE_S, least
@@ -37,6 +39,7 @@ def test_one_command_answers_about_an_image_and_ctrl_c_ends_it(
             ]  # fmt: skip
             assert {path.name for path in links} == {"encoder-0.sock", "decoder-0.sock"}
             assert {path.parent.stat().st_mode & 0o777 for path in links} == {0o700}
+            check_redis_logins(services)
             start = time.monotonic()
             command.process.send_signal(signal.SIGINT)
             assert command.process.wait(PATIENCE_S) == 0
@@ -45,6 +48,30 @@ def test_one_command_answers_about_an_image_and_ctrl_c_ends_it(
         return taken
 
     assert least(seconds_to_end, 5) < 5
+
+
+def check_redis_logins(services: dict[str, psutil.Process]) -> None:
+    """No password is where other users see it, and the decoder's login cannot write."""
+    urls = {
+        kind: services[f"services.{kind}"].environ()[f"{kind.upper()}_REDIS_URL"]
+        for kind in ("encoder", "decoder")
+    }
+    passwords = {urlsplit(url).password for url in urls.values()}
+    assert len(passwords) == 2 and None not in passwords
+    supervisor = services["services.gateway"].parent()
+    assert supervisor is not None
+    family = (supervisor, *supervisor.children(recursive=True))
+    seen = b" ".join(Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in family)
+    assert b"services.decoder" in seen and b"redis-server" in seen
+    assert not any(str(password).encode() in seen for password in passwords)
+    key = b"triptych:embedding:" + bytes(32)
+    with redis.Redis.from_url(urls["encoder"]) as encoder:
+        encoder.set(key, b"x")
+    with redis.Redis.from_url(urls["decoder"]) as decoder:
+        assert decoder.getrange(key, 0, 0) == b"x"
+        for command in (("SET", key, "y"), ("DEL", key), ("FLUSHALL",)):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                decoder.execute_command(*command)
 
 
 def test_a_dead_engine_ends_the_stack_and_is_named(tmp_path: Path) -> None:

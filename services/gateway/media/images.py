@@ -230,6 +230,10 @@ class MediaLoader:
         try:
             descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(descriptor, "rb") as file:
+                # Of what is open: a folder of the path may be a link by now.
+                real = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+                if not real.is_relative_to(self._directory):
+                    raise InvalidRequest("the file is outside the allowed directory")
                 status = os.fstat(descriptor)
                 if not stat.S_ISREG(status.st_mode):
                     raise InvalidRequest("the file: URL names no regular file")

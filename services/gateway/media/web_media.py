@@ -47,13 +47,18 @@ _BAD_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\]")
 # Hosts that "end in a number" (WHATWG): 127.1, 0x7f000001, 2130706433, 0177.0.0.1.
 _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)", re.IGNORECASE)
 
-# Not global by IANA's registries, or IPv6 forms that embed an IPv4 address.
+_PORTS = (80, 443)
+# One text: what is refused tells nothing of the network behind the gateway.
+_REFUSED_TEXT = "the image URL's host is not served: public hosts alone, on ports 80 and 443"
+
+# Not global by IANA's registries, or a cloud's own, or IPv6 forms that embed an IPv4 address.
 _REFUSED = [
     ipaddress.ip_network(block)
     for block in (
         "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16",
         "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24",
         "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15",
+        "168.63.129.16/32",  # Azure's host: DNS, DHCP and agents, in each virtual network
         "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
         "::/96", "::ffff:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "100::/64", "2001::/23",
         "2001:db8::/32", "2002::/16", "3fff::/20", "5f00::/16", "fc00::/7", "fe80::/10",
@@ -112,7 +117,7 @@ def _addresses(host: str, port: int) -> list[str]:
 
 
 class _Refused(Exception):
-    """The host has an address that must not be dialled."""
+    """The host has an address that must not be dialled, or the port is not the web's."""
 
 
 class _CheckedBackend(httpcore2.AsyncNetworkBackend):
@@ -162,7 +167,7 @@ class WebMedia:
     Args:
         max_bytes: of one image.
         timeout_s: for lookup, connections, redirects and bytes together.
-        allow_private: dial private and loopback addresses, too.
+        allow_private: dial private and loopback addresses and any port, too.
         resolver: of host names; for tests.
     """
 
@@ -176,6 +181,7 @@ class WebMedia:
     ) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._allow_private = allow_private
         self._hosts: dict[str, _Host] = {}
         self._resolver = SystemResolver()
         self._pool = httpcore2.AsyncConnectionPool(
@@ -202,13 +208,15 @@ class WebMedia:
             async with asyncio.timeout(self._timeout_s):
                 target = parse_url(url)
                 for _ in range(_MAX_REDIRECTS + 1):
+                    if not self._allow_private and target.port not in (None, *_PORTS):
+                        raise _Refused
                     async with self._turn(target.host):
                         answer = await self._get(target, hold)
                     if isinstance(answer, bytes):
                         return answer
                     target = answer
         except _Refused:
-            raise InvalidRequest("the image URL's host is not a public address") from None
+            raise InvalidRequest(_REFUSED_TEXT) from None
         except (TimeoutError, httpcore2.TimeoutException):
             raise Unavailable("the image URL did not answer in time") from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError):
@@ -286,7 +294,7 @@ def parse_url(url: str) -> httpx2.URL:
     if parsed.port is not None and not 0 < parsed.port < 1 << 16:
         raise InvalidRequest("the image URL's port is out of range")
     if ":" not in host and not _plain_host(host):
-        raise InvalidRequest("the image URL's host is malformed")
+        raise InvalidRequest(_REFUSED_TEXT)
     return parsed
 
 

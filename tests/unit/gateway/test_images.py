@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 
 import pytest
 from PIL import Image
@@ -96,6 +97,31 @@ async def test_file_under_the_allowed_directory(files):
 async def test_file_elsewhere_is_refused(files, path):
     with pytest.raises(InvalidRequest):
         await loader(files).load(f"file://{files}/{path}")
+
+
+@pytest.mark.parametrize("swapped", ["folder", "folder/inner"])
+async def test_a_folder_that_becomes_a_link_is_found_out(files, monkeypatch, swapped):
+    """Between the check of the path and the opening of the file."""
+    (files / "folder" / "inner").mkdir(parents=True)
+    (files / "folder" / "inner" / "image.png").write_bytes(b"image")
+    outside = files.parent / "outside"
+    (outside / "inner").mkdir(parents=True)
+    for folder in (outside, outside / "inner"):
+        (folder / "image.png").write_bytes(b"secret")
+    resolve = os.path.realpath
+
+    def swap(path):
+        found = resolve(path)
+        (files / swapped).rename(files.parent / "before")
+        (files / swapped).symlink_to(outside / swapped.removeprefix("folder").strip("/"))
+        return found
+
+    url = f"file://{files}/folder/inner/image.png"
+    reader = loader(files)
+    assert await reader.load(url) == b"image"
+    monkeypatch.setattr(os.path, "realpath", swap)
+    with pytest.raises(InvalidRequest, match="outside"):
+        await reader.load(url)
 
 
 async def test_files_are_refused_by_default(files):

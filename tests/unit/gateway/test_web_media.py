@@ -82,7 +82,8 @@ async def web(addresses=("127.0.0.1",), **options):
 # Addresses and hosts
 
 PRIVATE = [
-    "127.0.0.1", "127.8.8.8", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254",
+    "127.0.0.1", "127.8.8.8", "10.1.2.3", "172.16.0.1", "168.63.129.16", "192.168.1.1",
+    "169.254.169.254",
     "100.64.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255", "192.0.0.1", "198.18.0.1", "::1",
     "::", "fc00::1", "fd12::1", "fe80::1", "fe80::1%eth0", "::ffff:127.0.0.1", "::ffff:8.8.8.8",
     "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b:1::1", "2002:7f00:1::", "2001:0::1", "ff02::1",
@@ -127,8 +128,9 @@ def test_plain_urls_are_accepted():
 
 
 @pytest.mark.parametrize("address", PRIVATE)
-async def test_private_hosts_are_never_dialled(address):
+async def test_private_hosts_are_never_dialled(address, monkeypatch):
     async with origin(ok(b"secret")) as (port, requests):
+        monkeypatch.setattr(web_media, "_PORTS", (port,))
         async with web([address], allow_private=False) as (media, looked_up):
             with pytest.raises(InvalidRequest):
                 await media.fetch(f"http://innocent.example:{port}/")
@@ -142,8 +144,45 @@ async def test_one_private_address_among_public_ones_refuses_the_host():
             await media.fetch("http://mixed.example/")
 
 
-async def test_default_resolver_refuses_loopback_by_any_name():
+@pytest.mark.parametrize("port", [22, 25, 81, 6379, 8000, 8080, 8443, 65535])
+async def test_other_ports_are_refused_before_a_look_up(port):
+    async with web(["93.184.216.34"], allow_private=False) as (media, looked_up):
+        for scheme in ("http", "https"):
+            with pytest.raises(InvalidRequest):
+                await media.fetch(f"{scheme}://example.com:{port}/")
+        assert not looked_up
+
+
+async def test_redirects_to_other_ports_are_refused(monkeypatch):
+    monkeypatch.setattr(web_media, "is_public", lambda _: True)
+    async with (
+        origin(redirect("http://example.com:6379/")) as (port, _),
+        web(allow_private=False) as (media, looked_up),
+    ):
+        monkeypatch.setattr(web_media, "_PORTS", (port,))
+        with pytest.raises(InvalidRequest):
+            await media.fetch(f"http://images.example:{port}/")
+        assert looked_up == ["images.example"]
+
+
+async def test_all_refused_hosts_get_one_text():
+    """Which names and ports are of our network is not to be learnt from refusals."""
+    said = set()
+    for url, addresses in (
+        ("http://internal.example/", ["10.0.0.1"]), ("http://wire.example/", ["168.63.129.16"]),
+        ("http://example.com:6379/", ["93.184.216.34"]), ("http://127.1/", ["127.0.0.1"]),
+        ("http://internal.example:6379/", ["10.0.0.1"]), ("http://[::1]/", ["::1"]),
+    ):  # fmt: skip
+        async with web(addresses, allow_private=False) as (media, _):
+            with pytest.raises(InvalidRequest) as refusal:
+                await media.fetch(url)
+            said.add(refusal.value.message)
+    assert len(said) == 1
+
+
+async def test_default_resolver_refuses_loopback_by_any_name(monkeypatch):
     async with origin(ok(b"secret")) as (port, requests):
+        monkeypatch.setattr(web_media, "_PORTS", (port,))
         media = WebMedia(100)
         for host in ("localhost", "127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"):
             with pytest.raises((InvalidRequest, Unavailable)):
