@@ -157,10 +157,18 @@ def _token_id() -> int:
     return vocabulary[_LETTER]
 
 
-def _start(
-    load: Load, link: Link, log: Path, children: ExitStack
+def start_stack(
+    load: Load, link: Link, log: Path, children: ExitStack, api_key: str = "", **variables: str
 ) -> tuple[Target, list[psutil.Process]]:
     """Starts decoder and gateways; returns once they answer.
+
+    Args:
+        load: what will come.
+        link: between gateways and decoder.
+        log: where the null engine writes when it sent each token.
+        children: ends the processes.
+        api_key: of the requests, if the gateways need one.
+        variables: further ones of the gateways' environment.
 
     Returns:
         Where to send requests; the decoder's front, its engine, and the gateways.
@@ -191,18 +199,19 @@ def _start(
             GATEWAY_METRICS_PORT="0",
             GATEWAY_ENCODER_ADDRESSES="127.0.0.1:1", GATEWAY_SHUTDOWN_GRACE_S="0",
             GATEWAY_DECODER_ADDRESSES=decoder_address, GATEWAY_LOG_LEVEL="ERROR",
-            GATEWAY_MAX_CONCURRENT_REQUESTS=str(null_engine.MAX_SEQUENCES), **link.variables(),
+            GATEWAY_MAX_CONCURRENT_REQUESTS=str(null_engine.MAX_SEQUENCES),
+            **link.variables(), **variables,
         )
         for own_port in own_ports
     ]  # fmt: skip
     for own_port in own_ports:
-        asyncio.run(_wait_ready(own_port))
+        asyncio.run(_wait_ready(own_port, api_key))
     (engine,) = decoder.children()
-    return Target.from_url(f"http://127.0.0.1:{port}"), [decoder, engine, *gateways]
+    return Target.from_url(f"http://127.0.0.1:{port}", api_key), [decoder, engine, *gateways]
 
 
-async def _wait_ready(port: int) -> None:
-    target = Target.from_url(f"http://127.0.0.1:{port}")
+async def _wait_ready(port: int, api_key: str) -> None:
+    target = Target.from_url(f"http://127.0.0.1:{port}", api_key)
     probe = Load(streams=1, rate=1, tokens=1, requests=1, words=1, clients=1, gateways=1)
     deadline = time.monotonic() + _READY_S
     while (sample := await Connection(target).post(_body(probe, 0), _TIMEOUT_S)).error:
@@ -235,7 +244,7 @@ def measure(load: Load, link: Link) -> None:
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
         log = Path(directory) / "sent.json"
         with ExitStack() as children:
-            target, processes = _start(load, link, log, children)
+            target, processes = start_stack(load, link, log, children)
             before = [_cpu_s(process) for process in processes]
             answers = _send(target, load)
             front_s, engine_s, *gateway_s = (

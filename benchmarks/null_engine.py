@@ -13,6 +13,7 @@ from pathlib import Path
 from services.common.channel import ChannelClosed, EngineChannel
 from services.common.engine_process import accept
 from services.common.families import read_spec
+from services.common.heartbeat import Ping, Pong
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
@@ -92,9 +93,13 @@ def run(engine: NullEngine, channel: EngineChannel[FrontMessage], interval_s: fl
     due = time.monotonic()
     while True:
         for message in channel.receive(max(0.0, due - time.monotonic())):
-            if isinstance(message, Shutdown):
-                return
-            engine.handle(message)
+            match message:
+                case Shutdown():
+                    return
+                case Ping():
+                    channel.send(Pong())
+                case _:
+                    engine.handle(message)
         if time.monotonic() >= due:
             due += interval_s
             done = engine.step()

@@ -1,0 +1,60 @@
+"""Requests of two tenants that are ready together: one's flood does not go before the other's."""
+
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.gateway_stack import MODEL, GatewayStack
+from tests.noise import PATIENCE_S
+
+NUM_FLOOD = 150
+
+
+@pytest.fixture
+def stack(loop_thread, tmp_path) -> Iterator[GatewayStack]:
+    found = GatewayStack(
+        loop_thread, tmp_path, text_only=True, num_encoders=0, api_keys="flooding,quiet",
+        log_level="ERROR",
+    )  # fmt: skip
+    yield found
+    found.close()
+
+
+def request(key: str) -> bytes:
+    messages = [{"role": "user", "content": "hello"}]
+    body = json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1}).encode()
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nAuthorization: Bearer %s\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (key.encode(), len(body), body)
+    )
+
+
+def test_a_request_is_not_behind_the_flood_that_came_with_it(stack: GatewayStack) -> None:
+    keys = ["flooding"] * NUM_FLOOD + ["quiet"]
+    with ExitStack() as opened:
+        connections = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", stack.port), PATIENCE_S))
+            for _ in keys
+        ]
+        stack.on_loop(lambda: None)  # all are accepted
+
+        # While the loop stands still all requests arrive; then it has them at once.
+        def stand_still() -> None:
+            for connection, key in zip(connections, keys, strict=True):
+                connection.sendall(request(key))
+            time.sleep(0.1)
+
+        stack.on_loop(stand_still)
+        for connection in connections:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    tenants = [submit.tenant for submit in stack.decoder.submits]
+    counts = Counter(tenants)
+    (quiet,) = (tenant for tenant, count in counts.items() if count == 1)
+    assert counts.total() == NUM_FLOOD + 1
+    assert tenants.index(quiet) < NUM_FLOOD // 10
