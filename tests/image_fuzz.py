@@ -2,23 +2,26 @@
 
     python -m tests.image_fuzz --cases 1000000 --decode 20000
 
-Each case is read by the header reader, which must read or refuse it within 50 ms of CPU time; with
-`--decode`, as many are also decoded in worker processes, where the budget is an image's own. The
-seed of a case is its number: a failure prints it.
+Each case is read by the header reader, which must read or refuse it within 50 ms of CPU time and 64
+MiB; with `--decode`, as many are also decoded in worker processes, where the budgets of time and
+memory are an image's own. The seed of a case is its number: a failure prints it.
 """
 
 import argparse
 import io
 import random
 import time
+from pathlib import Path
 
 from PIL import Image
 
 from services.common.errors import InvalidImage
 from services.common.image_header import ImageHeader, read_header
+from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool
+from services.encoder.decode_worker import SLACK_BYTES
 
-MAX_CASE_S = 0.05
+MAX_CASE_S, MAX_CASE_BYTES = 0.05, 64 << 20
 _MAX_PIXELS = 4_000_000
 _TOKENS = (
     b"\xff\xd8", b"\xff\xc0", b"\xff\xc2", b"\xff\xda", b"\xff\xe1", b"\xff\xd9", b"\xff\xff",
@@ -84,21 +87,48 @@ def read(data: bytes) -> tuple[ImageHeader | None, float]:
     return header, time.process_time() - start
 
 
+class Peak:
+    """The most memory that a process has had resident since `reset`, beyond what it had then."""
+
+    def __init__(self, pid: int | str = "self") -> None:
+        self._refs = Path(f"/proc/{pid}/clear_refs")
+        self._status = Path(f"/proc/{pid}/status")
+        self._before = 0
+
+    def reset(self) -> None:
+        self._refs.write_text("5")  # the peak starts again at what is resident now
+        self._before = self._read("VmRSS")
+
+    def risen_bytes(self) -> int:
+        return self._read("VmHWM") - self._before
+
+    def _read(self, name: str) -> int:
+        text = self._status.read_text()
+        return int(text[text.index(name) :].split(maxsplit=2)[1]) << 10
+
+
 def run(num_cases: int, num_decoded: int, first: int = 0) -> dict[str, float]:
     """Runs cases; raises for one that neither reads nor refuses its file.
 
     Returns:
-        Counts, and the longest CPU time of a header in seconds.
+        Counts, the longest CPU time of a header in seconds, and the most memory of a header and of
+        a decoder in bytes.
     """
     files = seeds()
     found: dict[str, float] = {"read": 0, "refused": 0, "decoded": 0, "damaged": 0, "longest": 0.0}
+    found |= {"most": 0, "most_decoding": 0}
     pool = DecodePool(1, memory_bytes=1 << 30, max_source_pixels=_MAX_PIXELS)
     pids = pool.pids
+    mine, decoders = Peak(), Peak(pids[0])
     try:
         for number in range(first, first + num_cases):
             data = mutated(files, number)
             try:
+                mine.reset()
                 header, taken = read(data)
+                risen = mine.risen_bytes()
+                assert risen <= MAX_CASE_BYTES, f"{risen} bytes"
+                found["most"] = max(found["most"], risen)
                 if taken > MAX_CASE_S:  # the machine may have been busy
                     taken = min(taken, *(read(data)[1] for _ in range(5)))
                 assert taken <= MAX_CASE_S, f"{taken:.3f} s"
@@ -106,6 +136,7 @@ def run(num_cases: int, num_decoded: int, first: int = 0) -> dict[str, float]:
                 found["read" if header else "refused"] += 1
                 if header is None or found["decoded"] + found["damaged"] >= num_decoded:
                     continue
+                decoders.reset()
                 try:
                     with pool.decoded(data, header) as pixels:
                         assert pixels.shape == (*header.upright_size, 3)
@@ -113,6 +144,10 @@ def run(num_cases: int, num_decoded: int, first: int = 0) -> dict[str, float]:
                 except InvalidImage:
                     found["damaged"] += 1
                 assert pool.pids == pids, "it ended its decoder"
+                risen = decoders.risen_bytes()
+                budget = worst_case_bytes(header, len(data)) + SLACK_BYTES
+                assert risen <= budget, f"{risen} of {budget} bytes in its decoder"
+                found["most_decoding"] = max(found["most_decoding"], risen)
             except Exception as error:
                 raise AssertionError(f"case {number}: {error}") from error
     finally:

@@ -28,7 +28,7 @@ from services.encoder.decode import decode
 
 HEAD = struct.Struct("<I")  # the length of what follows
 _TASK_HEAD = struct.Struct("<II")  # of a task, and of its image
-_SLACK_BYTES = 64 << 20  # of the allocators
+SLACK_BYTES = 64 << 20  # of the allocators
 _TOO_LARGE = "decoding the image takes more memory than an image of its size may"
 
 
@@ -94,7 +94,7 @@ def _limit_memory(num_bytes: int | None) -> None:
     limit = resource.RLIM_INFINITY
     if num_bytes is not None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + num_bytes + _SLACK_BYTES
+        limit = pages * resource.getpagesize() + num_bytes + SLACK_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
