@@ -3,7 +3,8 @@
 The engine's threads borrow a worker each. A worker is `decode_worker`, with limits of its own for
 each image; it decodes into memory that it shares with the engine, so that pixels are not copied.
 Before an image is decoded its worst case is taken from a budget, which is a share of the pod's
-memory. An image that ends its worker is an `InvalidImage`, so that no other encoder gets it.
+memory; a quarter of it is for small images, which do not wait for large ones. An image that ends
+its worker is an `InvalidImage`, so that no other encoder gets it.
 """
 
 import logging
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 # CPU time of one image. 40 million pixels take 1 to 3 s in the slowest format.
 DECODE_CPU_S = 10.0
 _WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
+_SMALL_SHARE = 4  # one byte of so many is for images that need no more than these
 _KEPT_BYTES = 48 << 20  # of a worker's shared memory between two images
 _START_S, _STOP_S = 30.0, 2.0
 
@@ -112,7 +114,9 @@ class DecodePool:
         max_source_pixels: int,
         cpu_s: float = DECODE_CPU_S,
     ) -> None:
-        self._budget = MemoryBudget(memory_bytes)
+        small_bytes = memory_bytes // _SMALL_SHARE
+        self._small_budget = MemoryBudget(small_bytes)
+        self._budget = MemoryBudget(memory_bytes - small_bytes)
         self._cpu_s = cpu_s
         size = max_source_pixels * 3
         self._workers = [_Worker(size) for _ in range(num_workers)]
@@ -128,7 +132,8 @@ class DecodePool:
     @contextmanager
     def decoded(self, data: bytes, header: ImageHeader) -> Generator[np.ndarray]:
         memory_bytes = worst_case_bytes(header, len(data))
-        with self._budget.taken(memory_bytes):
+        is_small = memory_bytes <= self._small_budget.total_bytes
+        with (self._small_budget if is_small else self._budget).taken(memory_bytes):
             worker = self._idle.get()
             try:
                 yield worker.decode(data, Task(header, memory_bytes, self._cpu_s))

@@ -118,7 +118,8 @@ class ChatService:
     Attributes:
         model_name: the `model` of requests.
         images: None: the model takes text alone, and there are no encoders.
-        threads: parse and tokenize what is long.
+        threads: tokenize what is long.
+        parsers: one thread, for long bodies.
         encode_timeout_s: of one encode call; a slower encoder is replaced by another.
     """
 
@@ -133,6 +134,7 @@ class ChatService:
     request_timeout_s: float
     encode_timeout_s: float = 60.0
     threads: FairThreads = field(default_factory=lambda: FairThreads(_TEXT_THREADS, "text"))
+    parsers: FairThreads = field(default_factory=lambda: FairThreads(1, "parse"))
 
     async def prepare(
         self,
@@ -170,7 +172,7 @@ class ChatService:
         images: list[Image] = []
         if draft.images:
             with timings.measure("fetch"):
-                images = await self._read_images(draft.images, slot.hold)
+                images = await self._read_images(draft.images, slot)
             assert self.images is not None
             slot.usage.charge_pixels(self.images.num_pixels(images))
         prompt = self.prompts.expand(draft, [image.grid for image in images])
@@ -233,7 +235,7 @@ class ChatService:
             raise InternalError("a choice ended without a finish reason")
         timings.record("total", timings.since_arrival())
 
-    async def tokenize(self, request: ChatRequest, hold: Callable[[int], None]) -> list[int]:
+    async def tokenize(self, request: ChatRequest, slot: Slot) -> list[int]:
         """Token ids of a request's messages, those of images included, as for `prepare`.
 
         Raises:
@@ -242,7 +244,7 @@ class ChatService:
         """
         decoder = self._decoder(request.model)
         draft = await self._draft(request, decoder.max_model_len)
-        images = await self._read_images(draft.images, hold)
+        images = await self._read_images(draft.images, slot)
         return self.prompts.expand(draft, [image.grid for image in images]).token_ids.tolist()
 
     async def tokenize_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
@@ -313,6 +315,7 @@ class ChatService:
         await self.decoders.close()
         await self.encoders.close()
         self.threads.close()
+        self.parsers.close()
 
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound if `name` is not the served model."""
@@ -347,15 +350,15 @@ class ChatService:
             request.num_characters, lambda: self.prompts.draft(request, max_tokens)
         )
 
-    async def _read_images(
-        self, sources: Sequence[ImageSource], hold: Callable[[int], None]
-    ) -> list[Image]:
+    async def _read_images(self, sources: Sequence[ImageSource], slot: Slot) -> list[Image]:
         if self.images is None or not sources:
             return []
         encoder = self.encoders.description()
         if encoder is None:
             raise Unavailable("no encoder is available", retry_after_s=1)
-        return await self.images.read(sources, hold, encoder.max_image_patches)
+        return await self.images.read(
+            sources, slot.hold, encoder.max_image_patches, slot.tenant.name
+        )
 
     async def _off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
         if num_characters <= _INLINE_TOKENIZE_CHARS:

@@ -115,8 +115,7 @@ class Service:
 
     def engine_pid(self) -> int:
         """Of the front's only child."""
-        assert self._process is not None
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         (pid,) = children.read_text().split()
         return int(pid)
 

@@ -21,7 +21,7 @@ class ChatEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: bytes) -> None:
-        request = await parse_body(self._service.threads, parse_chat_request, body)
+        request = await parse_body(self._service.parsers, parse_chat_request, body)
         del body
         completion = await self._service.prepare(
             request, work.exchange.request_id, work.timings, work.slot

@@ -209,7 +209,14 @@ async def received(admission: Admission, request: Request) -> AsyncGenerator[tup
 
 
 async def parse_body(threads: FairThreads, parse: Callable[[bytes], Result], body: bytes) -> Result:
-    """`parse(body)`: in a thread, if the body is long or has much JSON beside its images."""
+    """`parse(body)`: in a thread, if the body is long or has much JSON beside its images.
+
+    Args:
+        threads: one is best: the parser keeps the interpreter lock, for which the event loop would
+            wait behind each of several.
+        parse: makes the request's type.
+        body: of the request.
+    """
     if len(body) <= INLINE_BYTES and json_bytes(body, _MAX_INLINE_JSON_BYTES) is not None:
         return parse(body)
     return await threads.run(len(body), parse, body)

@@ -99,7 +99,7 @@ class MessagesEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: bytes) -> None:
-        request = await parse_body(self._service.threads, parse_messages_request, body)
+        request = await parse_body(self._service.parsers, parse_messages_request, body)
         del body
         self._service.check_model(request.model)
         paths = dict(_PATHS)
@@ -143,13 +143,13 @@ class TokenCounter:
     async def count(self, request: Request) -> Response:
         """The view."""
         async with received(self._admission, request) as (slot, body):
-            given = await parse_body(self._service.threads, parse_count_request, body)
+            given = await parse_body(self._service.parsers, parse_count_request, body)
             self._service.check_model(given.model)
             paths = dict(_PATHS)
             try:
                 chat = to_chat(given, paths)
                 check_chat_request(chat)
-                tokens = await self._service.tokenize(chat, slot.hold)
+                tokens = await self._service.tokenize(chat, slot)
             except TriptychError as error:
                 error.param = error.param and renamed(error.param, paths)
                 raise

@@ -82,7 +82,7 @@ class ResponsesEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: bytes) -> None:
-        request = await parse_body(self._service.threads, parse_responses_request, body)
+        request = await parse_body(self._service.parsers, parse_responses_request, body)
         del body
         self._service.check_model(request.model)
         paths = dict(_PATHS)

@@ -35,7 +35,7 @@ class TextCompletionEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: bytes) -> None:
-        request = await parse_body(self._service.threads, parse_completion_request, body)
+        request = await parse_body(self._service.parsers, parse_completion_request, body)
         del body
         work.paths = _PATHS
         self._service.check_model(request.model)

@@ -3,6 +3,7 @@
 The names and shapes are vLLM's. Errors are raised as `TriptychError`s.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from starlette.routing import Route
 from services.common.errors import InvalidRequest
 from services.common.model_spec import read_json
 from services.gateway.chat import ChatService
-from services.gateway.endpoints.endpoint import received
+from services.gateway.endpoints.endpoint import parse_body, received
 from services.gateway.forms.json_body import decode_json
 from services.gateway.forms.openai import MAX_MESSAGES, ChatRequest, Message, check_chat_request
 from services.gateway.forms.tools import MAX_TOOLS, Tool
@@ -87,7 +88,9 @@ class TokenizationRoutes:
         """Token ids; messages count with all tokens of their images."""
         service = self._service
         async with received(self._admission, request) as (slot, body):
-            parsed = decode_json(_tokenize_decoder, body)
+            parsed = await parse_body(
+                self._service.parsers, partial(decode_json, _tokenize_decoder), body
+            )
             if (parsed.prompt is None) == (parsed.messages is None):
                 raise InvalidRequest("give either prompt or messages", param="prompt")
             if parsed.model is not None:
@@ -106,7 +109,7 @@ class TokenizationRoutes:
                     chat_template_kwargs=parsed.chat_template_kwargs,
                 )
                 check_chat_request(chat)
-                tokens = await service.tokenize(chat, slot.hold)
+                tokens = await service.tokenize(chat, slot)
         answer = TokenizeResponse(len(tokens), service.max_model_len(), tokens)
         if parsed.return_token_strs:
             answer.token_strs = [service.tokenizer.token_string(token) for token in tokens]
@@ -115,7 +118,9 @@ class TokenizationRoutes:
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         async with received(self._admission, request) as (_, body):
-            parsed = decode_json(_detokenize_decoder, body)
+            parsed = await parse_body(
+                self._service.parsers, partial(decode_json, _detokenize_decoder), body
+            )
             if parsed.model is not None:
                 self._service.check_model(parsed.model)
             self._service.check_token_ids(parsed.tokens, "tokens")

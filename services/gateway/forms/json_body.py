@@ -8,6 +8,7 @@ import re
 from typing import Any, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
 
@@ -20,50 +21,101 @@ _ANY_KEY = "[...]"  # how msgspec writes a key of a map that is not a struct
 _MAX_SEARCHED_KEYS = 4096
 # Parsed JSON takes up to 25 times its bytes, strings of images as many as they have.
 MAX_JSON_BYTES = 2 << 20
+# The parser keeps the interpreter lock, and with it every other request: these take it some 10 ms.
+# A megabyte of tools has 50,000.
+MAX_JSON_NODES = 1 << 17
+_MAX_UNCOUNTED_BYTES = 256 << 10
 _IMAGE = re.compile(rb'"data(?::|"\s{0,64}:\s{0,64}")')
 _MIN_IMAGE_BYTES = 1024
 _MAX_IMAGES = 4096  # looked for, small ones included
-_MAX_SEARCHED_BYTES = 4 << 20
+_MAX_SEARCHED_BYTES = 256 << 10
 
 
 def json_bytes(body: bytes, limit: int) -> int | None:
-    """Bytes of a body beside its images; None: over `limit`, as far as it was counted.
+    """Bytes of a body beside its images, or of the whole if they are few; None: over `limit`.
 
     An image is a long string that begins with `data:`, or the value of a field `data`. One with
     letters beyond ASCII, or escapes but that of a slash, would take several times its bytes as a
     `str`, so it does not count as an image.
     """
-    outside, position, is_ascii = len(body), 0, body.isascii()
+    if len(body) <= limit:
+        return len(body)
+    pieces = _beside_images(body, limit)
+    return None if pieces is None else sum(stop - start for start, stop in pieces)
+
+
+def _beside_images(body: bytes, limit: int) -> list[tuple[int, int]] | None:
+    """The ranges of a body that are no image; None: more than `limit` bytes. Images are passed over
+    at memory's speed, and no more than `limit` bytes beside them are searched.
+    """
+    is_ascii = body.isascii()
+    pieces: list[tuple[int, int]] = []
+    outside = begin = position = 0  # bytes of `pieces`, start of the next one, where to search
     for _ in range(_MAX_IMAGES):
-        if outside <= limit:
-            return outside
-        start = body.find(b'"data', position)
-        found = _IMAGE.match(body, start) if start >= 0 else None
+        start = body.find(b'"data', position, begin + limit - outside + 6)
         if start < 0:
             break
-        position = start + 5
+        found = _IMAGE.match(body, start)
         if found is None:
+            position = start + 5
             continue
         end = body.find(b'"', found.end())
         if end < 0:
             break
-        position, size = end, end - found.end()
-        plain = is_ascii or body[found.end() : end].isascii()
-        escapes = body.count(b"\\", found.end(), end)
-        if size >= _MIN_IMAGE_BYTES and plain and escapes == body.count(b"\\/", found.end(), end):
-            outside -= size
-    return outside if outside <= limit else None
+        position = end
+        if end - found.end() >= _MIN_IMAGE_BYTES and is_ascii and _is_plain(body, found.end(), end):
+            pieces.append((begin, found.end()))
+            outside += found.end() - begin
+            begin = end
+        if outside > limit:
+            return None
+    pieces.append((begin, len(body)))
+    return pieces if outside + len(body) - begin <= limit else None
+
+
+def _is_plain(body: bytes, start: int, stop: int) -> bool:
+    """Whether a string has no escape but that of a slash."""
+    if body.find(b"\\", start, stop) < 0:  # far faster than to count
+        return True
+    return body.count(b"\\", start, stop) == body.count(b"\\/", start, stop)
+
+
+def num_nodes(text: bytes) -> int:
+    """How many strings, arrays and objects JSON has, and twice its members, which take longest to
+    parse. Numbers are hardly work. Mostly without the interpreter lock.
+
+    Args:
+        text: any bytes; what is not JSON gets some number.
+    """
+    if b"\\" in text:  # an escaped quote ends no string
+        text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    letters = np.frombuffer(text, np.uint8)
+    quotes = letters == ord('"')
+    # The parity of the quotes before; sums of bytes wrap around at an even number.
+    outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == 0
+    opening = (letters == ord("[")) | (letters == ord("{"))
+    count = np.count_nonzero
+    strings, members = count(quotes) // 2, count((letters == ord(":")) & outside)
+    return int(strings + count(opening & outside) + 2 * members)
 
 
 def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: bytes) -> Decoded:
     """Decodes a JSON body.
 
     Raises:
-        PayloadTooLarge: more than `MAX_JSON_BYTES` beside images.
+        PayloadTooLarge: more than `MAX_JSON_BYTES` or `MAX_JSON_NODES` beside images.
         InvalidRequest: not JSON, or a field has the wrong type; `param` names the field.
     """
-    if len(body) > MAX_JSON_BYTES and json_bytes(body, MAX_JSON_BYTES) is None:
-        raise PayloadTooLarge(f"the body has more than {MAX_JSON_BYTES} bytes beside its images")
+    if len(body) > _MAX_UNCOUNTED_BYTES:
+        pieces = _beside_images(body, MAX_JSON_BYTES)
+        if pieces is None:
+            raise PayloadTooLarge(
+                f"the body has more than {MAX_JSON_BYTES} bytes beside its images"
+            )
+        if num_nodes(b"".join([body[start:stop] for start, stop in pieces])) > MAX_JSON_NODES:
+            raise PayloadTooLarge(
+                f"the body has more than {MAX_JSON_NODES} strings, arrays and members of objects"
+            )
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

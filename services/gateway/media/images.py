@@ -106,7 +106,11 @@ class ImageReader:
         return sum(t * h * w for t, h, w in (image.grid for image in images)) * self._patch_area
 
     async def read(
-        self, sources: Sequence[ImageSource], hold: Callable[[int], None], max_patches: int
+        self,
+        sources: Sequence[ImageSource],
+        hold: Callable[[int], None],
+        max_patches: int,
+        tenant: str = "",
     ) -> list[Image]:
         """All images, in order.
 
@@ -114,6 +118,7 @@ class ImageReader:
             sources: as the request names them.
             hold: counts the bytes now held; may refuse.
             max_patches: of one image, before merging.
+            tenant: which of several asks; each fetches only so much at a time.
 
         Raises:
             TriptychError: of the first image that fails; its `param` names the image.
@@ -124,7 +129,7 @@ class ImageReader:
             async with gate:
                 try:
                     limits = self.limits_for(source)
-                    data = await self._loader.load(source.url, hold)
+                    data = await self._loader.load(source.url, hold, tenant)
                     return self._measure(data, source.param, limits, max_patches)
                 except TriptychError as error:
                     error.param = error.param or source.param
@@ -180,12 +185,15 @@ class MediaLoader:
         self._directory = None if allowed_directory is None else allowed_directory.resolve()
         self._threads = FairThreads(num_threads(), "images")
 
-    async def load(self, url: str, hold: Callable[[int], None] = uncounted) -> bytes:
+    async def load(
+        self, url: str, hold: Callable[[int], None] = uncounted, tenant: str = ""
+    ) -> bytes:
         """The bytes behind a URL.
 
         Args:
             url: of any kind that is allowed.
             hold: counts the memory of bytes that are not in the request's body; may refuse.
+            tenant: as `WebMedia.fetch`.
 
         Raises:
             InvalidRequest: the URL is refused or malformed.
@@ -201,7 +209,7 @@ class MediaLoader:
                 return decode_data_url(url, self._max_bytes)
             case "http" | "https":
                 return await self._web.fetch(
-                    url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE)
+                    url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE), tenant
                 )
             case "file":
                 data = await self._threads.run(_FILE_COST, self._read_file, url)

@@ -12,9 +12,8 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any
 
 import httpcore2
 import httpx2
@@ -26,17 +25,14 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
+from services.gateway.media.network import SocketOption, connect
 from services.gateway.tenancy.admission import uncounted
 
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
-SocketOption = (
-    tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
-)
-
 _MAX_URL_LENGTH = 8192
 _MAX_REDIRECTS = 3
 _MAX_CONNECTIONS = 64
-_MAX_FETCHES_PER_HOST = 8
+_MAX_FETCHES_PER_HOST, _MAX_FETCHES_PER_TENANT = 8, 16
 # A body has this long to begin to arrive at the least rate, in bytes a second.
 _BODY_START_S, _MIN_BODY_RATE = 3.0, 32 << 10
 LOOKUP_TIMEOUT_S = 2.0
@@ -124,9 +120,9 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
     """Dials only addresses that were checked; there is no second lookup."""
 
     def __init__(self, resolver: Resolver, allow_private: bool) -> None:
-        self._dialler = cast(httpcore2.AsyncNetworkBackend, httpcore2.AnyIOBackend())
         self._resolve = resolver
         self._allow_private = allow_private
+        self._dial = connect
 
     async def connect_tcp(
         self,
@@ -146,19 +142,31 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
         # One private address refuses the host: an image server has public addresses only.
         if not self._allow_private and not all(map(is_public, addresses)):
             raise _Refused
-        return await self._dialler.connect_tcp(
-            addresses[0], port, timeout, local_address, socket_options
-        )
+        return await self._dial(addresses[0], port, timeout)
 
 
-@dataclass(slots=True)
-class _Host:
-    """A host that images are fetched from now."""
+class _Turns:
+    """Bounds the fetches at a time of each name; the others of a name wait."""
 
-    turns: asyncio.Semaphore = field(
-        default_factory=lambda: asyncio.Semaphore(_MAX_FETCHES_PER_HOST)
-    )
-    num_callers: int = 0
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._names: dict[str, tuple[asyncio.Semaphore, int]] = {}  # with those inside or waiting
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @asynccontextmanager
+    async def turn(self, name: str) -> AsyncGenerator[None]:
+        turns, count = self._names.get(name) or (asyncio.Semaphore(self._limit), 0)
+        self._names[name] = turns, count + 1
+        try:
+            async with turns:
+                yield
+        finally:
+            count = self._names[name][1] - 1
+            self._names[name] = turns, count
+            if not count:
+                del self._names[name]
 
 
 class WebMedia:
@@ -182,7 +190,9 @@ class WebMedia:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._allow_private = allow_private
-        self._hosts: dict[str, _Host] = {}
+        # One slow host, or one tenant of slow hosts, leaves connections to the others.
+        self._hosts = _Turns(_MAX_FETCHES_PER_HOST)
+        self._tenants = _Turns(_MAX_FETCHES_PER_TENANT)
         self._resolver = SystemResolver()
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=ssl.create_default_context(),
@@ -191,12 +201,15 @@ class WebMedia:
             network_backend=_CheckedBackend(resolver or self._resolver, allow_private),
         )
 
-    async def fetch(self, url: str, hold: Callable[[int], None] = uncounted) -> bytes:
+    async def fetch(
+        self, url: str, hold: Callable[[int], None] = uncounted, tenant: str = ""
+    ) -> bytes:
         """The body behind a URL.
 
         Args:
             url: as a request has it.
             hold: counts bytes as they arrive; may refuse.
+            tenant: which of several asks; empty: there is only one.
 
         Raises:
             InvalidRequest: the URL or its host is refused.
@@ -205,12 +218,13 @@ class WebMedia:
             Unavailable: the origin cannot be reached now, or not in time.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
-                target = parse_url(url)
+            target = parse_url(url)
+            turn = self._tenants.turn(tenant) if tenant else nullcontext()
+            async with asyncio.timeout(self._timeout_s), turn:
                 for _ in range(_MAX_REDIRECTS + 1):
                     if not self._allow_private and target.port not in (None, *_PORTS):
                         raise _Refused
-                    async with self._turn(target.host):
+                    async with self._hosts.turn(target.host):
                         answer = await self._get(target, hold)
                     if isinstance(answer, bytes):
                         return answer
@@ -227,21 +241,6 @@ class WebMedia:
         """Closes all connections."""
         await self._pool.aclose()
         self._resolver.close()
-
-    @asynccontextmanager
-    async def _turn(self, name: str) -> AsyncGenerator[None]:
-        """Waits while as many fetches from this host run as may, so that one slow host leaves
-        connections to the others.
-        """
-        host = self._hosts.setdefault(name, _Host())
-        host.num_callers += 1
-        try:
-            async with host.turns:
-                yield
-        finally:
-            host.num_callers -= 1
-            if not host.num_callers:
-                del self._hosts[name]
 
     async def _get(self, url: httpx2.URL, hold: Callable[[int], None]) -> bytes | httpx2.URL:
         """One request: the body, or the URL of a redirect."""
@@ -262,16 +261,19 @@ class WebMedia:
             if found.get(b"content-encoding", b"identity").lower() != b"identity":
                 raise MediaFetchFailed("the image URL answers with a compressed body")
             body, start = bytearray(), asyncio.get_running_loop().time()
-            async with asyncio.timeout(_BODY_START_S) as deadline:
-                async for chunk in answer.aiter_stream():
-                    if len(body) + len(chunk) > self._max_bytes:
-                        raise InvalidImage(f"the image has more than {self._max_bytes} bytes")
-                    hold(len(chunk))
-                    body += chunk
-                    deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
-            if not body:
-                raise MediaFetchFailed("the image URL answers with an empty body")
-            return bytes(body)
+            try:
+                async with asyncio.timeout(_BODY_START_S) as deadline:
+                    async for chunk in answer.aiter_stream():
+                        if len(body) + len(chunk) > self._max_bytes:
+                            raise InvalidImage(f"the image has more than {self._max_bytes} bytes")
+                        hold(len(chunk))
+                        body += chunk
+                        deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
+                if not body:
+                    raise MediaFetchFailed("the image URL answers with an empty body")
+                return bytes(body)
+            finally:
+                body.clear()  # an error's traceback may keep the frame for a long time
 
 
 def parse_url(url: str) -> httpx2.URL:

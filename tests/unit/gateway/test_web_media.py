@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import ssl
+import subprocess
 import threading
 
 import pytest
+import uvloop
 
 from services.common.errors import (
     InvalidImage,
@@ -15,12 +18,13 @@ from services.common.errors import (
     Unavailable,
 )
 from services.gateway.media import web_media
+from services.gateway.media.network import PacedStream, connect
 from services.gateway.media.web_media import WebMedia, is_public, parse_url
 from tests.noise import PATIENCE_S
 
 
 @contextlib.asynccontextmanager
-async def origin(*answers: bytes, pause_s: float = 0.0):
+async def origin(*answers: bytes, pause_s: float = 0.0, tls: ssl.SSLContext | None = None):
     """An HTTP server with fixed answers; keeps the requests it got."""
     requests: list[bytes] = []
 
@@ -40,7 +44,7 @@ async def origin(*answers: bytes, pause_s: float = 0.0):
                 await writer.drain()
                 await asyncio.sleep(pause_s)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     try:
         yield server.sockets[0].getsockname()[1], requests
     finally:
@@ -226,14 +230,11 @@ async def test_each_redirect_is_checked():
         backend = media._pool._network_backend
         dialled = []
 
-        class Dialler:
-            async def connect_tcp(self, host, *args):
-                import httpcore2
+        async def dial(address, *_):
+            dialled.append(address)
+            return await connect("127.0.0.1", port, None)
 
-                dialled.append(host)
-                return await httpcore2.AnyIOBackend().connect_tcp("127.0.0.1", port)
-
-        backend._dialler = Dialler()
+        backend._dial = dial
         with pytest.raises(InvalidRequest):
             await media.fetch("http://outer.example/")
         assert dialled == ["93.184.216.34"]
@@ -251,12 +252,11 @@ async def test_second_look_up_cannot_rebind():
     media = WebMedia(100, resolver=resolver)
     dialled = []
 
-    class Dialler:
-        async def connect_tcp(self, host, *args):
-            dialled.append(host)
-            raise OSError
+    async def dial(address, *_):
+        dialled.append(address)
+        raise OSError
 
-    media._pool._network_backend._dialler = Dialler()
+    media._pool._network_backend._dial = dial
     with pytest.raises(Unavailable):
         await media.fetch("http://rebind.example/")
     assert dialled == ["93.184.216.34"]
@@ -397,7 +397,7 @@ async def test_a_slow_host_leaves_connections_to_others():
         for fetch in fetches:
             fetch.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
-        assert not media._hosts
+        assert not len(media._hosts)
         while running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     server.close()
@@ -424,3 +424,90 @@ async def test_names_without_an_answer_delay_no_other_look_up(monkeypatch):
     while resolver._lookups:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     resolver.close()
+
+
+async def test_a_tenant_of_slow_hosts_leaves_connections_to_others():
+    running: set[asyncio.Task[None]] = set()
+
+    async def silent(reader, writer):
+        running.add(asyncio.current_task())
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readexactly(1 << 20)
+        running.discard(asyncio.current_task())
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with origin(ok(b"abc")) as (other, _), web(timeout_s=PATIENCE_S) as (media, _):
+
+        def slow(number: int) -> asyncio.Task[bytes]:
+            url = f"http://slow{number}.example:{port}/"
+            return asyncio.create_task(media.fetch(url, tenant="slow"))
+
+        fetches = [slow(number) for number in range(200)]
+        while len(running) < 16:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await media.fetch(f"http://quick.example:{other}/", tenant="quick") == b"abc"
+        assert len(running) == 16
+        for fetch in fetches:
+            fetch.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
+        assert not len(media._tenants)
+        while running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    server.close()
+
+
+def test_a_fast_origin_fills_no_memory_that_is_not_counted():
+    """uvloop takes up to 8 MiB from a socket at a time, if it may."""
+    body = bytes(64 << 20)
+
+    async def serve(reader, writer):
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            writer.write(body)
+            await writer.drain()
+
+    async def most() -> tuple[int, int]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        stream = await connect("127.0.0.1", server.sockets[0].getsockname()[1], None)
+        assert isinstance(stream, PacedStream)
+        waiting = total = 0
+        while piece := await stream.read(1 << 10):
+            total += len(piece)
+            waiting = max(waiting, len(stream._data))
+            if total % (1 << 20) == 0:
+                await asyncio.sleep(0)
+        await stream.aclose()
+        server.close()
+        return waiting, total
+
+    waiting, total = uvloop.run(most())
+    assert total == len(body)
+    assert waiting <= 256 << 10
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """Of h.example: the file and a server's context."""
+    key, file = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-days", "1", "-subj", "/CN=h.example", "-addext",
+         "subjectAltName=DNS:h.example", "-keyout", str(key), "-out", str(file)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(file, key)
+    return file, context
+
+
+async def test_images_come_encrypted_from_hosts_with_a_valid_certificate(certificate):
+    file, context = certificate
+    body = bytes(range(256)) * 4000
+    async with origin(ok(body), tls=context) as (port, _), web(max_bytes=1 << 20) as (media, _):
+        with pytest.raises(Unavailable):  # nobody vouches for it
+            await media.fetch(f"https://h.example:{port}/")
+        media._pool._ssl_context = ssl.create_default_context(cafile=str(file))
+        assert await media.fetch(f"https://h.example:{port}/") == body
+        with pytest.raises(Unavailable):
+            await media.fetch(f"https://other.example:{port}/")

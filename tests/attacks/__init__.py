@@ -1,0 +1,1 @@
+"""Requests that cost more than they weigh, replayed against services with their pods' memory."""

@@ -1,0 +1,73 @@
+"""Bodies are bounded before they are parsed, in time that others can wait."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidRequest, PayloadTooLarge
+from services.gateway.forms.json_body import MAX_JSON_BYTES, MAX_JSON_NODES, json_bytes, num_nodes
+from services.gateway.forms.openai import parse_chat_request
+from tests.attacks.rows import HELLO, body, json_bodies, many
+from tests.noise import least
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
+)
+
+
+def nodes(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(3 + nodes(v) for v in value.values())
+    if isinstance(value, list):
+        return 1 + sum(map(nodes, value))
+    return int(isinstance(value, str))
+
+
+@settings(max_examples=50)
+@given(_VALUES)
+def test_nodes_are_counted_as_they_are_parsed(value):
+    for ascii_only in (True, False):
+        text = json.dumps(value, ensure_ascii=ascii_only)
+        assert num_nodes(text.encode(errors="surrogatepass")) == nodes(value)
+
+
+def test_image_may_be_large_and_text_may_be_long():
+    image = '"data:image/png;base64,' + "A" * 3_000_000 + '"'
+    text = json.dumps('{"a": [1, "b"]}, ' * 90_000)
+    whole = body(f'[{{"role": "user", "content": {text}}}]', metadata=f"[{image}, {image}]")
+    assert json_bytes(whole, MAX_JSON_BYTES) == len(whole) - 2 * (len(image) - len('"data:"'))
+    assert parse_chat_request(whole).messages[0].content == json.loads(text)
+    assert json_bytes(whole, MAX_JSON_BYTES - 300_000) is None
+
+
+def test_too_many_nodes_are_refused():
+    # a body of this form has 13 nodes and those of `stop`
+    for count, kind in ((MAX_JSON_NODES - 30, InvalidRequest), (MAX_JSON_NODES, PayloadTooLarge)):
+        dense = body(HELLO, stop="[" + ",".join(['"ab"'] * count) + "]")
+        with pytest.raises(kind):
+            parse_chat_request(dense)
+
+
+def cpu_s(data: bytes) -> float:
+    start = time.thread_time()
+    with pytest.raises((InvalidRequest, PayloadTooLarge)):
+        parse_chat_request(data)
+    return time.thread_time() - start
+
+
+@pytest.mark.parametrize("name", json_bodies(8))
+def test_dense_bodies_take_the_parser_little_time(name):
+    data = json_bodies(MAX_JSON_BYTES - 100)[name]
+    assert least(lambda: cpu_s(data), 0.02) <= 0.02
+    barely = body(HELLO, stop=many('"a"', 4 * (MAX_JSON_NODES - 30)))
+    assert least(lambda: cpu_s(barely), 0.02) <= 0.02
+
+
+@pytest.mark.parametrize("item", ['"a"', "[[[]]]", '"data:"', '{"data":""}'])
+def test_large_bodies_are_refused_at_memory_speed(item):
+    data = body(HELLO, stop=many(item, 32 << 20))
+    assert least(lambda: cpu_s(data), 0.03) <= 0.03
