@@ -8,21 +8,26 @@ Reads the files of JSON-Schema-Test-Suite (`tests/draft2020-12`) and JSONSchemaB
 why it is refused; samples answers from the tokens that the masks allow; validates each finished one
 with `jsonschema`; and feeds it the instances that come with the schema, of which the valid ones
 should be accepted. Times are CPU times of one thread. `--library xgrammar` does the same with the
-other library, which is no dependency and has to be installed. A schema that takes too long, or
-ends the process, is counted and left behind.
+other library, which is no dependency and has to be installed. A schema whose compilation takes more
+than `--cpu-s` of CPU time, which takes too long in all, or which ends the process, is counted and
+left behind.
 """
 
 import argparse
 import asyncio
 import importlib
 import json
+import math
 import multiprocessing
 import random
 import re
+import resource
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
 from multiprocessing.connection import Connection
@@ -215,7 +220,8 @@ class Examiner:
         """Everything about one schema."""
         outcome, text = Outcome(case.name), json.dumps(case.schema)
         try:
-            self._library.start(text)
+            with cpu_limit(self._options.cpu_s):
+                self._library.start(text)
         except InvalidGrammar as error:
             outcome.refused = error.message
             return outcome
@@ -282,6 +288,22 @@ def _problem(schema: Any, answer: bytes) -> str:  # noqa: ANN401 - any JSON
     return ""
 
 
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """SIGXCPU ends the process if it takes more CPU time, to the next second; 0: no limit.
+
+    Compilations in C++ or Rust do not listen to anything else.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    if seconds:
+        until = math.ceil(time.process_time() + seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (until, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+
+
 def run_examiner(options: argparse.Namespace, pipe: "Connection[Outcome, Case]") -> None:
     """Entry point of the process: a case in, its outcome out."""
     examiner = Examiner(options)
@@ -317,7 +339,10 @@ def examine_all(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[
                 continue
             problem = f"FAILED: took more than {options.timeout_s:g} s"
         except (EOFError, OSError):
+            process.join(_START_S)
             problem = "FAILED: the process ended"
+            if process.exitcode == -signal.SIGXCPU:
+                problem = f"FAILED: compilation took more than {options.cpu_s:g} s of CPU"
         process.kill()
         process.join()
         process = None
@@ -391,6 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--answers", type=int, default=3, help="of each schema")
     add("--tokens", type=int, default=300, help="at most, of each answer")
     add("--timeout-s", type=float, default=20.0, help="for all that is done with one schema")
+    add("--cpu-s", type=float, default=8.0, help="of CPU time for a compilation; 0: no limit")
     add("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     cases: list[Case] = []

@@ -3,10 +3,13 @@ refused by the keyword's name.
 """
 
 import argparse
+import os
+import signal
+import time
 
 import pytest
 
-from benchmarks.schemas import Case, Examiner
+from benchmarks.schemas import Case, Examiner, cpu_limit
 from tests.tiny_tokenizer import tokenizer_json
 
 
@@ -79,7 +82,7 @@ def examiner(tmp_path_factory) -> Examiner:
     path = tmp_path_factory.mktemp("schemas") / "tokenizer.json"
     path.write_text(tokenizer_json())
     options = argparse.Namespace(
-        tokenizer=path, end="<|im_end|>", library="llguidance", answers=5, tokens=300
+        tokenizer=path, end="<|im_end|>", library="llguidance", answers=5, tokens=300, cpu_s=0
     )
     return Examiner(options)
 
@@ -96,3 +99,20 @@ def test_what_cannot_be_enforced_is_refused_by_name(examiner, name):
     outcome = examiner.examine(Case(name, REFUSED[name], []))
     assert name in outcome.refused and "FAILED" not in outcome.refused, outcome
     assert "coerce" not in outcome.refused, "an option that no request has"
+
+
+def test_a_compilation_that_takes_too_much_cpu_time_ends_its_process() -> None:
+    """Here by a fork that runs nothing of this process but the loop."""
+    child = os.fork()
+    if not child:
+        with cpu_limit(0.05):
+            pass
+        started = time.process_time()
+        while time.process_time() < started + 1.2:  # the limit is gone
+            pass
+        with cpu_limit(0.05):
+            while time.process_time() < started + 20:
+                pass
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
