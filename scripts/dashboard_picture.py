@@ -46,14 +46,15 @@ def draw(axes: Axes, panel: Panel, options: argparse.Namespace, end: float) -> N
         for series in query_range(options.prometheus, expression, start, end, options.step):
             times = [(float(at) - start) / 60 for at, _ in series["values"]]
             values = [float(value) for _, value in series["values"]]
-            axes.plot(times, values, linewidth=1.1, label=legend_of(legend, series["metric"]))
+            label = legend_of(legend, series["metric"]).strip() or "(none)"
+            axes.plot(times, values, linewidth=1.1, label=label)
     axes.set_title(panel.title, fontsize=9, loc="left", fontweight="bold")
     axes.set_xlim(0, options.minutes)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.tick_params(labelsize=7)
     if panel.unit == "percentunit":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
     else:
         suffix = _SUFFIX[panel.unit]
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}{suffix}"))
@@ -83,7 +84,7 @@ def main() -> None:
         if number % _COLUMNS == 0 and panel is ROWS[row][0]:
             axes.text(0, 1.22, row, fontsize=12, fontweight="bold", transform=axes.transAxes)
     figure.tight_layout()
-    figure.savefig(options.output, dpi=80)
+    figure.savefig(options.output, dpi=75)
 
 
 if __name__ == "__main__":
