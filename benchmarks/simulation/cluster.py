@@ -1,6 +1,6 @@
 """The cluster: pods that come and go, the gateways that choose among them, and the autoscalers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -259,7 +259,9 @@ class Cluster:
         now, pods = self.clock.now, [pod for fleet in self.fleets for pod in fleet.pods]
         for metric, value in _METRICS.items():
             kind = metric.partition("_")[0]
-            values = {pod: value(engine) for pod in pods if (engine := getattr(pod, kind))}
+            values: dict[Hashable, float] = {
+                pod: value(engine) for pod in pods if (engine := getattr(pod, kind))
+            }
             self.signals.scrape(now, metric, values)
         self.clock.at(now + SCRAPE_S, self._scrape)
 
