@@ -34,6 +34,12 @@ def test_it_is_ready_and_warmed_up_with_a_decoder_alone(stack):
     assert not any(submit.images for submit in stack.decoder.submits)
 
 
+def test_it_reports_no_encoders_as_missing(stack):
+    value = stack.gateway.metrics.registry.get_sample_value
+    assert value("gateway_healthy_pods", {"service": "decoder"}) == 1
+    assert value("gateway_healthy_pods", {"service": "encoder"}) is None
+
+
 def test_it_answers_whole_and_streamed(stack):
     assert stack.chat().json()["choices"][0]["message"]["content"] == "A red circle."
     lines = stack.chat(stream=True).text.split("\n\n")
