@@ -146,6 +146,7 @@ class ProcessFleet:
                 healthy = gateway.metric("gateway_healthy_pods", service=kind)
                 if healthy != len(self._pods[kind]):
                     return False
-            if not asyncio.run(gateway_ready(gateway.host, gateway.port)):
+            serves = asyncio.run(gateway_ready(gateway.host, gateway.port))
+            if serves != all(self._pods.values()):  # scaled to zero, it only answers
                 return False
         return True

@@ -5,12 +5,14 @@
 
 from collections.abc import Iterator
 
+import httpx2
 import pytest
 
 from tests.e2e import trials
 from tests.e2e.fleet import ProcessFleet
 from tests.e2e.headless import is_possible
 from tests.e2e.trials import Clients
+from tests.noise import PATIENCE_S
 
 pytestmark = [
     pytest.mark.e2e,
@@ -36,4 +38,17 @@ def test_pods_scale_down_and_roll_out(running: Running, kind: str) -> None:
 
 def test_redis_restarts(running: Running) -> None:
     outcome = trials.lose_cache(*running)
+    assert not outcome.mistakes, f"{outcome}: {outcome.mistakes[0]}"
+
+
+def test_decoders_scale_to_zero_and_back(running: Running) -> None:
+    fleet, clients = running
+    assert not fleet.scale("decoder", 0)  # the name has no address any more
+    (url,) = fleet.gateways()
+    body = {"model": fleet.model, "messages": [{"role": "user", "content": "hello"}]}
+    refused = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert httpx2.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200
+    assert not fleet.scale("decoder", 1)
+    outcome = clients.during("decoders 0 → 1", list)
     assert not outcome.mistakes, f"{outcome}: {outcome.mistakes[0]}"

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -198,7 +198,9 @@ def lose_cache(fleet: Fleet, clients: Clients) -> Outcome:
     return clients.during("Redis restarts", fleet.restart_cache)
 
 
-def run_all(fleet: Fleet, clients: Clients, report: Callable[[Outcome], None]) -> list[str]:
+def run_all(
+    fleet: Fleet, clients: Clients, kinds: Sequence[str], report: Callable[[Outcome], None]
+) -> list[str]:
     """All trials, each with two pods of each kind at its start; what went wrong."""
     mistakes: list[str] = []
 
@@ -206,7 +208,7 @@ def run_all(fleet: Fleet, clients: Clients, report: Callable[[Outcome], None]) -
         report(outcome)
         mistakes.extend(outcome.mistakes)
 
-    for kind in KINDS:
+    for kind in kinds:
         note(scale_down(fleet, clients, kind))
         mistakes += fleet.scale(kind, 2)
         note(roll_out(fleet, clients, kind))
@@ -221,6 +223,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--askers", type=int, default=2)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--grace", type=float, default=300.0)
     parser.add_argument("--log", type=Path, help="a directory to keep logs in")
     arguments = parser.parse_args()
@@ -236,7 +239,7 @@ def main() -> int:
         logs = arguments.log or Path(directory)
         with ProcessFleet(logs, grace_s=arguments.grace) as fleet:
             clients = Clients(fleet, arguments.streams, arguments.tokens, arguments.askers)
-            return 1 if run_all(fleet, clients, report) else 0
+            return 1 if run_all(fleet, clients, arguments.kinds, report) else 0
     return 1
 
 
