@@ -84,7 +84,7 @@ class Answer:
             return f"it broke: {self.error}"
         for name in ("texts", "reasons", "tokens", "completion_tokens"):
             if getattr(self, name) != getattr(other, name):
-                return f"{name}: {getattr(self, name)!r} is not {getattr(other, name)!r}"
+                return f"{name}: {_first_difference(getattr(self, name), getattr(other, name))}"
         for choice, found in self.logprobs.items():
             if not np.allclose(found, other.logprobs[choice], atol=_LOGPROB_TOLERANCE):
                 return f"log-probabilities of choice {choice}"
@@ -134,6 +134,14 @@ class Asker:
         if not done and not answer.error:
             answer.error = "no [DONE]"
         return answer
+
+
+def _first_difference(found: object, wanted: object) -> str:
+    ours, theirs = repr(found), repr(wanted)
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    start = max(0, at - 60)
+    return f"at {at} of {len(ours)}: {ours[start : at + 60]} is not {theirs[start : at + 60]}"
 
 
 def _take(answer: Answer, chunk: dict[str, Any]) -> None:
