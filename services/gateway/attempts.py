@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from services.common.errors import (
     Cancelled,
+    DeadlineExceeded,
     InternalError,
     InvalidGrammar,
     InvalidRequest,
@@ -31,7 +32,12 @@ from services.common.errors import (
 from services.common.pb import decoder_pb2 as pb
 from services.common.tracing import Span, start_span
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
-from services.gateway.clients.encoders import EncoderDescription, EncoderPod, EncoderPool
+from services.gateway.clients.encoders import (
+    EncoderDescription,
+    EncoderLost,
+    EncoderPod,
+    EncoderPool,
+)
 from services.gateway.media.images import Image
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.prompt import Prompt
@@ -354,12 +360,28 @@ class Attempts:
         num_tokens = request.prompt.image_lengths[index]
         timeout_s = min(self._encode_timeout_s, request.remaining_s())
         attributes = {"encoder": pod.address, "patches": math.prod(image.grid)}
+        suspects = self._encoders.suspects
         try:
-            with request.timings.measure("encode", span_name="encode call", **attributes):
-                done = await pod.encode(
-                    key, image.data, image.grid,
-                    salt=request.cache_salt, timeout_s=timeout_s, share=request.tenant.share,
-                )  # fmt: skip
+            async with suspects.turn(key) as alone:
+                try:
+                    with request.timings.measure("encode", span_name="encode call", **attributes):
+                        done = await pod.encode(
+                            key, image.data, image.grid, salt=request.cache_salt,
+                            timeout_s=timeout_s, share=request.tenant.share,
+                        )  # fmt: skip
+                except EncoderLost:
+                    suspects.suspect(key)
+                    if alone and await pod.has_ended():
+                        raise suspects.condemn(key) from None
+                    raise
+                except DeadlineExceeded:
+                    if timeout_s < self._encode_timeout_s:
+                        raise  # the request's own deadline
+                    if alone:
+                        raise suspects.condemn(key) from None
+                    suspects.suspect(key)
+                    raise
+                suspects.clear(key)
             if done.num_tokens != num_tokens:
                 raise InternalError("an encoder returned an embedding of the wrong size")
         except InvalidRequest as error:

@@ -15,8 +15,9 @@ from services.common.errors import Unavailable
 from services.common.fair_order import NOBODY, Share
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc, outgoing_metadata
-from services.gateway.clients.pods import Dialling, Pod, Pool, pick
+from services.gateway.clients.pods import Dialling, Pod, PodState, Pool, pick
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.clients.suspects import Suspects
 
 _DESCRIBE_TIMEOUT_S = 2.0
 _SOURCES = {
@@ -49,6 +50,10 @@ class Encoded:
 
     source: str
     num_tokens: int
+
+
+class EncoderLost(Unavailable):
+    """The call was under way when the encoder, or the connection to it, ended."""
 
 
 class EncoderPod(Pod):
@@ -146,6 +151,9 @@ class EncoderPod(Pod):
             answer = answered.result()
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure, "the encoder")
+            if type(error) is Unavailable and not _is_unsent(failure):
+                self.healthy = False  # until the next health check
+                raise EncoderLost(error.message, retry_after_s=error.retry_after_s) from None
             if failure.code() is grpc.StatusCode.UNAVAILABLE and type(error) is Unavailable:
                 self.healthy = False  # until the next health check
             raise error from None
@@ -159,6 +167,15 @@ class EncoderPod(Pod):
                 # Marks it as retrieved: asyncio would report it if the caller was cancelled.
                 answered.exception()
         return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
+
+    async def has_ended(self) -> bool:
+        """Whether the encoder is not there any more, or about to go."""
+        return await self.check() in (PodState.UNREACHABLE, PodState.DRAINING)
+
+
+def _is_unsent(failure: grpc.aio.AioRpcError) -> bool:
+    """Whether there was no connection, so that the encoder has seen nothing of the call."""
+    return "failed to connect" in (failure.details() or "").lower()
 
 
 async def _answer(
@@ -178,6 +195,7 @@ class EncoderPool(Pool[EncoderPod]):
     ) -> None:
         model = served or ServedModel()
         super().__init__(addresses, lambda address: EncoderPod(address, model, dialling))
+        self.suspects = Suspects()
 
     def description(self) -> EncoderDescription | None:
         """What most healthy encoders serve; None if no encoder is healthy.

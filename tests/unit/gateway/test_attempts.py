@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -99,6 +100,76 @@ def test_killed_encoder_costs_a_retry(pair):
     assert answer(pair.chat(messages=asking(url))) == "A red circle."
     killer.join()
     assert len(second.requests) == 1
+
+
+def killing(pair, is_deadly):
+    """Encoders that end when they get such an image; the others stay with them until then."""
+
+    def before(encoder):
+        async def end(request):
+            if is_deadly(request):
+                asyncio.get_running_loop().create_task(encoder.stop())
+                await asyncio.sleep(60)
+
+        return end
+
+    for encoder in pair.encoders:
+        encoder.before = before(encoder)
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(0.5)
+
+
+def test_an_image_that_ends_encoders_is_refused_and_remembered(pair):
+    deadly, good = new_image(), new_image()
+    answer(pair.chat(messages=asking(deadly)))
+    first, _ = serving(pair)
+    key = first.requests[0].image_key
+    killing(pair, lambda request: request.image_key == key)
+    found = error(pair.chat(messages=asking(deadly)), 400)
+    assert (found["code"], found["param"]) == ("invalid_image", "messages[0].content[0]")
+    pair.reset()  # the encoders are back
+    assert error(pair.chat(messages=asking(deadly)), 400)["code"] == "invalid_image"
+    assert not any(e.requests for e in pair.encoders)
+    answer(pair.chat(messages=asking(good)))
+
+
+def test_an_image_that_takes_all_its_time_twice_is_refused_and_remembered(pair):
+    deadly = new_image()
+    for encoder in pair.encoders:
+        encoder.before = forever
+    for decoder in pair.decoders:
+        decoder.before = forever
+    assert error(pair.chat(messages=asking(deadly)), 400)["code"] == "invalid_image"
+    pair.reset()
+    assert error(pair.chat(messages=asking(deadly)), 400)["code"] == "invalid_image"
+    assert not any(e.requests for e in pair.encoders)
+
+
+def test_images_of_an_encoder_that_an_operator_kills_are_encoded_elsewhere(pair, monkeypatch):
+    monkeypatch.setattr(pair.gateway.service, "encode_timeout_s", PATIENCE_S)
+    released = threading.Event()
+
+    async def until_released(_):
+        while not released.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    for encoder in pair.encoders:
+        encoder.before = until_released
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(4)
+    killed, other = pair.encoders
+    with ThreadPoolExecutor(30) as threads:
+        urls = [new_image() for _ in range(30)]
+        asked = [threads.submit(pair.chat, messages=asking(url)) for url in urls]
+        pair.wait(lambda: len(killed.requests) + len(other.requests) == 30)
+        lost = {request.image_key for request in killed.requests}
+        assert len(lost) > 1
+        pair.thread.run(killed.stop())
+        released.set()
+        for one in asked:
+            assert answer(one.result()) == "A red circle."
+    assert lost <= other.known
+    assert lost.isdisjoint(pair.gateway.service.encoders.suspects._found)  # each is cleared
 
 
 def test_encoder_that_returns_another_size_costs_a_retry(pair):
