@@ -104,7 +104,7 @@ unit: $(DEV) ## all tests that start no stack
 .PHONY: e2e
 e2e: $(DEV) ## tests that start real processes
 	$(call say,pytest: whole stacks)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n $(WORKERS) --dist loadgroup \
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder -m "e2e and not gpu" $(ARGS)
 
 .PHONY: test-light

@@ -6,8 +6,12 @@ import pytest
 
 from tests.e2e.serve_command import ServeCommand, serve_command
 
-# Which tests take longest, so that no process begins them last.
-_LONGEST = ("rollout", "test_handover", "test_cache_tiers", "test_soak", "demo", "test_failures")
+# Files that take longest, so that no process begins them last; then those that share `demo`, of
+# which a process has one.
+_FIRST = (
+    "test_handover", "test_chaos", "test_cache_tiers", "test_soak", "test_text_families",
+    "test_failures", "test_structured_output", "test_clients", "test_chat_page", "test_agent_loop",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -18,20 +22,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests that share a stack: with `-n`, a group runs in one process. Those that share
-    `demo` are one, other tests of a file are one unless they are marked otherwise.
-    """
-    own = [item for item in items if item.path.parent.name == "e2e"]
-    for item in own:
-        if item.get_closest_marker("xdist_group") is None:
-            uses_demo = "demo" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("demo" if uses_demo else item.path.stem))
-    own.sort(key=_place)
-    items[:] = [item for item in items if item not in set(own)] + own
+    """Files that take longest first. With `-n`, the tests of a file run in one process."""
+    items.sort(key=_place)
 
 
-def _place(item: pytest.Item) -> tuple[int, str]:
-    marker = item.get_closest_marker("xdist_group")
-    assert marker is not None
-    (group,) = marker.args
-    return _LONGEST.index(group) if group in _LONGEST else len(_LONGEST), group
+def _place(item: pytest.Item) -> int:
+    if item.path.parent.name != "e2e":
+        return -1
+    return _FIRST.index(item.path.stem) if item.path.stem in _FIRST else len(_FIRST)
