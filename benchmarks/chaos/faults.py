@@ -297,12 +297,13 @@ class Schedule:
                 *(self._inject(kind, index) for index, kind in enumerate(chosen))
             )
             try:
-                await self._stack.until_whole()
+                whole = await self._stack.until_whole()
             except TimeoutError as error:
                 names = " and ".join(f"{window.kind} {window.detail}" for window in windows)
                 self._stack.left.append(f"{names}: {error}")
+                whole = time.monotonic()
             for window in windows:
-                window.whole = time.monotonic()
+                window.whole = max(whole, window.start)
 
     async def _inject(self, kind: FaultKind, index: int) -> Window:
         rng = random.Random(f"{self._rng.getrandbits(64)}")

@@ -32,6 +32,7 @@ KINDS: tuple[Kind, ...] = ("gateway", "encoder", "decoder")
 _READY_TIMEOUT_S = 180.0
 _PROBE_PERIOD_S, _PROBES_UNTIL_UNREADY = 0.5, 2
 _GRACE_S = 20.0
+_LASTING_S = 1.5
 # Children go with the driver, even when it is killed.
 _TETHER = ["setpriv", "--pdeathsig", "KILL"]
 # What starts again gives way to what serves: a pod on a node of its own would take nothing from it.
@@ -277,12 +278,25 @@ class Stack:
             pod.silent_probes += 1
             pod.ready = pod.ready and pod.silent_probes < _PROBES_UNTIL_UNREADY
 
-    async def until_whole(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
-        """Waits until each gateway is ready and has work for all encoders and decoders."""
+    async def until_whole(self, timeout_s: float = _READY_TIMEOUT_S) -> float:
+        """Waits until each gateway is ready and has work for all encoders and decoders, and this
+        lasts: an engine that hung may be ended although it goes on by now.
+
+        Returns:
+            Since when it is so.
+        """
         deadline = time.monotonic() + timeout_s
-        while why := await self._why_not_whole():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not within {timeout_s:g} s: {why}")
+        since = 0.0
+        while True:
+            now = time.monotonic()
+            if why := await self._why_not_whole():
+                since = 0.0
+                if now > deadline:
+                    raise TimeoutError(f"not within {timeout_s:g} s: {why}")
+            else:
+                since = since or now
+                if now - since >= _LASTING_S:
+                    return since
             await asyncio.sleep(0.1)
 
     async def _why_not_whole(self) -> str:
