@@ -142,6 +142,22 @@ constraints: $(DEV) ## write the versions of .venv into constraints.txt and cons
 	@$(BIN)/python scripts/closure.py --gpu > constraints-gpu.txt
 	@mv constraints.new constraints.txt
 
+.PHONY: locks
+locks: $(DEV) ## write what the images install, with hashes, into services/*/requirements.lock
+	@$(BIN)/python scripts/lock.py
+
+.PHONY: sbom
+sbom: $(DEV) ## write the packages of the images as CycloneDX: build/sbom/*.json
+	@$(BIN)/python -m venv build/sbom-tool
+	@build/sbom-tool/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
+	@mkdir -p build/sbom
+	@for name in gateway encoder decoder; do \
+		build/sbom-tool/bin/cyclonedx-py requirements services/$$name/requirements.lock \
+			--pyproject pyproject.toml --output-reproducible --of JSON \
+			-o build/sbom/$$name.json || exit 1; \
+	done
+	@ls build/sbom
+
 .PHONY: clean
 clean: ## remove environments, caches and build outputs
 	rm -rf $(VENV) $(LIGHT_VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis \
