@@ -10,6 +10,7 @@ import gc
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _TRIM_THRESHOLD_BYTES = 256 << 20
+_LARGE_BUFFER_BYTES = 1 << 20
 _MMAP_THRESHOLD_BYTES = 32 << 20  # the largest that glibc accepts
 
 
@@ -23,6 +24,18 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def return_large_buffers() -> None:
+    """Makes malloc return each buffer of a MiB or more to the kernel when it is freed.
+
+    By default the first such buffer that is freed makes glibc keep the next ones, up to 32 MiB
+    each, in heaps that fragment: after some large bodies a gateway holds hundreds of MiB that its
+    bound does not count. Called once, at the start. Does nothing where there is no such setting.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BUFFER_BYTES)
 
 
 def raise_malloc_trim_threshold() -> None:

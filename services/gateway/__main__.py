@@ -7,7 +7,7 @@ import sys
 import uvloop
 
 from services.common.model_spec import ModelSpecError
-from services.common.process_memory import freeze_gc
+from services.common.process_memory import freeze_gc, return_large_buffers
 from services.common.settings import SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
 from services.common.tracing import setup_tracing
@@ -42,6 +42,7 @@ def main() -> int:
         settings = GatewaySettings.from_environment()
         setup_logging("gateway", settings.log_level)
         setup_tracing("gateway")
+        return_large_buffers()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings))
     except (SettingsError, ModelSpecError) as error:

@@ -7,6 +7,7 @@ subclass's: `chat_endpoint` for chat completions, one more for each other surfac
 """
 
 import asyncio
+import gc
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -98,6 +99,9 @@ class Endpoint(ABC):
             with self._admission.holding(tenant) as holding:
                 async with self._admission.until_ended():
                     body = await read_body(scope, receive, holding.hold)
+                if len(body) > INLINE_BYTES:
+                    # An error's traceback is a cycle that would keep the body for a long time.
+                    asyncio.get_running_loop().call_later(1.0, gc.collect, 1)
                 with (
                     self._admission.slot(tenant, holding) as slot,
                     self._metrics.running.track_inprogress(),
