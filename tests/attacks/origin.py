@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from tests.attacks.images import small
@@ -44,10 +44,20 @@ class Origin:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._server.close()
+        self._loop.run_until_complete(self._end())
+        self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.1)  # connections close
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError, asyncio.IncompleteReadError):
+    with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
         line = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
         head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: image/png\r\n"
         if line.startswith(IMAGE):
@@ -65,7 +75,6 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
                 await writer.drain()
                 await asyncio.sleep(_DRIP_PERIOD_S)
         await writer.drain()
-    writer.close()
 
 
 def _install_names() -> None:
