@@ -244,6 +244,9 @@ class Attempts:
 
     async def _start(self) -> None:
         """Starts the encode calls and submits all choices that run, at the same time."""
+        await self._decoders.reconnected()
+        if self._request.images:
+            await self._encoders.reconnected()
         refs, calls = await self._assign_encoders()
         self._mailbox = Mailbox()
         self._encodes = [

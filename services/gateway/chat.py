@@ -156,6 +156,7 @@ class ChatService:
         Raises:
             TriptychError: the request cannot be served.
         """
+        await self.decoders.reconnected()
         decoder = self._decoder(request.model)
         if draft is None:
             with timings.measure("tokenize"):
@@ -353,6 +354,7 @@ class ChatService:
     async def _read_images(self, sources: Sequence[ImageSource], slot: Slot) -> list[Image]:
         if self.images is None or not sources:
             return []
+        await self.encoders.reconnected()
         encoder = self.encoders.description()
         if encoder is None:
             raise Unavailable("no encoder is available", retry_after_s=1)

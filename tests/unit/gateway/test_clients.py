@@ -287,6 +287,37 @@ async def test_submission_on_a_broken_stream_fails_at_once():
 
 
 @in_loop
+async def test_requests_wait_for_the_pods_of_a_gateway_that_stood_still():
+    fake = FakeDecoder()
+    pool = DecoderPool([await fake.start()])
+    await pool.start()
+    await until(pool.description)
+    pod = pool.choose(b"", ())
+
+    async def break_stream():
+        fake.die_after = 0  # the stream alone: the pod is healthy again in a moment
+        mailbox = Mailbox()
+        pod.submit(submit(), 0, mailbox.put)
+        await take_all(mailbox)
+        assert pool.description() is None
+
+    await break_stream()
+    await pool.reconnected()
+    assert pool.description() is None  # a break alone is not waited for
+    await until(pool.description)
+    await break_stream()
+    pod._looked_at -= 60
+    await asyncio.wait_for(pool.reconnected(), PATIENCE_S)
+    assert pool.description() is not None
+    await fake.stop()  # for good
+    await until(lambda: pool.description() is None)
+    pod._looked_at -= 60
+    await asyncio.wait_for(pool.reconnected(), PATIENCE_S)
+    assert pool.description() is None
+    await pool.close()
+
+
+@in_loop
 async def test_failures_keep_their_code_and_the_encoder_to_avoid():
     fake = FakeDecoder()
     pool = DecoderPool([await fake.start()])
