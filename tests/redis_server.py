@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ import pytest
 import redis
 
 from tests.noise import PATIENCE_S
+from tests.ports import free_port
 
 _START_TIMEOUT_S = 10.0
 
@@ -98,13 +98,6 @@ class RedisServer:
     ) -> None:
         self.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from benchmarks.chaos.history import ProcessEnd
 from benchmarks.chaos.proxy import Proxy, Selector, port_owner
 from tests.e2e.cluster import DEMO_MODEL, Service
 from tests.e2e.headless import DnsServer, with_resolver
-from tests.redis_server import RedisServer, free_port
+from tests.ports import free_port
+from tests.redis_server import RedisServer
 from triptych.probes import http_ready
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ import openai
 from PIL import Image
 
 from tests.noise import PATIENCE_S
-from tests.redis_server import RedisServer, free_port
+from tests.ports import free_port
+from tests.redis_server import RedisServer
 from triptych.probes import gateway_ready
 from triptych.serve import REDIS_RULES
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.e2e.cluster import DEMO_MODEL, Service, wait_until
 from tests.e2e.headless import DnsServer, with_resolver
-from tests.redis_server import RedisServer, free_port
+from tests.ports import free_port
+from tests.redis_server import RedisServer
 from triptych.probes import gateway_ready
 
 _START_S = 180.0

@@ -33,7 +33,8 @@ from services.common.rpc import create_channel, error_from_rpc
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
 from services.encoder.preprocess import preprocess
 from tests.noise import PATIENCE_S
-from tests.redis_server import RedisServer, free_port, redis_server  # noqa: F401
+from tests.ports import free_port
+from tests.redis_server import RedisServer, redis_server  # noqa: F401
 from tests.tower import cpu_ops, pack_patches
 
 pytestmark = pytest.mark.e2e

@@ -14,7 +14,7 @@ from services.common.rpc import create_channel
 from tests.certificates import Authority, mount
 from tests.e2e.cluster import Cluster, png, wait_until
 from tests.noise import PATIENCE_S
-from tests.redis_server import free_port
+from tests.ports import free_port
 from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
 from triptych.probes import grpc_ready
 

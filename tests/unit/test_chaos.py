@@ -14,7 +14,7 @@ from benchmarks.chaos.history import Ask, History, ProcessEnd, Window
 from benchmarks.chaos.proxy import Fault, Proxy, port_owner
 from benchmarks.chaos.questions import questions
 from benchmarks.chaos.report import add_up, text
-from tests.redis_server import free_port
+from tests.ports import free_port
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

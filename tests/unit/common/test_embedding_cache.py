@@ -12,7 +12,8 @@ from services.common.embedding import STORED_HEADER_BYTES, EmbeddingSpec, digest
 from services.common.embedding_cache import RedisCache, StoredEntry
 from services.common.seals import NO_SEAL
 from tests.noise import PATIENCE_S, async_least, timed
-from tests.redis_server import RedisServer, free_port, redis_server  # noqa: F401
+from tests.ports import free_port
+from tests.redis_server import RedisServer, redis_server  # noqa: F401
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 SPEC = EmbeddingSpec("float32", 2, 70_000, 4)  # over two ranges

@@ -17,7 +17,7 @@ from tests.fakes import FakeDecoder, FakeEncoder
 from tests.gateway_fixtures import asking, image_url
 from tests.gateway_stack import LoopThread
 from tests.noise import PATIENCE_S
-from tests.redis_server import free_port
+from tests.ports import free_port
 from tests.tiny_tokenizer import vocab_size, write_model_directory
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
