@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.e2e.browser import Page, open_browser
 from tests.e2e.serve_command import ServeCommand
@@ -57,7 +58,12 @@ def test_the_page_needs_nothing_from_outside(page: Page, demo: ServeCommand) -> 
     assert all(request.startswith((demo.url, "data:", "blob:")) for request in page.requests)
 
 
-def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page) -> None:
+def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page, tmp_path: Path) -> None:
+    dropped = tmp_path / "shapes.png"
+    with Image.open(SAMPLES / "shapes.png") as image:
+        image.quantize(255).convert("RGB").save(
+            dropped
+        )  # which no other test of the stack has sent
     page.evaluate(
         f"""(() => {{
           window.seen = [];
@@ -65,7 +71,7 @@ def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page) -> None:
             .observe(document.getElementById("turns"), {{childList: true, subtree: true}});
         }})()"""
     )
-    page.drop_file("main", SAMPLES / "shapes.png")
+    page.drop_file("main", dropped)
     num_attached(page, 1)
     send(page, "What do you see?")
     answer, times = finish(page)

@@ -66,4 +66,7 @@ def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) ->
         for issuer, status in ((new, grpc.StatusCode.OK), (old, grpc.StatusCode.UNAVAILABLE)):
             files = issuer.issue("gateway") | {"ca.crt": new.pem}
             shown = Credentials(watch_certificates(mount(files, tmp_path / issuer.name)))
-            assert asyncio.run(_status(encoder.address, shown)) is status
+            wait_until(
+                lambda: asyncio.run(_status(encoder.address, shown)) is status,  # noqa: B023
+                PATIENCE_S, f"{issuer.name} gets {status}",
+            )  # fmt: skip
