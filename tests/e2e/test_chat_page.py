@@ -61,9 +61,9 @@ def test_the_page_needs_nothing_from_outside(page: Page, demo: ServeCommand) -> 
 def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page, tmp_path: Path) -> None:
     dropped = tmp_path / "shapes.png"
     with Image.open(SAMPLES / "shapes.png") as image:
-        image.quantize(255).convert("RGB").save(
-            dropped
-        )  # which no other test of the stack has sent
+        own = image.convert("RGB")  # no other test of this stack has sent it
+    own.putpixel((0, 0), (1, 2, 3))
+    own.save(dropped)
     page.evaluate(
         f"""(() => {{
           window.seen = [];

@@ -1,13 +1,19 @@
 """Services with certificates, as real processes: what they answer, and to whom."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 
-from services.common.credentials import NO_CREDENTIALS, Credentials, watch_certificates
+from services.common.credentials import (
+    CHECK_INTERVAL_S,
+    NO_CREDENTIALS,
+    Credentials,
+    watch_certificates,
+)
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import create_channel
@@ -62,6 +68,7 @@ def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) ->
         for seed, (issuer, trusted) in enumerate(steps, start=2):
             for kind, directory in directories.items():
                 mount(issuer.issue(kind) | {"ca.crt": trusted}, directory)
+            time.sleep(CHECK_INTERVAL_S)  # after which everyone reads them
             assert cluster.ask("What do you see?", png(seed))
         for issuer, status in ((new, grpc.StatusCode.OK), (old, grpc.StatusCode.UNAVAILABLE)):
             files = issuer.issue("gateway") | {"ca.crt": new.pem}
