@@ -306,7 +306,7 @@ def bad_bodies() -> Iterator[Row]:
     for index, raw in enumerate(
         [
             b"", b"x", b"null", b"[]", b"5", b'"x"', b"{", b"}", b"{}", b'{"model":', b"\xff\xfe",
-            b'{"model":"\xff"}', b"[" * 200_000, b'{"a":' * 100_000,
+            b'{"model":"\xff"}', b"[" * 200_000, b'{"a":' * 40_000,
             b'{"messages":' + b"[" * 99_999,
             b'{"metadata":' + b"[" * 200_000, b"\x00", b"{'model': 'x'}",
             b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
@@ -319,6 +319,7 @@ def bad_bodies() -> Iterator[Row]:
         ]
     ):  # fmt: skip
         yield f"body {index}", raw, 400, None
+    yield "too many members", b'{"a":' * 100_000, 413, None
     yield "no model", {"messages": HELLO}, 400, "model"
     yield "no messages", {"model": MODEL}, 400, "messages"
     for name in ("other", "", "../tiny", "tiny\x00", "x" * 10000, "0xdeadbeef01"):
