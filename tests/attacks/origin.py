@@ -57,7 +57,9 @@ class Origin:
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
+    # Cancelled at the end: Python 3.11's streams would report that as a bug.
+    ended = (OSError, asyncio.IncompleteReadError, asyncio.CancelledError)
+    with closing(writer), suppress(*ended):
         line = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
         head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: image/png\r\n"
         if line.startswith(IMAGE):
