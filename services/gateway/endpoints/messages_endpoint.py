@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from services.common.errors import TriptychError
 from services.gateway.chat import ChatService, Completion
+from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Endpoint, Work, parse_body, received, renamed
 from services.gateway.forms.answer_formats import JsonSchema, JsonSchemaFormat
 from services.gateway.forms.error_answers import messages_error_of
@@ -189,16 +190,8 @@ def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
     return chat
 
 
-class _Messages:
-    """Chat messages made of turns, and where they come from."""
-
-    def __init__(self, paths: dict[str, str]) -> None:
-        self.found: list[Message] = []
-        self._paths = paths
-
-    def add(self, message: Message, path: str) -> None:
-        self._paths[f"messages[{len(self.found)}]"] = path
-        self.found.append(message)
+class _Messages(ChatMessages):
+    """Made of turns."""
 
     def turn(self, turn: Turn, path: str) -> None:
         """Results of tools come before the rest of their turn."""

@@ -11,6 +11,7 @@ from msgspec import UNSET, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.chat import Completion
+from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Endpoint, Work, now, parse_body
 from services.gateway.forms.answer_formats import (
     JsonObjectFormat,
@@ -149,12 +150,8 @@ def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
     return chat
 
 
-class _Messages:
-    """Chat messages made of items, and where they come from."""
-
-    def __init__(self, paths: dict[str, str]) -> None:
-        self.found: list[Message] = []
-        self._paths = paths
+class _Messages(ChatMessages):
+    """Made of items."""
 
     def system(self, text: str, path: str) -> None:
         """A system message; joined to the one before."""
@@ -163,10 +160,6 @@ class _Messages:
             last.content += f"\n\n{text}"
         else:
             self.add(Message("system", text), path)
-
-    def add(self, message: Message, path: str) -> None:
-        self._paths[f"messages[{len(self.found)}]"] = path
-        self.found.append(message)
 
     def item(self, item: InputItem, path: str) -> None:
         """Reasoning, text and calls of one turn are one assistant message."""
