@@ -5,6 +5,7 @@ Called by the runner's factory at the start. A budget too small for one sequence
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,10 +74,13 @@ def allocate(shape: KVCacheShape, num_blocks: int, device: torch.device) -> Tens
     """The pool: `[num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]`.
 
     The last block is scratch: padding tokens write to it and read from it. The pool is zeroed,
-    because masked attention multiplies unused values by zero, and fresh memory may hold NaN.
+    because masked attention multiplies unused values by zero, and fresh memory may hold NaN. On a
+    CPU the kernel zeroes a page when it is first used.
     """
-    return torch.zeros(
-        (shape.num_layers, num_blocks + 1, 2, shape.block_size, shape.num_kv_heads, shape.head_dim),
-        dtype=shape.dtype,
-        device=device,
-    )
+    sizes = (
+        shape.num_layers, num_blocks + 1, 2, shape.block_size, shape.num_kv_heads, shape.head_dim
+    )  # fmt: skip
+    if device.type == "cpu":
+        pages = np.zeros((num_blocks + 1) * shape.block_bytes, np.uint8)
+        return torch.from_numpy(pages).view(shape.dtype).view(sizes)
+    return torch.zeros(sizes, dtype=shape.dtype, device=device)

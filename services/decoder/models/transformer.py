@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from services.common.model_spec import ModelSpec, TextSpec
-from services.common.nn.layers import RMSNorm
+from services.common.nn.layers import RMSNorm, embedding
 from services.common.nn.linear import Linear, MergedLinear
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
         text = spec.text
         part = rank_spec(text, num_ranks)
         self.ops = ops
-        self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
+        self.embed_tokens = embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
         merge_gates = spec.checkpoint.quantization is None
         mixers: dict[int, Attention | GatedDeltaNet] = {}

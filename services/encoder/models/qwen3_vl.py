@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from services.common.model_spec import TowerSpec
+from services.common.nn.layers import embedding
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
 from services.encoder.kernels.ops import Grid, Ops
@@ -29,7 +30,7 @@ class Qwen3VLVisionModel(nn.Module):
         self.spec = spec
         self.ops = ops
         self.patch_embed = PatchEmbed(spec)
-        self.pos_embed = nn.Embedding(spec.num_position_embeddings, spec.hidden_size)
+        self.pos_embed = embedding(spec.num_position_embeddings, spec.hidden_size)
         self.blocks = nn.ModuleList([Block(spec, ops) for _ in range(spec.depth)])
         self.merger = Merger(spec, ops, norm_after_grouping=False)
         self.deepstack_merger_list = nn.ModuleList(

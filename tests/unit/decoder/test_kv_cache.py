@@ -1,5 +1,6 @@
 """Sizing of the KV pool."""
 
+import psutil
 import pytest
 import torch
 
@@ -16,6 +17,14 @@ def test_a_pool_and_its_scratch_block_fit_the_budget() -> None:
         assert pool.shape == (3, 10, 2, 4, 2, 8)
         assert num_blocks == 9 and pool.nbytes <= budget
         assert not pool.any()
+
+
+def test_a_pool_on_a_cpu_takes_memory_when_it_is_used() -> None:
+    process = psutil.Process()
+    before, size = process.memory_info().rss, 256 << 20
+    pool = allocate(SHAPE, size // SHAPE.block_bytes - 1, torch.device("cpu"))
+    assert process.memory_info().rss - before < size // 4
+    assert pool.nbytes > size - 2 * SHAPE.block_bytes and not pool.any()
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused() -> None:
