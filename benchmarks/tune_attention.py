@@ -459,7 +459,7 @@ def _print_rows(
         for n in range(1, FUSED_MAX_SEQUENCES + 1)
     ]  # fmt: skip
     configs = ", ".join(str(one.case.config) for one in fused)
-    print(f"  ({facts.group_size}, {facts.head_dim}): SizeClass(")
+    print(f"  ({facts.group_size}, {facts.head_dim}, {facts.num_kv_heads}): SizeClass(")
     print(f"      measured=True,\n      fused=({configs}),")
     print(f"      fused_max_context={tuple(longest)},  # of {CONTEXT} and {LONG_CONTEXT} timed")
     print(f"      paged={best['paged', 64, CONTEXT, False].case.config},  # of 64 sequences")

@@ -98,7 +98,7 @@ class FlashInferDecode:
         self._facts, self._sizes, self._device, self._scratch = facts, sizes, device, scratch
         # Decodes and chunks of one step are planned before either runs: a workspace each.
         self._workspaces = _Workspaces(sizes.max_num_sequences, device)
-        tuned = size_class(facts.group_size, facts.head_dim).flashinfer_tensor_cores
+        tuned = size_class(facts).flashinfer_tensor_cores
         self._tensor_cores = tuned if tensor_cores is None else tensor_cores
         self._eager = BatchDecodeWithPagedKVCacheWrapper(
             scratch, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2"

@@ -42,7 +42,7 @@ def flashinfer_obstacle(facts: AttentionFacts) -> str:
 def _paged_sequences(facts: AttentionFacts) -> TokenRange:
     if flashinfer_obstacle(facts):
         return TokenRange()
-    least = size_class(facts.group_size, facts.head_dim).paged_min_sequences
+    least = size_class(facts).paged_min_sequences
     where = f"captured or >= {LAUNCH_HIDING_TOKENS} tokens; any beside {HOPPER}"
     return TokenRange(least, condition=f"sequences, {where}")
 

@@ -1,8 +1,8 @@
 """Facts that attention kernels are chosen by, and their tuned constants by size class.
 
-A size class is the number of query heads per key head (the group) and the head dimension. Classes
-marked `measured` were measured on an H200, with 8 key heads and head_dim 128 (the 2B, 4B, 8B and
-32B); others are extrapolated until `benchmarks/tune_attention.py` has been run for them.
+A size class is the number of query heads per key head (the group), the head dimension and the
+number of key heads. Classes marked `measured` were measured on an H200 (the 2B, 4B, 8B, 32B and
+30B-A3B); others are extrapolated until `benchmarks/tune_attention.py` has been run for them.
 """
 
 from dataclasses import dataclass, replace
@@ -90,14 +90,14 @@ class PagedDecodeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeClass:
-    """Tuned constants of a group size and head dimension. None: by a rule, see the functions below.
+    """Tuned constants of a size class. None: by a rule, see the functions below.
 
     Attributes:
         measured: on an H200; else extrapolated.
-        fused: by number of sequences, from one: for 8 key heads and 132 SMs.
+        fused: by number of sequences, from one: for 132 SMs.
         fused_max_context: longest context, the new token included, for which the fused kernel is
             faster than separate ones, by number of sequences, from one.
-        paged: for 8 key heads and 227 KiB of shared memory.
+        paged: for 227 KiB of shared memory.
         paged_min_sequences: number of sequences from which the paged kernel in a graph is faster
             than flashinfer's.
         flashinfer_tensor_cores: whether flashinfer's decode uses its tensor-core kernel.
@@ -111,12 +111,12 @@ class SizeClass:
     flashinfer_tensor_cores: bool = True
 
 
-# (group, head_dim) → constants, as `benchmarks/tune_attention.py` prints them. Contexts longer than
-# `fused_max_context` are faster through flashinfer, which keeps more reads in flight. With one or
-# two query heads per key head, flashinfer's CUDA-core decode is up to a sixth faster than its
-# tensor-core one.
-_CLASSES: dict[tuple[int, int], SizeClass] = {
-    (2, 128): SizeClass(
+# (group, head_dim, key heads) → constants, as `benchmarks/tune_attention.py` prints them. Contexts
+# longer than `fused_max_context` are faster through flashinfer, which keeps more reads in flight.
+# With one or two query heads per key head, flashinfer's CUDA-core decode is up to a sixth faster
+# than its tensor-core one.
+_CLASSES: dict[tuple[int, int, int], SizeClass] = {
+    (2, 128, 8): SizeClass(
         measured=True,
         fused=(FusedDecodeConfig(2, 32, 64, False, 4), FusedDecodeConfig(2, 16, 64, False, 4)),
         fused_max_context=(4096, 2048),
@@ -124,26 +124,38 @@ _CLASSES: dict[tuple[int, int], SizeClass] = {
         paged_min_sequences=48,
         flashinfer_tensor_cores=False,
     ),
-    (1, 128): SizeClass(flashinfer_tensor_cores=False),
-    (4, 128): SizeClass(
+    (1, 128, 8): SizeClass(flashinfer_tensor_cores=False),
+    (4, 128, 8): SizeClass(
         measured=True,
         fused=(FusedDecodeConfig(2, 16, 64, False, 4), FusedDecodeConfig(4, 16, 64, True, 4)),
         fused_max_context=(2048, 4096),
         paged_min_sequences=8,
     ),
-    (8, 128): SizeClass(
+    (8, 128, 8): SizeClass(
         measured=True,
         fused=(FusedDecodeConfig(8, 16, 64, True, 4), FusedDecodeConfig(8, 8, 64, True, 4)),
         fused_max_context=(4096, 4096),
         paged=PagedDecodeConfig(2, 64, 4, alone=(2, 3)),
         paged_min_sequences=4,
     ),
+    (8, 128, 4): SizeClass(
+        measured=True,
+        fused=(FusedDecodeConfig(2, 16, 64, False, 4), FusedDecodeConfig(8, 16, 64, True, 4)),
+        fused_max_context=(2048, 1024),
+        paged=PagedDecodeConfig(1, 64, 4, alone=(2, 3)),
+        paged_min_sequences=16,
+    ),
 }
 
 
-def size_class(group_size: int, head_dim: int) -> SizeClass:
-    """Constants of a size class; those of an unlisted one are extrapolated."""
-    return _CLASSES.get((group_size, head_dim), SizeClass())
+def size_class(facts: AttentionFacts) -> SizeClass:
+    """Constants of a size class. Those of an unlisted one are extrapolated: from the class with 8
+    key heads, whose division of the fused kernel's work does not serve another number.
+    """
+    group, dim, kv_heads = facts.group_size, facts.head_dim, facts.num_kv_heads
+    if (found := _CLASSES.get((group, dim, kv_heads))) is not None:
+        return found
+    return replace(_CLASSES.get((group, dim, 8), SizeClass()), measured=False, fused=None)
 
 
 def fused_decode_config(facts: AttentionFacts, num_sequences: int) -> FusedDecodeConfig:
@@ -153,8 +165,8 @@ def fused_decode_config(facts: AttentionFacts, num_sequences: int) -> FusedDecod
     per SM, as far as powers of two allow.
     """
     group, device = facts.group_size, facts.device
-    tuned = size_class(group, facts.head_dim).fused
-    if tuned is not None and (facts.num_kv_heads, device.num_sms) == (8, 132):
+    tuned = size_class(facts).fused
+    if tuned is not None and device.num_sms == 132:
         return tuned[num_sequences - 1]
     splits = max(2 * device.num_sms // (facts.num_kv_heads * num_sequences), 1)
     splits = min(max(1 << (splits.bit_length() - 1), 4), 64)
@@ -167,7 +179,7 @@ def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
 
     The rule: as many key heads, up to eight, as fill the rows of an MMA.
     """
-    tuned = size_class(facts.group_size, facts.head_dim).paged or PagedDecodeConfig(8)
+    tuned = size_class(facts).paged or PagedDecodeConfig(8)
     kv_heads = tuned.kv_heads
     while kv_heads > 1 and (
         kv_heads * facts.group_size > _MMA_ROWS or facts.num_kv_heads % kv_heads

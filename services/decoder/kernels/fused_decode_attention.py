@@ -53,7 +53,7 @@ class FusedDecodeAttention:
     ) -> None:
         self._facts = facts
         self._configs = {n: configure(facts, n) for n in range(1, FUSED_MAX_SEQUENCES + 1)}
-        tuned = size_class(facts.group_size, facts.head_dim)
+        tuned = size_class(facts)
         self._max_contexts = () if fused_decode_obstacle(facts) else tuned.fused_max_context
         rows = facts.num_heads * max(n * one.num_splits for n, one in self._configs.items())
         self._acc = torch.empty((rows, facts.head_dim), dtype=torch.float32, device=device)

@@ -167,8 +167,7 @@ def _fp8_skinny_tokens(facts: KernelFacts) -> TokenRange:
 
 
 def _fused_decode_sequences(facts: KernelFacts) -> TokenRange:
-    group, head = facts.text.group_size, facts.text.head_dim
-    contexts = attention_tuning.size_class(group, head).fused_max_context
+    contexts = attention_tuning.size_class(attention_facts(facts)).fused_max_context
     limits = ", ".join(str(limit) for limit in contexts)
     return TokenRange(most=len(contexts), condition=f"of a context up to {limits}")
 

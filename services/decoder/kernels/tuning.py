@@ -217,7 +217,8 @@ def moe_gemm_config(device: DeviceFacts, num_tokens: int, moe: MoESpec) -> MoEGe
     return found
 
 
-# As `benchmarks/tune_kernels.py` found them on an H200, for the shapes of the 2B, 4B, 8B and 32B.
+# As `benchmarks/tune_kernels.py` found them on an H200, for the shapes of the 2B, 4B, 8B, 32B and
+# 30B-A3B.
 # (kind, rows N, columns K) → for one token, for two.
 _GEMV = {
     ("norm_linear", 4096, 2048): (GemvConfig(4, 1024, 0, 4), GemvConfig(8, 1024, 0, 2)),
@@ -240,6 +241,8 @@ _GEMV = {
     ("norm_swiglu", 51200, 5120): (GemvConfig(1, 8192, 0, 4), GemvConfig(2, 1024, 0, 4)),
     ("linear_residual", 5120, 25600): (GemvConfig(4, 1024, 0, 2), GemvConfig(2, 2048, 0, 4)),
     ("linear", 151936, 5120): (GemvConfig(2, 8192, 0, 8), GemvConfig(1, 8192, 0, 4)),
+    ("norm_linear", 5120, 2048): (GemvConfig(8, 512, 0, 4), GemvConfig(8, 2048, 0, 4)),
+    ("linear_residual", 2048, 4096): (GemvConfig(4, 2048, 0, 8), GemvConfig(4, 1024, 0, 4)),
 }
 _MEASURED_SMS = 132  # splits and CTAs per SM are those of a device with this many SMs
 # (N, K) → configuration of `split_k_partials`, the best sum of 16 and 64 tokens.
