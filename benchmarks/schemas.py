@@ -41,6 +41,7 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer
 
 from services.common.errors import InvalidGrammar
+from services.decoder.bounded_strings import PROBE_WORDS
 from services.decoder.grammar import Demands, Grammar, Grammars
 from services.decoder.matcher import Matcher, MatcherFailed
 
@@ -130,16 +131,18 @@ class DecoderMatcher:
     def __init__(self, grammars: Grammars, matcher: Matcher) -> None:
         self._grammars = grammars
         self._matcher = matcher
-        self._mask = np.empty((1, grammars.num_words), np.int32)
+        self._mask = np.empty(grammars.num_words + PROBE_WORDS, np.int32)
         self.mask_s = 0.0
 
     def mask(self) -> npt.NDArray[np.bool_]:
         started = time.thread_time()
-        assert self._matcher.running is not None
-        self._matcher.running.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        self._matcher.finish(self._mask[0])
+        filler = self._matcher.filler()
+        assert filler is not None
+        filler.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._matcher.finish(self._mask)
         self.mask_s = time.thread_time() - started
-        return np.unpackbits(self._mask.view(np.uint8), bitorder="little").view(np.bool_)
+        mask = self._mask[:-PROBE_WORDS]
+        return np.unpackbits(mask.view(np.uint8), bitorder="little").view(np.bool_)
 
     def take(self, token_id: int) -> bool:
         try:

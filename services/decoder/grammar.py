@@ -23,6 +23,13 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from services.common.errors import InvalidGrammar, Overloaded
 from services.common.schema_formats import without_unknown_formats
+from services.decoder.bounded_strings import (
+    NUM_PROBES,
+    PROBE_WORDS,
+    BoundedStrings,
+    PlainTokens,
+    has_plain_bounds,
+)
 from services.decoder.matcher import (
     GrammarMatcher,
     Int32Array,
@@ -115,6 +122,20 @@ class Demands(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
+class _Compiled(NamedTuple):
+    """A grammar at its start; sequences get copies."""
+
+    state: LLMatcher
+    strings: BoundedStrings | None
+
+
+class _Vocabulary(NamedTuple):
+    """A tokenizer with certain end ids."""
+
+    full: LLTokenizer
+    plain: PlainTokens | None
+
+
 class Grammars:
     """Owner of the vocabulary, the compiled grammars and the threads.
 
@@ -134,13 +155,13 @@ class Grammars:
         self.vocab_size = vocab_size
         self._observe_compile = observe_compile
         self.num_words = -(-vocab_size // 32)
-        self._vocabularies: dict[tuple[int, ...], LLTokenizer] = {}  # by end ids
+        self._vocabularies: dict[tuple[int, ...], _Vocabulary] = {}  # by end ids
         self._reading = Lock()
         self._compilers = ThreadPoolExecutor(_COMPILE_THREADS, "grammar")
         self.maskers = ThreadPoolExecutor(1, "token-masks")
         self._parallel: LLExecutor | None = None
         # One that is being compiled is in it, too, so that it is compiled once.
-        self._cache: OrderedDict[_Key, asyncio.Future[LLMatcher]] = OrderedDict()
+        self._cache: OrderedDict[_Key, asyncio.Future[_Compiled]] = OrderedDict()
         self._cached_chars = 0
         self._num_compiling = 0
         self._without: OrderedDict[tuple[int, ...], Int32Array] = OrderedDict()
@@ -166,13 +187,15 @@ class Grammars:
         )
 
     async def _matcher(self, grammar: Grammar) -> GrammarMatcher:
+        compiled = await self._compiled(grammar)
         matcher = GrammarMatcher(
-            (await self._compiled(grammar)).deep_copy(),
+            compiled.state.deep_copy(),
             grammar.begins_after,
             ends_early=set(grammar.end_ids) <= set(grammar.stop_ids),
             min_tokens=grammar.min_tokens,
             without_ends=self._mask_without(grammar.end_ids),
             without_stops=self._mask_without((*grammar.end_ids, *grammar.stop_ids)),
+            strings=compiled.strings and compiled.strings.copy(),
         )
         try:
             matcher.consume(list(grammar.continued))
@@ -201,7 +224,7 @@ class Grammars:
         Args:
             work: matchers, each once, and tokens, which may be none.
         """
-        masks = np.empty((len(work), self.num_words), np.int32)
+        masks = np.empty((len(work), self.num_words + PROBE_WORDS), np.int32)
         results: list[bytes | MatcherFailed | None] = [None] * len(work)
         running: list[tuple[LLMatcher, int]] = []
         for index, (matcher, token_ids) in enumerate(work):
@@ -210,7 +233,7 @@ class Grammars:
             except MatcherFailed as error:
                 results[index] = error
             else:
-                if (state := matcher.running) is not None:
+                if (state := matcher.filler()) is not None:
                     running.append((state, index))
         if len(running) == 1:
             state, index = running[0]
@@ -224,7 +247,7 @@ class Grammars:
             for index, (matcher, _) in enumerate(work)
         ]
 
-    async def _compiled(self, grammar: Grammar) -> LLMatcher:
+    async def _compiled(self, grammar: Grammar) -> _Compiled:
         key = (grammar.kind, grammar.text, grammar.end_ids)
         if (found := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
@@ -245,7 +268,7 @@ class Grammars:
         except TimeoutError:
             raise InvalidGrammar(f"takes more than {_COMPILE_TIMEOUT_S:g} s to compile") from None
 
-    def _compiled_one(self, key: _Key, done: "asyncio.Future[LLMatcher]") -> None:
+    def _compiled_one(self, key: _Key, done: "asyncio.Future[_Compiled]") -> None:
         self._num_compiling -= 1
         if (done.cancelled() or done.exception()) and self._cache.get(key) is done:
             self._forget(key)
@@ -254,32 +277,37 @@ class Grammars:
         del self._cache[key]
         self._cached_chars -= len(key[1])
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar) -> _Compiled:
         """In a thread."""
         vocabulary, started = self._vocabulary(grammar.end_ids), time.monotonic()
         try:
             text = grammar.text
-            compiled = _build(vocabulary, grammar.kind, text)
+            compiled = _build(vocabulary.full, grammar.kind, text)
             if compiled.get_error().startswith(_UNKNOWN_FORMAT):
                 text = without_unknown_formats(text)
-                compiled = _build(vocabulary, grammar.kind, text)
+                compiled = _build(vocabulary.full, grammar.kind, text)
         except ValueError as error:
             raise _refused(grammar, str(error)) from None
         if not compiled.is_error():
             compiled.compute_bitmask()  # the lexer's first states, which the copies share
         if compiled.is_error():
             raise _refused(grammar, compiled.get_error())
+        strings, plain = None, vocabulary.plain
+        if plain is not None and grammar.kind == "json_schema" and has_plain_bounds(text):
+            state = _build(plain.others, grammar.kind, text)
+            strings = None if state.is_error() else BoundedStrings(state, plain)
         self._observe_compile(time.monotonic() - started)
-        return compiled
+        return _Compiled(compiled, strings)
 
-    def _vocabulary(self, end_ids: tuple[int, ...]) -> LLTokenizer:
+    def _vocabulary(self, end_ids: tuple[int, ...]) -> _Vocabulary:
         with self._reading:
             found = self._vocabularies.get(end_ids)
             if found is None:
                 if len(self._vocabularies) >= _MAX_VOCABULARIES:
                     raise InvalidGrammar("other grammars have other end_token_ids")
-                path, size, ends = str(self._file), self.vocab_size, list(end_ids)
-                found = LLTokenizer(path, n_vocab=size, eos_token=ends, slices=_SLICES)
+                path, size = str(self._file), 32 * self.num_words + NUM_PROBES
+                full = LLTokenizer(path, n_vocab=size, eos_token=list(end_ids), slices=_SLICES)
+                found = _Vocabulary(full, PlainTokens.of(full, self.num_words, end_ids))
                 self._vocabularies[end_ids] = found
             return found
 

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from services.decoder.bounded_strings import PROBE_WORDS, BoundedStrings
+
 Int32Array = npt.NDArray[np.int32]
 
 _MAX_MESSAGE_CHARS = 500
@@ -37,6 +39,7 @@ class GrammarMatcher:
         min_tokens: until then no end id and no stop id is sampled, if anything else is allowed.
         without_ends, without_stops: masks of all ids but the grammar's end ids, and of all but the
             sequence's stop ids; `[words]`.
+        strings: the same grammar, for masks within bounded strings; None: it has none.
     """
 
     state: LLMatcher
@@ -45,7 +48,9 @@ class GrammarMatcher:
     min_tokens: int
     without_ends: Int32Array
     without_stops: Int32Array
+    strings: BoundedStrings | None = None
     _recent: tuple[int, ...] = ()
+    _in_string: bool = False
 
     def consume(self, token_ids: list[int]) -> None:
         """Takes the sequence's next tokens; raises MatcherFailed."""
@@ -56,9 +61,27 @@ class GrammarMatcher:
                 self.begins_after = ()
         if token_ids and not self.state.consume_tokens(token_ids):
             raise UnexpectedToken(message_of(self.state))
+        if self.strings is not None:
+            self.strings.consume(token_ids)
 
-    def finish(self, mask: Int32Array, num_generated: int) -> None:
-        """Takes ids that may not end the sequence yet out of a mask that llguidance has filled."""
+    def filler(self) -> LLMatcher | None:
+        """What fills the next mask; None: a mask of all ids is where it starts."""
+        if self.begins_after:
+            return None
+        strings = self.strings
+        self._in_string = strings is not None and strings.contains(self.state)
+        return strings.state if strings is not None and self._in_string else self.state
+
+    def finish(self, filled: Int32Array, num_generated: int) -> None:
+        """Completes a mask that `filler` has filled, `[words + PROBE_WORDS]`, and takes ids out of
+        it that may not end the sequence yet.
+        """
+        mask = filled[:-PROBE_WORDS]
+        if (strings := self.strings) is not None and self._in_string:
+            if strings.complete(mask, filled[-PROBE_WORDS:]):
+                return  # no end id is allowed
+            self.strings = None
+            self.state.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
         if self.state.is_error():
             raise MatcherFailed(message_of(self.state))
         if self.begins_after:
@@ -90,11 +113,9 @@ class Matcher:
     def __post_init__(self) -> None:
         self._look_back = max((len(word) - 1 for word in self.bad_words), default=0)
 
-    @property
-    def running(self) -> LLMatcher | None:
+    def filler(self) -> LLMatcher | None:
         """What fills the next mask; None: a mask of all ids is where it starts."""
-        grammar = self.grammar
-        return None if grammar is None or grammar.begins_after else grammar.state
+        return None if self.grammar is None else self.grammar.filler()
 
     def consume(self, token_ids: list[int]) -> None:
         """Takes the sequence's next tokens.
@@ -108,15 +129,19 @@ class Matcher:
         if self.grammar is not None:
             self.grammar.consume(token_ids)
 
-    def finish(self, mask: Int32Array) -> bytes:
-        """The mask for the next token, of one that `running` has filled; empty: all ids.
+    def finish(self, filled: Int32Array) -> bytes:
+        """The mask for the next token; empty: all ids.
+
+        Args:
+            filled: what `filler` has filled, `[words + PROBE_WORDS]`; it is changed.
 
         Raises:
             MatcherFailed: the grammar cannot go on, or nothing is allowed.
         """
+        mask = filled[:-PROBE_WORDS]
         forbidden = [word[-1] for word in self.bad_words if self._ends_with(word[:-1])]
         if self.grammar is not None:
-            self.grammar.finish(mask, self.num_generated)
+            self.grammar.finish(filled, self.num_generated)
         elif self.allowed is None and not forbidden:
             return b""
         else:
