@@ -16,6 +16,7 @@ from msgspec import Struct
 from services.common.errors import EmbeddingUnavailable, TriptychError, Unavailable, from_code
 from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import error_from_rpc
+from services.gateway.clients.commands import Commands
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
 
@@ -92,7 +93,7 @@ class DecoderPod(Pod):
         self._ids = itertools.count(1)
         self._num_streams = 0
         self._sinks: dict[int, tuple[int, Sink]] = {}
-        self._commands: asyncio.Queue[pb.GenerateCommand] = asyncio.Queue()
+        self._commands = Commands()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -115,7 +116,7 @@ class DecoderPod(Pod):
             )
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure, "the decoder") from None
-        self._commands = asyncio.Queue()
+        self._commands = Commands()
         self._num_streams += 1
         call = self._generate()
         self._tasks = [
@@ -148,24 +149,24 @@ class DecoderPod(Pod):
             return sequence_id
         self._sinks[sequence_id] = (choice, sink)
         self.num_in_flight = len(self._sinks)
-        self._commands.put_nowait(pb.GenerateCommand(submit=submit))
+        self._commands.submit(submit)
         return sequence_id
 
     def cancel(self, sequence_id: int) -> None:
         """Cancels a sequence if it still runs; no more events follow. Never fails."""
         if self._sinks.pop(sequence_id, None) is not None:
             self.num_in_flight = len(self._sinks)
-            self._commands.put_nowait(pb.GenerateCommand(cancel=pb.Cancel(sequence_id=sequence_id)))
+            self._commands.cancel(sequence_id)
 
     async def _write(
         self,
         call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]",
-        commands: asyncio.Queue[pb.GenerateCommand],
+        commands: Commands,
     ) -> None:
         # `_read` sees the same failure and reports it.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await call.write(await commands.get())
+                await call.write(await commands.next())
 
     async def _read(
         self, call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]"
