@@ -172,6 +172,8 @@ class Client:
                 connection = ChaosConnection(target_of(pod), pod)
             if not slow:
                 self._connections[pod] = connection
+            # Before the answer: a slow reader sees the loss after the pod's next process began.
+            name = f"{pod.name}/{pod.service.pid}"
             sample = await connection.ask(body, patience_s, pause_s)
             if slow:
                 connection.close()
@@ -180,7 +182,6 @@ class Client:
             await asyncio.sleep(0.01)
         outcome, detail = self._judge(question, sample, connection.answer, leaves=leaves)
         ttft = sample.first - start if stream and sample.first and not leaves else 0.0
-        name = f"{pod.name}/{pod.service.pid}"
         note = f"question {question.number}{' streamed' if stream else ''}: {detail}"
         self._history.add(Ask(start, sample.end, ttft, name, outcome, note if detail else ""))
 

@@ -5,15 +5,20 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import uvloop
 
-from benchmarks.chaos.clients import Answer
+from benchmarks.chaos import clients
+from benchmarks.chaos.clients import Answer, Client
 from benchmarks.chaos.history import Ask, History, ProcessEnd, Window
 from benchmarks.chaos.proxy import Fault, Proxy, port_owner
 from benchmarks.chaos.questions import questions
 from benchmarks.chaos.report import add_up, text
+from benchmarks.chaos.stack import Pod
+from benchmarks.client import Sample
 from tests.ports import free_port
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -256,3 +261,26 @@ def test_results_add_up() -> None:
     assert total["kinds"]["SIGKILL decoder"]["faults"] == 2
     assert len(total["kinds"]["SIGKILL decoder"]["during"]) == 3
     assert "3 requests" in text(total)
+
+
+async def test_a_loss_belongs_to_the_process_that_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow reader sees it seconds later, when the pod's next process runs."""
+    service = cast("Any", SimpleNamespace(pid=1, address="127.0.0.1:9", is_running=lambda: True))
+    pod = Pod("gateway", 0, service, service.address, None)
+    stopping = asyncio.Event()
+
+    async def ask(*_: object) -> Sample:
+        service.pid = 2
+        stopping.set()
+        return Sample(end=3.0, error="connection lost")
+
+    monkeypatch.setattr(clients.ChaosConnection, "ask", ask)
+    monkeypatch.setattr(clients, "_LEAVES", 0.0)
+    stack = cast("Any", SimpleNamespace(ready_gateways=lambda: [pod]))
+    history = History(ends=[ProcessEnd(f"{pod.name}/1", seen_at=1.0, at=2.0e12, status=-9)])
+    catalogue = questions(0, 1)
+    await Client(stack, catalogue, [Answer()], history, "0").keep_asking(stopping, 0.0)
+    assert [asked.gateway for asked in history.asks] == [f"{pod.name}/1"]
+    assert history.failures() == []
