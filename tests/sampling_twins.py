@@ -132,13 +132,14 @@ def check(
         part = slice(index, index + 1)
         alone = sample(logits[part], inputs_of(part, has_bias=True))
         assert alone.tolist() == expected[part], row
-    for place, value in ((0, torch.nan), (-1, torch.inf), (vocab_size // 2, -torch.inf)):
+    for has_bias in (False, True):
         broken = logits.clone()
-        broken[::2, place] = value
-        for has_bias in (False, True):
-            fine = torch.isfinite(broken) | (has_bias & (broken == -torch.inf))
-            found = sample(broken, inputs_of(slice(None), has_bias=has_bias))
-            assert torch.equal(found >= 0, fine.all(-1)) and (found < vocab_size).all()
+        kinds = (0, torch.nan), (-1, torch.inf), (vocab_size // 2, -torch.inf)
+        for number, (place, value) in enumerate(kinds, has_bias):
+            broken[number % len(rows) :: 3, place] = value
+        fine = torch.isfinite(broken) | (has_bias & (broken == -torch.inf))
+        found = sample(broken, inputs_of(slice(None), has_bias=has_bias))
+        assert torch.equal(found >= 0, fine.all(-1)) and (found < vocab_size).all()
 
 
 def check_masked_out(sample: Callable[..., Tensor], logits: Tensor) -> None:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+import tests.unit.interpreter  # noqa: F401
 from services.common.nn import fp8, fp8_kernels
 from services.common.nn.device import DeviceFacts
 from services.common.nn.fp8 import Fp8Weight

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+import tests.unit.interpreter  # noqa: F401
 from services.common.model_spec import LinearAttentionSpec
 from services.decoder.kernels import (
     delta_rule,

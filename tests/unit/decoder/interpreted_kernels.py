@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import tests.unit.interpreter  # noqa: F401
 from services.common.model_spec import RopeSpec
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.decoder.engine.messages import SamplingParams

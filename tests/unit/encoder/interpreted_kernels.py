@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+import tests.unit.interpreter  # noqa: F401
 from services.encoder.kernels import elementwise, plain
 
 
