@@ -116,10 +116,18 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         channel,
         runner,
         prepare,
-        max_batch_patches=settings.max_batch_patches,
+        max_batch_patches=batch_budget(device, settings),
         workers=len(decoders.pids),
         is_large=functools.partial(is_large, max_source_pixels=settings.max_source_pixels),
     ).run()
+
+
+def batch_budget(device: torch.device, settings: EncoderSettings) -> int:
+    """Patches of a batch. On a CPU each image runs alone: a batch wins nothing there, and GEMMs of
+    other sizes round otherwise (7e-6 of an embedding), which a sampled answer may show when its
+    image is encoded again.
+    """
+    return settings.max_batch_patches if device.type == "cuda" else 1
 
 
 def prepare_device(device: torch.device, settings: EncoderSettings) -> None:

@@ -16,7 +16,8 @@ class EncoderSettings(EngineServiceSettings):
         kernels: `operation=implementation,...` of `services.encoder.kernels.table`, or `plain`;
             empty: the fastest that run here. One that cannot run is refused at start.
         max_batch_patches: budget of one batch, in patches before merging (4 per image token). A
-            larger one keeps a device no busier, and images wait longer for each other.
+            larger one keeps a device no busier, and images wait longer for each other. On a CPU
+            each image runs alone.
         max_queued_patches: images beyond this are refused at once; also the largest image.
         max_source_pixels: larger images are refused before a pixel is decoded.
         cache_bytes: of the arena that holds embeddings, pinned on CUDA.

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from services.common.channel import EngineChannel, create_socket_pair
 from services.common.errors import InvalidImage
+from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.messages import (
     CancelImage,
@@ -25,6 +27,8 @@ from services.encoder.engine.messages import (
     Shutdown,
 )
 from services.encoder.engine.runner import LaunchedBatch, PreparedImage
+from services.encoder.engine_main import batch_budget
+from services.encoder.settings import EncoderSettings
 from tests.noise import PATIENCE_S
 
 GRID = (1, 4, 4)
@@ -323,3 +327,13 @@ def test_messages_survive_the_wire() -> None:
     ):
         data = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.decode(data, type=FrontMessage) == message
+
+
+def test_on_a_cpu_an_image_has_no_batch_mates() -> None:
+    """Their number would change the last bits of its embedding."""
+    settings = EncoderSettings(model=Path("model"))
+    batcher = Batcher(batch_budget(torch.device("cpu"), settings))
+    for job_id in (1, 2, 3):
+        batcher.add(job_id, 4)
+    assert [batcher.next_batch() for _ in range(4)] == [[1], [2], [3], []]
+    assert batch_budget(torch.device("cuda"), settings) == settings.max_batch_patches
