@@ -62,6 +62,7 @@ ROWS: tuple[Row, ...] = (
     Row("text_c256", 256, 512, 1000, 128),
     Row("img1024_c1", 1, 20, 24, 16, 1024, 1),
     Row("img1024_repeat_c1", 1, 20, 24, 16, 1024, 1, distinct_images=1),
+    Row("text24_c1", 1, 20, 24, 16),  # what img1024_repeat_c1 adds to the image
     Row("text1058_c1", 1, 20, 1050, 16),
     Row("img512_c64", 64, 384, 24, 16, 512, 1),
     Row("img512_reuse80_c64", 64, 384, 24, 16, 512, 1, distinct_images=77),
