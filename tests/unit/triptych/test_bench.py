@@ -17,7 +17,7 @@ _ROW = {row.name: row for row in ROWS}
 
 
 def test_the_rows_are_those_of_the_peer() -> None:
-    assert {row.name for row in ROWS} == set(VLLM) == set(TARGETS)
+    assert {row.name for row in ROWS} - {"text24_c1"} == set(VLLM) == set(TARGETS)
     assert set(FLOORS) <= set(VLLM)
     lengths = {row.name: row.prompt_tokens for row in ROWS}
     assert lengths["text_c64"] == 1008
