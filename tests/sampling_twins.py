@@ -16,7 +16,7 @@ from torch import Tensor
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 from services.decoder.kernels.ops import Ops, PlainOps
-from services.decoder.kernels.sampling import SamplingInputs
+from services.decoder.kernels.sampling import MaskedRows, SamplingInputs
 
 _LEAST_SHARE = 5e-6  # sums in float32 leave a share's middle by a hundredth of this
 
@@ -159,6 +159,41 @@ def check_masked_out(sample: Callable[..., Tensor], logits: Tensor) -> None:
         assert found[:2] == [ALL_MASKED, vocab_size - 1] and found[3] == NOT_FINITE
         alone = sampling_inputs(rows[2:3], np.full(1, 0.5), vocab_size, logits.device)
         assert [found[2]] == sample(logits[2:3], alone).tolist()
+
+
+def check_greedy_masked(
+    greedy_masked: Callable[[Tensor, MaskedRows, Tensor, Tensor], None], logits: Tensor
+) -> None:
+    """Seven rows of nine have masks: any ids, the last one, none; one row each is all equal, not
+    finite where the mask allows it, and where it does not.
+    """
+    vocab_size, device = logits.shape[1], logits.device
+    logits = logits[:9].clone()
+    logits[3], logits[5, 1], logits[6, 0] = 0.5, torch.nan, torch.inf
+    index = [8, 0, 1, 2, 3, 5, 6]
+    allowed = np.random.default_rng(0).random((len(index), vocab_size)) < 0.3
+    allowed[0] = False
+    allowed[0, -1] = allowed[4, 2] = True
+    allowed[1] = False
+    allowed[4, :2], allowed[5, 1], allowed[6, 0] = False, True, False
+    masked = MaskedRows(
+        torch.tensor(index, device=device),
+        torch.tensor([10 + number for number in index], device=device),
+        torch.from_numpy(np.stack([mask_of(one) for one in allowed])).to(device),
+    )
+    token_ids = torch.full((9,), 77, dtype=torch.int32, device=device)
+    last_tokens = torch.full((20,), 99, dtype=torch.int32, device=device)
+    greedy_masked(logits, masked, token_ids, last_tokens)
+    values = logits.float().cpu().numpy()
+    expected = np.where(allowed, values[index], -np.inf).argmax(-1).tolist()
+    expected[1], expected[5], expected[6] = ALL_MASKED, NOT_FINITE, NOT_FINITE
+    assert expected[0] == vocab_size - 1 and expected[4] == 2
+    found = token_ids.tolist()
+    assert [found[number] for number in index] == expected
+    assert found[4] == found[7] == 77
+    kept = last_tokens.tolist()
+    assert [kept[10 + number] for number in index] == [max(0, token) for token in expected]
+    assert kept[:10] == [99] * 10 and kept[14] == kept[17] == kept[19] == 99
 
 
 def check_penalties(ops: Ops, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:

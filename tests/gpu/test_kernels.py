@@ -284,6 +284,15 @@ def test_greedy_agrees_with_its_twin(vocab_size: int) -> None:
         assert values[row] == logits[row].max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [100, 1024, 151936])
+def test_greedy_tokens_under_masks_agree_with_their_twin(
+    vocab_size: int, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(9, vocab_size, dtype=dtype, device=CUDA)
+    sampling_twins.check_greedy_masked(fused().greedy_masked, logits)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "few", "far"])
 @pytest.mark.parametrize("vocab_size", [151_936, 50_000, 40])

@@ -28,7 +28,7 @@ from services.decoder.engine.sampler import Sampled, Sampler
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import Int32Array, RowStart, Scores, Step, StepOutput
 from services.decoder.engine.step_inputs import RowTable, StepInputs
-from services.decoder.kernels.sampling import SamplingInputs
+from services.decoder.kernels.sampling import MaskedRows, SamplingInputs
 from services.decoder.kernels.states import StateCache
 from services.decoder.kernels.tuning import MAX_CAPTURED_CHUNKS
 from services.decoder.models.base import CausalLM, VisualInput
@@ -98,13 +98,18 @@ class DevicePendingStep:
 
 @dataclass(slots=True)
 class UnsampledStep:
-    """A launched step that waits for late masks; its logits stay until the next step."""
+    """A launched step that waits for late masks; its logits stay until the next step.
+
+    Attributes:
+        token_ids: greedy ones, if a graph has sampled them.
+    """
 
     runner: "ModelRunner"
     step: Step
     inputs: StepInputs
     logits: Tensor
-    sampling: SamplingInputs
+    token_ids: Tensor | None
+    sampling: SamplingInputs | MaskedRows
     computed: torch.cuda.Event | None
     _sampled: DevicePendingStep | None = field(default=None, init=False)
 
@@ -217,9 +222,7 @@ class ModelRunner:
             count = len(step.samples)
             logits, token_ids = (out[:count] for out in graphs.replay(inputs))
             self._save_states(step)
-            if sampling is not None:
-                return self._sample_or_wait(step, inputs, logits, sampling)
-            return self._copy_back(Sampled(token_ids, None), None)
+            return self._sample_or_wait(step, inputs, logits, token_ids, sampling)
         if len(step.samples) == 0:
             self._forward(inputs)
             self._save_states(step)
@@ -227,9 +230,11 @@ class ModelRunner:
             return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, self._mark())
         hidden = self._forward(inputs, self._staging.device(inputs.places.sampled_tokens))
         self._save_states(step)
-        return self._sample_or_wait(step, inputs, self._model.logits(hidden), sampling)
+        return self._sample_or_wait(step, inputs, self._model.logits(hidden), None, sampling)
 
-    def _score(self, step: Step, inputs: StepInputs, sampling: SamplingInputs | None) -> ScoredStep:
+    def _score(
+        self, step: Step, inputs: StepInputs, sampling: SamplingInputs | MaskedRows | None
+    ) -> ScoredStep:
         """Runs an uploaded step eagerly, with logits of the prompt tokens that it names."""
         hidden = self._forward(inputs)
         self._save_states(step)
@@ -248,14 +253,17 @@ class ModelRunner:
             pending = DevicePendingStep(nothing, None, None, self._mark())
         else:
             rows = self._staging.device(inputs.places.sampled_tokens)
-            pending = self._sample_or_wait(step, inputs, self._model.logits(hidden[rows]), sampling)
+            logits = self._model.logits(hidden[rows])
+            pending = self._sample_or_wait(step, inputs, logits, None, sampling)
         return ScoredStep(pending, runs, self._mark())
 
     @torch.inference_mode()
     def sample_late(self, unsampled: UnsampledStep, masks: list[Int32Array]) -> DevicePendingStep:
         """Launches the sampling of a step with late masks."""
         self._masks.upload([*unsampled.step.token_masks, *masks])
-        return self._sample(unsampled.inputs, unsampled.logits, unsampled.sampling)
+        return self._sample(
+            unsampled.inputs, unsampled.logits, unsampled.token_ids, unsampled.sampling
+        )
 
     def close(self) -> None:
         """Releases the arena; the process may go on without the runner."""
@@ -328,9 +336,16 @@ class ModelRunner:
                 self._staging.begin()
                 inputs = self._sampler.prepare(rows, rows, self._staging, masked, masks)
                 self._staging.upload()
-                assert inputs is not None
+                assert isinstance(inputs, SamplingInputs)
                 self._copy_back(self._sampler.sample(logits, inputs), inputs).result()
         self._sampler.start_row(0, SamplingParams())
+        self._staging.begin()
+        inputs = self._sampler.prepare(rows[:1], rows[:1], self._staging, rows[:1], masks)
+        self._staging.upload()
+        assert isinstance(inputs, MaskedRows)
+        token_ids = self._model.ops.greedy(logits)
+        # Of meaningless tokens, which the row's next sequence does not read.
+        self._model.ops.greedy_masked(logits, inputs, token_ids, self._state.last_tokens)
 
     def _graphs_for(self, step: StepInputs) -> tuple[StepGraphs | None, StepInputs]:
         """The graphs that run the step, and the step padded for them."""
@@ -393,7 +408,7 @@ class ModelRunner:
             raise RuntimeError("a sequence has images, but the runner has no arena")
         return self._images.read(step.images, self._staging.device(step.places.visual_rows))
 
-    def _prepare_sampling(self, step: Step) -> SamplingInputs | None:
+    def _prepare_sampling(self, step: Step) -> SamplingInputs | MaskedRows | None:
         late = late_masks = None
         if len(step.late):
             late, late_masks = step.late, self._masks.device(len(step.masked) + len(step.late))
@@ -403,25 +418,49 @@ class ModelRunner:
         )  # fmt: skip
 
     def _sample_or_wait(
-        self, step: Step, inputs: StepInputs, logits: Tensor, sampling: SamplingInputs | None
+        self,
+        step: Step,
+        inputs: StepInputs,
+        logits: Tensor,
+        token_ids: Tensor | None,
+        sampling: SamplingInputs | MaskedRows | None,
     ) -> DevicePendingStep | UnsampledStep:
         if sampling is not None and len(step.late):
-            return UnsampledStep(self, step, inputs, logits, sampling, self._mark())
-        return self._sample(inputs, logits, sampling)
+            return UnsampledStep(self, step, inputs, logits, token_ids, sampling, self._mark())
+        return self._sample(inputs, logits, token_ids, sampling)
 
     def _sample(
-        self, step: StepInputs, logits: Tensor, sampling: SamplingInputs | None
+        self,
+        step: StepInputs,
+        logits: Tensor,
+        token_ids: Tensor | None,
+        sampling: SamplingInputs | MaskedRows | None,
     ) -> DevicePendingStep:
-        """Samples tokens, keeps them for the next step, copies them to the host."""
-        if sampling is None:
-            sampled = Sampled(self._model.ops.greedy(logits), None)
-        else:
+        """Samples tokens, keeps them for the next step, copies them to the host.
+
+        Args:
+            step: as it was uploaded.
+            logits: of its samples.
+            token_ids: greedy ones that are kept already; None: the step was no graph's.
+            sampling: of its samples.
+        """
+        if isinstance(sampling, SamplingInputs):
             sampled = self._sampler.sample(logits, sampling)
-        rows = self._staging.device(step.places.sampled_rows)
-        rows = rows[: len(sampled.token_ids)]  # without padding
+            self._keep(step, sampled.token_ids)
+            return self._copy_back(sampled, sampling)
+        if token_ids is None:
+            token_ids = self._model.ops.greedy(logits)
+            self._keep(step, token_ids)
+        if sampling is not None:
+            last_tokens = self._state.last_tokens
+            self._model.ops.greedy_masked(logits, sampling, token_ids, last_tokens)
+        return self._copy_back(Sampled(token_ids, None), None)
+
+    def _keep(self, step: StepInputs, token_ids: Tensor) -> None:
+        """Writes a step's tokens where the next step reads them."""
+        rows = self._staging.device(step.places.sampled_rows)[: len(token_ids)]  # without padding
         # A row that failed may be in the next step already, which then needs any valid id.
-        self._state.last_tokens.index_copy_(0, rows, sampled.token_ids.clamp(min=0))
-        return self._copy_back(sampled, sampling)
+        self._state.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
 
     def _copy_back(self, sampled: Sampled, sampling: SamplingInputs | None) -> DevicePendingStep:
         parts = sampled.logprobs

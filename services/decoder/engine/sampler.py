@@ -24,6 +24,7 @@ from services.decoder.kernels.ops import Ops
 from services.decoder.kernels.sampling import (
     FLOATS,
     FloatArray,
+    MaskedRows,
     SamplingInputs,
     are_finite,
     by_rank,
@@ -125,7 +126,7 @@ class Sampler:
         token_masks: Int32Array | None = None,
         late: Int64Array | None = None,
         late_masks: Tensor | None = None,
-    ) -> SamplingInputs | None:
+    ) -> SamplingInputs | MaskedRows | None:
         """The inputs of a step, its arrays in `staging`, to be uploaded.
 
         Args:
@@ -140,15 +141,25 @@ class Sampler:
 
         Returns:
             None: every row is greedy, without penalties, biases, masks and log-probabilities.
+            MaskedRows: so is every row but for masks.
         """
         if masked is not None and len(masked) == 0:
             masked = None
-        if late is None and masked is None and self._plain[rows].all():
-            return None
 
         def put(array: npt.NDArray[np.generic]) -> Tensor:
             return staging.device(staging.add(array))
 
+        if self._plain[rows].all():
+            found = [part for part in (masked, late) if part is not None]
+            if not found:
+                return None
+            samples = found[0] if len(found) == 1 else np.concatenate(found)
+            index, table_rows = put(samples), put(rows[samples])
+            masks = (
+                put(token_masks) if late_masks is None and token_masks is not None else late_masks
+            )
+            assert masks is not None
+            return MaskedRows(index, table_rows, masks)
         floats, top_k = self._floats[:, rows], self._top_k[rows]
         sampled = floats[0] > 0.0
         mask_index = masks = logprob_index = None

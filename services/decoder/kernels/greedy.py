@@ -1,6 +1,6 @@
-"""Argmax of each row of logits, in two small kernels.
+"""Argmax of each row of logits, and of some rows under token masks, in two small kernels each.
 
-The plain twin is `services.decoder.kernels.sampling.greedy`; of equal logits the lowest id wins.
+The plain twins are in `services.decoder.kernels.sampling`; of equal logits the lowest id wins.
 """
 
 import torch
@@ -8,7 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.decoder.kernels import ALL_MASKED, NOT_FINITE
+from services.decoder.kernels.launching import launch
+from services.decoder.kernels.sampling import MaskedRows
+
 _SPLITS = 64
+_NOT_FINITE, _ALL_MASKED = tl.constexpr(NOT_FINITE), tl.constexpr(ALL_MASKED)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -23,6 +28,25 @@ def greedy(logits: Tensor) -> Tensor:
     )
     _merge_kernel[(num_rows,)](best, best_id, out, SPLITS=_SPLITS, num_warps=1)
     return out
+
+
+def greedy_masked(
+    logits: Tensor, masked: MaskedRows, token_ids: Tensor, last_tokens: Tensor
+) -> None:
+    """Implements `Ops.greedy_masked`."""
+    count, vocab_size = len(masked.index), logits.shape[1]
+    assert logits.is_contiguous() and masked.token_masks.is_contiguous()
+    best = torch.empty(count, 2, _SPLITS, dtype=torch.float32, device=logits.device)
+    block = triton.next_power_of_2(triton.cdiv(vocab_size, _SPLITS))
+    launch(
+        _masked_split_kernel, (count, _SPLITS, 1),
+        (logits, masked.index, masked.token_masks, best),
+        VOCAB=vocab_size, SPLITS=_SPLITS, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    launch(
+        _masked_merge_kernel, (count, 1, 1),
+        (best, masked.index, masked.rows, token_ids, last_tokens), SPLITS=_SPLITS, num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -51,3 +75,38 @@ def _merge_kernel(best_ptr, id_ptr, out_ptr, SPLITS: tl.constexpr):
     # A split that is not finite has +inf and id -1, and so decides the result.
     found = tl.min(tl.where(best == tl.max(best), token, 2147483647))
     tl.store(out_ptr + row, found)
+
+
+@triton.jit
+def _masked_split_kernel(
+    logits_ptr, index_ptr, masks_ptr, best_ptr,
+    VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of one split: the largest logit that the mask allows, and its id, which float32 holds."""
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    inside = token < VOCAB
+    row = tl.load(index_ptr + place)
+    value = tl.load(logits_ptr + row * VOCAB + token, mask=inside, other=0.0).to(tl.float32)
+    not_finite = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1)) > 0
+    words: tl.constexpr = (VOCAB + 31) // 32
+    word = tl.load(masks_ptr + place * words + (token >> 5), mask=inside, other=0)
+    value = tl.where(((word >> (token & 31)) & 1) != 0, value, float("-inf"))
+    top = tl.max(value)
+    found = tl.min(tl.where(value == top, token, 2147483647))
+    best_ptr += place * 2 * SPLITS + split
+    tl.store(best_ptr, tl.where(not_finite, float("inf"), top))
+    tl.store(best_ptr + SPLITS, found.to(tl.float32))
+
+
+@triton.jit
+def _masked_merge_kernel(best_ptr, index_ptr, rows_ptr, out_ptr, last_ptr, SPLITS: tl.constexpr):
+    place, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    best = tl.load(best_ptr + place * 2 * SPLITS + split)
+    token = tl.load(best_ptr + (place * 2 + 1) * SPLITS + split)
+    top = tl.max(best)
+    found = tl.min(tl.where(best == top, token, 2147483647.0)).to(tl.int32)
+    found = tl.where(top == float("-inf"), _ALL_MASKED, found)
+    found = tl.where(top == float("inf"), _NOT_FINITE, found)
+    tl.store(out_ptr + tl.load(index_ptr + place), found)
+    tl.store(last_ptr + tl.load(rows_ptr + place), tl.maximum(found, 0))

@@ -20,7 +20,7 @@ from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.kernels import table
 from services.decoder.kernels.heads import ProjectedHeads, Rotary
-from services.decoder.kernels.sampling import SamplingInputs
+from services.decoder.kernels.sampling import MaskedRows, SamplingInputs
 from services.decoder.kernels.states import DeltaInputs, LayerStates, StateLayout
 from services.decoder.kernels.table import KernelFacts
 
@@ -255,6 +255,20 @@ class Ops:
         `NOT_FINITE` where a row is not finite.
         """
         return self.table.call("greedy", logits)
+
+    def greedy_masked(
+        self, logits: Tensor, masked: MaskedRows, token_ids: Tensor, last_tokens: Tensor
+    ) -> None:
+        """Replaces greedy tokens of rows with token masks, whose other options are off.
+
+        Args:
+            logits: `[B, vocab_size]`, contiguous.
+            masked: the rows and their masks.
+            token_ids: `[B]` int32; gets the most likely ids that the masks allow, `NOT_FINITE` or
+                `ALL_MASKED` where a row fails.
+            last_tokens: int32, by row of the runner's tables; gets them, too, and 0 for a failure.
+        """
+        self.table.call("greedy_masked", logits, masked, token_ids, last_tokens)
 
 
 def create_ops(

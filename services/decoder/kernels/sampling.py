@@ -69,6 +69,20 @@ class SamplingInputs(NamedTuple):
     logprob_named: tuple[int, ...] = ()
 
 
+class MaskedRows(NamedTuple):
+    """Rows of a greedy step that have token masks; tensors are on the device.
+
+    Attributes:
+        index: `[M]` int64, among the step's rows.
+        rows: `[M]` int64, of the runner's tables.
+        token_masks: `[M, ceil(vocab_size / 32)]` int32, as in `SamplingInputs`.
+    """
+
+    index: Tensor
+    rows: Tensor
+    token_masks: Tensor
+
+
 def are_finite(logits: Tensor) -> Tensor:
     """Whether all logits of a row are finite: `[B, V]` → `[B]`."""
     return torch.isfinite(logits.sum(-1, dtype=torch.float32))
@@ -77,6 +91,19 @@ def are_finite(logits: Tensor) -> Tensor:
 def greedy(logits: Tensor) -> Tensor:
     """Implements `Ops.greedy`."""
     return logits.argmax(-1).masked_fill(~are_finite(logits), NOT_FINITE).to(torch.int32)
+
+
+def greedy_masked(
+    logits: Tensor, masked: MaskedRows, token_ids: Tensor, last_tokens: Tensor
+) -> None:
+    """Implements `Ops.greedy_masked`."""
+    chosen = logits[masked.index].float()
+    finite, bits = are_finite(chosen), _bits(masked.token_masks, logits.shape[-1])
+    chosen = torch.where(bits, chosen, -torch.inf)
+    found = chosen.argmax(-1).masked_fill(~bits.any(-1), ALL_MASKED)
+    found = found.masked_fill(~finite, NOT_FINITE).to(torch.int32)
+    token_ids.index_copy_(0, masked.index, found)
+    last_tokens.index_copy_(0, masked.rows, found.clamp(min=0))
 
 
 def penalize(logits: Tensor, inputs: SamplingInputs) -> Tensor:
@@ -103,11 +130,15 @@ def mask_tokens(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     """Logits `[B, V]` with minus infinity where a row's token mask forbids the token."""
     if inputs.mask_index is None or inputs.token_masks is None:
         return logits
-    vocab_size = logits.shape[-1]
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    bits = (inputs.token_masks[:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size] > 0
+    bits = _bits(inputs.token_masks, logits.shape[-1])
     allowed = bits[inputs.mask_index.clamp(min=0)] | (inputs.mask_index < 0)[:, None]
     return torch.where(allowed, logits, -torch.inf)
+
+
+def _bits(token_masks: Tensor, vocab_size: int) -> Tensor:
+    """`[M, words]` int32 → `[M, vocab_size]` bool."""
+    shifts = torch.arange(32, dtype=torch.int32, device=token_masks.device)
+    return (token_masks[:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size] > 0
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:

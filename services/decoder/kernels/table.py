@@ -415,10 +415,13 @@ def _rope_and_rows(facts: KernelFacts) -> Kernel:
     return _with_pdl(step_entry.rope_and_rows, facts)
 
 
-def _greedy(facts: KernelFacts) -> Kernel:
-    from services.decoder.kernels import greedy
+def _greedy(name: str) -> Callable[[KernelFacts], Kernel]:
+    def create(facts: KernelFacts) -> Kernel:
+        from services.decoder.kernels import greedy
 
-    return greedy.greedy
+        return getattr(greedy, name)
+
+    return create
 
 
 def _sample(facts: KernelFacts) -> Kernel:
@@ -553,8 +556,10 @@ ROWS: Sequence[Row] = (
     Row("gated_norm", "plain", _plain(delta_rule.gated_norm)),
     Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),
     Row("logits", "plain", _plain(plain.linear)),
-    Row("greedy", "triton", _greedy, _triton),
+    Row("greedy", "triton", _greedy("greedy"), _triton),
     Row("greedy", "plain", _plain(sampling.greedy)),
+    Row("greedy_masked", "triton", _greedy("greedy_masked"), _triton),
+    Row("greedy_masked", "plain", _plain(sampling.greedy_masked)),
     Row("penalize", "triton", _penalties("penalize"), _triton),
     Row("penalize", "plain", _plain(sampling.penalize)),
     Row("count_tokens", "triton", _penalties("count_tokens"), _triton),

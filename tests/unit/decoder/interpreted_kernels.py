@@ -190,6 +190,7 @@ def check_rows(count: int, width: int) -> None:
     logits[0, 3], logits[1, 5], logits[2, -1] = torch.nan, torch.inf, 100.0
     logits[3] = 0.5  # all equal: the first wins
     assert torch.equal(greedy.greedy(logits), sampling.greedy(logits))
+    sampling_twins.check_greedy_masked(greedy.greedy_masked, torch.randn(9, width))
 
 
 def check_gemv(count: int, width: int, rows: int, config: GemvConfig | None) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import AddSequence, TokenMask
+from services.decoder.engine.messages import AddSequence, SamplingParams, TokenMask
 from tests.decoder_harness import Harness, write_checkpoint
 from tests.sampling_twins import mask_of
 from tests.unit.decoder.test_runner import NUM_TOKENS, SAMPLED, start
@@ -16,21 +16,22 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
     return Harness(write_checkpoint(tmp_path_factory.mktemp("late") / "model"))
 
 
+@pytest.mark.parametrize("sampled", [SAMPLED, [SamplingParams()] * 4], ids=["any", "greedy"])
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_tokens(
-    harness: Harness, delay: int
+    harness: Harness, delay: int, sampled: list[SamplingParams]
 ) -> None:
     """As if every mask had been there before its step was planned; penalties, seeds, logprobs."""
     chooser = np.random.default_rng(7)
     vocab_size = harness.runner.info.vocab_size
-    allowed = chooser.random((len(SAMPLED), NUM_TOKENS + 1, vocab_size)) < 0.15
+    allowed = chooser.random((len(sampled), NUM_TOKENS + 1, vocab_size)) < 0.15
 
     def run(*, overlap: bool, delay: int) -> tuple[dict[int, list[int]], dict, int]:
         engine = Engine(harness.runner, overlap=overlap, min_partial_tokens=1)
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, list[float]] = {}
         due: list[tuple[int, TokenMask]] = []
-        for kind, params in enumerate(SAMPLED):
+        for kind, params in enumerate(sampled):
             given = start(harness, 3 * kind, 0)
             limits = {"max_tokens": NUM_TOKENS, "min_tokens": 0}
             engine.add(

@@ -15,9 +15,11 @@ from services.decoder.engine.staging import Staging
 from services.decoder.kernels import ALL_MASKED
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.kernels.sampling import (
+    MaskedRows,
     SamplingInputs,
     by_rank,
     greedy,
+    greedy_masked,
     sample,
     split_width,
 )
@@ -40,7 +42,7 @@ class Bench:
 
     def prepare(
         self, rows: list[int], generated: list[int], masks: dict[int, np.ndarray] | None = None
-    ) -> SamplingInputs | None:
+    ) -> SamplingInputs | MaskedRows | None:
         self.staging.begin()
         masked = np.array(sorted(masks or {}), np.int64)
         words = np.stack([masks[i] for i in masked.tolist()]) if masks else None
@@ -60,6 +62,10 @@ class Bench:
         inputs = self.prepare(rows, generated, masks)
         if inputs is None:
             return Sampled(greedy(logits), None)
+        if isinstance(inputs, MaskedRows):
+            token_ids = greedy(logits)
+            greedy_masked(logits, inputs, token_ids, torch.zeros(len(rows), dtype=torch.int32))
+            return Sampled(token_ids, None)
         return self.sampler.sample(logits, inputs)
 
 
@@ -117,8 +123,12 @@ def test_inputs_say_which_searches_are_needed(
 ) -> None:
     bench = Bench([params, SamplingParams()])
     inputs = bench.prepare([0, 1], [0, 0])
-    assert inputs is not None
+    assert isinstance(inputs, SamplingInputs)
     assert (inputs.has_top_k, inputs.has_top_p) == (has_top_k, has_top_p)
+
+
+def test_greedy_rows_with_masks() -> None:
+    sampling_twins.check_greedy_masked(greedy_masked, logits_for(9))
 
 
 def test_temperature_zero_and_almost_zero_are_greedy() -> None:

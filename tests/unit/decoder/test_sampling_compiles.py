@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 from services.common.nn.device import KNOWN_DEVICES
-from services.decoder.kernels import penalties, top_k_top_p_sampling
+from services.decoder.kernels import greedy, penalties, top_k_top_p_sampling
+from services.decoder.kernels.sampling import MaskedRows
 from tests.gpu_compiler import compiled_launches
 from tests.sampling_twins import Row, mask_of, sampling_inputs
 
@@ -50,4 +51,19 @@ def test_penalty_kernels_compile(gpu: str) -> None:
         penalties.penalize(torch.zeros(2, VOCAB_SIZE, dtype=torch.bfloat16), inputs)
         penalties.count_tokens(torch.zeros(2, dtype=torch.int32), inputs)
     assert [launch.name for launch in launches] == ["_penalize_kernel", "_count_kernel"]
+    assert all(launch.shared_bytes <= facts.shared_memory_bytes for launch in launches)
+
+
+@pytest.mark.parametrize("gpu", KNOWN_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_greedy_kernels_under_masks_compile(gpu: str, dtype: torch.dtype) -> None:
+    facts = KNOWN_DEVICES[gpu]
+    rows = torch.arange(2)
+    masked = MaskedRows(rows, rows, torch.zeros(2, VOCAB_SIZE // 32, dtype=torch.int32))
+    token_ids = torch.zeros(2, dtype=torch.int32)
+    with compiled_launches(facts) as launches:
+        greedy.greedy_masked(
+            torch.zeros(2, VOCAB_SIZE, dtype=dtype), masked, token_ids, token_ids.clone()
+        )
+    assert [launch.name for launch in launches] == ["_masked_split_kernel", "_masked_merge_kernel"]
     assert all(launch.shared_bytes <= facts.shared_memory_bytes for launch in launches)
