@@ -11,6 +11,7 @@ requests. `--metrics`, of the decoder, adds how long masks took and how many mis
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import random
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 
@@ -56,7 +57,17 @@ SCHEMA: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
-_FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA}}}
+
+
+def without_bounds(schema: Any) -> Any:  # noqa: ANN401 - any JSON
+    """The schema without maxLength: a random model then ends hardly any of its strings."""
+    if not isinstance(schema, dict):
+        return schema
+    fields = cast("dict[str, Any]", schema).items()
+    return {name: without_bounds(value) for name, value in fields if name != "maxLength"}
+
+
+SCHEMAS = {"bounded": SCHEMA, "unbounded": without_bounds(SCHEMA)}
 Answer = tuple[bool, Sample]  # whether it was constrained
 
 
@@ -120,6 +131,7 @@ class Bodies:
     """Requests whose prompts are all different."""
 
     def __init__(self, model: str, options: argparse.Namespace) -> None:
+        self.schema: object = None  # of constrained answers
         self._model = model
         self._options = options
         self._rng = random.Random(time.time_ns())
@@ -129,7 +141,10 @@ class Bodies:
         text = " ".join(self._rng.choices(WORDS, k=self._options.words))
         fields = chat_fields(self._model, text, self._options.tokens)
         fields |= {"temperature": self._options.temperature, "seed": self._rng.getrandbits(32)}
-        return json.dumps(fields | (_FORM if constrained else {})).encode()
+        if constrained:
+            form = {"name": "t", "schema": self.schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": form}
+        return json.dumps(fields).encode()
 
 
 def tpots(answers: list[Answer], constrained: bool, tokens: int) -> list[float]:
@@ -180,9 +195,11 @@ def mask_metrics(url: str) -> dict[str, float]:
 async def measure(options: argparse.Namespace, target: Target, model: str) -> int:
     """Plays all pairs; the number of answers that failed."""
     bodies, failed = Bodies(model, options), 0
-    for pair in PAIRS:
+    schemas = SCHEMAS if options.schema == "all" else {options.schema: SCHEMAS[options.schema]}
+    for (name, bodies.schema), pair in itertools.product(schemas.items(), PAIRS):
         if options.only and options.only not in pair[1].name:
             continue
+        print(f"strings of the schema: {name}")
         before = mask_metrics(options.metrics) if options.metrics else {}
         failed += await asyncio.to_thread(compare, pair, target, bodies, options)
         if options.metrics:
@@ -205,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2, help="answers of each stream and turn")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each load")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--schema", default="all", choices=["all", *SCHEMAS], help="its strings")
     parser.add_argument("--only", default="", help="pairs whose second load has this in its name")
     return live.run(measure, parser.parse_args(arguments))
 

@@ -31,7 +31,7 @@ log = logging.getLogger("services.decoder.engine")
 _AWAKE_S = 0.05
 _KERNEL_CALLS_PERIOD_S = 1.0
 # Between two looks at the device while token masks are missing.
-_MASK_POLL_S = 0.0001
+_MASK_POLL_S = 0.00002
 
 
 def run(

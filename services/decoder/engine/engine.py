@@ -14,6 +14,7 @@ import numpy as np
 
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
+from services.decoder.engine.mask_deadline import MaskDeadline
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
@@ -33,9 +34,7 @@ from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, StateCheck
 from services.decoder.engine.step import Int32Array, PendingStep, Runner, Scores, StepOutput
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
-# Others in the batch wait for late masks while the device computes, and then this long.
-MASK_GRACE_S = 0.0001
-# Where nobody else is in the batch.
+# How long the device waits for late masks where no other row of the batch could be sampled.
 _LONE_MASK_GRACE_S = 0.02
 _FAILURES = {
     NOT_FINITE: "the model's output is not finite",
@@ -95,6 +94,7 @@ class Engine:
         # The last step that was launched, if it waits for late masks.
         self._unsampled: tuple[Batch, PendingStep] | None = None
         self._computed_at = 0.0
+        self._mask_deadline = MaskDeadline()
         num_words = -(-info.vocab_size // 32)
         self._nothing_allowed = np.zeros(num_words, np.int32)
         self._all_allowed = np.full(num_words, -1, np.int32)
@@ -127,17 +127,22 @@ class Engine:
         if self._unsampled is None:
             return False
         batch, pending = self._unsampled
-        finished = SequenceState.FINISHED
-        if all(
-            c.sequence.token_mask is not None or c.sequence.state is finished for c in batch.late
-        ):
+        missing = finished = 0
+        for chunk in batch.late:
+            if chunk.sequence.state is SequenceState.FINISHED:
+                finished += 1
+            elif chunk.sequence.token_mask is None:
+                missing += 1
+        if missing == 0:
             return False
+        now = time.monotonic()
+        if missing + finished < len(batch.chunks):  # others need not wait
+            deadline = self._mask_deadline.at
+            return (deadline is None or now < deadline) and not pending.is_computed()
         if not pending.is_computed():
             return True
-        now = time.monotonic()
         self._computed_at = self._computed_at or now
-        lone = len(batch.late) == len(batch.chunks)
-        return now - self._computed_at < (_LONE_MASK_GRACE_S if lone else MASK_GRACE_S)
+        return now - self._computed_at < _LONE_MASK_GRACE_S
 
     def handle(self, message: AddSequence | ImageReady | TokenMask | AbortSequence) -> None:
         """Takes one message of the front."""
@@ -193,17 +198,26 @@ class Engine:
 
     def step(self) -> StepDone | None:
         """Launches the next step and reads the one before; returns the events, if any."""
+        began_at = 0.0
         if self._unsampled is not None:
+            began_at = time.monotonic()
             self._sample_late(*self._unsampled)
         batch = self._scheduler.schedule()
         if batch.chunks:
             self._launch(batch)
+            if began_at:
+                self._mask_deadline.launched(time.monotonic() - began_at)
         if self._pending and (not self._overlap or not batch.chunks or len(self._pending) > 1):
             _, done, pending = self._pending[0]
             output = pending.result()
             self._pending.popleft()
-            if not self._pending:
-                self._busy_s += time.monotonic() - self._busy_since
+            now = time.monotonic()
+            if self._pending:
+                following = self._pending[0][1].chunks
+                self._mask_deadline.began(now, decodes_only=following[-1].from_device)
+            else:
+                self._mask_deadline.idle()
+                self._busy_s += now - self._busy_since
             self._postprocess(done, output)
         if self._delayed:
             self._release_delayed()

@@ -11,9 +11,9 @@ from torch import Tensor
 class MaskBuffer:
     """Masks of one step, packed on the host and uploaded at once. `ModelRunner` owns it.
 
-    On a GPU there are two pinned host buffers, used in turn, and one on the device: the step that
-    reads it is launched before the next one's masks are uploaded to the same stream. On a CPU the
-    host buffer is read.
+    On a GPU there are two pinned host buffers, used in turn, and one on the device. The copy has a
+    stream of its own, so that it runs beside the step that will be sampled. On a CPU the host
+    buffer is read.
     """
 
     def __init__(self, num_rows: int, num_words: int, device: torch.device) -> None:
@@ -23,20 +23,29 @@ class MaskBuffer:
         self._arrays: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._hosts]
         self._events = [torch.cuda.Event() for _ in range(turns)] if cuda else []
         self._device_side = torch.empty(shape, dtype=torch.int32, device=device)
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._read = torch.cuda.Event() if cuda else None  # the last masks
         self._turn = 0
 
     def device(self, count: int) -> Tensor:
-        """`[count, num_words]` int32, which the next `upload` fills."""
+        """`[count, num_words]` int32, which the next `upload` fills. To be called when the step of
+        the last masks was sampled, and before the one that will read these is launched.
+        """
+        if self._read is not None:
+            self._read.record()
         return (self._device_side if self._events else self._hosts[0])[:count]
 
     def upload(self, masks: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Enqueues the copy of the masks, in order."""
+        """Enqueues the copy of the masks, in order, before what is launched next."""
         self._turn = (self._turn + 1) % len(self._hosts)
         if self._events:
             self._events[self._turn].synchronize()  # long done
         for target, mask in zip(self._arrays[self._turn], masks, strict=False):
             target[:] = mask
-        if self._events:
-            count = len(masks)
-            self._device_side[:count].copy_(self._hosts[self._turn][:count], non_blocking=True)
-            self._events[self._turn].record()
+        if self._stream is not None and self._read is not None:
+            count, copied = len(masks), self._events[self._turn]
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._read)
+                self._device_side[:count].copy_(self._hosts[self._turn][:count], non_blocking=True)
+                copied.record()
+            torch.cuda.current_stream().wait_event(copied)

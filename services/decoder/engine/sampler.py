@@ -143,36 +143,25 @@ class Sampler:
             None: every row is greedy, without penalties, biases, masks and log-probabilities.
             MaskedRows: so is every row but for masks.
         """
-        if masked is not None and len(masked) == 0:
-            masked = None
 
         def put(array: npt.NDArray[np.generic]) -> Tensor:
             return staging.device(staging.add(array))
 
-        if self._plain[rows].all():
-            found = [part for part in (masked, late) if part is not None]
-            if not found:
-                return None
-            samples = found[0] if len(found) == 1 else np.concatenate(found)
-            index, table_rows = put(samples), put(rows[samples])
-            masks = (
-                put(token_masks) if late_masks is None and token_masks is not None else late_masks
-            )
-            assert masks is not None
-            return MaskedRows(index, table_rows, masks)
+        samples, masks = _joined(masked, late), late_masks
+        plain = self._plain[rows].all()
+        if plain and samples is None:
+            return None
+        if samples is not None and masks is None and token_masks is not None:
+            masks = put(token_masks)
+        if plain and samples is not None and masks is not None:
+            return MaskedRows(put(samples), put(rows[samples]), masks)
         floats, top_k = self._floats[:, rows], self._top_k[rows]
         sampled = floats[0] > 0.0
-        mask_index = masks = logprob_index = None
-        if masked is not None or late is not None:
+        mask_index = logprob_index = None
+        if samples is not None:
             index = np.full(len(rows), -1)
-            found = [part for part in (masked, late) if part is not None]
-            samples = found[0] if len(found) == 1 else np.concatenate(found)
             index[samples] = np.arange(len(samples))
             mask_index = put(index)
-            if late is not None:
-                masks = late_masks
-            elif token_masks is not None:
-                masks = put(token_masks)
         counts = self._top_logprobs[rows]
         asking = np.flatnonzero(counts >= 0)
         if len(asking):
@@ -280,6 +269,15 @@ class Sampler:
             return values
         # The pinned copy returns to torch's allocator, which waits for the stream.
         return values.pin_memory().to(self._device, non_blocking=True)
+
+
+def _joined(masked: Int64Array | None, late: Int64Array | None) -> Int64Array | None:
+    """All samples with masks, in the order of the masks."""
+    if masked is None or len(masked) == 0:
+        return late
+    if late is None:
+        return masked
+    return np.concatenate((masked, late))
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: Int64Array) -> npt.NDArray[np.float64]:

@@ -34,18 +34,18 @@ def greedy_masked(
     logits: Tensor, masked: MaskedRows, token_ids: Tensor, last_tokens: Tensor
 ) -> None:
     """Implements `Ops.greedy_masked`."""
-    count, vocab_size = len(masked.index), logits.shape[1]
+    count, vocab_size = len(masked.samples), logits.shape[1]
     assert logits.is_contiguous() and masked.token_masks.is_contiguous()
     best = torch.empty(count, 2, _SPLITS, dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(triton.cdiv(vocab_size, _SPLITS))
     launch(
         _masked_split_kernel, (count, _SPLITS, 1),
-        (logits, masked.index, masked.token_masks, best),
+        (logits, masked.samples, masked.token_masks, best),
         VOCAB=vocab_size, SPLITS=_SPLITS, BLOCK=block, num_warps=4,
     )  # fmt: skip
     launch(
         _masked_merge_kernel, (count, 1, 1),
-        (best, masked.index, masked.rows, token_ids, last_tokens), SPLITS=_SPLITS, num_warps=1,
+        (best, masked.samples, masked.rows, token_ids, last_tokens), SPLITS=_SPLITS, num_warps=1,
     )  # fmt: skip
 
 

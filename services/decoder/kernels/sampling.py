@@ -73,12 +73,12 @@ class MaskedRows(NamedTuple):
     """Rows of a greedy step that have token masks; tensors are on the device.
 
     Attributes:
-        index: `[M]` int64, among the step's rows.
+        samples: `[M]` int64, indices of the rows of logits.
         rows: `[M]` int64, of the runner's tables.
         token_masks: `[M, ceil(vocab_size / 32)]` int32, as in `SamplingInputs`.
     """
 
-    index: Tensor
+    samples: Tensor
     rows: Tensor
     token_masks: Tensor
 
@@ -97,12 +97,12 @@ def greedy_masked(
     logits: Tensor, masked: MaskedRows, token_ids: Tensor, last_tokens: Tensor
 ) -> None:
     """Implements `Ops.greedy_masked`."""
-    chosen = logits[masked.index].float()
+    chosen = logits[masked.samples].float()
     finite, bits = are_finite(chosen), _bits(masked.token_masks, logits.shape[-1])
     chosen = torch.where(bits, chosen, -torch.inf)
     found = chosen.argmax(-1).masked_fill(~bits.any(-1), ALL_MASKED)
     found = found.masked_fill(~finite, NOT_FINITE).to(torch.int32)
-    token_ids.index_copy_(0, masked.index, found)
+    token_ids.index_copy_(0, masked.samples, found)
     last_tokens.index_copy_(0, masked.rows, found.clamp(min=0))
 
 

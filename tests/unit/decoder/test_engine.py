@@ -409,24 +409,50 @@ def test_masked_sequences_that_hold_all_rows_leave_the_engine_idle():
     harness.assert_all_as_alone()
 
 
-def test_the_engine_waits_for_late_masks_while_the_device_computes_and_then_shortly(monkeypatch):
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_engine_waits_for_late_masks_while_the_device_computes(monkeypatch, others):
+    """Then it does not, unless nobody else could be sampled."""
     now = 1.0
     monkeypatch.setattr("services.decoder.engine.engine.time.monotonic", lambda: now)
     harness = Harness(mask_after=2)
     harness.add(add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True))
-    harness.add(add_message(2, prompt_of(2, 9), max_tokens=20))
+    for number in range(others):
+        harness.add(add_message(2 + number, prompt_of(2, 9), max_tokens=20))
     engine = harness.engine
     while not engine.waits_for_masks:
         harness.step()
     pending = engine._unsampled[1]
     monkeypatch.setattr(type(pending), "is_computed", lambda _: True)
-    assert engine.waits_for_masks
-    now += 0.00009
-    assert engine.waits_for_masks
-    now += 0.00002
+    assert engine.waits_for_masks == (not others)
+    now += 0.0199
+    assert engine.waits_for_masks == (not others)
+    now += 0.0002
     assert not engine.waits_for_masks
     harness.step()
     assert engine.stats().num_late_masks == 1
+    harness.run()
+    harness.assert_all_as_alone()
+
+
+def test_a_step_with_others_is_sampled_before_the_device_has_computed_it(monkeypatch):
+    """Steps of 2 ms; the host turns in no time."""
+    now = 1.0
+    monkeypatch.setattr("services.decoder.engine.engine.time.monotonic", lambda: now)
+    harness = Harness(mask_after=0)
+    for number in (1, 2):
+        masked = number == 1
+        harness.add(add_message(number, prompt_of(1, 9), max_tokens=20, token_masks=masked))
+    for _ in range(6):
+        now += 0.002
+        harness.step()
+    harness._mask_after = 3
+    while not harness.engine.waits_for_masks:
+        now += 0.002
+        harness.step()
+    now += 0.0019
+    assert harness.engine.waits_for_masks
+    now += 0.00006
+    assert not harness.engine.waits_for_masks
     harness.run()
     harness.assert_all_as_alone()
 

@@ -1,0 +1,34 @@
+"""When the host stops waiting for token masks."""
+
+import pytest
+
+from services.decoder.engine.mask_deadline import MaskDeadline
+
+
+def of_steps(*, step_s: float, launch_s: float, decodes_only: bool = True) -> MaskDeadline:
+    """After steps of this time, at 100.0."""
+    deadline = MaskDeadline()
+    for number in range(40, -1, -1):
+        deadline.launched(launch_s)
+        deadline.began(100.0 - number * step_s, decodes_only=decodes_only)
+    return deadline
+
+
+def test_the_deadline_leaves_time_to_launch_the_next_step():
+    deadline = of_steps(step_s=0.002, launch_s=0.0003)
+    assert deadline.at == pytest.approx(100.0 + 0.002 - 0.0003 - 0.00005)
+
+
+def test_masks_may_always_arrive_in_half_of_a_step():
+    assert of_steps(step_s=0.001, launch_s=0.004).at == pytest.approx(100.0005)
+
+
+def test_prompts_and_idle_devices_have_no_deadline():
+    deadline = of_steps(step_s=0.002, launch_s=0.0003)
+    deadline.began(100.002, decodes_only=False)
+    assert deadline.at is None
+    deadline.began(101.0, decodes_only=True)  # the prompts' time tells nothing of decodes
+    assert deadline.at == pytest.approx(101.0 + 0.002 - 0.00035, abs=1e-4)
+    deadline.idle()
+    assert deadline.at is None
+    assert of_steps(step_s=0.002, launch_s=0.0003, decodes_only=False).at is None
