@@ -10,7 +10,8 @@ with `jsonschema`; and feeds it the instances that come with the schema, of whic
 should be accepted. Times are CPU times of one thread. `--library xgrammar` does the same with the
 other library, which is no dependency and has to be installed. A schema whose compilation takes more
 than `--cpu-s` of CPU time, which takes too long in all, or which ends the process, is counted and
-left behind.
+left behind. `--outcomes FILE` keeps each outcome as a line of JSON; a run continues where the last
+one ended, and `--at-most` examines that many more.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -374,6 +375,12 @@ def read_cases(directories: Sequence[Path]) -> list[Case]:
     return list(found.values())
 
 
+def read_outcomes(path: Path) -> list[Outcome]:
+    """Those of earlier runs."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Outcome(**json.loads(line)) for line in lines]
+
+
 def report(outcomes: Sequence[Outcome], label: str) -> int:
     """Prints the figures; the number of answers that did not validate."""
     good = [o for o in outcomes if not o.refused]
@@ -420,6 +427,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tokens", type=int, default=300, help="at most, of each answer")
     add("--timeout-s", type=float, default=20.0, help="for all that is done with one schema")
     add("--cpu-s", type=float, default=8.0, help="of CPU time for a compilation; 0: no limit")
+    add("--outcomes", type=Path, metavar="FILE", help="kept, and continued if it exists")
+    add("--at-most", type=int, metavar="N", help="of the schemas that have no outcome yet")
     add("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     cases: list[Case] = []
@@ -428,7 +437,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         random.Random(options.seed).shuffle(some)
         left = len(options.schemas) - index
         cases += some[: (options.count - len(cases)) // left]
-    outcomes = list(examine_all(cases, options))
+    outcomes = read_outcomes(options.outcomes) if options.outcomes else []
+    seen = {outcome.name for outcome in outcomes}
+    new = [case for case in cases if case.name not in seen][: options.at_most]
+    for outcome in examine_all(new, options):
+        outcomes.append(outcome)
+        if options.outcomes:
+            with options.outcomes.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
     return 1 if report(outcomes, options.library) else 0
 
 

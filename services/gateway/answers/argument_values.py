@@ -1,35 +1,72 @@
 """Arguments of tool calls by their functions' JSON schemas: which types one may have, text as JSON.
 
-For forms of calls that write values as bare text. Schemas are strangers' input: what is no schema
-says nothing.
+For forms of calls that write values as bare text; `text_grammar` writes the grammar of what is read
+here. Schemas are strangers' input: what is no schema says nothing, and no schema takes more than
+linear time.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
+from urllib.parse import unquote
+
+from services.gateway.answers.call_object import SPACE
 
 Schema = Mapping[str, Any]
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
+TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+_MAX_DEPTH = 64  # of references and alternatives
 
 
-def to_json(text: str, types: frozenset[str]) -> str:
-    """A parameter's text as a JSON value of one of the types; else as a JSON string."""
-    token = _PYTHON_WORDS.get(text.strip(), text.strip())
-    try:
-        value = json.loads(token, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    if isinstance(value, str) or ("string" in types and not types & _types_of_value(value)):
-        return json.dumps(text, ensure_ascii=False)
-    return token
+@dataclass(frozen=True, slots=True)
+class ParameterType:
+    """What a parameter's value may be.
+
+    Attributes:
+        types: JSON's; "number" includes "integer".
+        texts: strings that the schema lists.
+    """
+
+    types: frozenset[str] = TYPES
+    texts: frozenset[str] = frozenset()
+
+    @property
+    def is_text(self) -> bool:
+        """Whether any text is a string."""
+        return self.types == frozenset(("string",))
+
+    @property
+    def may_be_nested(self) -> bool:
+        """Whether the value may hold strings of its own."""
+        return not self.types.isdisjoint(("array", "object"))
+
+
+def to_json(text: str, parameter: ParameterType) -> str:
+    """A parameter's text as a JSON value of one of its types; else as a JSON string."""
+    token = text.strip(SPACE)
+    token = PYTHON_WORDS.get(token, token)
+    if text not in parameter.texts:
+        try:
+            value = json.loads(token, parse_constant=_refuse_constant, parse_int=_as_zero)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            types = parameter.types
+            fits = "string" not in types or not types.isdisjoint(types_of_value(value))
+            if fits and not isinstance(value, str):
+                return token
+    return json.dumps(text, ensure_ascii=False)
 
 
 def ends_in_string(text: str) -> bool:
-    """Whether JSON text that begins so is inside a string."""
-    if not text.lstrip().startswith(("{", "[")):
+    """Whether JSON text that begins so is inside a string, in which no line ends."""
+    if not text.lstrip(SPACE).startswith(("{", "[")):
         return False
     is_inside, is_escaped = False, False
     for character in text:
+        if is_inside and character == "\n":
+            return False
         if is_escaped:
             is_escaped = False
         elif character == "\\":
@@ -43,64 +80,146 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def _types_of_value(value: object) -> set[str]:
+def _as_zero(digits: str) -> int:
+    """An integer's type is all that is asked for; Python refuses thousands of digits."""
+    return 0
+
+
+def types_of_value(value: object) -> frozenset[str]:
+    """JSON's types of a value."""
     if value is None:
-        return {"null"}
+        return frozenset(("null",))
     if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
+        return frozenset(("boolean",))
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return frozenset(("integer", "number"))
     if isinstance(value, float):
-        return {"number"}
-    return {"object" if isinstance(value, dict) else "array"}
+        return frozenset(("number",))
+    if isinstance(value, str):
+        return frozenset(("string",))
+    return frozenset(("object" if isinstance(value, Mapping) else "array",))
 
 
-_MAX_DEPTH = 8  # of references and alternatives
+class Parameters:
+    """A function's parameters, references resolved.
+
+    Attributes:
+        given: the schema of the arguments.
+        root: the same without a reference of its own.
+    """
+
+    def __init__(self, root: Schema) -> None:
+        self.root = self._without_reference(root)
+        self.given = root
+        self._types: dict[int, frozenset[str]] = {}
+
+    def type_of(self, name: str) -> ParameterType:
+        """What a parameter's value may be; one that the schema does not name may be additional."""
+        schema = named(self.root, "properties").get(name, self.root.get("additionalProperties"))
+        types = self.types(schema) or TYPES
+        return ParameterType(types, frozenset(self.texts(schema) if "string" in types else ()))
+
+    def types(self, schema: object, depth: int = 0) -> frozenset[str]:
+        """The types that values of a schema may have, or more; empty: there is no such value."""
+        if schema is False:
+            return frozenset()
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return TYPES
+        schema = cast(Schema, schema)
+        found = self._types.get(id(schema))
+        if found is None:
+            self._types[id(schema)] = TYPES  # of what refers to itself
+            found = TYPES.intersection(*self._claims(schema, depth))
+            self._types[id(schema)] = found
+        return found
+
+    def texts(self, schema: object) -> set[str]:
+        """Strings that a schema, or an alternative of it, lists."""
+        found: set[str] = set()
+        for branch in self.branches(schema):
+            found.update(value for value in listed_values(branch) or () if isinstance(value, str))
+        return found
+
+    def branches(self, schema: object) -> Iterable[Schema]:
+        """A schema, what it refers to, and their alternatives, each once."""
+        seen: set[int] = set()
+        left = [schema]
+        while left:
+            current = left.pop()
+            if not isinstance(current, Mapping) or id(cast(Schema, current)) in seen:
+                continue
+            current = cast(Schema, current)
+            seen.add(id(current))
+            yield current
+            left += [*listed(current, "anyOf"), *listed(current, "oneOf")]
+            if isinstance(reference := current.get("$ref"), str):
+                left.append(self.target(reference))
+
+    def target(self, reference: str) -> object:
+        """What a reference within the document stands for; None: nothing."""
+        if not reference.startswith("#"):
+            return None
+        target: object = self.given
+        for step in steps_of(reference):
+            if isinstance(target, Mapping):
+                target = cast("Mapping[str, object]", target).get(step)
+            elif isinstance(target, list) and step.isascii() and step.isdigit():
+                items = cast("list[object]", target)
+                target = items[int(step)] if len(step) < 6 and int(step) < len(items) else None
+            else:
+                return None
+        return target
+
+    def _claims(self, schema: Schema, depth: int) -> Iterable[frozenset[str]]:
+        given = schema.get("type")
+        names = cast("list[object]", given) if isinstance(given, list) else [given]
+        if all(isinstance(name, str) and name in TYPES for name in names):
+            more = ("integer",) if "number" in names else ()
+            yield frozenset((*cast("list[str]", names), *more))
+        if (values := listed_values(schema)) is not None:
+            yield frozenset[str]().union(*map(types_of_value, values))
+        for key in ("anyOf", "oneOf"):
+            if branches := listed(schema, key):
+                found = (self.types(branch, depth + 1) for branch in branches)
+                yield frozenset[str]().union(*found)
+        yield from (self.types(branch, depth + 1) for branch in listed(schema, "allOf"))
+        if isinstance(reference := schema.get("$ref"), str):
+            yield self.types(self.target(reference), depth + 1)
+
+    def _without_reference(self, root: Schema) -> Schema:
+        """The root in place of its reference."""
+        self.given = root
+        found, beside = root, dict(root)
+        for _ in range(_MAX_DEPTH):
+            reference = beside.pop("$ref", None)
+            target = self.target(reference) if isinstance(reference, str) else None
+            if not isinstance(target, Mapping):
+                break
+            found = cast(Schema, target)
+            beside = {**found, **beside}
+        return root if found is root else beside
 
 
-def types_of(parameters: Schema, name: str) -> frozenset[str]:
-    """The JSON types that a function's parameter may have; empty: the schema does not say."""
-    properties = parameters.get("properties")
-    if not isinstance(properties, Mapping):
-        return frozenset()
-    return frozenset(_types(cast(Schema, properties).get(name), parameters, _MAX_DEPTH))
+def steps_of(reference: str) -> list[str]:
+    """The keys of a JSON pointer in a fragment."""
+    steps = unquote(reference).split("/")[1:]
+    return [step.replace("~1", "/").replace("~0", "~") for step in steps]
 
 
-def resolve(schema: object, root: Schema) -> Schema:
-    """A schema in place of a reference to it; what is no schema is an empty one."""
-    beside: dict[str, Any] = {}  # keywords beside the references
-    for _ in range(_MAX_DEPTH):
-        if not isinstance(schema, Mapping):
-            return beside
-        found = cast(Schema, schema)
-        beside = {**found, **beside}
-        reference = beside.pop("$ref", None)
-        if not isinstance(reference, str):
-            return beside
-        target: Any = root
-        for step in reference.split("/")[1:]:
-            target = cast(Schema, target).get(step) if isinstance(target, Mapping) else None
-        schema = cast(object, target)
-    return beside
+def listed(schema: Schema, key: str) -> list[object]:
+    """A keyword's list; empty if there is none."""
+    found = schema.get(key)
+    return cast("list[object]", found) if isinstance(found, list) else []
 
 
-def _types(schema: object, root: Schema, depth: int) -> set[str]:
-    if not depth:
-        return set()
-    schema = resolve(schema, root)
-    given = schema.get("type")
-    if isinstance(given, str):
-        return {given}
-    if isinstance(given, list):
-        return {kind for kind in cast("list[object]", given) if isinstance(kind, str)}
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = cast("list[object]", schema.get("enum") or [schema.get("const")])
-        kinds = (_types_of_value(v) if not isinstance(v, str) else {"string"} for v in values)
-        return set[str]().union(*kinds)
-    for key in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(key)
-        if isinstance(branches, list):
-            found = [_types(branch, root, depth - 1) for branch in cast("list[object]", branches)]
-            # A branch that does not say may be anything.
-            return set[str]().union(*found) if key == "allOf" or all(found) else set()
-    return set()
+def named(schema: Schema, key: str) -> Schema:
+    """A keyword's schemas by name; empty if there are none."""
+    found = schema.get(key)
+    return cast(Schema, found) if isinstance(found, Mapping) else {}
+
+
+def listed_values(schema: Schema) -> list[object] | None:
+    """The values of `const` or `enum`; None: it has neither."""
+    if "const" in schema:
+        return [schema["const"]]
+    return listed(schema, "enum") if isinstance(schema.get("enum"), list) else None

@@ -11,18 +11,25 @@ tokens, such as a call's tags, are never part of a regular expression's text.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from services.common.errors import InvalidGrammar, InvalidRequest
-from services.common.schema_formats import strip_unknown_formats
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
-from services.gateway.answers.argument_values import Schema, resolve, types_of
+from services.gateway.answers.argument_values import Parameters, Schema, listed, named
 from services.gateway.answers.grammar import Grammar
+from services.gateway.answers.patterns import escaped
 from services.gateway.answers.reasoning import CLOSE, OPEN
+from services.gateway.answers.text_grammar import (
+    UNSUPPORTED,
+    TextGrammar,
+    regex,
+    unsupported,
+    written_json,
+)
 from services.gateway.answers.tool_parsers import (
     CallParser,
     HermesParser,
@@ -37,12 +44,12 @@ _CALL_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _ANSWER_STYLE = {"whitespace_pattern": r"[ ]?|\n[ ]{0,40}"}
 _BREAK = r"/\n{0,2}/"  # after the closing tag, as models write it
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # and escaped characters, which stay
-_ANNOTATIONS = {
-    "$comment", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title",
-    "writeOnly",
-}  # fmt: skip
-_ROOT = {"$defs", "additionalProperties", "definitions", "properties", "required", "type"}
-_SCALARS = {"string", "null", "boolean", "integer", "number"}
+# What may speak of other properties than those in `properties`.
+_OPEN_ENDED = {"patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "allOf"}
+# What a list of parameters cannot be held to.
+_ROOT_REFUSED = {
+    "anyOf", "oneOf", "allOf", "const", "enum", "patternProperties", *UNSUPPORTED
+} - {"unevaluatedProperties"}  # fmt: skip
 
 
 def answer_grammar(
@@ -105,15 +112,7 @@ class _Function:
         schema = {"additionalProperties": False} if given is None else dict(given)
         if schema.get("type", "object") != "object":
             raise InvalidGrammar("not the schema of an object", param=f"{self.param}.type")
-        open_ended = {
-            "patternProperties",
-            "unevaluatedProperties",
-            "anyOf",
-            "oneOf",
-            "allOf",
-            "$ref",
-        }
-        if "properties" in schema and not open_ended & schema.keys():
+        if "properties" in schema and not (_OPEN_ENDED | {"$ref"}) & schema.keys():
             schema.setdefault("additionalProperties", False)
         return {**schema, "type": "object"}
 
@@ -121,7 +120,7 @@ class _Function:
         """Refuses what the form of calls cannot hold the model to, if that was promised."""
         if self.is_strict:
             raise InvalidGrammar(
-                f"{what} is not supported with strict in the model's form of calls",
+                f"{what} is not supported with strict",
                 param=f"{self.param}{path}",
             )
 
@@ -136,6 +135,7 @@ class _Writer:
 
     def __init__(self, tokenizer: ModelTokenizer, calls: ToolCalls) -> None:
         self.rules: list[str] = []
+        self._names: dict[str, str] = {}  # by text
         self._tokenizer = tokenizer
         self._parser = calls.parser
         self._use = use = calls.use
@@ -186,17 +186,22 @@ class _Writer:
                 "not supported together with tools in the model's form of calls",
                 param=asked.param,
             )
-        return self._rule(_answer(asked))
+        return self._name("r", _answer(asked))
 
-    def _rule(self, text: str) -> str:
-        """A new rule of that text; its name."""
-        name = f"r{len(self.rules)}"
-        self.rules.append(f"{name}: {text}")
+    def _name(self, letter: str, text: str) -> str:
+        """The rule, or with a capital letter the terminal, of that text; its name."""
+        name = self._names.get(text)
+        if name is None:
+            name = self._names[text] = f"{letter}{len(self.rules)}"
+            self.rules.append(f"{name}: {text}")
         return name
 
     def _write_json(self, function: _Function, key: str) -> str:
         head = f'{{"name": {json.dumps(function.definition.name)}, "{key}": '
-        arguments = self._rule(_json(function.schema(), function.style()))
+        schema = function.schema()
+        if (found := unsupported(Parameters(schema), schema, "")) is not None:
+            function.refuse(*found)
+        arguments = self._name("r", written_json(schema, function.style()))
         return f'{_literal(head)} {arguments} "}}"'
 
     def write_hermes(self, function: _Function) -> str:
@@ -208,40 +213,54 @@ class _Writer:
         return self._write_json(function, "parameters")
 
     def write_xml(self, function: _Function) -> str:
-        """`<function=…>` and the properties in the schema's order."""
-        root = function.schema()
-        for keyword in root.keys() - _ROOT - _ANNOTATIONS:
-            function.refuse(f".{keyword}", keyword)
-        if root.get("additionalProperties", False) is not False:
-            function.refuse(".additionalProperties", "additionalProperties")
-        properties = cast("object", root.get("properties"))
-        required: object = root.get("required", [])
+        """`<function=…>` and the parameters in the schema's order, each at most once."""
+        parameters = Parameters(function.schema())
+        grammar = TextGrammar(parameters, function.style(), self._name, function.refuse)
         written: list[str] = []
-        for name, schema in _items(properties):
-            value = self._parameter(function, root, name, schema)
-            rule = self._rule(f'{_literal(f"<parameter={name}>" + chr(10))} {value} "\\n"')
-            is_required = isinstance(required, list) and name in required
-            written.append(rule if is_required else f"{rule}?")
+        for name, (schema, path, is_required) in _parameters(parameters.root, function).items():
+            if ">" in name or name != name.strip():
+                function.refuse(path, "a name that a tag cannot hold")
+                continue
+            opener = _literal(f"<parameter={name}>\n")
+            rule = grammar.parameter(opener, schema, path)
+            if rule is not None:
+                written.append(rule if is_required else f"{rule}?")
+            elif is_required:
+                function.refuse(path, "a required parameter without a value")
+        additional = parameters.root.get("additionalProperties")
+        if additional not in (None, False) or parameters.root.keys() & _OPEN_ENDED:
+            function.refuse(".additionalProperties", "additionalProperties")
+            known = regex("|".join(map(escaped, named(parameters.root, "properties"))))
+            opener = f'"<parameter=" (/[^<>\\s]{{1,64}}/ & ~{known}) ">\\n"'
+            rule = grammar.parameter(opener, additional or True, ".additionalProperties")
+            written += [f"{rule}*"] if rule is not None else []
         start = _literal(f"<function={function.definition.name}>\n")
         return " ".join([start, *written, '"</function>"'])
 
-    def _parameter(self, function: _Function, root: Schema, name: str, schema: object) -> str:
-        """A value and its closing tag: text as it is, all else as JSON."""
-        schema, path = resolve(schema, root), f".properties.{name}"
-        end = '"\\n</parameter>"'
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            values = cast("list[object]", schema.get("enum", [schema.get("const")]))
-            written = (v if isinstance(v, str) else json.dumps(v) for v in values)
-            return f"({' | '.join(map(_literal, written))}) {end}"
-        types = types_of(root, name)
-        if types and "string" not in types:
-            definitions = {k: root[k] for k in ("$defs", "definitions") if k in root}
-            return f"{self._rule(_json({**definitions, **schema}, function.style()))} {end}"
-        for keyword in _constraints(schema, root):
-            function.refuse(path, keyword)
-        rule = f"r{len(self.rules)}"
-        self.rules.append(f'{rule}[suffix="</parameter>"]: /(.|\\n)*/')
-        return rule
+
+def _parameters(root: Schema, function: _Function) -> dict[str, tuple[object, str, bool]]:
+    """Each parameter's schema, its path, and whether it is required."""
+    properties, required = named(root, "properties"), listed(root, "required")
+    for keyword in root.keys() & _ROOT_REFUSED:
+        function.refuse(f".{keyword}", keyword)
+    if root.get("unevaluatedProperties", False) is not False:
+        function.refuse(".unevaluatedProperties", "unevaluatedProperties")
+    fewest = root.get("minProperties", 0)
+    if not isinstance(fewest, int) or fewest > len(required):
+        function.refuse(".minProperties", "minProperties")
+    most = root.get("maxProperties", len(properties))
+    if not isinstance(most, int) or most < len(properties):
+        function.refuse(".maxProperties", "maxProperties")
+    found = {
+        name: (schema, f".properties.{name}", name in required)
+        for name, schema in properties.items()
+    }
+    for index, name in enumerate(required):
+        if isinstance(name, str) and name not in found:
+            function.refuse(f".required[{index}]", "a parameter that is not in properties")
+            if root.get("additionalProperties") is not False:
+                found[name] = (True, f".required[{index}]", True)
+    return found
 
 
 _FORMS: dict[type[CallParser], Callable[[_Writer, _Function], str]] = {
@@ -259,7 +278,7 @@ def _answer(asked: Grammar) -> str:
         except (msgspec.MsgspecError, RecursionError):
             raise InvalidGrammar("not a JSON schema", param=asked.param) from None
         check_nesting(schema, asked.param)
-        return _json(schema, _ANSWER_STYLE)
+        return written_json(schema, _ANSWER_STYLE)
     if asked.kind == "choice":
         return " | ".join(map(_literal, msgspec.json.decode(asked.text)))
     if asked.kind == "regex":
@@ -269,31 +288,6 @@ def _answer(asked: Grammar) -> str:
 
 def _escape_slash(match: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
-
-
-def _constraints(schema: Schema, root: Schema) -> Iterator[str]:
-    """What a value written as bare text would not be held to."""
-    for keyword, value in schema.items():
-        if keyword in ("anyOf", "oneOf") and isinstance(value, list):
-            for branch in cast("list[object]", value):
-                yield from _constraints(resolve(branch, root), root)
-        elif keyword == "type":
-            types = cast("list[object]", value) if isinstance(value, list) else [value]
-            yield from (f"type {kind}" for kind in types if kind not in _SCALARS)
-        elif keyword not in _ANNOTATIONS:
-            yield keyword
-
-
-def _items(properties: object) -> Iterator[tuple[str, object]]:
-    if isinstance(properties, Mapping):
-        yield from cast("Mapping[str, object]", properties).items()
-
-
-def _json(schema: object, style: Mapping[str, object]) -> str:
-    """A value of the schema."""
-    if isinstance(schema, dict):
-        schema = {**strip_unknown_formats(cast("dict[str, Any]", schema)), "x-guidance": style}
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def _literal(text: str) -> str:

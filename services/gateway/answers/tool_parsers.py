@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-from services.gateway.answers.argument_values import Schema, ends_in_string, to_json, types_of
+from services.gateway.answers.argument_values import Parameters, Schema, ends_in_string, to_json
 from services.gateway.answers.call_object import SPACE, CallObject
 from services.gateway.forms.parts import Call, Part, Text
 
@@ -237,8 +237,9 @@ class Llama3JsonParser(CallParser):
 class Qwen3CoderParser(_TaggedParser):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…`: Qwen3-Coder, Qwen3.5.
 
-    Values become JSON by the function's schema: of type string, they are streamed; of other types,
-    they are JSON text, else a string.
+    Values become JSON by the function's schema: of type string, they are strings, streamed; of
+    other types, they are JSON text, else a string; where both are possible, text that is JSON of
+    another type is that.
     """
 
     marker = "<function="
@@ -251,7 +252,7 @@ class Qwen3CoderParser(_TaggedParser):
         self._state: Literal["tag", "name", "between", "value", "after"]
         self._state = "tag" if opener == self.openers[0] else "name"
         self._num_parameters = 0
-        self._schema: Schema = {}
+        self._parameters = Parameters({})
 
     def finish(self) -> list[Part]:
         if not self._in_call:
@@ -291,7 +292,7 @@ class Qwen3CoderParser(_TaggedParser):
             return False
         self._buffer, self._state = self._buffer[end + 1 :], "between"
         self._begin_call(name.strip(), parts)
-        self._schema = self.tools.get(name.strip(), {})
+        self._parameters = Parameters(self.tools.get(name.strip(), {}))
         return True
 
     def _step_between(self, parts: list[Part]) -> bool:
@@ -307,10 +308,9 @@ class Qwen3CoderParser(_TaggedParser):
             separator = ", " if self._num_parameters else "{"
             self._num_parameters += 1
             self._state = "value"
-            self._types = types_of(self._schema, name)
-            self._kind = "string" if self._types == frozenset(("string",)) else "json"
+            self._type = self._parameters.type_of(name)
             self._add_arguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: ", parts)
-            if self._kind == "string":
+            if self._type.is_text:
                 self._add_arguments('"', parts)
             return True
         ends = (self._end_function, self._end_tag)
@@ -327,19 +327,19 @@ class Qwen3CoderParser(_TaggedParser):
 
     def _step_value(self, parts: list[Part]) -> bool:
         end = self._buffer.find(self._end_parameter)
-        if self._types and "string" not in self._types:
+        if self._type.may_be_nested:
             while end >= 0 and ends_in_string(self._buffer[:end]):
                 end = self._buffer.find(self._end_parameter, end + 1)
         if end >= 0:
             value = self._buffer[:end].removesuffix("\n")
             self._buffer = self._buffer[end + len(self._end_parameter) :]
-            if self._kind == "string":
+            if self._type.is_text:
                 self._add_arguments(_escaped(value) + '"', parts)
             else:
-                self._add_arguments(to_json(value, self._types), parts)
+                self._add_arguments(to_json(value, self._type), parts)
             self._state = "between"
             return True
-        if self._kind == "string":
+        if self._type.is_text:
             size = len(self._buffer) - _num_held(self._buffer, ("\n" + self._end_parameter,))
             if size == len(self._buffer):
                 size -= _num_held(self._buffer, (self._end_parameter,))

@@ -9,6 +9,7 @@ from services.common.errors import InvalidRequest
 from services.common.families import read_spec
 from services.gateway.answers.tool_parsers import HermesParser, Llama3JsonParser, Qwen3CoderParser
 from services.gateway.forms.openai import parse_chat_request
+from services.gateway.forms.parts import Call, join
 from services.gateway.prompts.chat_template import ChatTemplate, read_special_tokens, read_template
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
@@ -202,6 +203,40 @@ def test_strict_is_not_the_model_s_to_read(models):
     tools[0]["function"]["strict"] = False
     model = models["qwen3"]
     assert model.draft([user()], tools=tools).token_ids == model.expected([user()], tools=TOOLS)
+
+
+TYPED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"}, "count": {"type": "integer"}, "size": {"type": "number"},
+        "flag": {"type": "boolean"}, "none": {"type": "null"}, "at": {"type": "object"},
+        "all": {"type": "array"}, "maybe": {"type": ["string", "null"]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_vl", "llama3"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"text": "12", "count": 12, "size": 1e-7, "flag": True, "none": None, "maybe": "12"},
+        {"text": 'null\n\n"é" </par', "size": -1.5, "flag": False, "maybe": None},
+        {"text": '{"a": 1}', "at": {"a</parameter>": [1, "b", None, True]}, "all": [[], {}]},
+        {},
+    ],
+)
+def test_what_the_template_writes_is_read_back(models, name, arguments):
+    model = models[name]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
+    draft = model.draft([user(), assistant(call("f", arguments)), result()], tools=tools)
+    text = b"".join(map(model.prompts._tokenizer.token_bytes, draft.token_ids)).decode()
+    answer = text.split("assistant", 1)[1].split("<|eot_id|>")[0].split("<|im_end|>")[0]
+    answer = answer.split("<|end_header_id|>")[-1].strip()
+    calls = draft.format.tool_calls
+    parser = calls.parser({"f": TYPED})
+    parts = join([*parser.feed(answer), *parser.finish()])
+    (found,) = [part for part in parts if isinstance(part, Call)]
+    assert (found.name, json.loads(found.arguments)) == ("f", arguments)
 
 
 def test_images_in_tool_results(models):

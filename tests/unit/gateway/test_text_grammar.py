@@ -1,0 +1,384 @@
+"""Calls whose strings are bare text (Qwen3-Coder's, Qwen3.5's form): the whole schema is enforced,
+values come back by their types, and what cannot be enforced is refused by its place.
+"""
+
+import itertools
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("llguidance")  # the decoder's
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from services.common.errors import InvalidRequest
+from services.gateway.answers.answer import AnswerFormat, ToolCalls
+from services.gateway.answers.argument_values import Parameters
+from services.gateway.answers.tool_grammar import answer_grammar
+from services.gateway.answers.tool_parsers import PARSERS
+from services.gateway.forms.parts import Call, join
+from services.gateway.forms.tools import FunctionDefinition, ToolUse
+from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
+from tests.unit.gateway.test_answers import encode
+
+END = added_ids()["<|im_end|>"]
+NUM_SAMPLES = 25
+
+
+def object_of(required="", /, **properties):
+    return {"type": "object", "properties": properties, "required": required.split(),
+            "additionalProperties": False}  # fmt: skip
+
+
+def of(schema, **more):
+    """Parameters of which `a` alone is required."""
+    return object_of("a", a=schema) | more
+
+
+TEXT, INT, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+POINT = object_of("x", x={"type": "number", "maximum": 1e6, "minimum": -3}, label=TEXT)
+SERVED = {
+    "all types": object_of(
+        "s i", s=TEXT, i=INT, n={"type": "number", "minimum": 0, "maximum": 9},
+        b={"type": "boolean"}, z=NULL, o=POINT,
+        l={"type": "array", "items": POINT, "maxItems": 2},
+    ),
+    "lengths": of({"type": "string", "minLength": 2, "maxLength": 5}),
+    "pattern": of({"type": "string", "pattern": "^[A-Z]{2}-\\d{1,3}$"}),
+    "pattern anywhere": of({"type": "string", "pattern": "a[bc]|^x\\S", "maxLength": 9}),
+    "pattern and length": of({"type": "string", "pattern": "(foo|bar)$", "maxLength": 6}),
+    "two patterns": of({"allOf": [{"pattern": "a"}, {"pattern": "b"}], **TEXT, "maxLength": 6}),
+    "enum of texts": of({"enum": ["12", "", "a\nb", "null", "{}", "°C", ' "x" ']}),
+    "enum of all": of({"enum": ["12", 12, 13, True, None, 1.5, ["a", {"b": 1}]]}),
+    "empty const": of({"const": ""}),
+    "const": of({"const": "</para"}),
+    "const object": of({"const": {"k": [1, None]}}),
+    "limits": of({"type": "integer", "minimum": -5, "maximum": 12}),
+    "multiple": of({"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 70}),
+    "text or null": of({"anyOf": [TEXT, NULL]}),
+    "choice or null": of({"anyOf": [{"enum": ["1", "null", "b"]}, NULL]}),
+    "short text, number or boolean": of({"type": ["string", "number", "boolean"], "maxLength": 4}),
+    "text or object": of({"anyOf": [{"type": "string", "maxLength": 6}, POINT]}),
+    "text or array or limited": of({"oneOf": [
+        {"type": "string", "pattern": "^[a-z1]+$", "maxLength": 6},
+        {"type": "array", "items": INT, "maxItems": 2},
+        {"type": "integer", "minimum": 100, "maximum": 120}]}),
+    "one of two patterns": of({"type": "string", "maxLength": 4, "oneOf": [
+        {"pattern": "^a"}, {"pattern": "b$"}]}),
+    "no type": of({"minLength": 3}),
+    "anything": of({}),
+    "true": of(True),
+    "reference": of({"$ref": "#/$defs/P"}, **{"$defs": {"P": POINT}}),
+    "reference and more": of({"$ref": "#/$defs/T", "maxLength": 3},
+                             **{"$defs": {"T": {"type": "string", "minLength": 1}}}),
+    "reference into properties": object_of(
+        "a", a={"type": "array", "items": {"$ref": "#/properties/b"}, "maxItems": 2}, b=POINT),
+    "root reference": {"$ref": "#/$defs/R", "$defs": {"R": object_of("p", p=POINT, q=INT)}},
+    "tree": of({"$ref": "#/$defs/N"}, **{"$defs": {"N": object_of(
+        "v", v=INT, next={"$ref": "#/$defs/N"})}}),
+    "escaped pointer": of({"$ref": "#/$defs/a~1b"}, **{"$defs": {"a/b": INT}}),
+    "names": object_of("", **{"é": INT, '"': TEXT, "a b": INT, "\\": NULL, "<b": INT}),
+    "optional alone": object_of("", a={"type": "string", "maxLength": 3}, b=INT, c=POINT),
+    "forbidden": object_of("a", a=INT, b=False),
+    "unknown format": of({"type": "string", "format": "odd", "maxLength": 3}),
+    "annotations": of({"type": "string", "maxLength": 2, "title": "T", "x-order": 1}, title="U"),
+    "limits that are met": of(INT, minProperties=1, maxProperties=5),
+} | {
+    f"format {name}": of({"type": "string", "format": name, "maxLength": 60})
+    for name in ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6",
+                 "uri", "uuid")
+}  # fmt: skip
+REFUSED = {
+    ".properties.a.pattern": of({"type": "string", "pattern": "^(?!x)"}),
+    ".$defs.A.pattern": of({"$ref": "#/$defs/A"}, **{"$defs": {"A": {"pattern": "\\bx", **TEXT}}}),
+    ".properties.a.format": of({"type": "string", "format": "iri"}),
+    ".properties.a.not": of({"type": "string", "not": {"const": "x"}}),
+    ".properties.a.if": of({"type": "string", "if": {}}),
+    ".properties.a.uniqueItems": of({"type": "array", "uniqueItems": True}),
+    ".properties.a.items.properties.k.contains": of(
+        {"type": "array", "items": object_of("", k={"type": "array", "contains": INT})}
+    ),
+    ".properties.a.minLength": of({"type": "string", "minLength": -1}),
+    ".properties.a.enum[1]": of({"enum": ["ok", "</parameter>"]}),
+    ".properties.a.type": of({"type": "file"}),
+    ".properties.a": of(False),
+    ".properties.a>b": object_of("", **{"a>b": TEXT}),
+    ".properties. a": object_of("", **{" a": TEXT}),
+    ".additionalProperties": {"properties": {}, "additionalProperties": True},
+    ".anyOf": {"properties": {}, "anyOf": [{}]},
+    ".patternProperties": {"properties": {}, "patternProperties": {"a": {}}},
+    ".minProperties": object_of("", a=INT) | {"minProperties": 1},
+    ".maxProperties": object_of("", a=INT, b=INT) | {"maxProperties": 1},
+    ".required[0]": object_of("b", a=INT),
+    ".$defs.A": of({"$ref": "#/$defs/A"}, **{"$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}]}}}),
+    ".properties.a.$ref": of({"$ref": "http://elsewhere/"}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_text(tokenizer_json())
+    return LLTokenizer(str(path), n_vocab=vocab_size(), eos_token=[END])
+
+
+def format_of(schema, *, strict=True):
+    function = FunctionDefinition("f", parameters=schema, strict=strict)
+    definitions = [{"type": "function", "function": {"name": "f"}}]
+    use = ToolUse(definitions, {"f": function}, required=True, max_calls=1)
+    return AnswerFormat(None, ToolCalls(PARSERS["qwen3_coder"], use))
+
+
+def compiled(schema, tokenizer, vocabulary, *, strict=True):
+    grammar = answer_grammar(None, format_of(schema, strict=strict), tokenizer)
+    assert grammar is not None
+    matcher = LLMatcher(vocabulary, grammar.text, limits=LLParserLimits())
+    assert not matcher.is_error(), f"{matcher.get_error()}\n{grammar.text}"
+    return matcher
+
+
+def takes(matcher, tokenizer, text):
+    ids = encode(tokenizer, text)
+    copy = matcher.deep_copy()
+    return copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()
+
+
+def arguments_of(text, schema, chunks=None):
+    """The arguments of the one call, whole or by pieces."""
+    parser = format_of(schema).parser()
+    assert parser is not None
+    parts = [part for chunk in chunks or [text] for part in parser.feed(chunk)]
+    (call,) = join([*parts, *parser.finish()])
+    assert isinstance(call, Call)
+    return call.arguments
+
+
+def call_of(**values):
+    """As the model's template writes it."""
+    written = "".join(
+        f"<parameter={name}>\n{as_template(value)}\n</parameter>\n"
+        for name, value in values.items()
+    )
+    return f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+
+
+def as_template(value):
+    if isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def cut(text, rng):
+    places = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 8)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+ENDS = ("\n</parameter>\n", "</", '"', "}", "]", "\n", "a", "1", "true", "{", "[")
+
+
+def sample(matcher, tokenizer, rng, max_tokens=220):
+    """What a random model writes, if it comes to an end."""
+    matcher, ids = matcher.deep_copy(), []
+    mask = allocate_token_bitmask(1, vocab_size())
+    ends = [tokenizer.encode_text(text) for text in ENDS]
+    while len(ids) < max_tokens and not matcher.is_stopped():
+        # Random text does not end on its own.
+        some = rng.choice(ends[:1] * 3 + ends)
+        if rng.random() < 0.5 and matcher.deep_copy().try_consume_tokens(some) == len(some):
+            assert matcher.consume_tokens(some)
+            ids += some
+            continue
+        fill_next_token_bitmask(matcher, mask, 0)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: vocab_size()]
+        token = rng.choice(np.flatnonzero(bits).tolist())
+        if token == END:
+            break
+        assert matcher.consume_token(token)
+        ids.append(token)
+    else:
+        if not matcher.is_accepting():
+            return None
+    return b"".join(tokenizer.token_bytes(i) for i in ids).decode()
+
+
+def validate(text, schema):
+    """The arguments, checked."""
+    found = json.loads(text, object_pairs_hook=_without_twins)
+    kind = jsonschema.Draft202012Validator
+    kind(schema, format_checker=kind.FORMAT_CHECKER).validate(found)
+    return found
+
+
+def _without_twins(pairs):
+    names = [name for name, _ in pairs]
+    assert len(set(names)) == len(names), names
+    return dict(pairs)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_call_of_a_random_model_validates(name, tokenizer, vocabulary):
+    schema = SERVED[name]
+    matcher = compiled(schema, tokenizer, vocabulary)
+    rng, ended = random.Random(name), 0
+    for _ in range(NUM_SAMPLES):
+        text = sample(matcher, tokenizer, rng)
+        if text is None:
+            continue
+        ended += 1
+        whole = arguments_of(text, schema)
+        found = validate(whole, schema)
+        assert arguments_of(text, schema, cut(text, rng)) == whole
+        # What a template writes of it is a call with the same arguments.
+        again = call_of(**found)
+        assert json.loads(arguments_of(again, schema)) == found
+    assert ended > NUM_SAMPLES / 4
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_cannot_be_enforced_is_refused_by_its_place(path, tokenizer, vocabulary):
+    with pytest.raises(InvalidRequest, match="strict") as refused:
+        answer_grammar(None, format_of(REFUSED[path]), tokenizer)
+    assert refused.value.param == f"tools[0].function.parameters{path}"
+    if path == ".$defs.A":
+        return  # the library refuses it
+    # Not strict, the rest is enforced.
+    matcher = compiled(REFUSED[path], tokenizer, vocabulary, strict=False)
+    assert not takes(matcher, tokenizer, call_of(a=1, zz=[]).replace("=f>", "=g>"))
+
+
+FIVE = object_of("s i", s={"type": "string", "maxLength": 5}, i=INT, b={"type": "boolean"}, o=POINT)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_valid"),
+    [
+        ({"s": "12", "i": 3}, True),
+        ({"s": "a\n<b>", "i": -3, "b": True, "o": {"x": 1.5, "label": "</parameter>"}}, True),
+        ({"s": "", "i": 0, "b": "false"}, True),
+        ({"s": "a"}, False),  # a required one is missing
+        ({"i": 3}, False),
+        ({}, False),
+        ({"i": 3, "s": "a"}, False),  # in another order
+        ({"s": "a", "i": 3, "c": 1}, False),  # unknown
+        ({"s": "abcdef", "i": 3}, False),  # too long
+        ({"s": "a", "i": "three"}, False),
+        ({"s": "a", "i": 3.5}, False),
+        ({"s": "a", "i": 3, "b": 1}, False),
+        ({"s": "a", "i": 3, "o": {"x": 1, "y": 2}}, False),
+        ({"s": "a", "i": 3, "o": "{x: 1}"}, False),
+        ({"s": "</parameter>", "i": 3}, False),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_which_calls_are_of_the_schema(values, is_valid, strict, tokenizer, vocabulary):
+    matcher = compiled(FIVE, tokenizer, vocabulary, strict=strict)
+    assert takes(matcher, tokenizer, call_of(**values)) == is_valid
+    if is_valid:
+        found = json.loads(arguments_of(call_of(**values), FIVE))
+        assert found == values | ({"b": False} if values.get("b") == "false" else {})
+
+
+def test_a_parameter_is_there_once(tokenizer, vocabulary):
+    matcher = compiled(FIVE, tokenizer, vocabulary)
+    twice = call_of(s="a", i=3).replace(
+        "</function>", "<parameter=i>\n3\n</parameter>\n</function>"
+    )
+    assert takes(matcher, tokenizer, call_of(s="a", i=3))
+    assert not takes(matcher, tokenizer, twice)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        (TEXT, "12", "12"),
+        (TEXT, " true\n", " true\n"),
+        (TEXT, '{"a": 1}', '{"a": 1}'),
+        (INT, "12", 12),
+        (INT, " 12 ", 12),
+        ({"type": "number"}, "1e3", 1000.0),
+        ({"type": "boolean"}, "False", False),
+        (NULL, "None", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "12.0", 12.0),
+        ({"type": ["string", "integer"]}, "12.5", "12.5"),
+        ({"type": ["string", "integer"]}, '"12"', '"12"'),
+        ({"enum": ["12", 13]}, "12", "12"),
+        ({"enum": ["12", 13]}, "13", 13),
+        ({"anyOf": [{"enum": ["null"]}, INT]}, "null", "null"),
+        ({"type": ["string", "object"]}, '{"a": "</parameter>"}', {"a": "</parameter>"}),
+        ({"type": ["string", "object"]}, '{"a', '{"a'),
+        ({"allOf": [TEXT, {"maxLength": 9}]}, "12", "12"),
+        ({}, "12", 12),
+        ({}, "twelve", "twelve"),
+        ({"type": "array"}, "\u00a0[1]", "\u00a0[1]"),
+    ],
+)
+def test_values_have_the_schema_s_types(schema, text, expected):
+    call = call_of(a=text)
+    for chunks in ([call], list(call)):
+        found = json.loads(arguments_of(call, of(schema), chunks))["a"]
+        assert found == expected and type(found) is type(expected)
+
+
+def test_an_integer_of_any_length_is_one():
+    digits = "1" * 5000  # more than Python reads
+    assert arguments_of(call_of(a=digits), of(INT)) == f'{{"a": {digits}}}'
+
+
+def test_open_ended_parameters_may_have_more_unless_strict(tokenizer, vocabulary):
+    schema = object_of("a", a=TEXT) | {"additionalProperties": INT}
+    matcher = compiled(schema, tokenizer, vocabulary, strict=False)
+    assert takes(matcher, tokenizer, call_of(a="x"))
+    assert takes(matcher, tokenizer, call_of(a="x", b=1, c=2))
+    assert not takes(matcher, tokenizer, call_of(a="x", b="y"))
+    assert json.loads(arguments_of(call_of(a="1", b=2), schema)) == {"a": "1", "b": 2}
+
+
+def test_no_schema_takes_exponential_time(tokenizer, vocabulary):
+    """Each definition names the next one many times."""
+    names = [f"d{index}" for index in range(25)]
+    definitions: dict[str, object] = {
+        name: {"anyOf": [{"$ref": f"#/$defs/{following}"}] * 20}
+        for name, following in itertools.pairwise(names)
+    }
+    definitions[names[-1]] = TEXT
+    schema = of({"$ref": "#/$defs/d0"}, **{"$defs": definitions})
+    assert Parameters(schema).type_of("a").types == {"string"}
+    matcher = compiled(schema, tokenizer, vocabulary)
+    assert takes(matcher, tokenizer, call_of(a="12"))
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=6,
+)  # fmt: skip
+TYPED = object_of("", s=TEXT, i=INT, n={"type": "number"}, b={"type": "boolean"}, z=NULL,
+                  o={"type": "object"}, l={"type": "array"})  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.fixed_dictionaries({}, optional={
+        "s": st.text(), "i": st.integers(), "n": st.floats(allow_nan=False, allow_infinity=False),
+        "b": st.booleans(), "z": st.none(), "o": st.dictionaries(st.text(), JSON_VALUES),
+        "l": st.lists(JSON_VALUES),
+    }),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_what_the_template_writes_comes_back(values, rng):
+    if "</parameter>" in values.get("s", ""):
+        return
+    call = call_of(**values)
+    found = json.loads(arguments_of(call, TYPED))
+    assert found == values
+    assert list(map(type, found.values())) == list(map(type, values.values()))
+    assert json.loads(arguments_of(call, TYPED, cut(call, rng))) == values
