@@ -4,6 +4,7 @@ time go?
     python -m benchmarks.moe                          # the 30B-A3B's layer; two minutes on an H200
     python -m benchmarks.moe --format fp8_block
     python -m benchmarks.moe --tune                   # configurations as well, the fastest first
+    python -m benchmarks.moe --variants               # of 1 to 4 tokens' kernels; with --tune, more
     python -m benchmarks.moe --write-model DIR        # its config.json, for `benchmarks.engine`
 
 Microseconds per call in a replayed CUDA graph, for tokens drawn anew for each call and weights of
@@ -29,7 +30,7 @@ from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.weights import load_dummy
-from services.decoder.kernels import moe_gemm, moe_gemv, plain, table, tuning
+from services.decoder.kernels import moe_gemm, plain, table, tuning
 from services.decoder.kernels.moe import MoEKernels
 from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.table import KernelFacts
@@ -209,8 +210,11 @@ class Bench:
             floor, limit = self.floor_us(inputs)
             found: list[tuple[float, str]] = []
             configs: list[MoEGemvConfig | MoEGemmConfig] = list(_gemm_configs(self.device, count))
+            present = {str(tuning.moe_gemm_config(self.device, count, self.moe))}
             if count <= 8:
-                configs += _gemv_configs()
+                base = tuning.moe_gemv_config(self.text.hidden_size, self.moe, count)
+                configs += _gemv_configs(base)
+                present.add(str(base))
             for config in configs:
 
                 def call(
@@ -222,8 +226,7 @@ class Bench:
                 ) -> None:
                     up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
                     if isinstance(config, MoEGemvConfig):
-                        routing = kernels._route(x, router, 0)
-                        moe_gemv.experts(x, routing, up, down, residual, config, pdl=pdl)
+                        kernels.gemv(x, router, experts, residual, config=config)
                     else:
                         routing = kernels._route(x, router, config.tokens)
                         moe_gemm.grouped_experts(
@@ -234,8 +237,6 @@ class Bench:
                     found.append((self.time_us(call, inputs), str(config)))
                 except Exception as error:
                     print(f"{config}: {type(error).__name__}: {str(error)[:60]}")
-            present = {str(tuning.MOE_GEMV)}
-            present.add(str(tuning.moe_gemm_config(self.device, count, self.moe)))
             print(f"\n{self.format}, {count} tokens: floor {floor:.1f} us by {limit}")
             best = sorted(found)
             for micros, shown in best[:6] + [x for x in best[6:] if x[1] in present]:
@@ -243,8 +244,7 @@ class Bench:
                 print(f"{micros:10.1f}  {shown}{mark}", flush=True)
 
 
-def _gemv_configs() -> Iterator[MoEGemvConfig]:
-    base = tuning.MOE_GEMV
+def _gemv_configs(base: MoEGemvConfig) -> Iterator[MoEGemvConfig]:
     yield base
     for rows, columns, warps in product((2, 4, 8), (512, 1024, 2048), (2, 4, 8)):
         if 16 <= 2 * rows * columns // (32 * warps) <= 128:
@@ -305,12 +305,18 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tune-tokens", default="1,2,4,8,16,64,256,1008,8192")
     parser.add_argument("--write-model", type=Path)
+    parser.add_argument("--variants", action="store_true")
     chosen = parser.parse_args()
     text = SHAPES[chosen.shape]
     if chosen.write_model:
         write_model(chosen.write_model, text)
         return
     rates = chosen.bandwidth * 1e12, chosen.rate * 1e12
+    if chosen.variants:
+        from benchmarks import moe_variants
+
+        moe_variants.run(text, chosen.format, (1, 2, 4), rates[0], sweep=chosen.tune)
+        return
     bench = Bench(text, chosen.format, rates)
     bench.compare(tuple(map(int, chosen.tokens.split(","))))
     if chosen.tune:

@@ -5,6 +5,7 @@ twice: an expert's activation and its output are both rounded.
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
 from benchmarks.moe import Layer
+from benchmarks.moe_variants import Variants
 from benchmarks.text_shapes import TEXT_SHAPES
 from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import load_dummy
 from services.decoder.kernels import moe_routing, plain, table
 from services.decoder.kernels.table import KernelFacts
+from services.decoder.kernels.tuning import MoEGemvConfig
 
 pytestmark = pytest.mark.gpu
 TEXT = TEXT_SHAPES["30b-a3b"]
@@ -92,6 +95,25 @@ def test_a_tokens_output_does_not_depend_on_its_batch_mates(layer: Layer) -> Non
             same = (out == outputs[-1][: len(out)]).all(1)
             print(f"{name}: {int(same.sum())} of {len(out)} tokens are equal")
             assert error(out, outputs[-1][: len(out)]) <= 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_what_kernels_read_early_is_there(weight_format: str) -> None:
+    """A chain of layers in a CUDA graph, where memory still has the values of the layer before,
+    leaves bit for bit what it leaves without programmatic dependent launch. Kernels that route
+    tokens themselves leave what they leave after a kernel that does, with ties, too.
+    """
+    variants = Variants(TEXT, weight_format, num_layers=3)
+    weight = variants.layers[1][0].router.weight.data
+    weight[1::2] = weight[::2]
+    for early in (False, True):
+        separate = replace(MoEGemvConfig(), fuses_norm=True, early=early, router_rows=1)
+        fused = replace(separate, fuses_routing=True)
+        for count in (1, 2, 3, 4):
+            assert variants.error(fused, count) <= 2 * TOLERANCE
+            assert variants.is_exact(separate, count), (early, count)
+            assert variants.is_exact(fused, count), (early, count)
+            assert variants.is_exact(fused, count, separate), (early, count)
 
 
 @pytest.fixture(scope="module", params=["plain", "fp8_block"])

@@ -2,7 +2,8 @@
 
 | name         | tokens | how                                                             |
 |--------------|--------|-----------------------------------------------------------------|
-| gemv         | 1-4    | a GEMV for each token and each of its experts                   |
+| gemv         | 1-4    | a GEMV for each token and each of its experts; it may normalise |
+|              |        | the residual stream and route the tokens besides                |
 | grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
 | grouped_mm   | any    | the same by torch's grouped GEMM                                |
 | plain        | any    | `plain.moe`                                                     |
@@ -16,10 +17,11 @@ from torch import Tensor
 from services.common.model_spec import MoESpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
-from services.decoder.kernels import gemv, moe_gemm, moe_gemv, skinny_gemm, tuning
-from services.decoder.kernels.moe_routing import Routing, route
+from services.common.nn.layers import RMSNorm
+from services.decoder.kernels import add_norm, gemv, moe_gemm, moe_gemv, skinny_gemm, tuning
+from services.decoder.kernels.moe_routing import Routing, Scores, route
 from services.decoder.kernels.moe_weights import ExpertWeights
-from services.decoder.kernels.tuning import SkinnyConfig
+from services.decoder.kernels.tuning import MoEGemvConfig, SkinnyConfig
 
 _SCORE_ROWS, _SCORE_COLUMNS = 64, 128  # of a CTA of the router's skinny GEMM
 
@@ -39,13 +41,67 @@ class MoEKernels:
         # Blackwell's data center GPUs want the assembly that unpacks FP8 declared pure.
         self._pure = device.capability[0] == 10
 
-    def gemv(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-        """Implements `plain.moe` for a few tokens."""
-        routing = self._route(x, router, tile=0)
+    def gemv(
+        self,
+        x: Tensor,
+        router: Router,
+        experts: Experts,
+        residual: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        config: MoEGemvConfig | None = None,
+    ) -> None:
+        """Implements `plain.moe` for a few tokens; with `norm`, of x normalised by it."""
+        config = config or self._gemv_config(x)
+        if norm is not None and not (config.fuses_norm and router.is_plain):
+            x = add_norm.rms_norm(x, norm.weight, norm.eps, pdl=self._pdl)
+            norm = None
+        routing = self._few_routed(x, router, norm, config)
         up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
-        config = tuning.MOE_GEMV
         moe_gemv.experts(
-            x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
+            x, routing, up, down, residual, config, norm=norm, pure=self._pure, pdl=self._pdl
+        )  # fmt: skip
+
+    def norm_gemv(
+        self, x: Tensor | None, residual: Tensor, norm: RMSNorm, router: Router, experts: Experts
+    ) -> tuple[None, Tensor]:
+        """Implements `StepKernels.norm_moe` for a few tokens."""
+        if x is None:
+            self.gemv(residual, router, experts, residual, norm=norm)
+        else:
+            normed, residual = add_norm.add_rms_norm(
+                x, residual, norm.weight, norm.eps, pdl=self._pdl
+            )
+            self.gemv(normed, router, experts, residual)
+        return None, residual
+
+    def _gemv_config(self, x: Tensor) -> MoEGemvConfig:
+        return tuning.moe_gemv_config(x.shape[1], self._spec, len(x))
+
+    def _few_routed(
+        self, x: Tensor, router: Router, norm: RMSNorm | None, config: MoEGemvConfig
+    ) -> Routing | Scores:
+        """Of `gemv`. `early`: the last kernel lets the experts' start when its input is there."""
+        fuses = config.fuses_routing and router.out_features <= tuning.MOE_FUSED_EXPERTS
+        late = config.early and fuses
+        chosen = None
+        if config.router_rows or len(x) > tuning.GEMV_TOKENS:
+            chosen = tuning.router_gemv_config(config.router_rows or 4, x.shape[1])
+        if not router.is_plain:
+            logits = router(x)
+        elif norm is not None:
+            logits = gemv.norm_linear(
+                x, norm.weight, norm.eps, router.weight, pdl=self._pdl, late=late, config=chosen
+            )
+        elif fuses or config.router_rows:
+            logits = gemv.linear(x, router.weight, pdl=self._pdl, late=late, config=chosen)
+        else:
+            logits = self._scores(x, router)
+        if fuses:
+            return Scores(logits, router.top_k, router.normalize)
+        return route(
+            logits, router.top_k, normalize=router.normalize, dtype=x.dtype, tile=0,
+            pdl=self._pdl, late=config.early,
         )  # fmt: skip
 
     def grouped_gemm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:

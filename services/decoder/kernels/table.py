@@ -457,6 +457,7 @@ _FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
 _FUSED_FP8 = _needs(_triton, _half_precision, _fp8)
 _SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
 _MOE = _needs(_experts, _triton, _half_precision, _one_rank)
+_few_tokens = _tokens(1, tuning.MOE_GEMV_TOKENS)
 
 ROWS: Sequence[Row] = (
     Row("pick_tokens", "triton", _pick_tokens, _triton),
@@ -523,16 +524,15 @@ ROWS: Sequence[Row] = (
     ),
     Row("linear_swiglu", "silu_mul", _silu_mul, _triton),
     Row("linear_swiglu", "plain", _plain(lambda x, layer: layers.silu_and_mul(layer(x)))),
-    Row(
-        "moe", "gemv", lambda facts: _moe(facts, "gemv"), _MOE,
-        _tokens(1, tuning.MOE_GEMV_TOKENS),
-    ),
+    Row("moe", "gemv", lambda facts: _moe(facts, "gemv"), _MOE, _few_tokens),
     Row("moe", "grouped_gemm", lambda facts: _moe(facts, "grouped_gemm"), _MOE),
     Row(
         "moe", "grouped_mm", lambda facts: _moe(facts, "grouped_mm"),
         _needs(_MOE, _unquantized, _grouped_mm),
     ),
     Row("moe", "plain", _plain(plain.moe)),
+    Row("norm_moe", "gemv", lambda facts: _moe(facts, "norm_gemv"), _MOE, _few_tokens),
+    Row("norm_moe", "unfused", _unfused),
     Row(
         "shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert, _one_rank)
     ),

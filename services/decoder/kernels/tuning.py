@@ -159,17 +159,33 @@ def swiglu_gemm_config(device: DeviceFacts, num_columns: int) -> SwigluGemmConfi
 
 @dataclass(frozen=True, slots=True)
 class MoEGemvConfig:
-    """How the experts' GEMVs of a few tokens are divided: rows of an expert's matrix per CTA,
-    columns that a CTA loads at once, and warps, of the gate and up projection (as many rows of
-    each), and of the down projection (of each of a token's experts).
+    """How the experts' GEMVs of a few tokens are divided, and what they do besides.
+
+    Attributes:
+        up_rows: rows of gate, and of up, that a CTA loads at once.
+        up_units: how many times that it does so.
+        up_columns: columns that a CTA loads at once.
+        up_warps: of a CTA.
+        down_rows: rows of each of a token's experts, per CTA.
+        down_columns: as `up_columns`.
+        down_warps: of a CTA.
+        fuses_norm: the router's GEMV and gate and up normalise the residual stream themselves.
+        fuses_routing: each CTA routes its token itself.
+        early: kernels read before they wait, see `moe_gemv`.
+        router_rows: of the router's weight, per CTA; 0: as other GEMVs of its shape have them.
     """
 
     up_rows: int = 4
+    up_units: int = 1
     up_columns: int = 1024
     up_warps: int = 4
     down_rows: int = 4
     down_columns: int = 256
     down_warps: int = 4
+    fuses_norm: bool = False
+    fuses_routing: bool = False
+    early: bool = False
+    router_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +211,11 @@ class MoEGemmConfig:
         return (self.rows + self.tokens) * self.columns * 2 * self.stages
 
 
-# Of a mixture of experts. Not measured yet.
-MOE_GEMV = MoEGemvConfig()
+# Of a mixture of experts. Not measured yet, but for `_MOE_GEMV`.
 MOE_GEMV_TOKENS = 4  # above, tokens share experts often enough
+MOE_FUSED_EXPERTS = 256  # above, routing takes too long for each CTA to do it again
+# (hidden size, size of an expert, experts per token) → for one token, by `benchmarks.moe --tune`.
+_MOE_GEMV = {(2048, 768, 8): MoEGemvConfig(up_rows=2)}
 ROUTER_SPLITS = 8  # of K, of the router's skinny GEMM
 # Mean number of rows per expert up to which a configuration serves.
 _MOE_GEMM = (
@@ -206,6 +224,18 @@ _MOE_GEMM = (
     (96, MoEGemmConfig(64, 128, 64, 4, 4)),
     (None, MoEGemmConfig(128, 128, 64, 3, 8)),
 )
+
+
+def moe_gemv_config(hidden_size: int, moe: MoESpec, num_tokens: int) -> MoEGemvConfig:
+    """For up to `MOE_GEMV_TOKENS` tokens."""
+    found = _MOE_GEMV.get((hidden_size, moe.intermediate_size, moe.top_k))
+    return found if found is not None and num_tokens == 1 else MoEGemvConfig()
+
+
+def router_gemv_config(rows: int, num_columns: int) -> GemvConfig:
+    """Of a router, whose time is latency: a CTA has few `rows`, and each thread little of them."""
+    tile = _gemv_tile(num_columns)
+    return GemvConfig(rows, tile, 0 if -(-num_columns // tile) <= 8 else 3, 4)
 
 
 def moe_gemm_config(device: DeviceFacts, num_tokens: int, moe: MoESpec) -> MoEGemmConfig:

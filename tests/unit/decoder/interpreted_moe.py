@@ -1,19 +1,25 @@
 """The experts' kernels against their plain twins; a part of interpreted_kernels.py."""
 
-import torch
-from torch import Tensor, nn
+from dataclasses import replace
 
-from services.common.model_spec import QuantizationSpec
+import torch
+from torch import nn
+
+from services.common.model_spec import MoESpec, QuantizationSpec
+from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
 from services.common.nn.fp8 import E4M3, Fp8Linear
+from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.common.nn.weights import materialize
-from services.decoder.kernels import moe_gemm, moe_gemv, plain, shared_gate
+from services.decoder.kernels import moe_gemm, plain, shared_gate
+from services.decoder.kernels.moe import MoEKernels
 from services.decoder.kernels.moe_routing import route
 from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.tuning import MoEGemmConfig, MoEGemvConfig
 
 GEMV = MoEGemvConfig(up_rows=4, up_columns=64, down_rows=8, down_columns=64)
+FUSED = replace(GEMV, up_units=2, fuses_norm=True, fuses_routing=True, early=True, router_rows=2)
 
 
 def made_experts(count: int, hidden: int, size: int, weight_format: str) -> Experts:
@@ -77,16 +83,24 @@ def check_experts(
         router = Router(hidden, count, top_k, normalize=num_tokens % 2 == 0)
     router.weight = nn.Parameter(torch.randn(count, hidden) / hidden**0.5, requires_grad=False)
     x, residual = torch.randn(num_tokens, hidden), torch.randn(num_tokens, hidden)
-    expected: Tensor = residual + plain.moe(x, router, experts, residual)
-    assert (expected - residual).std() > 0.1
-    tile = config.tokens if isinstance(config, MoEGemmConfig) else 0
-    routing = route(
-        router(x), top_k, normalize=router.normalize, dtype=torch.float32, tile=tile
-    )  # fmt: skip
-    up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
     if isinstance(config, MoEGemvConfig):
-        moe_gemv.experts(x, routing, up, down, residual, config, pdl=False)
+        kernels = MoEKernels(
+            DeviceFacts("cpu"), MoESpec(num_experts=count, top_k=top_k, intermediate_size=size)
+        )
+        norm = RMSNorm(hidden, 1e-6) if config.fuses_norm else None
+        if norm is not None:
+            torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
+            x = residual
+        normed = x if norm is None else plain.rms_norm(x, norm.weight, norm.eps)
+        expected = residual + plain.moe(normed, router, experts, residual)
+        kernels.gemv(x, router, experts, residual, norm=norm, config=config)
     else:
+        expected = residual + plain.moe(x, router, experts, residual)
+        assert (expected - residual).std() > 0.1
+        routing = route(
+            router(x), top_k, normalize=router.normalize, dtype=torch.float32, tile=config.tokens
+        )
+        up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
         moe_gemm.grouped_experts(x, routing, up, down, residual, config, pdl=False)
     torch.testing.assert_close(residual, expected, atol=2e-5, rtol=2e-5)
 
@@ -114,9 +128,14 @@ def check_all() -> None:
             check_routing(*case, normalize=normalize)
     check_experts(1, (4, 64, 32, 2), "plain", GEMV)
     check_experts(2, (6, 96, 48, 3), "plain", GEMV)  # sizes and top_k are padded
+    check_experts(1, (4, 64, 32, 2), "plain", FUSED)
+    check_experts(4, (6, 96, 48, 3), "plain", FUSED)
+    check_experts(3, (6, 96, 48, 3), "plain", replace(FUSED, fuses_routing=False))
+    check_experts(2, (6, 96, 48, 3), "plain", replace(FUSED, fuses_norm=False, router_rows=0))
     check_experts(9, (4, 64, 32, 2), "plain", MoEGemmConfig(16, 32, 32, 2, 4))
     check_experts(40, (6, 96, 48, 3), "plain", MoEGemmConfig(16, 32, 32, 2, 4))
     for weight_format in ("fp8_block", "fp8_channel"):
         check_experts(2, (3, 256, 128, 2), weight_format, GEMV)
+        check_experts(2, (3, 256, 128, 2), weight_format, FUSED)
         check_experts(20, (3, 256, 128, 2), weight_format, MoEGemmConfig(16, 64, 64, 2, 4))
     check_experts(2, (3, 128, 192, 2), "fp8_block", GEMV)  # scales of gate and up are repeated

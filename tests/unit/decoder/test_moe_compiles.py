@@ -1,5 +1,7 @@
 """The kernels of a mixture of experts compile for each GPU, and fit its shared memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,15 +11,21 @@ from services.common.model_spec import QuantizationSpec
 from services.common.nn.device import KNOWN_DEVICES
 from services.common.nn.experts import Experts, Router
 from services.common.nn.fp8 import Fp8Linear
+from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import StackedLinear
 from services.common.nn.weights import materialize
 from services.decoder.kernels import shared_gate, table
+from services.decoder.kernels.moe import MoEKernels
 from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.ops import Ops
 from services.decoder.kernels.table import KernelFacts
+from services.decoder.kernels.tuning import MoEGemvConfig
 from tests.gpu_compiler import compiled_launches
 
 HIDDEN, SIZE, COUNT = 2048, 768, 4  # as the 30B's, with fewer experts in memory
+FUSED = MoEGemvConfig(
+    up_units=2, fuses_norm=True, fuses_routing=True, early=True, router_rows=1
+)  # fmt: skip
 CASES = [
     ("h200", "plain"), ("h200", "fp8_block"), ("h200", "fp8_channel"), ("a100", "fp8_block"),
     ("l40s", "plain"), ("b200", "fp8_block"),
@@ -57,6 +65,13 @@ def test_what_the_table_picks_compiles_and_fits(
         for count in (1, 40, 1008):
             x = half(count, HIDDEN)
             ops.for_tokens(count).moe(x, router, experts, half(count, HIDDEN))
+        norm = RMSNorm(HIDDEN, 1e-6).bfloat16()
+        ops.for_tokens(2).norm_moe(None, half(2, HIDDEN), norm, router, experts)
+        kernels = MoEKernels(facts.device, TEXT_SHAPES["30b-a3b"].moe)  # type: ignore[arg-type]
+        for config in (FUSED, replace(FUSED, fuses_routing=False)):
+            kernels.gemv(
+                half(4, HIDDEN), router, experts, half(4, HIDDEN), norm=norm, config=config
+            )
         for out in (half(8, HIDDEN), torch.empty(4, 8, HIDDEN)):
             shared_gate.add(out, half(8, HIDDEN), half(1, HIDDEN), half(8, HIDDEN), pdl=False)
     compiled = {launch.name for launch in launches}
@@ -66,5 +81,13 @@ def test_what_the_table_picks_compiles_and_fits(
     }  # fmt: skip
     for launch in launches:
         assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch.name
+        if launch.arguments.get("EARLY") and facts.device.supports_pdl:
+            # Dependents start after the wait, and the experts' weights are read before it.
+            before, after = launch.ptx.split("griddepcontrol.wait", 1)
+            if launch.name == "_gate_up_kernel":
+                assert "griddepcontrol.launch_dependents" in after
+                assert "griddepcontrol.launch_dependents" not in before
+            else:
+                assert before.count("ld.global") > 1
         if launch.name == "_grouped_gemm_kernel" and facts.device.is_hopper:
             assert "wgmma" in launch.ptx

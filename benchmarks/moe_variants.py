@@ -1,0 +1,241 @@
+"""The second half of a layer of experts for 1 to 4 tokens: `benchmarks.moe --variants`.
+
+Microseconds per layer, from the residual stream to the residual stream, in a replayed CUDA graph of
+a chain of layers: each reads what the one before it wrote. Each variant is checked first: against
+the plain twin for one layer, and for the chain, bit for bit over many replays, against itself
+without programmatic dependent launch, where nothing is read early. Kernels are compiled ahead by
+several processes.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor
+
+from benchmarks.moe import LAYERS, Layer
+from services.common.model_spec import TextSpec
+from services.common.nn.device import DeviceFacts
+from services.common.nn.layers import RMSNorm
+from services.common.nn.weights import load_dummy, materialize
+from services.decoder.kernels import plain
+from services.decoder.kernels.moe import MoEKernels
+from services.decoder.kernels.tuning import MoEGemvConfig
+
+CHAIN = 24  # layers
+_CHECKED, _TIMED = 50, 12  # replays
+_WORKERS = 14
+_BASE = MoEGemvConfig(up_rows=2)
+_NORM = replace(_BASE, fuses_norm=True, router_rows=1)
+# Predicted µs per layer of the 30B-A3B for one token.
+VARIANTS: dict[str, tuple[MoEGemvConfig, float]] = {
+    "five kernels, first tiles": (MoEGemvConfig(), 28.5),
+    "five kernels": (_BASE, 27.4),
+    "norm fused": (replace(_BASE, fuses_norm=True), 25.4),
+    "norm fused, router of one row": (_NORM, 24.9),
+    "norm fused, early": (replace(_NORM, early=True), 23.5),
+    "norm and routing fused": (replace(_NORM, fuses_routing=True), 23.8),
+    "norm and routing fused, early": (replace(_NORM, fuses_routing=True, early=True), 22.3),
+}
+# Of the early variants: rows, units, columns and warps of gate and up; the same of down.
+_UPS = (
+    (2, 1, 1024, 4), (4, 1, 1024, 4), (4, 1, 512, 4), (8, 1, 512, 4), (8, 1, 1024, 8),
+    (4, 1, 2048, 8), (4, 2, 1024, 4), (4, 3, 1024, 4), (2, 1, 1024, 2), (2, 2, 2048, 4),
+)  # fmt: skip
+_DOWNS = (
+    (4, 256, 4), (2, 256, 4), (2, 256, 2), (4, 256, 8), (8, 256, 8), (4, 128, 4), (8, 128, 4),
+    (2, 1024, 4),
+)  # fmt: skip
+
+
+def sweeps() -> Iterator[MoEGemvConfig]:
+    """Other divisions of the two early variants."""
+    for routes in (False, True):
+        base = replace(_NORM, early=True, fuses_routing=routes)
+        for rows, units, columns, warps in _UPS:
+            yield replace(
+                base, up_rows=rows, up_units=units, up_columns=columns, up_warps=warps
+            )  # fmt: skip
+        for rows, columns, warps in _DOWNS:
+            yield replace(base, down_rows=rows, down_columns=columns, down_warps=warps)
+        for rows in (0, 2):
+            yield replace(base, router_rows=rows)
+
+
+class Variants:
+    """Layers of one shape and format; without `values` they are not filled."""
+
+    def __init__(
+        self, text: TextSpec, weight_format: str, *, num_layers: int = LAYERS, values: bool = True
+    ) -> None:
+        assert text.moe is not None
+        self.text = text
+        self.layers: list[tuple[Layer, RMSNorm]] = []
+        for seed in range(num_layers):
+            with torch.device("meta"):
+                layer, norm = Layer(text, weight_format), RMSNorm(text.hidden_size, 1e-6)
+            if values:
+                load_dummy(layer, seed, device="cuda", dtype=torch.bfloat16)
+            else:
+                materialize(layer, "cuda", torch.bfloat16)
+                for stack in layer.experts.stacks.values():
+                    stack.method.process_weights_after_loading(stack)
+            materialize(norm, "cuda", torch.bfloat16)
+            torch.nn.init.uniform_(norm.weight, 0.8, 1.2)
+            self.layers.append((layer, norm))
+        device = DeviceFacts.of(torch.device("cuda"))
+        self.kernels = {pdl: MoEKernels(device, text.moe) for pdl in (True, False)}
+        self.kernels[False]._pdl = False
+        # Small, so that the sum rounds little of an output away.
+        self.starts = {
+            count: (torch.randn(count, text.hidden_size, device="cuda") * 0.01).bfloat16()
+            for count in (1, 2, 3, 4)
+        }
+
+    def layer(self, config: MoEGemvConfig, residual: Tensor, index: int, *, pdl: bool) -> None:
+        """Adds a layer's output to the residual stream."""
+        layer, norm = self.layers[index % len(self.layers)]
+        self.kernels[pdl].gemv(
+            residual, layer.router, layer.experts, residual, norm=norm, config=config
+        )  # fmt: skip
+
+    def graph(self, config: MoEGemvConfig, count: int, *, pdl: bool) -> tuple[Tensor, object]:
+        """The chain's residual stream, and the graph that fills it."""
+        residual = self.starts[count].clone()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.inference_mode():
+            for index in range(2):
+                self.layer(config, residual, index, pdl=pdl)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                torch.mul(self.starts[count], 1, out=residual)  # by a kernel, as in a step
+                for index in range(CHAIN):
+                    self.layer(config, residual, index, pdl=pdl)
+        torch.cuda.synchronize()
+        return residual, graph
+
+    def error(self, config: MoEGemvConfig, count: int) -> float:
+        """Relative, of the norm, against the plain twin."""
+        start, (layer, norm) = self.starts[count], self.layers[0]
+        with torch.inference_mode():
+            x = plain.rms_norm(start, norm.weight, norm.eps)
+            twin = plain.moe(x, layer.router, layer.experts, start).float()
+            found = start.clone()
+            self.layer(config, found, 0, pdl=True)
+            expected = (start.float() + twin).bfloat16().float()
+        return float((found.float() - expected).norm() / twin.norm())
+
+    def is_exact(
+        self, config: MoEGemvConfig, count: int, other: MoEGemvConfig | None = None
+    ) -> bool:
+        """Whether each replay of the chain leaves what it, or the other, leaves without PDL."""
+        expected, graph = self.graph(other or config, count, pdl=False)
+        graph.replay()  # type: ignore[attr-defined]
+        found, graph = self.graph(config, count, pdl=True)
+        same = torch.ones((), dtype=torch.bool, device="cuda")
+        for _ in range(_CHECKED):
+            graph.replay()  # type: ignore[attr-defined]
+            same &= (found == expected).all()
+        return bool(same)
+
+    def time_us(self, config: MoEGemvConfig, count: int) -> float:
+        """Median of one layer."""
+        _, graph = self.graph(config, count, pdl=True)
+        times: list[float] = []
+        for _ in range(_TIMED):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()  # type: ignore[attr-defined]
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / CHAIN)
+        return statistics.median(times[2:])
+
+    def row(self, label: str, config: MoEGemvConfig, counts: tuple[int, ...]) -> list[float]:
+        """Prints a line; the times, infinite where a check fails."""
+        times, cells = [], []
+        for count in counts:
+            try:
+                error, exact = self.error(config, count), self.is_exact(config, count)
+                micros = self.time_us(config, count)
+                times.append(micros if exact and error < 0.02 else float("inf"))
+                mark = "" if exact else " NOT EXACT"
+                cells.append(f"{micros:7.2f} ({error:.1e}{mark})")
+            except Exception as failure:
+                torch.cuda.synchronize()
+                times.append(float("inf"))
+                cells.append(f"{type(failure).__name__}: {str(failure)[:30]}")
+        print(f"{label:40} " + " ".join(f"{cell:>18}" for cell in cells), flush=True)
+        return times
+
+
+def _compile(work: tuple[TextSpec, str, tuple[int, ...], list[MoEGemvConfig]]) -> None:
+    text, weight_format, counts, configs = work
+    variants = Variants(text, weight_format, num_layers=1, values=False)
+    for config in configs:
+        for count in counts:
+            for pdl in (True, False):
+                try:
+                    with torch.inference_mode():
+                        variants.layer(config, variants.starts[count], 0, pdl=pdl)
+                except Exception as error:
+                    print(f"{config}: {type(error).__name__}: {str(error)[:80]}")
+    torch.cuda.synchronize()
+
+
+def run(
+    text: TextSpec, weight_format: str, counts: tuple[int, ...], bandwidth: float, *, sweep: bool
+) -> None:
+    """Prints the variants and, if `sweep`, the fastest divisions of the early ones."""
+    named = [config for config, _ in VARIANTS.values()]
+    others = [config for config in sweeps() if config not in named] if sweep else []
+    configs, started = named + others, time.monotonic()
+    work = [
+        (text, weight_format, counts, configs[first::_WORKERS])
+        for first in range(min(_WORKERS, len(configs)))
+    ]
+    with ProcessPoolExecutor(_WORKERS, get_context("spawn")) as pool:
+        list(pool.map(_compile, work))
+    print(f"{len(configs)} variants compiled in {time.monotonic() - started:.0f} s")
+    variants = Variants(text, weight_format)
+    assert text.moe is not None
+    size = 1 if weight_format != "plain" else 2
+    expert = 3 * text.hidden_size * text.moe.intermediate_size * size
+    heads = " ".join(f"T = {count:14}" for count in counts)
+    floor = text.moe.top_k * expert / bandwidth * 1e6
+    print(f"us per layer (error); floor of one token {floor:.1f}\n{'':40} {heads}")
+    found: dict[MoEGemvConfig, list[float]] = {}
+    for name, (config, predicted) in VARIANTS.items():
+        found[config] = variants.row(f"{name} [{predicted}]", config, counts)
+    for config in others:
+        found[config] = variants.row(_shown(config), config, counts)
+    if not sweep:
+        return
+    for routes in (False, True):  # the best of both sweeps together
+        base = replace(_NORM, early=True, fuses_routing=routes)
+        of_up = [c for c in found if replace(base, **_division(c, "up")) == c]
+        of_down = [c for c in found if replace(base, **_division(c, "down")) == c]
+        up, down = (min(c, key=lambda config: found[config][0]) for c in (of_up, of_down))
+        both = replace(up, **_division(down, "down"))
+        if both not in found:
+            found[both] = variants.row("both best: " + _shown(both), both, counts)
+    for index, count in enumerate(counts):
+        print(f"\nT = {count}, fastest first")
+        for config in sorted(found, key=lambda config: found[config][index])[:4]:
+            print(f"{found[config][index]:8.2f}  {config}")
+    print(f"{time.monotonic() - started:.0f} s in all")
+
+
+def _division(config: MoEGemvConfig, which: str) -> dict[str, int]:
+    names = {"up": ("rows", "units", "columns", "warps"), "down": ("rows", "columns", "warps")}
+    return {f"{which}_{name}": getattr(config, f"{which}_{name}") for name in names[which]}
+
+
+def _shown(config: MoEGemvConfig) -> str:
+    up, down = (tuple(_division(config, which).values()) for which in ("up", "down"))
+    routed = "routing fused" if config.fuses_routing else "route kernel"
+    return f"{routed}, {up} {down} {config.router_rows}"
