@@ -173,17 +173,29 @@ class Variants:
         return times
 
 
-def _compile(work: tuple[TextSpec, str, tuple[int, ...], list[MoEGemvConfig]]) -> None:
-    text, weight_format, counts, configs = work
+def compile_ahead(
+    text: TextSpec, weight_format: str, counts: tuple[int, ...], configs: list[MoEGemvConfig]
+) -> None:
+    """Fills Triton's cache by several processes."""
+    work = [(config, pdl) for pdl in (True, False) for config in configs]
+    workers = min(_WORKERS, len(work))
+    shares = [(text, weight_format, counts, work[first::workers]) for first in range(workers)]
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        list(pool.map(_compile, shares))
+
+
+def _compile(
+    share: tuple[TextSpec, str, tuple[int, ...], list[tuple[MoEGemvConfig, bool]]],
+) -> None:
+    text, weight_format, counts, work = share
     variants = Variants(text, weight_format, num_layers=1, values=False)
-    for config in configs:
+    for config, pdl in work:
         for count in counts:
-            for pdl in (True, False):
-                try:
-                    with torch.inference_mode():
-                        variants.layer(config, variants.starts[count], 0, pdl=pdl)
-                except Exception as error:
-                    print(f"{config}: {type(error).__name__}: {str(error)[:80]}")
+            try:
+                with torch.inference_mode():
+                    variants.layer(config, variants.starts[count], 0, pdl=pdl)
+            except Exception as error:
+                print(f"{config}: {type(error).__name__}: {str(error)[:80]}")
     torch.cuda.synchronize()
 
 
@@ -194,12 +206,7 @@ def run(
     named = [config for config, _ in VARIANTS.values()]
     others = [config for config in sweeps() if config not in named] if sweep else []
     configs, started = named + others, time.monotonic()
-    work = [
-        (text, weight_format, counts, configs[first::_WORKERS])
-        for first in range(min(_WORKERS, len(configs)))
-    ]
-    with ProcessPoolExecutor(_WORKERS, get_context("spawn")) as pool:
-        list(pool.map(_compile, work))
+    compile_ahead(text, weight_format, counts, configs)
     print(f"{len(configs)} variants compiled in {time.monotonic() - started:.0f} s")
     variants = Variants(text, weight_format)
     assert text.moe is not None

@@ -16,7 +16,7 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
 from benchmarks.moe import Layer
-from benchmarks.moe_variants import Variants
+from benchmarks.moe_variants import Variants, compile_ahead
 from benchmarks.text_shapes import TEXT_SHAPES
 from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import load_dummy
@@ -103,17 +103,23 @@ def test_what_kernels_read_early_is_there(weight_format: str) -> None:
     leaves bit for bit what it leaves without programmatic dependent launch. Kernels that route
     tokens themselves leave what they leave after a kernel that does, with ties, too.
     """
+    separate = replace(MoEGemvConfig(), fuses_norm=True, router_rows=1)
+    fused = replace(separate, fuses_routing=True)
+    pairs = [
+        tuple(replace(config, early=early) for config in (separate, fused))
+        for early in (False, True)
+    ]
+    counts = (1, 2, 3, 4)
+    compile_ahead(TEXT, weight_format, counts, [config for pair in pairs for config in pair])
     variants = Variants(TEXT, weight_format, num_layers=3)
     weight = variants.layers[1][0].router.weight.data
     weight[1::2] = weight[::2]
-    for early in (False, True):
-        separate = replace(MoEGemvConfig(), fuses_norm=True, early=early, router_rows=1)
-        fused = replace(separate, fuses_routing=True)
-        for count in (1, 2, 3, 4):
+    for separate, fused in pairs:
+        for count in counts:
             assert variants.error(fused, count) <= 2 * TOLERANCE
-            assert variants.is_exact(separate, count), (early, count)
-            assert variants.is_exact(fused, count), (early, count)
-            assert variants.is_exact(fused, count, separate), (early, count)
+            assert variants.is_exact(separate, count), (separate, count)
+            assert variants.is_exact(fused, count), (fused, count)
+            assert variants.is_exact(fused, count, separate), (fused, count)
 
 
 @pytest.fixture(scope="module", params=["plain", "fp8_block"])
