@@ -7,7 +7,7 @@ gets a random token that its mask allows, any other row always the same. The fro
 real matchers. CPU time, the least of several runs; the device's work and gRPC are not in it.
 
 - engine: `Engine.step`, with the masks' copy into the upload buffer
-- messages: writing the masks in the front and reading them in the engine
+- messages: what says which masks are there, written in the front and read in the engine
 - masks: taking the tokens and filling the masks, all threads together
 """
 
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -33,15 +34,16 @@ from services.decoder.engine.messages import (
     EngineInfo,
     FrontMessage,
     SamplingParams,
-    StepDone,
-    TokenMask,
+    TokenMasks,
 )
 from services.decoder.engine.step import Int32Array, Step, StepOutput
 from services.decoder.grammar import Demands, Grammar, Grammars
+from services.decoder.mask_rows import MaskRows, open_rows
 from services.decoder.matcher import Matcher
 
 _MIXES = ((64, 0), (48, 16), (0, 64), (1, 0), (0, 1))
 _ANY_TOKEN = 1000
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -110,6 +112,8 @@ def measure(grammars: Grammars, end_id: int, free: int, constrained: int, steps:
     runner = NullRunner(grammars.vocab_size)
     engine = Engine(runner, overlap=True)
     form = Grammar("json_schema", json.dumps(SCHEMA), (), (end_id,), stop_ids=())
+    rows = MaskRows(free + constrained, grammars.num_mask_words)
+    engine.mask_rows = open_rows(rows.message)
     prompt = np.arange(64, dtype=np.int32).tobytes()
     matchers: dict[int, Matcher] = {}
     for number in range(free + constrained):
@@ -126,7 +130,7 @@ def measure(grammars: Grammars, end_id: int, free: int, constrained: int, steps:
     spent = {"engine": 0.0, "messages": 0.0, "masks": 0.0}
     wall = 0.0
 
-    def timed(part: str, call: Callable[[], object]) -> object:
+    def timed(part: str, call: Callable[[], Result]) -> Result:
         started = time.process_time()
         found = call()
         spent[part] += time.process_time() - started
@@ -136,27 +140,24 @@ def measure(grammars: Grammars, end_id: int, free: int, constrained: int, steps:
     for _ in range(steps):
         if work:
             wall_started = time.monotonic()
-            made = timed("masks", lambda w=work: grammars.fill([(m, ids) for _, m, ids in w]))
+            filled = [(matcher, ids, number - free) for number, matcher, ids in work]
+            timed("masks", lambda w=filled: grammars.fill(w, rows.array))
             wall += time.monotonic() - wall_started
-            assert isinstance(made, list)
-            messages = [
-                TokenMask(number, matcher.num_generated, mask)
-                for (number, matcher, _), mask in zip(work, made, strict=True)
-            ]
-            frames = timed("messages", lambda m=messages: [encoder.encode(one) for one in m])
-            assert isinstance(frames, list)
-            read = timed("messages", lambda f=frames: [decoder.decode(one) for one in f])
-            assert isinstance(read, list)
-            timed("engine", lambda r=read: [engine.handle(one) for one in r])
+            numbers = [number for number, _, _ in work]
+            counts = [matcher.num_generated for _, matcher, _ in work]
+            message = TokenMasks(numbers, counts, [number - free for number in numbers])
+            frame = timed("messages", lambda m=message: encoder.encode(m))
+            read = timed("messages", lambda f=frame: decoder.decode(f))
+            timed("engine", lambda r=read: engine.handle(r))
         before = runner.excluded_s
         done = timed("engine", engine.step)
-        assert done is None or isinstance(done, StepDone)
         spent["engine"] -= runner.excluded_s - before
         work = [
             (event.sequence_id, matchers[event.sequence_id], event.token_ids)
             for event in (done.events if done else ())
             if event.sequence_id in matchers
         ]
+    rows.close()
     micro = {part: 1e6 * seconds / steps for part, seconds in spent.items()}
     return Costs(micro["engine"], micro["messages"], micro["masks"], 1e6 * wall / steps)
 

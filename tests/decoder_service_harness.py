@@ -35,10 +35,11 @@ class Decoder:
         arena_pages: int = 16,
         timeout_s: float = 5.0,
         model_directory: Path | None = None,
+        opens_masks: bool = True,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
-        self.engine = InProcessEngine(self.runner)
+        self.engine = InProcessEngine(self.runner, opens_masks=opens_masks)
         self.registry = CollectorRegistry()
         metrics = DecoderMetrics(self.registry)
         self.arena = Arena(arena_pages * 4096)

@@ -6,7 +6,15 @@ from msgspec import structs
 
 from services.common.channel import ChannelClosed
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import EngineInfo, EngineMessage, FrontMessage, ImageReady
+from services.decoder.engine.messages import (
+    EngineInfo,
+    EngineMessage,
+    FrontMessage,
+    ImageReady,
+    MaskMemory,
+    MaskMemoryOpened,
+)
+from services.decoder.mask_rows import open_rows
 from tests.fake_runner import FakeRunner
 
 
@@ -14,11 +22,15 @@ class InProcessEngine:
     """Implements `services.decoder.front.Channel` with an Engine on a FakeRunner.
 
     Attributes:
+        opens_masks: it reads the front's memory of masks, as an engine does that may.
         running: while cleared, the engine takes no steps.
         arena: arena offset → key, kept for the FakeRunner.
     """
 
-    def __init__(self, runner: FakeRunner, *, overlap: bool = True) -> None:
+    def __init__(
+        self, runner: FakeRunner, *, overlap: bool = True, opens_masks: bool = True
+    ) -> None:
+        self.opens_masks = opens_masks
         self.runner = runner
         self.engine = Engine(runner, overlap=overlap, min_partial_tokens=1)
         self.running = asyncio.Event()
@@ -42,10 +54,17 @@ class InProcessEngine:
             if self._closed:
                 raise ChannelClosed
             inbox, self._inbox = self._inbox, []
+            opened = False
             for message in inbox:
+                if isinstance(message, MaskMemory):
+                    if opened := self.opens_masks:
+                        self.engine.mask_rows = open_rows(message)
+                    continue
                 if isinstance(message, ImageReady):
                     self.runner.arena[message.arena_offset] = message.key
                 self.engine.handle(message)  # type: ignore[arg-type]
+            if opened:
+                return MaskMemoryOpened()
             if self.engine.waits_for_masks:
                 continue
             if self.engine.has_work:

@@ -18,10 +18,19 @@ from services.common.engine_process import REFUSED, accept
 from services.common.heartbeat import Ping, Pong
 from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
+from services.common.shared_memory import NotReadable
 from services.common.telemetry import setup_logging
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import EngineInfo, FrontMessage, KernelCalls, Shutdown
+from services.decoder.engine.messages import (
+    EngineInfo,
+    FrontMessage,
+    KernelCalls,
+    MaskMemory,
+    MaskMemoryOpened,
+    Shutdown,
+)
 from services.decoder.engine.runner_factory import ModelRunner, RunnerOptions, create_runner
+from services.decoder.mask_rows import open_rows
 from services.decoder.settings import DecoderSettings
 
 log = logging.getLogger("services.decoder.engine")
@@ -66,6 +75,9 @@ def run(
             if isinstance(message, Ping):
                 channel.send(Pong())
                 continue
+            if isinstance(message, MaskMemory):
+                open_mask_memory(engine, channel, message)
+                continue
             engine.handle(message)
         if engine.waits_for_masks:
             continue
@@ -75,6 +87,18 @@ def run(
             if (now := time.monotonic()) - reported_at >= _KERNEL_CALLS_PERIOD_S:
                 reported_at = now
                 channel.send(KernelCalls(kernel_calls()))
+
+
+def open_mask_memory(
+    engine: Engine, channel: EngineChannel[FrontMessage], message: MaskMemory
+) -> None:
+    """Has the engine read masks from the front's memory, if this process may."""
+    try:
+        engine.mask_rows = open_rows(message)
+    except NotReadable as error:
+        log.warning("token masks are sent, as the front's memory is closed: %s", error)
+    else:
+        channel.send(MaskMemoryOpened())
 
 
 def runner_options(settings: DecoderSettings) -> RunnerOptions:

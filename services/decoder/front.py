@@ -37,10 +37,12 @@ from services.decoder.engine.messages import (
     EngineInfo,
     EngineMessage,
     KernelCalls,
+    MaskMemoryOpened,
     StartOfSequence,
     StepDone,
 )
 from services.decoder.grammar import Grammars
+from services.decoder.mask_rows import MaskRows
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.outbox import Outbox
 from services.decoder.submission import ImageRequest, read_submit
@@ -50,6 +52,8 @@ log = logging.getLogger(__name__)
 
 # Sequences accepted beyond those that can run at once, as a multiple of these.
 QUEUE_FACTOR = 3
+# For sequences that have ended, and whose masks are still being filled.
+_SPARE_MASK_ROWS = 128
 _TOKEN_BYTES = 4
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
 
@@ -119,11 +123,12 @@ class DecoderFront:
         self.engine = engine
         self._channel = channel
         self._images = SequenceImages(source, channel, self._input_failed)
-        self._masks = SequenceMasks(
-            grammars, channel, metrics.token_mask.observe, self._input_failed
-        )
         self._metrics = metrics
         self._max_live = (1 + QUEUE_FACTOR) * engine.max_num_sequences
+        rows = MaskRows(self._max_live + _SPARE_MASK_ROWS, grammars.num_mask_words)
+        self._masks = SequenceMasks(
+            grammars, rows, channel, metrics.token_mask.observe, self._input_failed
+        )
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._streams: set[Stream] = set()
@@ -211,6 +216,8 @@ class DecoderFront:
                 match message:
                     case StepDone():
                         self._dispatch(message)
+                    case MaskMemoryOpened():
+                        self._masks.rows_opened()
                     case KernelCalls():
                         self._metrics.record_kernel_calls(message.calls)
                     case _:

@@ -17,7 +17,6 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.numpy import fill_next_token_bitmask_par
 
@@ -81,6 +80,8 @@ _WORDS = {
 }
 
 
+# Whether a mask forbids any id, or why there is none.
+Found = bool | MatcherFailed
 _Key = tuple[str, str, tuple[int, ...]]  # kind, text, end ids
 
 
@@ -141,6 +142,8 @@ class Grammars:
 
     Attributes:
         maskers: the thread for masks that take long.
+        num_words: of a mask.
+        num_mask_words: of the memory that it is filled in.
 
     Args:
         directory: of the model; its tokenizer.json is read by `preload` or the first grammar.
@@ -155,6 +158,7 @@ class Grammars:
         self.vocab_size = vocab_size
         self._observe_compile = observe_compile
         self.num_words = -(-vocab_size // 32)
+        self.num_mask_words = self.num_words + PROBE_WORDS
         self._vocabularies: dict[tuple[int, ...], _Vocabulary] = {}  # by end ids
         self._reading = Lock()
         self._compilers = ThreadPoolExecutor(_COMPILE_THREADS, "grammar")
@@ -187,14 +191,17 @@ class Grammars:
         )
 
     async def _matcher(self, grammar: Grammar) -> GrammarMatcher:
-        compiled = await self._compiled(grammar)
+        compiled, end_ids = await self._compiled(grammar), grammar.end_ids
+        stop_ids = (*end_ids, *grammar.stop_ids)
         matcher = GrammarMatcher(
             compiled.state.deep_copy(),
             grammar.begins_after,
-            ends_early=set(grammar.end_ids) <= set(grammar.stop_ids),
+            ends_early=set(end_ids) <= set(grammar.stop_ids),
             min_tokens=grammar.min_tokens,
-            without_ends=self._mask_without(grammar.end_ids),
-            without_stops=self._mask_without((*grammar.end_ids, *grammar.stop_ids)),
+            end_ids=end_ids,
+            stop_ids=stop_ids,
+            without_ends=self._mask_without(end_ids),
+            without_stops=self._mask_without(stop_ids),
             strings=compiled.strings and compiled.strings.copy(),
         )
         try:
@@ -203,48 +210,50 @@ class Grammars:
             raise InvalidGrammar(f"the continued text does not fit it: {error}") from None
         return matcher
 
-    async def first_mask(self, matcher: Matcher, generated: list[int]) -> bytes | MatcherFailed:
+    async def first_mask(
+        self, matcher: Matcher, generated: list[int], rows: Int32Array, row: int
+    ) -> Found:
         """The mask for a sequence's first token, or for the one behind those `generated` elsewhere.
 
         The one that takes longest, as a second for a hostile grammar: beside compilations.
         """
         loop = asyncio.get_running_loop()
-        work = [(matcher, generated)]
-        return (await loop.run_in_executor(self._compilers, self.fill, work))[0]
+        work = [(matcher, generated, row)]
+        return (await loop.run_in_executor(self._compilers, self.fill, work, rows))[0]
 
     def close(self) -> None:
         """Ends the threads when they are idle."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self.maskers.shutdown(wait=False, cancel_futures=True)
 
-    def fill(self, work: list[tuple[Matcher, list[int]]]) -> list[bytes | MatcherFailed]:
-        """Feeds each matcher the sequence's new tokens; returns the masks for the next ones. May be
-        called in any thread; a matcher is used by one at a time.
+    def fill(self, work: list[tuple[Matcher, list[int], int]], rows: Int32Array) -> list[Found]:
+        """Feeds each matcher the sequence's new tokens and fills the masks for the next ones. May
+        be called in any thread; a matcher, and a row, is used by one at a time.
 
         Args:
-            work: matchers, each once, and tokens, which may be none.
+            work: matchers, each once, tokens, which may be none, and the mask's row.
+            rows: `[n, num_mask_words]`, contiguous; a mask is in its row's first `num_words` words.
         """
-        masks = np.empty((len(work), self.num_words + PROBE_WORDS), np.int32)
-        results: list[bytes | MatcherFailed | None] = [None] * len(work)
+        results: list[Found | None] = [None] * len(work)
         running: list[tuple[LLMatcher, int]] = []
-        for index, (matcher, token_ids) in enumerate(work):
+        for index, (matcher, token_ids, row) in enumerate(work):
             try:
                 matcher.consume(token_ids)
             except MatcherFailed as error:
                 results[index] = error
             else:
                 if (state := matcher.filler()) is not None:
-                    running.append((state, index))
+                    running.append((state, row))
         if len(running) == 1:
-            state, index = running[0]
-            state.unsafe_compute_mask_ptr(masks[index].ctypes.data, masks[index].nbytes)
+            state, row = running[0]
+            state.unsafe_compute_mask_ptr(rows[row].ctypes.data, rows[row].nbytes)
         elif running:
             if self._parallel is None:
                 self._parallel = LLExecutor(_num_mask_threads())
-            fill_next_token_bitmask_par(self._parallel, running, masks)
+            fill_next_token_bitmask_par(self._parallel, running, rows)
         return [
-            _finished(matcher, masks[index]) if (result := results[index]) is None else result
-            for index, (matcher, _) in enumerate(work)
+            _finished(matcher, rows[row]) if (result := results[index]) is None else result
+            for index, (matcher, _, row) in enumerate(work)
         ]
 
     async def _compiled(self, grammar: Grammar) -> _Compiled:
@@ -353,8 +362,8 @@ def _num_mask_threads() -> int:
     return max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
-def _finished(matcher: Matcher, mask: Int32Array) -> bytes | MatcherFailed:
+def _finished(matcher: Matcher, filled: Int32Array) -> Found:
     try:
-        return matcher.finish(mask)
+        return matcher.finish(filled)
     except MatcherFailed as error:
         return error

@@ -14,6 +14,7 @@ from services.decoder.bounded_strings import PROBE_WORDS, BoundedStrings
 Int32Array = npt.NDArray[np.int32]
 
 _MAX_MESSAGE_CHARS = 500
+_FEW_IDS = 16
 
 
 class MatcherFailed(Exception):
@@ -37,8 +38,8 @@ class GrammarMatcher:
         begins_after: ids after which the grammar begins; empty once it has begun.
         ends_early: end ids may be sampled where the text is complete and could be continued.
         min_tokens: until then no end id and no stop id is sampled, if anything else is allowed.
-        without_ends, without_stops: masks of all ids but the grammar's end ids, and of all but the
-            sequence's stop ids; `[words]`.
+        end_ids, stop_ids: the grammar's, and those with the sequence's.
+        without_ends, without_stops: masks of all other ids; `[words]`.
         strings: the same grammar, for masks within bounded strings; None: it has none.
     """
 
@@ -46,6 +47,8 @@ class GrammarMatcher:
     begins_after: tuple[int, ...]
     ends_early: bool
     min_tokens: int
+    end_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]
     without_ends: Int32Array
     without_stops: Int32Array
     strings: BoundedStrings | None = None
@@ -87,9 +90,9 @@ class GrammarMatcher:
         if self.begins_after:
             mask[:] = self.without_ends
         elif not self.ends_early:
-            _restrict(mask, self.without_ends)
+            _forbid(mask, self.end_ids, self.without_ends)
         if num_generated < self.min_tokens:
-            _restrict(mask, self.without_stops)
+            _forbid(mask, self.stop_ids, self.without_stops)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,11 +132,12 @@ class Matcher:
         if self.grammar is not None:
             self.grammar.consume(token_ids)
 
-    def finish(self, filled: Int32Array) -> bytes:
-        """The mask for the next token; empty: all ids.
+    def finish(self, filled: Int32Array) -> bool:
+        """Makes the mask for the next token; whether it forbids any id.
 
         Args:
-            filled: what `filler` has filled, `[words + PROBE_WORDS]`; it is changed.
+            filled: what `filler` has filled, `[words + PROBE_WORDS]`; its first words become the
+                mask.
 
         Raises:
             MatcherFailed: the grammar cannot go on, or nothing is allowed.
@@ -143,7 +147,7 @@ class Matcher:
         if self.grammar is not None:
             self.grammar.finish(filled, self.num_generated)
         elif self.allowed is None and not forbidden:
-            return b""
+            return False
         else:
             mask[:] = -1
         if self.allowed is not None:
@@ -153,7 +157,7 @@ class Matcher:
             bits[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
         if (forbidden or self.allowed is not None) and not mask.any():
             raise NothingAllowed("the request's demands leave no token that may come next")
-        return mask.tobytes()
+        return True
 
     def _ends_with(self, prefix: tuple[int, ...]) -> bool:
         return not prefix or self._tail[-len(prefix) :] == prefix
@@ -176,8 +180,12 @@ def short(text: str) -> str:
     return text.strip()[:_MAX_MESSAGE_CHARS]
 
 
-def _restrict(mask: Int32Array, to: Int32Array) -> None:
-    """Keeps what `to` allows of the mask, unless that is nothing."""
-    kept = mask & to
+def _forbid(mask: Int32Array, ids: tuple[int, ...], others: Int32Array) -> None:
+    """Takes ids, all but `others`, out of the mask, unless nothing would be left."""
+    if len(ids) <= _FEW_IDS:  # hardly ever one of them is allowed
+        bits = mask.data.cast("B")
+        if not any([bits[number >> 3] >> (number & 7) & 1 for number in ids]):
+            return
+    kept = mask & others
     if kept.any():
         mask[:] = kept

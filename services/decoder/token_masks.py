@@ -1,18 +1,27 @@
 """Token masks of the front's sequences: from the tokens of a step to the masks of the next one.
 
 `DecoderFront` reports sequences whose tokens are masked here, and their tokens. llguidance fills
-the masks in threads of its own, and the engine samples the step under way when they have arrived.
+the masks, in threads of its own, in memory that the engine reads; the engine samples the step under
+way when they are there.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 
-from services.common.errors import InternalError, InvalidGrammar, InvalidRequest, TriptychError
+from services.common.errors import (
+    InternalError,
+    InvalidGrammar,
+    InvalidRequest,
+    Overloaded,
+    TriptychError,
+)
 from services.decoder.embeddings import EngineSender
-from services.decoder.engine.messages import SequenceEvent, TokenMask
-from services.decoder.grammar import Demands, Grammars
+from services.decoder.engine.messages import SequenceEvent, TokenMask, TokenMasks
+from services.decoder.grammar import Demands, Found, Grammars
+from services.decoder.mask_rows import MaskRows
 from services.decoder.matcher import Matcher, MatcherFailed, NothingAllowed, UnexpectedToken
 
 log = logging.getLogger(__name__)
@@ -21,8 +30,29 @@ log = logging.getLogger(__name__)
 # that is expected to take no longer; else in a thread. Most take 0.02 to 0.2 ms.
 _INLINE_S = 3e-3
 _NEWEST = 0.2  # of the mean
-# Sequence, its completion tokens, its matcher, the tokens that are new.
-_Work = tuple[int, int, Matcher, list[int]]
+
+
+@dataclass(slots=True, eq=False)
+class _Masked:
+    """A sequence.
+
+    Attributes:
+        number: the engine's id of it.
+        row: of its masks.
+        matcher: None: being compiled.
+        num_writers: tasks that may write to the row.
+        is_removed: the front has forgotten it.
+    """
+
+    number: int
+    row: int
+    matcher: Matcher | None = None
+    num_writers: int = 0
+    is_removed: bool = False
+
+
+# A sequence, its completion tokens, its matcher, the tokens that are new.
+_Work = tuple[_Masked, int, Matcher, list[int]]
 
 
 class SequenceMasks:
@@ -30,6 +60,7 @@ class SequenceMasks:
 
     Args:
         grammars: compiles them.
+        rows: what masks are filled in; closed with this.
         engine: gets the masks.
         observe: called with the seconds that the masks of a step took.
         failed: called with a sequence's number and an error when it cannot go on.
@@ -38,17 +69,25 @@ class SequenceMasks:
     def __init__(
         self,
         grammars: Grammars,
+        rows: MaskRows,
         engine: EngineSender,
         observe: Callable[[float], None],
         failed: Callable[[int, TriptychError], None],
     ) -> None:
         self._grammars = grammars
+        self._rows = rows
         self._engine = engine
         self._observe = observe
         self._failed = failed
-        self._matchers: dict[int, Matcher | None] = {}  # None: being compiled
+        self._sequences: dict[int, _Masked] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._seconds_per_mask = 0.0  # lately
+        self._engine_reads_rows = False
+        engine.send(rows.message)
+
+    def rows_opened(self) -> None:
+        """The engine reads the rows: masks need not be sent."""
+        self._engine_reads_rows = True
 
     def add(self, number: int, demands: Demands, generated: list[int]) -> None:
         """Starts on a sequence that the engine was sent: its next mask follows.
@@ -58,30 +97,39 @@ class SequenceMasks:
             demands: of its completion.
             generated: completion tokens that another decoder has sampled.
         """
-        self._matchers[number] = None
-        self._start(self._begin(number, demands, generated))
+        row = self._rows.take()
+        if row is None:
+            self._failed(number, Overloaded("too many sequences have token masks"))
+            return
+        sequence = self._sequences[number] = _Masked(number, row)
+        self._start(self._begin(sequence, demands, generated), [sequence])
 
     def tokens_arrived(self, events: list[SequenceEvent]) -> None:
         """Starts on the next masks of sequences that had tokens in a step."""
-        if not self._matchers:
+        if not self._sequences:
             return
         work: list[_Work] = []
         for event in events:
-            matcher = self._matchers.get(event.sequence_id)
-            if matcher is not None and event.end is None and event.token_ids:
+            sequence = self._sequences.get(event.sequence_id)
+            if sequence is None or event.end is not None or not event.token_ids:
+                continue
+            if (matcher := sequence.matcher) is not None:
                 generated = matcher.num_generated + len(event.token_ids)
-                work.append((event.sequence_id, generated, matcher, event.token_ids))
+                work.append((sequence, generated, matcher, event.token_ids))
         if not work:
             return
         if len(work) * self._seconds_per_mask > _INLINE_S:
-            self._start(self._send_masks(work))
+            self._start(self._send_masks(work), [sequence for sequence, *_ in work])
             return
         # A thread would get the interpreter's lock only when the step's other events are through.
         self._send_filled(work, time.monotonic(), self._fill(work))
 
     def remove(self, number: int) -> None:
         """A sequence has ended; of one without masks nothing is known."""
-        self._matchers.pop(number, None)
+        if (sequence := self._sequences.pop(number, None)) is not None:
+            sequence.is_removed = True
+            if not sequence.num_writers:
+                self._rows.give_back(sequence.row)
 
     async def close(self) -> None:
         """Ends all work."""
@@ -89,11 +137,13 @@ class SequenceMasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._grammars.close()
+        self._rows.close()
 
-    async def _begin(self, number: int, demands: Demands, generated: list[int]) -> None:
+    async def _begin(self, sequence: _Masked, demands: Demands, generated: list[int]) -> None:
+        number, rows = sequence.number, self._rows.array
         try:
             matcher = await self._grammars.matcher(demands)
-            mask = await self._grammars.first_mask(matcher, generated)
+            mask = await self._grammars.first_mask(matcher, generated, rows, sequence.row)
         except TriptychError as error:
             self._fail(number, error)
             return
@@ -101,9 +151,8 @@ class SequenceMasks:
             log.exception("a grammar was not compiled")
             self._fail(number, InternalError("the grammar was not compiled"))
             return
-        if number in self._matchers:
-            self._matchers[number] = matcher
-            self._send([(number, len(generated))], [mask])
+        sequence.matcher = matcher
+        self._send([(sequence, len(generated))], [mask])
 
     async def _send_masks(self, work: list[_Work]) -> None:
         started = time.monotonic()
@@ -112,39 +161,62 @@ class SequenceMasks:
         )
         self._send_filled(work, started, masks)
 
-    def _fill(self, work: list[_Work]) -> list[bytes | MatcherFailed]:
+    def _fill(self, work: list[_Work]) -> list[Found]:
         try:
-            return self._grammars.fill([(matcher, ids) for _, _, matcher, ids in work])
+            return self._grammars.fill(
+                [(matcher, ids, sequence.row) for sequence, _, matcher, ids in work],
+                self._rows.array,
+            )
         except Exception:
             log.exception("token masks failed")
             return [UnexpectedToken("token masks failed")] * len(work)
 
-    def _send_filled(
-        self, work: list[_Work], started: float, masks: list[bytes | MatcherFailed]
-    ) -> None:
-        self._send([(number, generated) for number, generated, _, _ in work], masks)
+    def _send_filled(self, work: list[_Work], started: float, masks: list[Found]) -> None:
+        self._send([(sequence, generated) for sequence, generated, _, _ in work], masks)
         seconds = time.monotonic() - started
         self._seconds_per_mask += _NEWEST * (seconds / len(work) - self._seconds_per_mask)
         self._observe(seconds)
 
-    def _send(self, places: list[tuple[int, int]], masks: list[bytes | MatcherFailed]) -> None:
-        messages: list[TokenMask] = []
-        for (number, generated), mask in zip(places, masks, strict=True):
+    def _send(self, places: list[tuple[_Masked, int]], masks: list[Found]) -> None:
+        numbers: list[int] = []
+        counts: list[int] = []
+        rows: list[int] = []
+        for (sequence, generated), mask in zip(places, masks, strict=True):
+            if sequence.is_removed:
+                continue
             if isinstance(mask, MatcherFailed):
-                self._fail(number, _error_of(mask))
-            elif number in self._matchers:
-                messages.append(TokenMask(number, generated, mask))
-        if messages:
-            self._engine.send(*messages)
+                self._fail(sequence.number, _error_of(mask))
+            else:
+                numbers.append(sequence.number)
+                counts.append(generated)
+                rows.append(sequence.row if mask else -1)
+        if not numbers:
+            return
+        if self._engine_reads_rows:
+            self._engine.send(TokenMasks(numbers, counts, rows))
+            return
+        array = self._rows.array[:, : self._grammars.num_words]
+        for number, count, row in zip(numbers, counts, rows, strict=True):
+            self._engine.send(TokenMask(number, count, array[row].tobytes() if row >= 0 else b""))
 
     def _fail(self, number: int, error: TriptychError) -> None:
-        if number in self._matchers:
+        if number in self._sequences:
             self._failed(number, error)
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def _start(self, work: Coroutine[None, None, None], writes: list[_Masked]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for sequence in writes:
+            sequence.num_writers += 1
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            for sequence in writes:
+                sequence.num_writers -= 1
+                if sequence.is_removed and not sequence.num_writers:
+                    self._rows.give_back(sequence.row)
+
+        task.add_done_callback(done)
 
 
 def _error_of(failure: MatcherFailed) -> TriptychError:

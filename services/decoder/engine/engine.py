@@ -11,6 +11,7 @@ import time
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
@@ -27,6 +28,7 @@ from services.decoder.engine.messages import (
     StartOfSequence,
     StepDone,
     TokenMask,
+    TokenMasks,
 )
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
@@ -36,6 +38,7 @@ from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 # How long the device waits for late masks where no other row of the batch could be sampled.
 _LONE_MASK_GRACE_S = 0.02
+_NO_MASK = np.empty(0, np.int32)
 _FAILURES = {
     NOT_FINITE: "the model's output is not finite",
     ALL_MASKED: "every token is masked out: the token mask or the logit bias allows none",
@@ -96,6 +99,8 @@ class Engine:
         self._computed_at = 0.0
         self._mask_deadline = MaskDeadline()
         num_words = -(-info.vocab_size // 32)
+        # Of the front's `MaskMemory`, once it is opened.
+        self.mask_rows: Int32Array = np.empty((0, num_words), np.int32)
         self._nothing_allowed = np.zeros(num_words, np.int32)
         self._all_allowed = np.full(num_words, -1, np.int32)
         self._num_steps = 0
@@ -144,15 +149,20 @@ class Engine:
         self._computed_at = self._computed_at or now
         return now - self._computed_at < _LONE_MASK_GRACE_S
 
-    def handle(self, message: AddSequence | ImageReady | TokenMask | AbortSequence) -> None:
+    def handle(
+        self, message: AddSequence | ImageReady | TokenMask | TokenMasks | AbortSequence
+    ) -> None:
         """Takes one message of the front."""
         match message:
+            case TokenMasks():
+                self.masks_ready(message)
             case AddSequence():
                 self.add(message)
             case ImageReady():
                 self.image_ready(message.sequence_id, message.key, message.arena_offset)
             case TokenMask():
-                self.mask_ready(message)
+                mask = np.frombuffer(message.mask, np.uint8)
+                self.mask_ready(message.sequence_id, message.num_generated, mask)
             case AbortSequence():
                 self.abort(message.sequence_id)
 
@@ -175,21 +185,37 @@ class Engine:
         if (sequence := self._sequences.get(sequence_id)) is not None:
             self._scheduler.image_ready(sequence, key, arena_offset)
 
-    def mask_ready(self, message: TokenMask) -> None:
-        """The mask of a sequence's next token; one that does not fit it fails the sequence."""
-        if (sequence := self._sequences.get(message.sequence_id)) is None:
+    def masks_ready(self, message: TokenMasks) -> None:
+        """Masks of several sequences, in `mask_rows`."""
+        num_words = len(self._all_allowed)
+        for number, num_generated, row in zip(
+            message.sequence_ids, message.num_generated, message.rows, strict=True
+        ):
+            mask = _NO_MASK if row < 0 else self.mask_rows[row, :num_words]
+            self.mask_ready(number, num_generated, mask)
+
+    def mask_ready(
+        self, sequence_id: int, num_generated: int, mask: npt.NDArray[np.int32 | np.uint8]
+    ) -> None:
+        """The mask of a sequence's next token; one that does not fit it fails the sequence.
+
+        Args:
+            sequence_id: of the sequence.
+            num_generated: tokens before that one.
+            mask: its words, or their bytes; empty: every token is allowed.
+        """
+        if (sequence := self._sequences.get(sequence_id)) is None:
             return
         wanted = sequence.num_generated
-        num_bytes = 4 * -(-self._info.vocab_size // 32)
         early = sequence.num_in_flight and not sequence.late_masks
-        if not sequence.awaits_mask or early or message.num_generated != wanted:
-            problem = f"a token mask for token {message.num_generated} came, at token {wanted}"
+        if not sequence.awaits_mask or early or num_generated != wanted:
+            problem = f"a token mask for token {num_generated} came, at token {wanted}"
             self._finish(sequence, "failed", problem)
-        elif len(message.mask) not in (0, num_bytes):
-            problem = f"a token mask has {len(message.mask)} bytes, not {num_bytes}"
+        elif mask.nbytes not in (0, self._all_allowed.nbytes):
+            problem = f"a token mask has {mask.nbytes} bytes, not {self._all_allowed.nbytes}"
             self._finish(sequence, "failed", problem)
         else:
-            self._scheduler.mask_ready(sequence, message)
+            self._scheduler.mask_ready(sequence, mask.view(np.int32))
 
     def abort(self, sequence_id: int) -> None:
         """Ends a sequence; its blocks are free when this returns."""

@@ -98,6 +98,33 @@ class TokenMask(msgspec.Struct, tag="mask"):
     mask: bytes
 
 
+class MaskMemory(msgspec.Struct, tag="mask_memory"):
+    """Memory of the front with rows of masks; sent once. The engine answers `MaskMemoryOpened` if
+    it can read it; without an answer, masks come as `TokenMask`.
+
+    Attributes:
+        pid, fd, name, size_bytes: where it is, see `common.shared_memory`.
+        num_rows, num_words: int32 `[num_rows, num_words]`; masks are each row's first words.
+    """
+
+    pid: int
+    fd: int
+    name: str
+    size_bytes: int
+    num_rows: int
+    num_words: int
+
+
+class TokenMasks(msgspec.Struct, tag="masks"):
+    """Masks of several sequences, as `TokenMask`, in rows of the `MaskMemory`; -1: every token is
+    allowed. A row stays as it is until the sequence's next token was sent.
+    """
+
+    sequence_ids: list[int]
+    num_generated: list[int]
+    rows: list[int]
+
+
 class AbortSequence(msgspec.Struct, tag="abort"):
     """Ends a sequence; the engine replies with the sequence's last event."""
 
@@ -108,7 +135,9 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine process exits."""
 
 
-FrontMessage = AddSequence | ImageReady | TokenMask | AbortSequence | Ping | Shutdown
+FrontMessage = (
+    AddSequence | ImageReady | TokenMask | MaskMemory | TokenMasks | AbortSequence | Ping | Shutdown
+)
 
 
 # Engine to front.
@@ -251,4 +280,8 @@ class KernelCalls(msgspec.Struct, tag="kernels"):
     calls: dict[str, int]  # "operation=implementation" → total
 
 
-EngineMessage = EngineInfo | StepDone | KernelCalls | Pong
+class MaskMemoryOpened(msgspec.Struct, tag="mask_memory_opened"):
+    """The engine reads masks from the front's `MaskMemory` from now on."""
+
+
+EngineMessage = EngineInfo | StepDone | KernelCalls | MaskMemoryOpened | Pong

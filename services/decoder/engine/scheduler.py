@@ -30,10 +30,11 @@ unless the prefix cache holds their tokens.
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
-from services.decoder.engine.messages import ImagesOf, TokenMask
+from services.decoder.engine.messages import ImagesOf
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, checkpoint_boundaries
 from services.decoder.engine.tenants import Room, Tenants
@@ -184,9 +185,9 @@ class Scheduler:
         sequence.image_offsets[key] = arena_offset
         self._input_arrived(sequence)
 
-    def mask_ready(self, sequence: Sequence, mask: TokenMask) -> None:
+    def mask_ready(self, sequence: Sequence, mask: npt.NDArray[np.int32]) -> None:
         """Takes the mask for the sequence's next token; the sequence may be planned again."""
-        sequence.token_mask = np.frombuffer(mask.mask, "<i4")
+        sequence.token_mask = mask
         self._input_arrived(sequence)
 
     def mask_missed(self, sequence: Sequence) -> None:
