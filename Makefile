@@ -77,8 +77,8 @@ bench: $(DEV) ## measure a running server: make bench ARGS="--url URL --rows tex
 # A test that fails is tried again, for the machine's sake; what needed it is printed (ADR 0010).
 test: export PYTEST_ADDOPTS = --reruns 2 --reruns-delay 2 -rfER
 test: system-test ## everything that must hold
-	@$(MAKE) --no-print-directory $(DEV) $(LIGHT)
-	@$(ALONGSIDE) lint type proto-check test-light
+	@$(MAKE) --no-print-directory $(DEV)
+	@$(ALONGSIDE) test-light type lint proto-check
 	@$(MAKE) --no-print-directory e2e
 	@$(MAKE) --no-print-directory unit
 

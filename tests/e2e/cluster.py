@@ -221,7 +221,7 @@ class Cluster:
                 service.thaw()
             else:
                 service.start()
-        wait_until(self.is_whole, _READY_TIMEOUT_S, "the cluster is whole")
+        wait_until(self.is_whole, _READY_TIMEOUT_S, "the cluster is whole", period_s=0.1)
 
     def restart(self, *services: Service) -> None:
         """Kills these, which empties their memories, and restores the cluster."""
@@ -282,10 +282,12 @@ def png(seed: int, height: int = 192, width: int = 192) -> bytes:
     return buffer.getvalue()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float, what: str, *, period_s: float = 0.02
+) -> float:
     """Polls until true; returns the seconds it took."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < timeout_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(period_s)
     return time.monotonic() - start

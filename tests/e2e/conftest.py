@@ -9,8 +9,9 @@ from tests.e2e.serve_command import ServeCommand, serve_command
 # Files that take longest, so that no process begins them last; then those that share `demo`, of
 # which a process has one.
 _FIRST = (
-    "test_handover", "test_chaos", "test_cache_tiers", "test_soak", "test_text_families",
-    "test_failures", "test_structured_output", "test_clients", "test_chat_page", "test_agent_loop",
+    "test_trials", "test_handover", "test_cache_tiers", "test_attacks", "test_failures",
+    "test_text_families", "test_chaos", "test_serve_command", "test_encoder_process",
+    "test_structured_output", "test_clients", "test_chat_page", "test_agent_loop",
 )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ class ProcessFleet:
         }  # fmt: skip
 
     def _wait(self) -> None:
-        wait_until(self._is_whole, _START_S, "each gateway has work for all pods")
+        wait_until(self._is_whole, _START_S, "each gateway has work for all pods", period_s=0.1)
         self._ready = list(self._pods["gateway"])
 
     def _is_whole(self) -> bool:

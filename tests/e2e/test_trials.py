@@ -25,7 +25,7 @@ Running = tuple[ProcessFleet, Clients]
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with ProcessFleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield fleet, Clients(fleet, num_streams=4, num_tokens=110, num_askers=2)
+        yield fleet, Clients(fleet, num_streams=3, num_tokens=110, num_askers=1)
 
 
 @pytest.mark.parametrize("kind", trials.KINDS)
