@@ -288,7 +288,7 @@ class EngineBench:
         self._front: EngineChannel[EngineMessage] = EngineChannel(self._ends[0], EngineMessage)
         self._engine = Engine(
             EngineChannel(self._ends[1], FrontMessage), self.runner, prepare,
-            max_batch_patches=settings.max_batch_patches, workers=len(self._decoders.pids),
+            max_batch_patches=settings.max_batch_patches, workers=self._decoders.num_workers,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._engine.run)
         self._thread.start()

@@ -30,7 +30,7 @@ PngImagePlugin.MAX_TEXT_MEMORY = 8 << 20
 # A decoder passes over all coefficients once a scan, even over an empty one. Real files have up to
 # some dozens.
 MAX_SCANS = 100
-_LARGE_BYTES = 192 << 20  # of memory: a photo of 12 million pixels takes 100 to 180
+LARGE_BYTES = 192 << 20  # of memory: a photo of 12 million pixels takes 100 to 180
 _BAND_PIXELS = 1 << 18
 _BASE_BYTES = 24 << 20  # of a band's conversions, PNG's texts, tables
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
@@ -96,7 +96,7 @@ def is_large(data: bytes, *, max_source_pixels: int) -> bool:
         header = read_header(data, max_source_pixels=max_source_pixels)
     except InvalidImage:
         return False
-    return worst_case_bytes(header, len(data)) > _LARGE_BYTES
+    return worst_case_bytes(header, len(data)) > LARGE_BYTES
 
 
 def has_more_scans(data: bytes, limit: int) -> bool:

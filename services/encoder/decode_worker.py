@@ -54,6 +54,7 @@ def main() -> None:
     channel, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     shared = np.frombuffer(mmap.mmap(memory, int(sys.argv[3])), np.uint8)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(int(sys.argv[4]) - min(int(sys.argv[4]), os.nice(0)))  # its parent's thread may be nice
     with suppress(OSError):  # where the sandbox has no such file
         Path("/proc/self/oom_score_adj").write_text("1000")
     with suppress(ConnectionError):

@@ -37,6 +37,7 @@ from services.common.telemetry import setup_logging
 from services.encoder.decode import is_large
 from services.encoder.decode_pool import DecodePool
 from services.encoder.engine.engine import Engine, Prepare
+from services.encoder.engine.fair_pool import num_large_workers
 from services.encoder.engine.messages import EngineReady, FrontMessage
 from services.encoder.engine.runner import Runner
 from services.encoder.kernels.ops import Ops
@@ -117,7 +118,7 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         runner,
         prepare,
         max_batch_patches=batch_budget(device, settings),
-        workers=len(decoders.pids),
+        workers=decoders.num_workers,
         is_large=functools.partial(is_large, max_source_pixels=settings.max_source_pixels),
     ).run()
 
@@ -145,8 +146,10 @@ def create_decoders(settings: EncoderSettings) -> DecodePool:
     """The processes that decode, within what the pod may use. At least two, so that no image has
     to wait until a large one is decoded.
     """
+    num_workers = max(2, settings.preprocess_workers or min(num_cpus(), _MAX_DEFAULT_DECODERS))
     return DecodePool(
-        max(2, settings.preprocess_workers or min(num_cpus(), _MAX_DEFAULT_DECODERS)),
+        num_workers,
+        num_large=num_large_workers(num_workers),
         memory_bytes=settings.decode_memory_bytes or memory_limit_bytes() // 4,
         max_source_pixels=settings.max_source_pixels,
     )

@@ -17,6 +17,10 @@ from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
+# How long a thread keeps the interpreter lock that the event loop waits for. By default 5 ms, each
+# time: a request passes the loop some twenty times.
+_SWITCH_INTERVAL_S = 0.5e-3
+
 
 async def _serve(settings: GatewaySettings) -> None:
     gateway = create_gateway(settings)
@@ -43,6 +47,7 @@ def main() -> int:
         setup_logging("gateway", settings.log_level)
         setup_tracing("gateway")
         return_large_buffers()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings))
     except (SettingsError, ModelSpecError) as error:

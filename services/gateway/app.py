@@ -79,7 +79,14 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         )
     tokenizer = ModelTokenizer.from_directory(spec.directory)
     template = ChatTemplate.from_directory(spec.directory, tokenizer.added)
-    web = WebMedia(settings.max_image_bytes, allow_private=settings.allow_private_media_hosts)
+    quotas = Quotas()
+    held_bytes = max_held_bytes(settings.memory_bytes or memory_limit_bytes())
+    admission = Admission(settings.max_concurrent_requests, held_bytes, quotas)
+    web = WebMedia(
+        settings.max_image_bytes,
+        allow_private=settings.allow_private_media_hosts,
+        bulk_turn=admission.bulk_turn,
+    )
     loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
     images = None
     if spec.vision is not None:
@@ -97,9 +104,6 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         metrics=metrics,
         request_timeout_s=settings.request_timeout_s,
     )
-    quotas = Quotas()
-    held_bytes = max_held_bytes(settings.memory_bytes or memory_limit_bytes())
-    admission = Admission(settings.max_concurrent_requests, held_bytes, quotas)
     warm_up = _warm_up(service, warm_up_rounds, images=max_images > 0)
 
     @asynccontextmanager

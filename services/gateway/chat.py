@@ -171,6 +171,7 @@ class ChatService:
             encode=self.tokenizer.encode_text,
         )  # fmt: skip
         images: list[Image] = []
+        slot.images.check(source.url for source in draft.images)
         if draft.images:
             with timings.measure("fetch"):
                 images = await self._read_images(draft.images, slot)
@@ -245,6 +246,7 @@ class ChatService:
         """
         decoder = self._decoder(request.model)
         draft = await self._draft(request, decoder.max_model_len)
+        slot.images.check(source.url for source in draft.images)
         images = await self._read_images(draft.images, slot)
         return self.prompts.expand(draft, [image.grid for image in images]).token_ids.tolist()
 
@@ -358,9 +360,11 @@ class ChatService:
         encoder = self.encoders.description()
         if encoder is None:
             raise Unavailable("no encoder is available", retry_after_s=1)
-        return await self.images.read(
-            sources, slot.hold, encoder.max_image_patches, slot.tenant.name
+        images = await self.images.read(
+            sources, slot.hold, encoder.max_image_patches, slot.tenant.name, slot.images
         )
+        slot.images.clear()
+        return images
 
     async def _off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
         if num_characters <= _INLINE_TOKENIZE_CHARS:

@@ -5,12 +5,13 @@ import http.client
 import json
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 
 from tests.attacks import images
 from tests.attacks.origin import DRIP, LARGE
@@ -20,7 +21,9 @@ ATTACKER, HONEST = "attacker", "honest"  # API keys
 PATH = "/v1/chat/completions"
 _TIMEOUT_S = 60.0
 _CONNECT_PAUSE_S = 0.001
+_PIECE_BYTES = 64 << 10
 _MIB = 1 << 20
+_READY_RATE, _READY_BYTE_RATE = 64, 256 << 20  # of bodies that are made ahead, each second
 # Statuses; 0: the connection was closed, without an answer that could be read.
 REFUSED = frozenset((0, 400, 413, 429, 503))
 SERVED = REFUSED | {200}
@@ -68,7 +71,10 @@ def post(target: Target, body: bytes) -> int:
     connection = http.client.HTTPConnection(target.host, target.port, timeout=_TIMEOUT_S)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ATTACKER}"}
     try:
-        connection.request("POST", PATH, body, headers)
+        # In pieces, because a process in the kernel gives way to no other.
+        headers["Content-Length"] = str(len(body))
+        pieces = (body[i : i + _PIECE_BYTES] for i in range(0, len(body), _PIECE_BYTES))
+        connection.request("POST", PATH, pieces, headers)
         answer = connection.getresponse()
         answer.read()
         return answer.status
@@ -78,38 +84,65 @@ def post(target: Target, body: bytes) -> int:
         connection.close()
 
 
-def posting(bodies: Callable[[int], bytes], at_once: int) -> Attack:
-    """Requests, `at_once` at a time, until the time is over; `bodies` makes each by its number."""
+class Posting:
+    """An attack: requests, `at_once` at a time, until the time is over.
 
-    def attack(target: Target) -> Counter[int]:
+    Args:
+        bodies: makes each by its number, which no other body has, in any attack.
+        at_once: requests.
+        is_constant: whether all bodies are the same.
+    """
+
+    def __init__(
+        self, bodies: Callable[[int], bytes], at_once: int, *, is_constant: bool = False
+    ) -> None:
+        self._bodies = bodies
+        self._at_once = at_once
+        self._is_constant = is_constant
+        self._numbers = count(1)
+        self._ready: deque[bytes] = deque()
+
+    def prepare(self, seconds: float) -> None:
+        """Makes bodies ahead for an attack of so long, which makes what it needs beyond them."""
+        limit, limit_bytes = seconds * _READY_RATE, seconds * _READY_BYTE_RATE
+        num_bytes = sum(map(len, self._ready))
+        while len(self._ready) < self._at_once or (
+            len(self._ready) < limit and num_bytes < limit_bytes
+        ):
+            self._ready.append(self._bodies(next(self._numbers)))
+            num_bytes += 0 if self._is_constant else len(self._ready[-1])
+
+    def __call__(self, target: Target) -> Counter[int]:
         end = time.monotonic() + target.seconds
 
-        def send(first: int) -> Counter[int]:
+        def send(_: int) -> Counter[int]:
             found: Counter[int] = Counter()
-            number = first
             while True:
-                found[post(target, bodies(number))] += 1
-                number += at_once
+                found[post(target, self._next())] += 1
                 if time.monotonic() >= end:
                     return found
 
-        with ThreadPoolExecutor(at_once) as threads:
-            return sum(threads.map(send, range(1, at_once + 1)), Counter())
+        with ThreadPoolExecutor(self._at_once) as threads:
+            return sum(threads.map(send, range(self._at_once)), Counter())
 
-    return attack
+    def _next(self) -> bytes:
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            return self._bodies(next(self._numbers))
 
 
 Pieces = Callable[[Target, int], Iterator[bytes]]
 
 
-def connecting(pieces: Pieces, count: int, period_s: float = 0.2) -> Attack:
+def connecting(pieces: Pieces, number_of: int, period_s: float = 0.2) -> Attack:
     """Connections that are sent `pieces`, one each period, and then nothing, until they close."""
 
     def attack(target: Target) -> Counter[int]:
         end = time.monotonic() + target.seconds
         with ExitStack() as stack:
             opened: list[tuple[socket.socket, Iterator[bytes]]] = []
-            for number in range(count):
+            for number in range(number_of):
                 time.sleep(_CONNECT_PAUSE_S)
                 address = (target.host, target.port)
                 connection = socket.create_connection(address, timeout=_TIMEOUT_S)
@@ -168,7 +201,8 @@ def json_bodies(size: int) -> dict[str, bytes]:
 def _json_row(name: str, size: int, at_once: int, *, by_hand: bool = False) -> Row:
     mib = round(size / _MIB)
     made = cache(lambda: json_bodies(size)[name])
-    return Row(f"{name}, {mib} MiB", 2, posting(lambda _: made(), at_once), by_hand=by_hand)
+    attack = Posting(lambda _: made(), at_once, is_constant=True)
+    return Row(f"{name}, {mib} MiB", 2, attack, by_hand=by_hand)
 
 
 def _unread(target: Target) -> Counter[int]:
@@ -228,29 +262,28 @@ def _fetching(path: str, host: str) -> Pieces:
 
 ROWS = [
     Row("WebP of 36 bytes and PNG, 88 Mpx each", 1,
-        posting(_images(lambda n: images.webp(images.OVER_SIDE, n),
+        Posting(_images(lambda n: images.webp(images.OVER_SIDE, n),
                         lambda n: images.png(images.OVER_SIDE, n, bits=1, colour=0)), 4)),
     Row("two WebP of 25 Mpx in a request", 1,
-        posting(_images(lambda n: images.webp(images.WEBP_SIDE, 2 * n),
+        Posting(_images(lambda n: images.webp(images.WEBP_SIDE, 2 * n),
                         lambda n: images.webp(images.WEBP_SIDE, 2 * n + 1)), 2), SERVED),
     Row("PNG and GIF of 39.7 Mpx in a request", 1,
-        posting(_images(lambda n: images.png(images.SIDE, n),
+        Posting(_images(lambda n: images.png(images.SIDE, n),
                         lambda n: images.gif(images.SIDE, n)), 2), SERVED),
     Row("JPEG with 7,000 empty scans", 1,
-        posting(_images(lambda n: images.scans(7000, 1024, n)), 4)),
+        Posting(_images(lambda n: images.scans(7000, 1024, n)), 4)),
     Row("JPEG with 90 empty scans, 39.7 Mpx", 1,
-        posting(_images(lambda n: images.scans(90, images.SIDE, n)), 2), SERVED, by_hand=True),
-    Row("11 PNG with 63 texts of 1 MiB", 1, posting(_images(*[images.texts] * 11), 2), SERVED),
+        Posting(_images(lambda n: images.scans(90, images.SIDE, n)), 2), SERVED, by_hand=True),
+    Row("11 PNG with 63 texts of 1 MiB", 1, Posting(_images(*[images.texts] * 11), 2), SERVED),
     Row("JPEG with Exif segments, 3 MiB", 1,
-        posting(_images(lambda n: images.segments(3 * _MIB, n)), 4)),
+        Posting(_images(lambda n: images.segments(3 * _MIB, n)), 4)),
     Row("JPEG with Exif segments, 20 MiB", 1,
-        posting(_images(lambda n: images.segments(19 * _MIB, n)), 4)),
+        Posting(_images(lambda n: images.segments(19 * _MIB, n)), 4)),
     _json_row("messages", 63 * _MIB, 2, by_hand=True),
     *[_json_row(name, 6 * _MIB, 4, by_hand=True) for name in json_bodies(8)],
     *[_json_row(name, 1_900_000, 2) for name in json_bodies(8)],
     Row("12 bodies of 45 MiB at once", 2,
-        posting(lambda n: with_images([images.segments(19 * _MIB, n), bytes(14 * _MIB)]), 12),
-        by_hand=True),
+        Posting(lambda n: with_images([images.segments(19 * _MIB, n), bytes(14 * _MIB)]), 12)),
     Row("256 images of 16 MiB, fetched", 2, connecting(_fetching(LARGE, "{}.images.test"), 16)),
     Row("clients that do not read", 2, _unread),
     Row("600 silent connections", 3, connecting(_nothing, 600)),

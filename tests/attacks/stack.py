@@ -7,15 +7,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tests.attacks.attacker import Attacker
 from tests.attacks.images import small
 from tests.attacks.origin import IMAGE, IMAGE_NAMES, Origin
 from tests.attacks.pod import Pod, manifest_limits, manifest_settings
-from tests.attacks.rows import ATTACKER, HONEST, PATH, Row, Target, with_images, with_urls
+from tests.attacks.rows import ATTACKER, HONEST, PATH, Row, with_images, with_urls
 from tests.e2e.cluster import Cluster
 from tests.noise import PATIENCE_S
 
@@ -81,10 +82,9 @@ class Stack:
             stack.enter_context(self._cluster)
             for pod in self.pods.values():
                 pod.watch()
-            self._origin = stack.enter_context(Origin())
-            self._honest = stack.enter_context(
-                Honest(self._cluster.gateway.port, self._origin.port)
-            )
+            port = self._cluster.gateway.port
+            self._attacker = stack.enter_context(Attacker(port))
+            self._honest = stack.enter_context(Honest(port))
             self._started = self._pids()
             self._stack = stack.pop_all()
         return self
@@ -100,14 +100,14 @@ class Stack:
 
     def run(self, row: Row, seconds: float, quiet_s: float = 0.5) -> Cost:
         """One row: quiet, then the attack for `seconds` or one round."""
-        target = Target("127.0.0.1", self._cluster.gateway.port, self._origin.port, seconds)
+        self._attacker.prepare(row, seconds)
         quiet = self.quiet(quiet_s, by_url=row.by_url)
         cpu_s = {kind: pod.cpu_s() for kind, pod in self.pods.items()}
         for pod in self.pods.values():
             pod.peak_bytes = 0
         self._honest.start(by_url=row.by_url)
         start = time.monotonic()
-        statuses = row.attack(target)
+        statuses = self._attacker.attack(row, seconds)
         taken = time.monotonic() - start
         time.sleep(max(0.0, quiet_s - taken))
         during = self._honest.stop()
@@ -135,11 +135,9 @@ class Stack:
 class Honest:
     """Clients in a process of their own: one asks about new images, one asks for `/health`."""
 
-    def __init__(self, port: int, origin_port: int) -> None:
+    def __init__(self, port: int) -> None:
         self._mine, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(
-            target=_be_honest, args=(theirs, port, origin_port), daemon=True
-        )
+        self._process = _CONTEXT.Process(target=_be_honest, args=(theirs, port), daemon=True)
 
     def __enter__(self) -> "Honest":
         self._process.start()
@@ -160,7 +158,12 @@ class Honest:
         return self._mine.recv()
 
 
-def _be_honest(control: "Connection", port: int, origin_port: int) -> None:
+def _be_honest(control: "Connection", port: int) -> None:
+    with Origin() as origin, suppress(EOFError):
+        _serve_honest(control, port, origin.port)
+
+
+def _serve_honest(control: "Connection", port: int, origin_port: int) -> None:
     number = 0
     control.send(None)
     while True:

@@ -27,7 +27,7 @@ from services.common.errors import Cancelled, InternalError, Overloaded, Triptyc
 from services.common.fair_order import Share
 from services.common.heartbeat import Ping, Pong
 from services.encoder.engine.batcher import Batcher
-from services.encoder.engine.fair_pool import FairPool
+from services.encoder.engine.fair_pool import LARGE_NICENESS, FairPool, num_large_workers
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -120,7 +120,10 @@ class Engine:
         self._prepare = prepare
         self._batcher = Batcher(max_batch_patches)
         self._pool = FairPool(self._preprocess, workers, "preprocess")
-        self._large_pool = FairPool(self._preprocess, max(1, workers // 4), "preprocess-large")
+        self._large_pool = FairPool(
+            self._preprocess, num_large_workers(workers), "preprocess-large",
+            niceness=LARGE_NICENESS,
+        )  # fmt: skip
         self._is_large = is_large
         self._mailbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()

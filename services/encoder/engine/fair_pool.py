@@ -7,8 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from services.common.fair_order import FairOrder, Share
+from services.common.threads import add_niceness
 
 Job = TypeVar("Job")
+
+# Of threads and processes for large images, which take seconds: all other work goes first.
+LARGE_NICENESS = 10
+
+
+def num_large_workers(num_workers: int) -> int:
+    """How many of them, beside so many for all others."""
+    return max(1, num_workers // 4)
 
 
 class FairPool(Generic[Job]):
@@ -18,11 +27,14 @@ class FairPool(Generic[Job]):
         work: done with each job, in one of the threads. It does not raise.
         workers: threads.
         name: of the threads.
+        niceness: added to that of the process.
     """
 
-    def __init__(self, work: Callable[[Job], None], workers: int, name: str) -> None:
+    def __init__(
+        self, work: Callable[[Job], None], workers: int, name: str, *, niceness: int = 0
+    ) -> None:
         self._work = work
-        self._threads = ThreadPoolExecutor(workers, name)
+        self._threads = ThreadPoolExecutor(workers, name, add_niceness, (niceness,))
         self._lock = threading.Lock()
         self._order = FairOrder()
         self._waiting: list[tuple[float, int, Job]] = []  # a heap

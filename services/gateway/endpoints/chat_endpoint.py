@@ -4,6 +4,7 @@ from contextlib import aclosing
 
 from services.gateway.chat import Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now, parse_body
+from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
 from services.gateway.forms.responses import (
     DONE,
@@ -20,9 +21,8 @@ from services.gateway.forms.responses import (
 class ChatEndpoint(Endpoint):
     """The endpoint."""
 
-    async def answer(self, work: Work, body: bytes) -> None:
-        request = await parse_body(self._service.parsers, parse_chat_request, body)
-        del body
+    async def answer(self, work: Work, body: Body) -> None:
+        request = await parse_body(self._service.parsers, parse_chat_request, body, work.slot)
         completion = await self._service.prepare(
             request, work.exchange.request_id, work.timings, work.slot
         )

@@ -7,14 +7,14 @@ subclass's: `chat_endpoint` for chat completions, one more for each other surfac
 """
 
 import asyncio
-import gc
 import logging
 import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
 from services.common.threads import INLINE_BYTES
 from services.gateway.chat import ChatService, Completion
-from services.gateway.forms.json_body import json_bytes
+from services.gateway.forms.json_body import Body, LargeImages, cut_images, free, json_bytes
 from services.gateway.forms.responses import Update, Usage, error_event
 from services.gateway.http.exchange import Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
@@ -75,7 +75,7 @@ class Endpoint(ABC):
         self._metrics = metrics
 
     @abstractmethod
-    async def answer(self, work: Work, body: bytes) -> None:
+    async def answer(self, work: Work, body: Body) -> None:
         """Parses the body and sends the answer, whole or streamed.
 
         Raises:
@@ -98,11 +98,9 @@ class Endpoint(ABC):
         try:
             with self._admission.holding(tenant) as holding:
                 async with self._admission.until_ended():
-                    body = await read_body(scope, receive, holding.hold)
-                if len(body) > INLINE_BYTES:
-                    # An error's traceback is a cycle that would keep the body for a long time.
-                    asyncio.get_running_loop().call_later(1.0, gc.collect, 1)
+                    body = await read_body(scope, receive, holding.hold, self._admission.bulk_turn)
                 with (
+                    releasing(body),
                     self._admission.slot(tenant, holding) as slot,
                     self._metrics.running.track_inprogress(),
                 ):
@@ -134,7 +132,7 @@ class Endpoint(ABC):
                 completion.prepared.hold(sum(update.num_bytes for update in updates))
         return updates_of
 
-    async def _serve(self, work: Work, body: bytes) -> str:
+    async def _serve(self, work: Work, body: Body) -> str:
         """Answers; returns the outcome for the metrics."""
         remaining_s = self._service.request_timeout_s - work.timings.since_arrival()
         try:
@@ -201,18 +199,51 @@ def renamed(param: str, paths: Mapping[str, str]) -> str:
 
 
 @asynccontextmanager
-async def received(admission: Admission, request: Request) -> AsyncGenerator[tuple[Slot, bytes]]:
+async def received(admission: Admission, request: Request) -> AsyncGenerator[tuple[Slot, Body]]:
     """A slot and the whole body of a request that needs no `Endpoint`."""
     tenant = tenant_of(request.scope)
     with admission.holding(tenant) as holding:
         async with admission.until_ended():
-            body = await read_body(request.scope, request.receive, holding.hold)
-        with admission.slot(tenant, holding) as slot:
+            body = await read_body(
+                request.scope, request.receive, holding.hold, admission.bulk_turn
+            )
+        with releasing(body), admission.slot(tenant, holding) as slot:
             await admission.turn()
             yield slot, body
 
 
-async def parse_body(threads: FairThreads, parse: Callable[[bytes], Result], body: bytes) -> Result:
+@contextmanager
+def releasing(body: Body) -> Generator[None]:
+    """Frees a request's large memory at its end. An error's traceback is part of cycles that live
+    until the next collection: what its frames hold goes now.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if len(body) > INLINE_BYTES:
+            _clear_frames(error)
+        raise
+    finally:
+        free(body)
+
+
+def _clear_frames(error: BaseException) -> None:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)
+        waiting += [found.__cause__, found.__context__]
+        if isinstance(found, BaseExceptionGroup):
+            waiting += cast("tuple[BaseException, ...]", found.exceptions)
+
+
+async def parse_body(
+    threads: FairThreads, parse: Callable[[Body], Result], body: Body, slot: Slot
+) -> Result:
     """`parse(body)`: in a thread, if the body is long or has much JSON beside its images.
 
     Args:
@@ -220,10 +251,17 @@ async def parse_body(threads: FairThreads, parse: Callable[[bytes], Result], bod
             wait behind each of several.
         parse: makes the request's type.
         body: of the request.
+        slot: gets the body's large images, which the parser does not read.
     """
     if len(body) <= INLINE_BYTES and json_bytes(body, _MAX_INLINE_JSON_BYTES) is not None:
         return parse(body)
-    return await threads.run(len(body), parse, body)
+
+    def cut_and_parse() -> tuple[Result, LargeImages]:
+        text, images = cut_images(body)
+        return parse(text), images
+
+    parsed, slot.images = await threads.run(len(body), cut_and_parse)
+    return parsed
 
 
 def now() -> int:

@@ -18,6 +18,7 @@ from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Endpoint, Work, parse_body, received, renamed
 from services.gateway.forms.answer_formats import JsonSchema, JsonSchemaFormat
 from services.gateway.forms.error_answers import messages_error_of
+from services.gateway.forms.json_body import Body
 from services.gateway.forms.messages_api import (
     AdaptiveThinking,
     AnswerBlock,
@@ -99,9 +100,8 @@ _STOP_REASONS: dict[str | None, StopReason] = {
 class MessagesEndpoint(Endpoint):
     """The endpoint."""
 
-    async def answer(self, work: Work, body: bytes) -> None:
-        request = await parse_body(self._service.parsers, parse_messages_request, body)
-        del body
+    async def answer(self, work: Work, body: Body) -> None:
+        request = await parse_body(self._service.parsers, parse_messages_request, body, work.slot)
         self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
@@ -144,7 +144,7 @@ class TokenCounter:
     async def count(self, request: Request) -> Response:
         """The view."""
         async with received(self._admission, request) as (slot, body):
-            given = await parse_body(self._service.parsers, parse_count_request, body)
+            given = await parse_body(self._service.parsers, parse_count_request, body, slot)
             self._service.check_model(given.model)
             paths = dict(_PATHS)
             try:

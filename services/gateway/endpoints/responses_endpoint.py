@@ -20,6 +20,7 @@ from services.gateway.forms.answer_formats import (
     ResponseFormat,
     TextFormat,
 )
+from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import (
     ChatRequest,
     ImageUrl,
@@ -82,9 +83,8 @@ _PATHS = {
 class ResponsesEndpoint(Endpoint):
     """The endpoint."""
 
-    async def answer(self, work: Work, body: bytes) -> None:
-        request = await parse_body(self._service.parsers, parse_responses_request, body)
-        del body
+    async def answer(self, work: Work, body: Body) -> None:
+        request = await parse_body(self._service.parsers, parse_responses_request, body, work.slot)
         self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths

@@ -10,6 +10,7 @@ from dataclasses import replace
 from services.gateway.answers.merging import merge
 from services.gateway.chat import Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now, parse_body
+from services.gateway.forms.json_body import Body
 from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import (
     DONE,
@@ -34,9 +35,8 @@ _PATHS: Mapping[str, str] = {"messages": "prompt"}
 class TextCompletionEndpoint(Endpoint):
     """The endpoint."""
 
-    async def answer(self, work: Work, body: bytes) -> None:
-        request = await parse_body(self._service.parsers, parse_completion_request, body)
-        del body
+    async def answer(self, work: Work, body: Body) -> None:
+        request = await parse_body(self._service.parsers, parse_completion_request, body, work.slot)
         work.paths = _PATHS
         self._service.check_model(request.model)
         prompts, chat = request.prompts, request.to_chat()

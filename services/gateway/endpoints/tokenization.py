@@ -89,7 +89,7 @@ class TokenizationRoutes:
         service = self._service
         async with received(self._admission, request) as (slot, body):
             parsed = await parse_body(
-                self._service.parsers, partial(decode_json, _tokenize_decoder), body
+                self._service.parsers, partial(decode_json, _tokenize_decoder), body, slot
             )
             if (parsed.prompt is None) == (parsed.messages is None):
                 raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -117,9 +117,9 @@ class TokenizationRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        async with received(self._admission, request) as (_, body):
+        async with received(self._admission, request) as (slot, body):
             parsed = await parse_body(
-                self._service.parsers, partial(decode_json, _detokenize_decoder), body
+                self._service.parsers, partial(decode_json, _detokenize_decoder), body, slot
             )
             if parsed.model is not None:
                 self._service.check_model(parsed.model)

@@ -5,6 +5,10 @@ Every endpoint's types are msgspec structs; a body that does not fit is an `Inva
 """
 
 import re
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -13,6 +17,7 @@ import numpy as np
 from services.common.errors import InvalidRequest, PayloadTooLarge
 
 Decoded = TypeVar("Decoded")
+Body = bytes | bytearray
 
 _WHERE = re.compile(r" - at (?:`key` in )?`\$(?:\.)?(.*)`$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
@@ -26,12 +31,101 @@ MAX_JSON_BYTES = 2 << 20
 MAX_JSON_NODES = 1 << 17
 _MAX_UNCOUNTED_BYTES = 256 << 10
 _IMAGE = re.compile(rb'"data(?::|"\s{0,64}:\s{0,64}")')
+_DATA_FIELD = re.compile(rb'"data"\s{0,64}:\s{0,64}"')
+_URL_FIELD = re.compile(rb'"(?:image_)?url"\s{0,64}:\s{0,64}$')
+_MAX_KEY_LENGTH = 140
+_DATA_URL = re.compile(rb'"data:[^",\\]{0,256};\s{0,64}base64,')
+_MIN_LARGE_BYTES = 64 << 10
+_NAME_LENGTH = 32
+_BACKSLASH = ord("\\")
 _MIN_IMAGE_BYTES = 1024
 _MAX_IMAGES = 4096  # looked for, small ones included
 _MAX_SEARCHED_BYTES = 256 << 10
 
 
-def json_bytes(body: bytes, limit: int) -> int | None:
+@dataclass(slots=True)
+class LargeImages:
+    """The large images of a body, as base64 where they were received. In the JSON a name stands for
+    each, so that the parser reads none of their bytes and no string is made of them.
+
+    Attributes:
+        ranges: of the body, by name. Nobody can guess a name.
+    """
+
+    body: Body = b""
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def range_of(self, url: str) -> tuple[int, int] | None:
+        """Where the image is, if the URL ends in its name."""
+        return self.ranges.get(url[-_NAME_LENGTH:]) if self.ranges else None
+
+    def check(self, urls: Iterable[str]) -> None:
+        """Raises InvalidRequest: one of them is not among the URLs of the request's images."""
+        if self.ranges.keys() - {url[-_NAME_LENGTH:] for url in urls}:
+            raise InvalidRequest(
+                f"an image of more than {_MIN_LARGE_BYTES} bytes stands where no image is read"
+            )
+
+    def clear(self) -> None:
+        """Frees the body, unless a thread still reads it."""
+        self.ranges.clear()
+        free(self.body)
+        self.body = b""
+
+
+def free(body: Body) -> None:
+    """Frees a body's memory, whatever else refers to it: an error's traceback may for long. One
+    that a thread still reads goes with its last reference.
+    """
+    if isinstance(body, bytearray):
+        with suppress(BufferError):
+            body.clear()
+
+
+def cut_images(body: Body) -> tuple[Body, LargeImages]:
+    """The body's JSON with a name in place of each large image, and the images.
+
+    An image is the value of a field `data`, or a `data:` URL that is the value of a field `url` or
+    `image_url`. Base64 has no escape but that of a slash; nobody has looked for others here.
+    """
+    images = LargeImages(body)
+    pieces: list[Body] = []
+    begin = outside = position = 0  # of the next piece, bytes of `pieces`, where to search
+    for _ in range(_MAX_IMAGES):
+        start = body.find(b'"data', position, begin + MAX_JSON_BYTES - outside + 6)
+        if start < 0:
+            break
+        first = _payload_start(body, start)
+        if first is None:
+            position = start + 5
+            continue
+        end = body.find(b'"', first)
+        if end < 0:
+            break
+        position = end
+        if end - first < _MIN_LARGE_BYTES or body[end - 1] == _BACKSLASH:
+            continue
+        name = secrets.token_hex(_NAME_LENGTH // 2)
+        images.ranges[name] = first, end
+        pieces += [body[begin:first], name.encode()]
+        outside += first - begin
+        begin = end
+    if not pieces:
+        return body, images
+    return b"".join([*pieces, body[begin:]]), images
+
+
+def _payload_start(body: Body, start: int) -> int | None:
+    """Where the base64 begins, if the string at `start` is such a field or such a URL."""
+    if found := _DATA_FIELD.match(body, start):
+        return found.end()
+    if _URL_FIELD.search(body, max(0, start - _MAX_KEY_LENGTH), start):
+        url = _DATA_URL.match(body, start)
+        return url.end() if url else None
+    return None
+
+
+def json_bytes(body: Body, limit: int) -> int | None:
     """Bytes of a body beside its images, or of the whole if they are few; None: over `limit`.
 
     An image is a long string that begins with `data:`, or the value of a field `data`. One with
@@ -44,7 +138,7 @@ def json_bytes(body: bytes, limit: int) -> int | None:
     return None if pieces is None else sum(stop - start for start, stop in pieces)
 
 
-def _beside_images(body: bytes, limit: int) -> list[tuple[int, int]] | None:
+def _beside_images(body: Body, limit: int) -> list[tuple[int, int]] | None:
     """The ranges of a body that are no image; None: more than `limit` bytes. Images are passed over
     at memory's speed, and no more than `limit` bytes beside them are searched.
     """
@@ -73,14 +167,14 @@ def _beside_images(body: bytes, limit: int) -> list[tuple[int, int]] | None:
     return pieces if outside + len(body) - begin <= limit else None
 
 
-def _is_plain(body: bytes, start: int, stop: int) -> bool:
+def _is_plain(body: Body, start: int, stop: int) -> bool:
     """Whether a string has no escape but that of a slash."""
     if body.find(b"\\", start, stop) < 0:  # far faster than to count
         return True
     return body.count(b"\\", start, stop) == body.count(b"\\/", start, stop)
 
 
-def num_nodes(text: bytes) -> int:
+def num_nodes(text: Body) -> int:
     """How many strings, arrays and objects JSON has, and twice its members, which take longest to
     parse. Numbers are hardly work. Mostly without the interpreter lock.
 
@@ -99,7 +193,7 @@ def num_nodes(text: bytes) -> int:
     return int(strings + count(opening & outside) + 2 * members)
 
 
-def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: bytes) -> Decoded:
+def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: Body) -> Decoded:
     """Decodes a JSON body.
 
     Raises:
@@ -138,7 +232,7 @@ def _read(error: msgspec.ValidationError) -> tuple[str, str]:
     return (text[: where.start()], where[1]) if where else (text, "")
 
 
-def _with_key(param: str, body: bytes, decoder: "msgspec.json.Decoder[Any]") -> str:
+def _with_key(param: str, body: Body, decoder: "msgspec.json.Decoder[Any]") -> str:
     """`param` with the first key of the map whose entry does not fit, if it can be found.
 
     Each entry is tried alone, in a body that holds nothing else.

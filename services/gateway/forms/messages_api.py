@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from services.common.errors import InvalidRequest
 from services.gateway.forms.generation import MAX_STOPS, StopString
 from services.gateway.forms.hints import PartHints
-from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS
 from services.gateway.forms.tools import MAX_TOOLS
 
@@ -187,7 +187,7 @@ _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountTokensRequest)
 
 
-def parse_messages_request(body: bytes) -> MessagesRequest:
+def parse_messages_request(body: Body) -> MessagesRequest:
     """Parses a request body.
 
     Raises:
@@ -198,7 +198,7 @@ def parse_messages_request(body: bytes) -> MessagesRequest:
     return request
 
 
-def parse_count_request(body: bytes) -> CountTokensRequest:
+def parse_count_request(body: Body) -> CountTokensRequest:
     """Parses a request body, as `parse_messages_request`."""
     request = decode_json(_count_decoder, body)
     _check_turns(request.messages)

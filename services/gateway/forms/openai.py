@@ -26,7 +26,7 @@ from services.gateway.forms.generation import (
     refuse_unserved,
 )
 from services.gateway.forms.hints import MessageHints, PartHints
-from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.forms.tools import (
     MAX_CALLS,
     MAX_TOOLS,
@@ -208,7 +208,7 @@ NEUTRAL_VALUES = {"ChatRequest": _NEUTRAL, "Message": _NEUTRAL_IN_MESSAGE}
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
-def parse_chat_request(body: bytes) -> ChatRequest:
+def parse_chat_request(body: Body) -> ChatRequest:
     """Parses a request body; every field is of its type and within its bounds.
 
     Raises:

@@ -19,7 +19,7 @@ from services.gateway.forms.generation import (
     refuse_unserved,
 )
 from services.gateway.forms.hints import PartHints, RequestHints
-from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS, ReasoningEffort
 from services.gateway.forms.responses import LogprobEntry
 from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition
@@ -186,7 +186,7 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
-def parse_responses_request(body: bytes) -> ResponsesRequest:
+def parse_responses_request(body: Body) -> ResponsesRequest:
     """Parses a request body.
 
     Raises:

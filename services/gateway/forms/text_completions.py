@@ -18,7 +18,7 @@ from services.gateway.forms.generation import (
     check_generation,
     refuse_unserved,
 )
-from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import PromptLogprob, Usage
 
@@ -109,7 +109,7 @@ NEUTRAL: Mapping[str, Sequence[object]] = {"suffix": (None, ""), "best_of": (Non
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-def parse_completion_request(body: bytes) -> CompletionRequest:
+def parse_completion_request(body: Body) -> CompletionRequest:
     """Parses a request body.
 
     Raises:

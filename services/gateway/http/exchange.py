@@ -34,6 +34,7 @@ _MIN_BODY_RATE = 16 << 10  # bytes a second
 # Memory that a byte of a body may take until its request ends: as received, in the parsed strings,
 # decoded from base64, in the call to an encoder.
 MEMORY_PER_BODY_BYTE = 4
+_LONG_BODY_BYTES = 256 << 10
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -110,7 +111,12 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def read_body(scope: Scope, receive: Receive, hold: Callable[[int], None]) -> bytes:
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    hold: Callable[[int], None],
+    bulk_turn: Callable[[], Awaitable[None]],
+) -> bytes | bytearray:
     """A request's whole body, which is JSON.
 
     A page of another origin can send every form's type without asking first (CORS), so a body
@@ -120,6 +126,7 @@ async def read_body(scope: Scope, receive: Receive, hold: Callable[[int], None])
         scope: of the request.
         receive: the ASGI channel.
         hold: counts the memory that the request will take, as bytes arrive; may refuse.
+        bulk_turn: waited for before each further chunk of a long body is read.
 
     Raises:
         UnsupportedMediaType: its content type is not JSON's.
@@ -148,11 +155,17 @@ async def read_body(scope: Scope, receive: Receive, hold: Callable[[int], None])
                 hold(len(chunk) * MEMORY_PER_BODY_BYTE)
                 body += chunk
                 if not message.get("more_body", False):
-                    return bytes(body)
+                    return body if len(body) > _LONG_BODY_BYTES else bytes(body)
+                if len(body) > _LONG_BODY_BYTES:
+                    await bulk_turn()
                 time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, BODY_TIMEOUT_S)
                 deadline.reschedule(start + time_s)
     except TimeoutError:
+        body.clear()
         raise DeadlineExceeded("the body did not arrive in time") from None
+    except BaseException:
+        body.clear()  # the error's traceback may keep the frame for long
+        raise
 
 
 async def handle_triptych_error(request: Request, error: Exception) -> Response:

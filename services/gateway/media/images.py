@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote
 
+import msgspec
 import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
@@ -20,6 +21,7 @@ from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_header import read_header
 from services.common.image_key import image_key
 from services.common.threads import INLINE_BYTES, num_threads
+from services.gateway.forms.json_body import LargeImages
 from services.gateway.media.web_media import WebMedia
 from services.gateway.tenancy.admission import uncounted
 from services.gateway.tenancy.turns import FairThreads
@@ -34,6 +36,8 @@ _MEDIA_TYPES = frozenset(
 _MAX_DATA_HEADER = 256
 # Of an image that is not in the request's body: as received, and in the call to an encoder.
 _MEMORY_PER_FETCHED_BYTE = 3
+# Of threads that decode what is long: requests of others, and services on the same cores, go first.
+_NICENESS = 10
 _FILE_COST = 1 << 20  # to read one, in bytes of a data: URL
 
 
@@ -111,6 +115,7 @@ class ImageReader:
         hold: Callable[[int], None],
         max_patches: int,
         tenant: str = "",
+        large: LargeImages | None = None,
     ) -> list[Image]:
         """All images, in order.
 
@@ -119,6 +124,7 @@ class ImageReader:
             hold: counts the bytes now held; may refuse.
             max_patches: of one image, before merging.
             tenant: which of several asks; each fetches only so much at a time.
+            large: images of the request's body that are not in the sources' URLs.
 
         Raises:
             TriptychError: of the first image that fails; its `param` names the image.
@@ -129,7 +135,7 @@ class ImageReader:
             async with gate:
                 try:
                     limits = self.limits_for(source)
-                    data = await self._loader.load(source.url, hold, tenant)
+                    data = await self._loader.load(source.url, hold, tenant, large)
                     return self._measure(data, source.param, limits, max_patches)
                 except TriptychError as error:
                     error.param = error.param or source.param
@@ -183,10 +189,14 @@ class MediaLoader:
         self._max_bytes = max_bytes
         self._web = web
         self._directory = None if allowed_directory is None else allowed_directory.resolve()
-        self._threads = FairThreads(num_threads(), "images")
+        self._threads = FairThreads(num_threads(), "images", niceness=_NICENESS)
 
     async def load(
-        self, url: str, hold: Callable[[int], None] = uncounted, tenant: str = ""
+        self,
+        url: str,
+        hold: Callable[[int], None] = uncounted,
+        tenant: str = "",
+        large: LargeImages | None = None,
     ) -> bytes:
         """The bytes behind a URL.
 
@@ -194,6 +204,7 @@ class MediaLoader:
             url: of any kind that is allowed.
             hold: counts the memory of bytes that are not in the request's body; may refuse.
             tenant: as `WebMedia.fetch`.
+            large: as `ImageReader.read`.
 
         Raises:
             InvalidRequest: the URL is refused or malformed.
@@ -204,6 +215,12 @@ class MediaLoader:
         scheme = url[:8].partition(":")[0].lower()
         match scheme:
             case "data":
+                if large is not None and (found := large.range_of(url)):
+                    _check_data_head(url)
+                    cost = found[1] - found[0]
+                    return await self._threads.run(
+                        cost, decode_large, large, found, self._max_bytes
+                    )
                 if len(url) > INLINE_BYTES:
                     return await self._threads.run(len(url), decode_data_url, url, self._max_bytes)
                 return decode_data_url(url, self._max_bytes)
@@ -260,6 +277,30 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
         InvalidRequest: not base64, malformed, or not an image's media type.
         InvalidImage: more than `max_bytes`.
     """
+    return _decode(url[_check_data_head(url) + 1 :], max_bytes)
+
+
+def decode_large(images: LargeImages, place: tuple[int, int], max_bytes: int) -> bytes:
+    """The bytes of an image where it was received.
+
+    Raises:
+        InvalidRequest, InvalidImage: as `decode_data_url`.
+    """
+    with memoryview(images.body) as body, body[slice(*place)] as text:
+        try:
+            return _decode(text, max_bytes)
+        except TriptychError:
+            if images.body.find(b"\\", *place) < 0:
+                raise
+        try:
+            unescaped = msgspec.json.decode(b'"%b"' % text, type=str)
+        except msgspec.DecodeError:
+            raise InvalidRequest("the body is not valid JSON") from None
+    return _decode(unescaped, max_bytes)
+
+
+def _check_data_head(url: str) -> int:
+    """Where the comma is that ends the head of a `data:` URL."""
     comma = url.find(",", 0, _MAX_DATA_HEADER)
     if comma < 0:
         raise InvalidRequest("a data: URL must be data:<type>;base64,<data>")
@@ -271,11 +312,14 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
             f"media type {media_type[:40]!r} is not allowed; allowed: image/jpeg, image/png, "
             "image/webp, image/gif"
         )
-    length = len(url) - comma - 1
-    if length // 4 * 3 - 2 > max_bytes:
+    return comma
+
+
+def _decode(text: str | memoryview, max_bytes: int) -> bytes:
+    if len(text) // 4 * 3 - 2 > max_bytes:
         raise InvalidImage(f"the image has more than {max_bytes} bytes")
     try:
-        data = pybase64.b64decode(url[comma + 1 :], validate=True)
+        data = pybase64.b64decode(text, validate=True)
     except ValueError:
         raise InvalidRequest("the data: URL is not valid base64") from None
     if not data:

@@ -10,7 +10,7 @@ import ipaddress
 import re
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
@@ -177,6 +177,7 @@ class WebMedia:
         timeout_s: for lookup, connections, redirects and bytes together.
         allow_private: dial private and loopback addresses and any port, too.
         resolver: of host names; for tests.
+        bulk_turn: waited for before each chunk of a body is read.
     """
 
     def __init__(
@@ -186,7 +187,9 @@ class WebMedia:
         timeout_s: float = 10.0,
         allow_private: bool = False,
         resolver: Resolver | None = None,
+        bulk_turn: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self._bulk_turn = bulk_turn
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._allow_private = allow_private
@@ -269,6 +272,8 @@ class WebMedia:
                         hold(len(chunk))
                         body += chunk
                         deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
+                        if self._bulk_turn is not None:
+                            await self._bulk_turn()
                 if not body:
                     raise MediaFetchFailed("the image URL answers with an empty body")
                 return bytes(body)

@@ -12,9 +12,10 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.errors import Overloaded, Unavailable
+from services.gateway.forms.json_body import LargeImages
 from services.gateway.tenancy.quota import Quotas, Usage
 from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
 from services.gateway.tenancy.turns import Turnstile
@@ -57,11 +58,16 @@ class Holding:
 
 @dataclass(slots=True)
 class Slot:
-    """One request's slot. Valid inside the `with` that made it."""
+    """One request's slot. Valid inside the `with` that made it.
+
+    Attributes:
+        images: large ones of the request's body.
+    """
 
     tenant: Tenant
     usage: Usage
     hold: Callable[[int], None]
+    images: LargeImages = field(default_factory=LargeImages)
 
 
 class Admission:
@@ -81,6 +87,7 @@ class Admission:
         self._max_held_bytes = max_held_bytes
         self._quotas = quotas or Quotas()
         self._turnstile = Turnstile()
+        self._bulk_turnstile = Turnstile(for_all=True)
         self.held_bytes = 0
         self._running: Counter[str] = Counter()  # by tenant
         self._idle = asyncio.Event()
@@ -133,6 +140,10 @@ class Admission:
     async def turn(self) -> None:
         """Waits until the running task's tenant is next to have work done in the event loop."""
         await self._turnstile.turn()
+
+    async def bulk_turn(self) -> None:
+        """Waits until the running task may read the next chunk of something long."""
+        await self._bulk_turnstile.turn()
 
     def _check_room(self, tenant: Tenant) -> None:
         if self._refuses:

@@ -3,7 +3,9 @@
 Many requests of one tenant would delay all others: each piece of work is short, but hundreds of
 them are ready at once. So a request passes the `Turnstile` before anything is done with its body,
 one in each pass of the event loop, and `FairThreads` take the work of tenants in fair order. Those
-without a key are one tenant and take no turns.
+without a key are one tenant and take no turns, but at a turnstile for all: there each further chunk
+of a long body or of a fetched image passes, so that the small work of others waits for one chunk
+in each pass and not for one of every connection.
 """
 
 import asyncio
@@ -15,6 +17,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from services.common.fair_order import FairOrder
+from services.common.threads import add_niceness
 from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
 
 Result = TypeVar("Result")
@@ -55,16 +58,21 @@ class _Line:
 
 
 class Turnstile:
-    """Lets one request pass in each pass of the event loop. Only the loop's thread uses it."""
+    """Lets one request pass in each pass of the event loop. Only the loop's thread uses it.
 
-    def __init__(self) -> None:
+    Args:
+        for_all: those without a key take turns, too.
+    """
+
+    def __init__(self, *, for_all: bool = False) -> None:
+        self._for_all = for_all
         self._line = _Line()
         self._is_scheduled = False
 
     async def turn(self) -> None:
-        """Waits for the running task's turn; at once if it has no tenant."""
+        """Waits for the running task's turn; at once if it needs none."""
         tenant = _tenant.get()
-        if tenant is ANONYMOUS:
+        if tenant is ANONYMOUS and not self._for_all:
             return
         waiter = self._line.join(tenant, 1.0)
         self._schedule()
@@ -87,10 +95,11 @@ class FairThreads:
     Args:
         number: of threads.
         name: of them.
+        niceness: added to that of the process; see `add_niceness`.
     """
 
-    def __init__(self, number: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(number, name)
+    def __init__(self, number: int, name: str, *, niceness: int = 0) -> None:
+        self._pool = ThreadPoolExecutor(number, name, add_niceness, (niceness,))
         self._line = _Line()
         self._num_idle = number
 

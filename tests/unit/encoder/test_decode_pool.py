@@ -178,6 +178,21 @@ def test_small_images_do_not_wait_for_the_memory_of_large_ones(pool: DecodePool)
         assert threads.submit(shape_of, pool, data).result(PATIENCE_S) == (30, 40, 3)
 
 
+def test_large_images_have_workers_that_give_way_to_others() -> None:
+    pool = DecodePool(1, num_large=1, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS)
+    try:
+        (normal,) = pool.pids
+        large = encoded(Image.new("RGB", (6000, 6000)))
+        assert shape_of(pool, encoded(noise(40, 30))) == (30, 40, 3)
+        with pool.decoded(large, read(large)):
+            (_, niced) = pool.pids
+            assert shape_of(pool, encoded(noise(40, 30))) == (30, 40, 3)  # does not wait
+        assert os.getpriority(os.PRIO_PROCESS, niced) >= 10
+        assert os.getpriority(os.PRIO_PROCESS, normal) == os.getpriority(os.PRIO_PROCESS, 0)
+    finally:
+        pool.close()
+
+
 def test_the_worst_case_is_bytes_a_pixel() -> None:
     header = ImageHeader("WEBP", 5000, 8000)
     assert 0.9e9 < worst_case_bytes(header, 0) < 1e9

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import os
 
 import pytest
@@ -12,12 +13,14 @@ from services.common.errors import (
     InvalidRequest,
 )
 from services.common.image_geometry import ImageLimits
+from services.gateway.forms.json_body import cut_images
 from services.gateway.media.images import (
     LOW_DETAIL_PIXELS,
     ImageReader,
     ImageSource,
     MediaLoader,
     decode_data_url,
+    decode_large,
 )
 from services.gateway.media.web_media import WebMedia
 
@@ -65,6 +68,58 @@ def test_data_url_size_is_checked_before_decoding():
         decode_data_url(data_url(b"abcd"), 3)
     with pytest.raises(InvalidImage):
         decode_data_url("data:;base64,", 3)
+
+
+# Large images of a body
+
+
+@pytest.mark.parametrize("field", ['"url"', '"image_url" ', '"data"'])
+@pytest.mark.parametrize("escape", [False, True])
+def test_large_images_of_a_body_are_decoded_where_they_were_received(field, escape):
+    file = bytes(range(256)) * 1024
+    text = base64.b64encode(file).decode()
+    head = "" if "data" in field else "data:image/png;base64,"
+    value = (head + text).replace("/", "\\/" if escape else "/").replace("image\\/", "image/")
+    body = bytearray(f'{{"a": [{{{field}: "{value}"}}], "b": "é"}}'.encode())
+    cut, images = cut_images(body)
+    assert len(cut) < 150
+    parsed = json.loads(cut)
+    assert parsed["b"] == "é"
+    (url,) = parsed["a"][0].values()
+    assert url.startswith(head)
+    place = images.range_of(url)
+    images.check([url])
+    assert decode_large(images, place, len(file)) == file
+    with pytest.raises(InvalidImage, match="more than"):
+        decode_large(images, place, len(file) - 1)
+    images.clear()
+    assert not body, "its memory is free"
+
+
+@pytest.mark.parametrize(
+    "item",
+    ['"text": "data:image/png;base64,{}"', '"url": "data:image/png;base64,{}\\"x"',
+     '"x": "\\"data\\":\\"{}"', '"url": "data:{}"', '"url": "http:{}"'],
+)  # fmt: skip
+def test_other_strings_stay_in_the_json(item):
+    body = ("{" + item.format("A" * 100_000) + "}").encode()
+    assert cut_images(body)[0] is body
+
+
+def test_a_large_image_that_is_no_image_of_the_request_is_refused():
+    body = b'{"tools": {"url": "data:image/png;base64,%b"}}' % (b"A" * 100_000)
+    _, images = cut_images(body)
+    with pytest.raises(InvalidRequest, match="no image is read"):
+        images.check(["data:image/png;base64,AAAA"])
+
+
+@pytest.mark.parametrize("text", ["####", "A\\u0041A", "A\nA"])
+def test_bad_base64_of_a_large_image_is_the_callers_fault(text):
+    text = "A" * (1 << 16) + text
+    _, images = cut_images(f'{{"data": "{text}"}}'.encode())
+    (place,) = images.ranges.values()
+    with pytest.raises(InvalidRequest):
+        decode_large(images, place, 1 << 20)
 
 
 # file: URLs

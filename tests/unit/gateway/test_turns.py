@@ -1,11 +1,13 @@
 """Turns of tenants at the event loop and at threads."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
 
+from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.tenants import ANONYMOUS, Limits, Tenant
 from services.gateway.tenancy.turns import FairThreads, Turnstile, bind_tenant
 
@@ -54,6 +56,36 @@ async def test_callers_without_a_key_do_not_wait() -> None:
     await asyncio.sleep(0)
     assert passed == 10
     await asyncio.gather(*tasks)
+
+
+async def test_one_chunk_of_something_long_is_read_in_each_pass_by_whomever() -> None:
+    admission, read = Admission(64), []
+
+    async def begin() -> None:
+        await admission.bulk_turn()
+        read.append(passes)
+
+    passes = 0
+    tasks = [of(ANONYMOUS, begin) for _ in range(10)]
+    while len(read) < 10:
+        await asyncio.sleep(0)
+        passes += 1
+    assert len(set(read)) == 10, "two in one pass"
+    await asyncio.gather(*tasks)
+
+
+async def test_threads_for_long_work_give_way() -> None:
+    threads = FairThreads(1, "test", niceness=3)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        assert await threads.run(1, niceness_of_thread) == own + 3
+        assert niceness_of_thread() == own
+    finally:
+        threads.close()
+
+
+def niceness_of_thread() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 async def test_a_request_that_leaves_the_turnstile_delays_nobody() -> None:
