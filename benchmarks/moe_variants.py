@@ -29,41 +29,41 @@ from services.decoder.kernels.tuning import MoEGemvConfig
 CHAIN = 24  # layers
 _CHECKED, _TIMED = 50, 12  # replays
 _WORKERS = 14
-_BASE = MoEGemvConfig(up_rows=2)
-_NORM = replace(_BASE, fuses_norm=True, router_rows=1)
+_BASE = MoEGemvConfig()
+_NORM = replace(_BASE, fuses_norm=True)
 # Predicted µs per layer of the 30B-A3B for one token.
 VARIANTS: dict[str, tuple[MoEGemvConfig, float]] = {
-    "five kernels, first tiles": (MoEGemvConfig(), 28.5),
-    "five kernels": (_BASE, 27.4),
-    "norm fused": (replace(_BASE, fuses_norm=True), 25.4),
-    "norm fused, router of one row": (_NORM, 24.9),
-    "norm fused, early": (replace(_NORM, early=True), 23.5),
-    "norm and routing fused": (replace(_NORM, fuses_routing=True), 23.8),
-    "norm and routing fused, early": (replace(_NORM, fuses_routing=True, early=True), 22.3),
+    "five kernels": (_BASE, 25.2),
+    "norm fused": (_NORM, 24.7),
+    "early, registers": (replace(_NORM, early="registers"), 24.0),
+    "early, l2": (replace(_NORM, early="l2"), 23.6),
+    **{
+        f"{count} pairs prefetch": (replace(_NORM, prefetched=count), predicted)
+        for count, predicted in ((1, 24.0), (2, 23.6), (3, 23.5), (4, 23.6), (8, 24.5))
+    },
+    "both": (replace(_NORM, prefetched=2, early="registers"), 23.6),
 }
-# Of the early variants: rows, units, columns and warps of gate and up; the same of down.
+# Rows, units, columns and warps of gate and up; the same of down.
 _UPS = (
-    (2, 1, 1024, 4), (4, 1, 1024, 4), (4, 1, 512, 4), (8, 1, 512, 4), (8, 1, 1024, 8),
-    (4, 1, 2048, 8), (4, 2, 1024, 4), (4, 3, 1024, 4), (2, 1, 1024, 2), (2, 2, 2048, 4),
+    (1, 1, 2048, 2), (1, 1, 2048, 4), (2, 1, 2048, 4), (2, 1, 512, 4), (2, 1, 1024, 2),
+    (2, 2, 1024, 4), (2, 3, 1024, 4), (2, 2, 2048, 4), (4, 1, 1024, 4), (4, 1, 1024, 8),
+    (4, 1, 2048, 8), (4, 2, 1024, 4), (4, 3, 1024, 4),
 )  # fmt: skip
 _DOWNS = (
-    (4, 256, 4), (2, 256, 4), (2, 256, 2), (4, 256, 8), (8, 256, 8), (4, 128, 4), (8, 128, 4),
-    (2, 1024, 4),
+    (2, 128, 2), (2, 256, 2), (2, 256, 4), (4, 64, 4), (4, 128, 2), (4, 128, 4), (4, 256, 8),
+    (8, 64, 4), (8, 128, 4), (8, 128, 8),
 )  # fmt: skip
 
 
 def sweeps() -> Iterator[MoEGemvConfig]:
-    """Other divisions of the two early variants."""
-    for routes in (False, True):
-        base = replace(_NORM, early=True, fuses_routing=routes)
-        for rows, units, columns, warps in _UPS:
+    """Other divisions."""
+    for rows, units, columns, warps in _UPS:
+        yield replace(_NORM, up_rows=rows, up_units=units, up_columns=columns, up_warps=warps)
+    for rows, columns, warps in _DOWNS:
+        for early in ("", "l2"):
             yield replace(
-                base, up_rows=rows, up_units=units, up_columns=columns, up_warps=warps
+                _NORM, down_rows=rows, down_columns=columns, down_warps=warps, early=early
             )  # fmt: skip
-        for rows, columns, warps in _DOWNS:
-            yield replace(base, down_rows=rows, down_columns=columns, down_warps=warps)
-        for rows in (0, 2):
-            yield replace(base, router_rows=rows)
 
 
 class Variants:
@@ -222,14 +222,16 @@ def run(
         found[config] = variants.row(_shown(config), config, counts)
     if not sweep:
         return
-    for routes in (False, True):  # the best of both sweeps together
-        base = replace(_NORM, early=True, fuses_routing=routes)
-        of_up = [c for c in found if replace(base, **_division(c, "up")) == c]
-        of_down = [c for c in found if replace(base, **_division(c, "down")) == c]
-        up, down = (min(c, key=lambda config: found[config][0]) for c in (of_up, of_down))
-        both = replace(up, **_division(down, "down"))
-        if both not in found:
-            found[both] = variants.row("both best: " + _shown(both), both, counts)
+    for index, count in enumerate(counts):  # the best of each together
+        up = min((c for c in found if replace(_NORM, **_division(c, "up")) == c),
+                 key=lambda config: found[config][index])  # fmt: skip
+        down = min((c for c in found if replace(_NORM, **_division(c, "down")) == c),
+                   key=lambda config: found[config][index])  # fmt: skip
+        rest = min((c for c, _ in VARIANTS.values()), key=lambda config: found[config][index])
+        for loads in {rest, _NORM, replace(_NORM, prefetched=2 * count)}:
+            both = replace(loads, **_division(up, "up"), **_division(down, "down"))
+            if both not in found:
+                found[both] = variants.row(f"best of T = {count}: {_shown(both)}", both, counts)
     for index, count in enumerate(counts):
         print(f"\nT = {count}, fastest first")
         for config in sorted(found, key=lambda config: found[config][index])[:4]:
@@ -244,5 +246,4 @@ def _division(config: MoEGemvConfig, which: str) -> dict[str, int]:
 
 def _shown(config: MoEGemvConfig) -> str:
     up, down = (tuple(_division(config, which).values()) for which in ("up", "down"))
-    routed = "routing fused" if config.fuses_routing else "route kernel"
-    return f"{routed}, {up} {down} {config.router_rows}"
+    return f"{up} {down} {config.prefetched} {config.early}"

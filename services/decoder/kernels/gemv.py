@@ -4,7 +4,6 @@ cuBLAS reaches two thirds of the memory bandwidth on a GEMV. Here a CTA takes a 
 weight, and fuses the operations around the GEMV: the RMSNorm before it, the SwiGLU or the residual
 addition after it. With programmatic dependent launch a kernel starts while the one
 before it ends, and loads its first weights, which depend on nothing, before its input is there.
-`late` lets the kernel after it start only when its input is there, see `moe_gemv`.
 Rounding points are the plain twins', in `services.decoder.kernels.plain`.
 """
 
@@ -19,22 +18,22 @@ from services.decoder.kernels.tuning import GemvConfig, gemv_config
 
 def linear(
     x: Tensor, weight: Tensor, *, out: Tensor | None = None, pdl: bool = False,
-    late: bool = False, config: GemvConfig | None = None,
+    config: GemvConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """`x @ weight.T`: `[T, K]`, `[N, K]` → `[T, N]`; to `out`, if there is one."""
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(x, weight, out, "linear", None, None, 0.0, pdl, config, late=late)
+    _launch(x, weight, out, "linear", None, None, 0.0, pdl, config)
     return out
 
 
 def norm_linear(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, *,
-    pdl: bool = False, late: bool = False, config: GemvConfig | None = None,
+    pdl: bool = False, config: GemvConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """`rms_norm(x) @ weight.T + bias`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(x, weight, out, "norm_linear", bias, norm, eps, pdl, config, late=late)
+    _launch(x, weight, out, "norm_linear", bias, norm, eps, pdl, config)
     return out
 
 
@@ -58,7 +57,7 @@ def linear_residual(
 
 def _launch(
     x: Tensor, weight: Tensor, out: Tensor, kind: str, bias: Tensor | None, norm: Tensor | None,
-    eps: float, pdl: bool, config: GemvConfig | None, *, late: bool = False,
+    eps: float, pdl: bool, config: GemvConfig | None,
 ) -> None:  # fmt: skip
     num_tokens, num_columns = x.shape
     num_rows = out.shape[1]
@@ -72,7 +71,7 @@ def _launch(
         WIDTH=num_columns, TOKENS=num_tokens, ROWS=rows, TILE=config.tile,
         NUM_TILES=triton.cdiv(num_columns, config.tile), STAGES=config.stages,
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=kind == "norm_swiglu",
-        ADD=kind == "linear_residual", LATE=late, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        ADD=kind == "linear_residual", PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def _gemv_kernel(
     x_ptr, weight_ptr, out_ptr, norm_ptr, bias_ptr, num_rows, eps,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     NUM_TILES: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    SWIGLU: tl.constexpr, ADD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    SWIGLU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, TILE)
@@ -97,12 +96,8 @@ def _gemv_kernel(
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     if PDL:
-        if LATE:
-            gdc_wait()
-            gdc_launch_dependents()
-        else:
-            gdc_launch_dependents()
-            gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     dtype = out_ptr.dtype.element_ty
     for token in tl.static_range(TOKENS):
         tokens = x_ptr + token * WIDTH

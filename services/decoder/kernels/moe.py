@@ -3,7 +3,7 @@
 | name         | tokens | how                                                             |
 |--------------|--------|-----------------------------------------------------------------|
 | gemv         | 1-4    | a GEMV for each token and each of its experts; it may normalise |
-|              |        | the residual stream and route the tokens besides                |
+|              |        | the residual stream besides                                     |
 | grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
 | grouped_mm   | any    | the same by torch's grouped GEMM                                |
 | plain        | any    | `plain.moe`                                                     |
@@ -19,7 +19,7 @@ from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.decoder.kernels import add_norm, gemv, moe_gemm, moe_gemv, skinny_gemm, tuning
-from services.decoder.kernels.moe_routing import Routing, Scores, route
+from services.decoder.kernels.moe_routing import Routing, route
 from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.tuning import MoEGemvConfig, SkinnyConfig
 
@@ -52,11 +52,12 @@ class MoEKernels:
         config: MoEGemvConfig | None = None,
     ) -> None:
         """Implements `plain.moe` for a few tokens; with `norm`, of x normalised by it."""
-        config = config or self._gemv_config(x)
-        if norm is not None and not (config.fuses_norm and router.is_plain):
+        config = config or tuning.moe_gemv_config(len(x))
+        fuses = config.fuses_norm and router.is_plain and len(x) <= tuning.GEMV_TOKENS
+        if norm is not None and not fuses:
             x = add_norm.rms_norm(x, norm.weight, norm.eps, pdl=self._pdl)
             norm = None
-        routing = self._few_routed(x, router, norm, config)
+        routing = self._route(x, router, tile=0, norm=norm)
         up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
         moe_gemv.experts(
             x, routing, up, down, residual, config, norm=norm, pure=self._pure, pdl=self._pdl
@@ -75,35 +76,6 @@ class MoEKernels:
             self.gemv(normed, router, experts, residual)
         return None, residual
 
-    def _gemv_config(self, x: Tensor) -> MoEGemvConfig:
-        return tuning.moe_gemv_config(x.shape[1], self._spec, len(x))
-
-    def _few_routed(
-        self, x: Tensor, router: Router, norm: RMSNorm | None, config: MoEGemvConfig
-    ) -> Routing | Scores:
-        """Of `gemv`. `early`: the last kernel lets the experts' start when its input is there."""
-        fuses = config.fuses_routing and router.out_features <= tuning.MOE_FUSED_EXPERTS
-        late = config.early and fuses
-        chosen = None
-        if config.router_rows or len(x) > tuning.GEMV_TOKENS:
-            chosen = tuning.router_gemv_config(config.router_rows or 4, x.shape[1])
-        if not router.is_plain:
-            logits = router(x)
-        elif norm is not None:
-            logits = gemv.norm_linear(
-                x, norm.weight, norm.eps, router.weight, pdl=self._pdl, late=late, config=chosen
-            )
-        elif fuses or config.router_rows:
-            logits = gemv.linear(x, router.weight, pdl=self._pdl, late=late, config=chosen)
-        else:
-            logits = self._scores(x, router)
-        if fuses:
-            return Scores(logits, router.top_k, router.normalize)
-        return route(
-            logits, router.top_k, normalize=router.normalize, dtype=x.dtype, tile=0,
-            pdl=self._pdl, late=config.early,
-        )  # fmt: skip
-
     def grouped_gemm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
         """Implements `plain.moe` for any number of tokens."""
         config = tuning.moe_gemm_config(self._device, len(x), self._spec)
@@ -119,10 +91,16 @@ class MoEKernels:
         up, down = (stack.weight for stack in experts.stacks.values())
         moe_gemm.library_experts(x, routing, up, down, residual, pdl=self._pdl)
 
-    def _route(self, x: Tensor, router: Router, tile: int) -> Routing:
+    def _route(
+        self, x: Tensor, router: Router, tile: int, *, norm: RMSNorm | None = None
+    ) -> Routing:
+        if norm is None:
+            logits = self._scores(x, router)
+        else:
+            logits = gemv.norm_linear(x, norm.weight, norm.eps, router.weight, pdl=self._pdl)
         return route(
-            self._scores(x, router), router.top_k, normalize=router.normalize, dtype=x.dtype,
-            tile=tile, pdl=self._pdl,
+            logits, router.top_k, normalize=router.normalize, dtype=x.dtype, tile=tile,
+            pdl=self._pdl,
         )  # fmt: skip
 
     def _scores(self, x: Tensor, router: Router) -> Tensor:

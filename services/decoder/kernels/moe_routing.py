@@ -45,21 +45,6 @@ class Routing:
     tiles: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What tokens are routed by, for kernels that find their experts themselves.
-
-    Attributes:
-        logits: `[T, E]`, in the model's dtype.
-        top_k: experts per token.
-        normalize: scale a token's weights to a sum of 1.
-    """
-
-    logits: Tensor
-    top_k: int
-    normalize: bool
-
-
 def max_tiles(num_rows: int, num_experts: int, tile: int) -> int:
     """The most tiles of up to `tile` rows that experts can need together."""
     return min(num_rows, num_experts + num_rows // tile)
@@ -73,7 +58,6 @@ def route(
     dtype: torch.dtype,
     tile: int,
     pdl: bool = False,
-    late: bool = False,
 ) -> Routing:
     """The routing of a step.
 
@@ -84,7 +68,6 @@ def route(
         dtype: the model's.
         tile: most rows of a tile; 0: no lists are wanted.
         pdl: see `DeviceFacts.supports_pdl`.
-        late: the kernel after it starts only after the wait, see `moe_gemv`; for no lists.
     """
     num_tokens, num_experts = logits.shape[-2:]
     rows = num_tokens * top_k
@@ -104,7 +87,7 @@ def route(
     _route_kernel[(num_tokens,)](
         logits, routing.experts, routing.weights, num_experts, num_tokens * num_experts,
         EXPERTS=size, TOP_K=top_k, SPLITS=len(logits) if logits.dim() == 3 else 0,
-        NORMALIZE=normalize, HALF=_half(dtype), LATE=late, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        NORMALIZE=normalize, HALF=_half(dtype), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     if tile:
         held = _ROWS if rows <= _MANY_ROWS else _MORE_ROWS
@@ -133,54 +116,33 @@ def _half(dtype: torch.dtype) -> tl.dtype:
 def _route_kernel(
     logits_ptr, experts_ptr, weights_ptr, num_experts, stride, EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, SPLITS: tl.constexpr, NORMALIZE: tl.constexpr, HALF: tl.constexpr,
-    LATE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     inside = expert < num_experts
     if PDL:
-        if LATE:
-            gdc_wait()
-            gdc_launch_dependents()
-        else:
-            gdc_launch_dependents()
-            gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     place = token * num_experts + expert
     logits = load_reduced(logits_ptr, place, inside, stride, SPLITS, HALF).to(tl.float32)
-    share, slot = choose_experts(logits[None, :], expert, num_experts, EXPERTS, TOP_K, NORMALIZE)
-    row = token * TOP_K + slot
-    tl.store(experts_ptr + row, expert[None, :], mask=slot >= 0)
-    tl.store(weights_ptr + row, share.to(HALF).to(tl.float32), mask=slot >= 0)
-
-
-@triton.jit
-def choose_experts(  # noqa: ANN201 - two blocks
-    logits, expert, num_experts, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr
-):
-    """The routing of a token by its logits `[N, EXPERTS]`, N times the same.
-
-    Returns:
-        Each expert's probability, and its place among the token's experts, which ascend, or -1.
-    """
-    index = expert[None, :]
-    inside = index < num_experts
     logits = tl.where(inside, logits, float("-inf"))
-    share = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    share = share / tl.sum(share, axis=1)[:, None]
+    share = tl.exp(logits - tl.max(logits, axis=0))
+    share = share / tl.sum(share, axis=0)
     # Probabilities are not negative, so that their bits are in their order, and a value that is not
     # a number is above all; of equal ones the lowest expert is above. An integer's maximum is one
     # instruction per warp.
     keys = tl.where(inside, share.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-    chosen = tl.zeros_like(keys)
+    chosen = tl.zeros((EXPERTS,), tl.int32)
     for _ in tl.static_range(TOP_K):
-        is_highest = keys == tl.max(keys, axis=1)[:, None]
-        lowest = tl.min(tl.where(is_highest, index, EXPERTS), axis=1)[:, None]
-        chosen = tl.where(index == lowest, 1, chosen)
-        keys = tl.where(index == lowest, -1, keys)
+        lowest = tl.min(tl.where(keys == tl.max(keys, axis=0), expert, EXPERTS), axis=0)
+        chosen = tl.where(expert == lowest, 1, chosen)
+        keys = tl.where(expert == lowest, -1, keys)
     if NORMALIZE:
-        share = share / tl.sum(tl.where(chosen > 0, share, 0.0), axis=1)[:, None]
-    slot = tl.cumsum(chosen, axis=1) - 1
-    return share, tl.where(chosen > 0, slot, -1)
+        share = share / tl.sum(tl.where(chosen > 0, share, 0.0), axis=0)
+    row = token * TOP_K + tl.cumsum(chosen, axis=0) - 1
+    tl.store(experts_ptr + row, expert, mask=chosen > 0)
+    tl.store(weights_ptr + row, share.to(HALF).to(tl.float32), mask=chosen > 0)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ without a row gets its constants by the rules below, which need the device's fac
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from services.common.model_spec import MoESpec
 from services.common.nn.device import DeviceFacts
@@ -170,12 +171,12 @@ class MoEGemvConfig:
         down_columns: as `up_columns`.
         down_warps: of a CTA.
         fuses_norm: the router's GEMV and gate and up normalise the residual stream themselves.
-        fuses_routing: each CTA routes its token itself.
-        early: kernels read before they wait, see `moe_gemv`.
-        router_rows: of the router's weight, per CTA; 0: as other GEMVs of its shape have them.
+        prefetched: of the (token, expert) pairs that gate and up compute, the last ones, during
+            which they have the L2 load the experts' down projections.
+        early: the down projection's kernel loads weights before it waits, see `moe_gemv`.
     """
 
-    up_rows: int = 4
+    up_rows: int = 2
     up_units: int = 1
     up_columns: int = 1024
     up_warps: int = 4
@@ -183,9 +184,8 @@ class MoEGemvConfig:
     down_columns: int = 256
     down_warps: int = 4
     fuses_norm: bool = False
-    fuses_routing: bool = False
-    early: bool = False
-    router_rows: int = 0
+    prefetched: int = 0
+    early: Literal["", "registers", "l2"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +211,8 @@ class MoEGemmConfig:
         return (self.rows + self.tokens) * self.columns * 2 * self.stages
 
 
-# Of a mixture of experts. Not measured yet, but for `_MOE_GEMV`.
+# Of a mixture of experts. `MoEGemvConfig`'s own are measured on an H200, the 30B-A3B's shape.
 MOE_GEMV_TOKENS = 4  # above, tokens share experts often enough
-MOE_FUSED_EXPERTS = 256  # above, routing takes too long for each CTA to do it again
-# (hidden size, size of an expert, experts per token) → for one token, by `benchmarks.moe --tune`.
-_MOE_GEMV = {(2048, 768, 8): MoEGemvConfig(up_rows=2)}
 ROUTER_SPLITS = 8  # of K, of the router's skinny GEMM
 # Mean number of rows per expert up to which a configuration serves.
 _MOE_GEMM = (
@@ -226,16 +223,9 @@ _MOE_GEMM = (
 )
 
 
-def moe_gemv_config(hidden_size: int, moe: MoESpec, num_tokens: int) -> MoEGemvConfig:
+def moe_gemv_config(num_tokens: int) -> MoEGemvConfig:
     """For up to `MOE_GEMV_TOKENS` tokens."""
-    found = _MOE_GEMV.get((hidden_size, moe.intermediate_size, moe.top_k))
-    return found if found is not None and num_tokens == 1 else MoEGemvConfig()
-
-
-def router_gemv_config(rows: int, num_columns: int) -> GemvConfig:
-    """Of a router, whose time is latency: a CTA has few `rows`, and each thread little of them."""
-    tile = _gemv_tile(num_columns)
-    return GemvConfig(rows, tile, 0 if -(-num_columns // tile) <= 8 else 3, 4)
+    return MoEGemvConfig(fuses_norm=num_tokens == 1)
 
 
 def moe_gemm_config(device: DeviceFacts, num_tokens: int, moe: MoESpec) -> MoEGemmConfig:

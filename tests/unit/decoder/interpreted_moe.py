@@ -19,7 +19,7 @@ from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.tuning import MoEGemmConfig, MoEGemvConfig
 
 GEMV = MoEGemvConfig(up_rows=4, up_columns=64, down_rows=8, down_columns=64)
-FUSED = replace(GEMV, up_units=2, fuses_norm=True, fuses_routing=True, early=True, router_rows=2)
+FUSED = replace(GEMV, up_units=2, fuses_norm=True)
 
 
 def made_experts(count: int, hidden: int, size: int, weight_format: str) -> Experts:
@@ -129,9 +129,8 @@ def check_all() -> None:
     check_experts(1, (4, 64, 32, 2), "plain", GEMV)
     check_experts(2, (6, 96, 48, 3), "plain", GEMV)  # sizes and top_k are padded
     check_experts(1, (4, 64, 32, 2), "plain", FUSED)
-    check_experts(4, (6, 96, 48, 3), "plain", FUSED)
-    check_experts(3, (6, 96, 48, 3), "plain", replace(FUSED, fuses_routing=False))
-    check_experts(2, (6, 96, 48, 3), "plain", replace(FUSED, fuses_norm=False, router_rows=0))
+    check_experts(2, (6, 96, 48, 3), "plain", FUSED)
+    check_experts(4, (6, 96, 48, 3), "plain", FUSED)  # the norm is a kernel of its own
     check_experts(9, (4, 64, 32, 2), "plain", MoEGemmConfig(16, 32, 32, 2, 4))
     check_experts(40, (6, 96, 48, 3), "plain", MoEGemmConfig(16, 32, 32, 2, 4))
     for weight_format in ("fp8_block", "fp8_channel"):

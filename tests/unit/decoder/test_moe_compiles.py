@@ -1,7 +1,5 @@
 """The kernels of a mixture of experts compile for each GPU, and fit its shared memory."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -23,9 +21,6 @@ from services.decoder.kernels.tuning import MoEGemvConfig
 from tests.gpu_compiler import compiled_launches
 
 HIDDEN, SIZE, COUNT = 2048, 768, 4  # as the 30B's, with fewer experts in memory
-FUSED = MoEGemvConfig(
-    up_units=2, fuses_norm=True, fuses_routing=True, early=True, router_rows=1
-)  # fmt: skip
 CASES = [
     ("h200", "plain"), ("h200", "fp8_block"), ("h200", "fp8_channel"), ("a100", "fp8_block"),
     ("l40s", "plain"), ("b200", "fp8_block"),
@@ -68,10 +63,10 @@ def test_what_the_table_picks_compiles_and_fits(
         norm = RMSNorm(HIDDEN, 1e-6).bfloat16()
         ops.for_tokens(2).norm_moe(None, half(2, HIDDEN), norm, router, experts)
         kernels = MoEKernels(facts.device, TEXT_SHAPES["30b-a3b"].moe)  # type: ignore[arg-type]
-        for config in (FUSED, replace(FUSED, fuses_routing=False)):
-            kernels.gemv(
-                half(4, HIDDEN), router, experts, half(4, HIDDEN), norm=norm, config=config
-            )
+        for early in ("registers", "l2"):
+            config = MoEGemvConfig(up_units=2, fuses_norm=True, prefetched=2, early=early)
+            x = half(2, HIDDEN)
+            kernels.gemv(x, router, experts, x, norm=norm, config=config)
         for out in (half(8, HIDDEN), torch.empty(4, 8, HIDDEN)):
             shared_gate.add(out, half(8, HIDDEN), half(1, HIDDEN), half(8, HIDDEN), pdl=False)
     compiled = {launch.name for launch in launches}
@@ -81,13 +76,12 @@ def test_what_the_table_picks_compiles_and_fits(
     }  # fmt: skip
     for launch in launches:
         assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch.name
-        if launch.arguments.get("EARLY") and facts.device.supports_pdl:
-            # Dependents start after the wait, and the experts' weights are read before it.
+        if launch.arguments.get("LATE"):  # dependents start after the wait
             before, after = launch.ptx.split("griddepcontrol.wait", 1)
-            if launch.name == "_gate_up_kernel":
-                assert "griddepcontrol.launch_dependents" in after
-                assert "griddepcontrol.launch_dependents" not in before
-            else:
-                assert before.count("ld.global") > 1
+            assert "launch_dependents" in after and "launch_dependents" not in before
+            assert "bulk.prefetch" in after
+        if early := launch.arguments.get("EARLY"):  # weights are read before it
+            before, _ = launch.ptx.split("griddepcontrol.wait", 1)
+            assert "bulk.prefetch" in before if early == "l2" else before.count("ld.global") > 2
         if launch.name == "_grouped_gemm_kernel" and facts.device.is_hopper:
             assert "wgmma" in launch.ptx
