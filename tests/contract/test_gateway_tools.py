@@ -200,7 +200,7 @@ def test_a_function_that_cannot_be_held_to_is_named(stack):
 
     say(stack, "x")
     stack.decoder.before = refuse
-    function = {"name": "f", "strict": True, "parameters": {"if": {}}}
+    function = {"name": "f", "strict": True, "parameters": {"type": "object"}}
     response = stack.chat(tools=[{"type": "function", "function": function}])
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tools[0].function.parameters"
