@@ -89,9 +89,9 @@ class StateCheckpoints:
 def checkpoint_boundaries(
     sequence: Sequence, block_size: int, start: int, least: int
 ) -> tuple[int, ...]:
-    """After how many tokens of a prompt a checkpoint is worth a step's end: at the first block
-    boundary after the last image (the same image, another question), and at the last one before the
-    prompt's end (the next turn).
+    """After how many tokens of a prompt a checkpoint is worth a step's end: at the last block
+    boundary within the last image (the same image, another question, which may differ from its
+    first token on), and at the last one before the prompt's end (the next turn).
 
     Args:
         sequence: of the prompt.
@@ -103,7 +103,7 @@ def checkpoint_boundaries(
     wanted = [last]
     if sequence.images:
         span = sequence.images[-1]
-        wanted.insert(0, -(-(span.offset + span.num_tokens) // block_size) * block_size)
+        wanted.insert(0, (span.offset + span.num_tokens) // block_size * block_size)
     found: list[int] = []
     for boundary in wanted:
         if start + least <= boundary <= last:
