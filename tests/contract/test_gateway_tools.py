@@ -200,10 +200,15 @@ def test_a_function_that_cannot_be_held_to_is_named(stack):
 
     say(stack, "x")
     stack.decoder.before = refuse
-    function = {"name": "f", "strict": True, "parameters": {"type": "object"}}
-    response = stack.chat(tools=[{"type": "function", "function": function}])
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tools[0].function.parameters"
+    for parameters, place in (
+        ({"properties": {"a": {"not": {}}}}, ".properties.a.not"),  # known in the gateway
+        ({"properties": {"a": {"minimum": "x"}}}, ""),  # to the decoder's library
+    ):
+        function = {"name": "f", "strict": True, "parameters": parameters}
+        response = stack.chat(tools=[{"type": "function", "function": function}])
+        assert response.status_code == 400
+        param = f"tools[0].function.parameters{place}"
+        assert response.json()["error"]["param"] == param
 
 
 def test_tokenize_counts_tools(stack):
