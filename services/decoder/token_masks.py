@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 # The masks of a step are filled at once, before anything else is done with the step's events, if
 # that is expected to take no longer; else in a thread. Most take 0.02 to 0.2 ms.
 _INLINE_S = 3e-3
+# So many are filled together and sent, so that a slow one makes few others late.
+_AT_ONCE = 16
 _NEWEST = 0.2  # of the mean
 
 
@@ -122,7 +124,11 @@ class SequenceMasks:
             self._start(self._send_masks(work), [sequence for sequence, *_ in work])
             return
         # A thread would get the interpreter's lock only when the step's other events are through.
-        self._send_filled(work, time.monotonic(), self._fill(work))
+        started = time.monotonic()
+        for first in range(0, len(work), _AT_ONCE):
+            part = work[first : first + _AT_ONCE]
+            self._send_filled(part, self._fill(part))
+        self._took(len(work), time.monotonic() - started)
 
     def remove(self, number: int) -> None:
         """A sequence has ended; of one without masks nothing is known."""
@@ -159,7 +165,8 @@ class SequenceMasks:
         masks = await asyncio.get_running_loop().run_in_executor(
             self._grammars.maskers, self._fill, work
         )
-        self._send_filled(work, started, masks)
+        self._send_filled(work, masks)
+        self._took(len(work), time.monotonic() - started)
 
     def _fill(self, work: list[_Work]) -> list[Found]:
         try:
@@ -171,10 +178,12 @@ class SequenceMasks:
             log.exception("token masks failed")
             return [UnexpectedToken("token masks failed")] * len(work)
 
-    def _send_filled(self, work: list[_Work], started: float, masks: list[Found]) -> None:
+    def _send_filled(self, work: list[_Work], masks: list[Found]) -> None:
         self._send([(sequence, generated) for sequence, generated, _, _ in work], masks)
-        seconds = time.monotonic() - started
-        self._seconds_per_mask += _NEWEST * (seconds / len(work) - self._seconds_per_mask)
+
+    def _took(self, count: int, seconds: float) -> None:
+        """Notes how long the masks of a step took."""
+        self._seconds_per_mask += _NEWEST * (seconds / count - self._seconds_per_mask)
         self._observe(seconds)
 
     def _send(self, places: list[tuple[_Masked, int]], masks: list[Found]) -> None:

@@ -227,6 +227,8 @@ class Engine:
         began_at = 0.0
         if self._unsampled is not None:
             began_at = time.monotonic()
+            if self._unsampled[1].is_computed():
+                self._mask_deadline.computed(began_at)
             self._sample_late(*self._unsampled)
         batch = self._scheduler.schedule()
         if batch.chunks:

@@ -18,6 +18,7 @@ class MaskDeadline:
         self._launch_s = 0.0
         self._began_at = 0.0  # of the step that the device computes; 0: unknown
         self._decodes_only = False
+        self._has_waited = False  # the device, for masks
 
     @property
     def at(self) -> float | None:
@@ -34,9 +35,18 @@ class MaskDeadline:
             now: the time.
             decodes_only: of the next one.
         """
-        if self._began_at and self._decodes_only:
+        if self._began_at and self._decodes_only and not self._has_waited:
             self._step_s = _mean(self._step_s, now - self._began_at)
         self._began_at, self._decodes_only = now, decodes_only
+        self._has_waited = False
+
+    def computed(self, now: float) -> None:
+        """The device had computed the step before it could be sampled: how long it took the device
+        is not known, only that it was no longer than this.
+        """
+        if self._began_at and self._decodes_only:
+            self._step_s = min(self._step_s or now - self._began_at, now - self._began_at)
+            self._has_waited = True
 
     def idle(self) -> None:
         """The device computes nothing."""

@@ -32,3 +32,18 @@ def test_prompts_and_idle_devices_have_no_deadline():
     deadline.idle()
     assert deadline.at is None
     assert of_steps(step_s=0.002, launch_s=0.0003, decodes_only=False).at is None
+
+
+def test_a_device_that_waited_for_masks_is_not_taken_to_be_slow():
+    deadline = of_steps(step_s=0.002, launch_s=0.0003)
+    expected = deadline.at - 100.0
+    now = 100.0
+    for _ in range(20):
+        deadline.computed(now + 0.0025)
+        now += 0.003
+        deadline.began(now, decodes_only=True)
+    assert deadline.at - now == pytest.approx(expected)
+    deadline.computed(now + 0.0015)
+    now += 0.0016
+    deadline.began(now, decodes_only=True)
+    assert deadline.at - now == pytest.approx(expected - 0.0005)

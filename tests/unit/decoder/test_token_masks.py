@@ -92,6 +92,16 @@ async def test_quick_masks_are_sent_before_the_steps_other_events():
     await front.masks.close()
 
 
+async def test_many_masks_are_sent_in_parts():
+    front = Front(num_rows=40)
+    front.masks.rows_opened()
+    await front.start(40)
+    sent = await front.step(*range(40))
+    assert [len(masks.rows) for masks in sent] == [16, 16, 8]
+    assert [number for masks in sent for number in masks.sequence_ids] == list(range(40))
+    await front.masks.close()
+
+
 async def test_slow_masks_do_not_hold_the_front_up():
     front = Front()
     await front.start()
