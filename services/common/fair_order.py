@@ -28,6 +28,11 @@ class FairOrder:
         self._now = 0.0  # the place that was served last
         self._ends: dict[str, float] = {}  # by tenant, of its last piece of work; all after now
 
+    @property
+    def now(self) -> float:
+        """The place that was served last. A tenant that gets it is behind nothing of its own."""
+        return self._now
+
     def place(self, tenant: str, *, weight: float = 1.0, cost: float = 1.0) -> float:
         """The place of a new piece of work, behind all of the same tenant.
 

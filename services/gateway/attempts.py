@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from blake3 import blake3
@@ -44,6 +45,7 @@ from services.gateway.prompts.prompt import Prompt
 from services.gateway.sampling import choice_seed
 from services.gateway.tenancy.admission import uncounted
 from services.gateway.tenancy.tenants import Tenant
+from services.gateway.tenancy.turns import Turnstile
 
 log = logging.getLogger(__name__)
 
@@ -98,14 +100,22 @@ class PreparedRequest:
         return max(self.deadline - time.monotonic(), 0.001)
 
 
+def _complete(waiter: "asyncio.Future[None]") -> None:
+    waiter.set_result(None)
+
+
 class Mailbox(Generic[Item]):
     """Items from several producers for one consumer, which takes all items at hand.
+
+    Args:
+        wake: completes the future that the consumer waits for, at once or later.
 
     Attributes:
         num_bytes: of the items that wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wake: "Callable[[asyncio.Future[None]], None]" = _complete) -> None:
+        self._wake = wake
         self._items: deque[Item] = deque()
         self.num_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -114,8 +124,11 @@ class Mailbox(Generic[Item]):
         """Adds an item; never waits."""
         self._items.append(item)
         self.num_bytes += num_bytes
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                self._wake(waiter)
 
     def clear(self) -> None:
         """Drops all items."""
@@ -168,14 +181,20 @@ class Attempts:
         encoders: EncoderPool,
         decoders: DecoderPool,
         metrics: GatewayMetrics,
+        turnstile: Turnstile,
         encode_timeout_s: float,
     ) -> None:
         self._request = request
+        # What arrives until the tenant's turn is taken, and sent to the client, as one. No method
+        # of this object, which would be a cycle for the garbage collector.
+        self._wake = partial(
+            turnstile.complete, tenant=request.tenant, cost=float(request.num_choices)
+        )
         self._encoders = encoders
         self._decoders = decoders
         self._metrics = metrics
         self._encode_timeout_s = encode_timeout_s
-        self._mailbox: Mailbox[_Item] = Mailbox()
+        self._mailbox: Mailbox[_Item] = Mailbox(self._wake)
         self._counted_bytes = 0  # of what waits or has waited
         self._decoder: DecoderPod | None = None
         self._session = ""  # of the decoder
@@ -248,7 +267,7 @@ class Attempts:
         if self._request.images:
             await self._encoders.reconnected()
         refs, calls = await self._assign_encoders()
-        self._mailbox = Mailbox()
+        self._mailbox = Mailbox(self._wake)
         self._encodes = [
             asyncio.create_task(self._encode(key, pod, index))
             for key, (pod, index) in calls.items()

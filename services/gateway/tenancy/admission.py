@@ -137,9 +137,13 @@ class Admission:
                 self.held_bytes -= own.num_bytes
                 self._leave(tenant)
 
-    async def turn(self) -> None:
-        """Waits until the running task's tenant is next to have work done in the event loop."""
-        await self._turnstile.turn()
+    async def turn(self, cost: float = 1.0) -> None:
+        """Waits until the running task's tenant is next to have work done in the event loop.
+
+        Args:
+            cost: of the work; 1: of what is done with a request's body.
+        """
+        await self._turnstile.turn(cost)
 
     async def bulk_turn(self) -> None:
         """Waits until the running task may read the next chunk of something long."""

@@ -1,11 +1,11 @@
 """Tenants take turns at what the gateway does one thing after another: its event loop and threads.
 
 Many requests of one tenant would delay all others: each piece of work is short, but hundreds of
-them are ready at once. So a request passes the `Turnstile` before anything is done with its body,
-one in each pass of the event loop, and `FairThreads` take the work of tenants in fair order. Those
-without a key are one tenant and take no turns, but at a turnstile for all: there each further chunk
-of a long body or of a fetched image passes, so that the small work of others waits for one chunk
-in each pass and not for one of every connection.
+them are ready at once, and a request needs some ten passes of the event loop. So a `Turnstile` lets
+a bounded amount of work begin in each pass, and `FairThreads` take the work of tenants in fair
+order. Those without a key are one tenant and take no turns, but at a turnstile for all: there each
+further chunk of a long body or of a fetched image passes, so that the small work of others waits
+for one chunk in each pass and not for one of every connection.
 """
 
 import asyncio
@@ -18,11 +18,18 @@ from typing import TypeVar
 
 from services.common.fair_order import FairOrder
 from services.common.threads import add_niceness
-from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
+from services.gateway.tenancy.tenants import ANONYMOUS, Limits, Tenant
 
 Result = TypeVar("Result")
 
+_MAX_AHEAD = 8  # passes whose room is taken before
+_ALONE_AFTER_S = 10.0
+
 _tenant: ContextVar[Tenant] = ContextVar("tenant", default=ANONYMOUS)
+
+
+# Callers whose key nobody knows.
+STRANGERS = Tenant("?", Limits(), shares_caches=False)
 
 
 def bind_tenant(tenant: Tenant) -> None:
@@ -31,52 +38,97 @@ def bind_tenant(tenant: Tenant) -> None:
 
 
 class _Line:
-    """Futures in fair order; those that were cancelled are passed over."""
+    """Futures in fair order; those that are done, because they were cancelled, are passed over."""
 
     def __init__(self) -> None:
         self._order = FairOrder()
-        self._heap: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._heap: list[tuple[float, int, float, asyncio.Future[None]]] = []
         self._arrivals = 0
 
-    def join(self, tenant: Tenant, cost: float) -> "asyncio.Future[None]":
-        """A future that `call_next` completes."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        place = self._order.place(tenant.name, weight=tenant.limits.weight, cost=cost)
-        self._arrivals += 1
-        heapq.heappush(self._heap, (place, self._arrivals, waiter))
-        return waiter
+    def __len__(self) -> int:
+        return len(self._heap)
 
-    def call_next(self) -> bool:
-        """Completes the future that is next; False: none waits."""
+    def place(self, tenant: Tenant, cost: float) -> float:
+        """Of a new piece of work."""
+        return self._order.place(tenant.name, weight=tenant.limits.weight, cost=cost)
+
+    def owes_nothing(self, place: float) -> bool:
+        """Whether the tenant of a new place has had less than its share of late."""
+        return place <= self._order.now
+
+    def served(self, place: float) -> None:
+        """Work at this place has not had to join."""
+        self._order.served(place)
+
+    def join(self, place: float, cost: float, waiter: "asyncio.Future[None]") -> None:
+        """Adds a future that `call_next` completes."""
+        self._arrivals += 1
+        heapq.heappush(self._heap, (place, self._arrivals, cost, waiter))
+
+    def call_next(self) -> float | None:
+        """Completes the future that is next; returns the cost of its work. None: none waits."""
         while self._heap:
-            place, _, waiter = heapq.heappop(self._heap)
+            place, _, cost, waiter = heapq.heappop(self._heap)
             self._order.served(place)
             if not waiter.done():
                 waiter.set_result(None)
-                return True
-        return False
+                return cost
+        return None
 
 
 class Turnstile:
-    """Lets one request pass in each pass of the event loop. Only the loop's thread uses it.
+    """Lets a bounded amount of work begin in each pass of the event loop.
+
+    Work of a tenant that has had less than its share of late begins at once, and later passes have
+    less room for it. Only the loop's thread uses it.
 
     Args:
+        per_pass: the cost of work that begins in a pass; the last piece may go beyond.
+        alone: the same while one tenant has been the only one for some seconds; None: no more.
         for_all: those without a key take turns, too.
     """
 
-    def __init__(self, *, for_all: bool = False) -> None:
+    def __init__(
+        self, per_pass: float = 1.0, alone: float | None = None, *, for_all: bool = False
+    ) -> None:
         self._for_all = for_all
+        self._shared = per_pass
+        self._alone = self._per_pass = alone or per_pass
+        self._latest = ""  # tenant
+        self._alone_at = 0.0  # if no other comes; 0: it is
         self._line = _Line()
+        self._spent = 0.0  # of this pass's room and of later ones'
         self._is_scheduled = False
 
-    async def turn(self) -> None:
-        """Waits for the running task's turn; at once if it needs none."""
+    async def turn(self, cost: float = 1.0) -> None:
+        """Waits for the turn of the running task's tenant; not at all if it needs none."""
         tenant = _tenant.get()
         if tenant is ANONYMOUS and not self._for_all:
             return
-        waiter = self._line.join(tenant, 1.0)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.complete(waiter, tenant, cost)
+        if not waiter.done():
+            await waiter
+
+    def complete(self, waiter: "asyncio.Future[None]", tenant: Tenant, cost: float = 1.0) -> None:
+        """Completes a future, for which work of a tenant's waits, in the tenant's turn."""
+        if tenant is ANONYMOUS and not self._for_all:
+            waiter.set_result(None)
+            return
+        if tenant.name != self._latest:
+            self._latest = tenant.name
+            self._alone_at = asyncio.get_running_loop().time() + _ALONE_AFTER_S
+            self._per_pass = self._shared
+        line, spent = self._line, self._spent
+        place = line.place(tenant, cost)
+        is_free = not line and spent < self._per_pass
+        if is_free or (line.owes_nothing(place) and spent < _MAX_AHEAD * self._per_pass):
+            line.served(place)
+            self._spent += cost
+            waiter.set_result(None)
+        else:
+            line.join(place, cost, waiter)
         self._schedule()
-        await waiter
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -84,8 +136,17 @@ class Turnstile:
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
+        """A pass of the event loop."""
         self._is_scheduled = False
-        if self._line.call_next():
+        if self._alone_at and asyncio.get_running_loop().time() >= self._alone_at:
+            self._alone_at, self._per_pass = 0.0, self._alone
+        self._spent = max(0.0, self._spent - self._per_pass)
+        while self._spent < self._per_pass:
+            cost = self._line.call_next()
+            if cost is None:
+                break
+            self._spent += cost
+        if self._spent or self._line:
             self._schedule()
 
 
@@ -134,7 +195,8 @@ class FairThreads:
         if self._num_idle:
             self._num_idle -= 1
             return
-        waiter = self._line.join(_tenant.get(), cost)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.join(self._line.place(_tenant.get(), cost), cost, waiter)
         try:
             await waiter
         except asyncio.CancelledError:
@@ -143,5 +205,5 @@ class FairThreads:
             raise
 
     def _release(self) -> None:
-        if not self._line.call_next():
+        if self._line.call_next() is None:
             self._num_idle += 1

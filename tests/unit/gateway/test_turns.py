@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from services.gateway.attempts import Mailbox
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.tenants import ANONYMOUS, Limits, Tenant
 from services.gateway.tenancy.turns import FairThreads, Turnstile, bind_tenant
@@ -38,9 +39,73 @@ async def test_one_request_begins_in_each_pass_of_the_loop_and_tenants_take_turn
         await asyncio.sleep(0)
         passes += 1
     await asyncio.gather(*flood, other)
-    times = [at for _, at in begun]
+    times = [at for name, at in begun if name == "a"]
     assert len(set(times)) == len(times), "two in one pass"
-    assert [name for name, _ in begun].index("b") <= 3
+    assert [name for name, _ in begun].index("b") <= 1, "it is behind nothing of its own"
+
+
+async def test_what_began_beyond_a_pass_is_taken_off_the_room_of_the_next_ones() -> (
+    None
+):
+    turnstile, loop = Turnstile(4.0), asyncio.get_running_loop()
+
+    def waiters(tenant: Tenant, costs: list[float]) -> "list[asyncio.Future[None]]":
+        found = [loop.create_future() for _ in costs]
+        for waiter, cost in zip(found, costs, strict=True):
+            turnstile.complete(waiter, tenant, cost)
+        return found
+
+    flood = waiters(A, [1.0] * 24)
+    counts = [sum(waiter.done() for waiter in flood)]
+    other = waiters(B, [6.0])
+    assert other[0].done(), "at once, although the pass has no room left"
+    while counts[-1] < 24:
+        await asyncio.sleep(0)
+        counts.append(sum(waiter.done() for waiter in flood))
+    assert counts == [4, 4, 6, 10, 14, 18, 22, 24]
+
+
+async def test_what_comes_until_an_answers_turn_is_taken_as_one() -> None:
+    waiters: list[asyncio.Future[None]] = []
+    mailbox = Mailbox[int](waiters.append)
+    taking = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    for item in range(5):
+        mailbox.put(item)
+    await asyncio.sleep(0)
+    assert len(waiters) == 1 and not taking.done()
+    waiters[0].set_result(None)
+    assert await taking == list(range(5))
+
+
+async def test_tenants_that_owe_nothing_are_bounded_too() -> None:
+    turnstile, loop = Turnstile(), asyncio.get_running_loop()
+    crowd = [Tenant(f"t{number}", Limits(), shares_caches=False) for number in range(100)]
+    found = [loop.create_future() for _ in crowd]
+    for tenant, waiter in zip(crowd, found, strict=True):
+        turnstile.complete(waiter, tenant)
+    assert 1 <= sum(waiter.done() for waiter in found) <= 8
+    await asyncio.wait_for(asyncio.gather(*found), 5)
+
+
+async def test_a_tenant_that_is_alone_has_longer_passes() -> None:
+    turnstile, loop = Turnstile(2.0, alone=50.0), asyncio.get_running_loop()
+
+    async def begun_at_once(tenant: Tenant) -> int:
+        found = [loop.create_future() for _ in range(60)]
+        for waiter in found:
+            turnstile.complete(waiter, tenant)
+        count = sum(waiter.done() for waiter in found)
+        await asyncio.gather(*found)
+        await asyncio.sleep(0)
+        return count
+
+    await begun_at_once(A)  # the first one is new
+    turnstile._alone_at = loop.time()
+    await begun_at_once(A)
+    assert await begun_at_once(A) == 50
+    assert await begun_at_once(B) == 2
+    assert await begun_at_once(A) == 2
 
 
 async def test_callers_without_a_key_do_not_wait() -> None:
