@@ -44,9 +44,7 @@ async def test_one_request_begins_in_each_pass_of_the_loop_and_tenants_take_turn
     assert [name for name, _ in begun].index("b") <= 1, "it is behind nothing of its own"
 
 
-async def test_what_began_beyond_a_pass_is_taken_off_the_room_of_the_next_ones() -> (
-    None
-):
+async def test_what_began_beyond_a_pass_is_taken_off_the_room_of_the_next_ones() -> None:
     turnstile, loop = Turnstile(4.0), asyncio.get_running_loop()
 
     def waiters(tenant: Tenant, costs: list[float]) -> "list[asyncio.Future[None]]":
