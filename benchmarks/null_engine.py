@@ -53,20 +53,24 @@ class NullEngine:
 
     Attributes:
         token_id: what every token is.
-        sent: seed of a request -> when each of its tokens left, in seconds of the monotonic clock.
+        sent: seed of a request -> when each of its tokens left, in seconds of the monotonic clock;
+            of sequences with equal seeds, together.
     """
 
     token_id: int
     sent: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     _running: dict[int, AddSequence] = field(default_factory=dict[int, AddSequence])
+    _num_tokens: dict[int, int] = field(default_factory=dict[int, int])  # of running sequences
 
     def handle(self, message: FrontMessage) -> None:
         """Takes a message of the front."""
         if isinstance(message, AddSequence):
             self._running[message.sequence_id] = message
+            self._num_tokens[message.sequence_id] = 0
             self.sent[message.sampling.seed] = []
         elif isinstance(message, AbortSequence):
             self._running.pop(message.sequence_id, None)
+            self._num_tokens.pop(message.sequence_id, None)
 
     def step(self) -> StepDone | None:
         """One token for each sequence; None where there is none."""
@@ -78,13 +82,13 @@ class NullEngine:
         return StepDone(events, stats)
 
     def _advance(self, message: AddSequence, now: float) -> SequenceEvent:
-        times = self.sent[message.sampling.seed]
-        start = None if times else StartOfSequence(0, 0.0, 0.0)
-        times.append(now)
+        self.sent[message.sampling.seed].append(now)
+        count = self._num_tokens[message.sequence_id] = self._num_tokens[message.sequence_id] + 1
+        start = StartOfSequence(0, 0.0, 0.0) if count == 1 else None
         end = None
-        if len(times) == message.sampling.max_tokens:
+        if count == message.sampling.max_tokens:
             end = EndOfSequence("length")
-            del self._running[message.sequence_id]
+            del self._running[message.sequence_id], self._num_tokens[message.sequence_id]
         return SequenceEvent(message.sequence_id, [self.token_id], [], end, start)
 
 
