@@ -20,7 +20,7 @@ import msgspec
 from services.common.errors import InvalidGrammar, InvalidRequest
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.argument_values import Parameters, Schema, listed, named
-from services.gateway.answers.grammar import Grammar
+from services.gateway.answers.grammar import MAX_GRAMMAR_CHARS, Grammar
 from services.gateway.answers.patterns import escaped
 from services.gateway.answers.reasoning import CLOSE, OPEN
 from services.gateway.answers.text_grammar import (
@@ -136,6 +136,7 @@ class _Writer:
     def __init__(self, tokenizer: ModelTokenizer, calls: ToolCalls) -> None:
         self.rules: list[str] = []
         self._names: dict[str, str] = {}  # by text
+        self._num_chars = 0
         self._tokenizer = tokenizer
         self._parser = calls.parser
         self._use = use = calls.use
@@ -194,6 +195,12 @@ class _Writer:
         if name is None:
             name = self._names[text] = f"{letter}{len(self.rules)}"
             self.rules.append(f"{name}: {text}")
+            # At once, as each parameter has its own copy of what it refers to.
+            self._num_chars += len(text)
+            if self._num_chars > MAX_GRAMMAR_CHARS:
+                raise InvalidGrammar(
+                    f"their grammar has more than {MAX_GRAMMAR_CHARS} characters", param=self.param
+                )
         return name
 
     def _write_json(self, function: _Function, key: str) -> str:

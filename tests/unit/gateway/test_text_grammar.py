@@ -5,6 +5,7 @@ values come back by their types, and what cannot be enforced is refused by its p
 import itertools
 import json
 import random
+import time
 
 import jsonschema
 import numpy as np
@@ -353,6 +354,17 @@ def test_no_schema_takes_exponential_time(tokenizer, vocabulary):
     assert Parameters(schema).type_of("a").types == {"string"}
     matcher = compiled(schema, tokenizer, vocabulary)
     assert takes(matcher, tokenizer, call_of(a="12"))
+
+
+def test_what_many_parameters_share_is_not_copied_without_end(tokenizer):
+    big = object_of("", **{f"property {index}": INT for index in range(5000)})
+    schema = object_of("", **{f"p{index}": {"$ref": "#/$defs/B", "maxProperties": index}
+                              for index in range(2000)}) | {"$defs": {"B": big}}  # fmt: skip
+    started = time.process_time()
+    with pytest.raises(InvalidRequest, match="more than 262144") as refused:
+        answer_grammar(None, format_of(schema, strict=False), tokenizer)
+    assert refused.value.param == "tools[0].function.parameters"
+    assert time.process_time() - started < 2  # seconds; all copies take minutes
 
 
 JSON_VALUES = st.recursive(
