@@ -72,6 +72,14 @@ class InvalidImage(InvalidRequest):
     code = "invalid_image"
 
 
+class DeadlyImage(InvalidImage):
+    """An encoder's engine crashed or hung while it worked on the image alone; gateways remember
+    that and answer with `InvalidImage`.
+    """
+
+    code = "deadly_image"
+
+
 class InvalidGrammar(InvalidRequest):
     """A schema, expression or grammar that an answer cannot be held to."""
 
@@ -169,6 +177,12 @@ class Overloaded(Unavailable):
 
     code = "overloaded"
     grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class EngineEnded(Unavailable):
+    """An encoder's engine ended; the image had no part in it, because it was waiting."""
+
+    code = "engine_ended"
 
 
 class DeadlineExceeded(TriptychError):

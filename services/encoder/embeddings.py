@@ -15,7 +15,13 @@ from enum import Enum
 
 from services.common.arena import ArenaEntry
 from services.common.embedding import EmbeddingSpec
-from services.common.errors import EmbeddingUnavailable, InvalidRequest, Overloaded, TriptychError
+from services.common.errors import (
+    DeadlyImage,
+    EmbeddingUnavailable,
+    InvalidRequest,
+    Overloaded,
+    TriptychError,
+)
 from services.common.fair_order import NOBODY, Share
 from services.common.shared_memory import MemoryAddress
 from services.common.single_flight import InFlight
@@ -374,6 +380,8 @@ def _failure_as_unavailable() -> Generator[None]:
     """
     try:
         yield
+    except DeadlyImage as error:  # the gateway knows it from its own call
+        raise EmbeddingUnavailable(f"the image was not encoded: {error.message}") from None
     except (InvalidRequest, EmbeddingUnavailable):
         raise
     except TriptychError as error:

@@ -1,17 +1,25 @@
 """The engine process, as the front's event loop sees it: jobs and their ends.
 
 `Embeddings` submits images and reserves their memory; nothing is known here of keys or callers.
-When the engine process ends, all jobs fail with `Unavailable`.
+When the engine process ends, all jobs fail: those that were only waiting with `EngineEnded`, the
+one that it worked on alone with `DeadlyImage` unless somebody else ended it, several that it worked
+on with `Unavailable`, because any of them may be the cause.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.channel import ChannelClosed
-from services.common.errors import Unavailable, from_code
+from services.common.errors import (
+    DeadlyImage,
+    EngineEnded,
+    TriptychError,
+    Unavailable,
+    from_code,
+)
 from services.common.fair_order import NOBODY, Share
 from services.common.heartbeat import Pong
 from services.encoder.engine.messages import (
@@ -22,8 +30,11 @@ from services.encoder.engine.messages import (
     FeatureDone,
     FrontMessage,
     ImageDone,
+    InHand,
     PlaceImage,
 )
+
+_ENDED = "the encoder's engine process ended"
 
 
 class EngineLink(Protocol):
@@ -71,9 +82,17 @@ class EngineClient:
     Args:
         link: to an engine that said it is ready.
         on_stats: called with the counters the engine sends after each batch.
+        ended_by_itself: whether the engine, which has ended, crashed or hung.
     """
 
-    def __init__(self, link: EngineLink, on_stats: Callable[[EngineStats], None]) -> None:
+    def __init__(
+        self,
+        link: EngineLink,
+        on_stats: Callable[[EngineStats], None],
+        ended_by_itself: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        self._ended_by_itself = ended_by_itself
+        self._in_hand: set[int] = set()
         self._link = link
         self._on_stats = on_stats
         self._ids = itertools.count(1)
@@ -89,10 +108,10 @@ class EngineClient:
         """Starts a job: the image is decoded and then waits for `place`.
 
         Raises:
-            Unavailable: the engine process has ended.
+            EngineEnded: the engine process has ended.
         """
         if self._died:
-            raise Unavailable("the encoder's engine process ended")
+            raise EngineEnded(_ENDED)
         job = EngineJob(next(self._ids), asyncio.get_running_loop().create_future())
         job.done.add_done_callback(_retrieve_exception)
         self._jobs[job.job_id] = job
@@ -121,10 +140,24 @@ class EngineClient:
             pass
         finally:
             self._died = True
-            for job in self._jobs.values():
-                if not job.done.done():
-                    job.done.set_exception(Unavailable("the encoder's engine process ended"))
-            self._jobs.clear()
+            await self._fail_all()
+
+    async def _fail_all(self) -> None:
+        in_hand = self._in_hand & self._jobs.keys()
+        is_deadly = False
+        if len(in_hand) == 1 and self._ended_by_itself is not None:
+            is_deadly = await self._ended_by_itself()
+        for job_id, job in self._jobs.items():
+            if job.done.done():
+                continue
+            if job_id not in in_hand:
+                error: TriptychError = EngineEnded(_ENDED)
+            elif is_deadly:
+                error = DeadlyImage("the encoder's engine ended while it worked on the image")
+            else:
+                error = Unavailable(_ENDED)
+            job.done.set_exception(error)
+        self._jobs.clear()
 
     def _take(self, message: EngineMessage) -> None:
         match message:
@@ -141,6 +174,8 @@ class EngineClient:
                     job = self._jobs.get(job_id)  # the end of a job may overtake its features
                     if job is not None and job.on_feature is not None:
                         job.on_feature(message.feature)
+            case InHand():
+                self._in_hand = set(message.job_ids)
             case EngineStats():
                 self._on_stats(message)
             case Pong():

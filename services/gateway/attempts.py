@@ -23,6 +23,7 @@ from blake3 import blake3
 from services.common.errors import (
     Cancelled,
     DeadlineExceeded,
+    DeadlyImage,
     InternalError,
     InvalidGrammar,
     InvalidRequest,
@@ -391,6 +392,8 @@ class Attempts:
                             key, image.data, image.grid, salt=request.cache_salt,
                             timeout_s=timeout_s, share=request.tenant.share,
                         )  # fmt: skip
+                except DeadlyImage:
+                    raise suspects.condemn(key) from None
                 except EncoderLost:
                     suspects.suspect(key)
                     if alone and await pod.has_ended():

@@ -1,6 +1,7 @@
 """Whatever dies, each accepted request ends in one full answer, one error event or one status."""
 
 import json
+import os
 import signal
 import socket
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.attacks.images import webp
 from tests.e2e.cluster import Cluster, Service, message, png, wait_until
 from tests.noise import PATIENCE_S, least
 
@@ -57,6 +59,26 @@ def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
         assert not all(answer.done() for answer in asked.values()), "no request uses it"
         encoder.kill()
         assert {seed: answer.result() for seed, answer in asked.items()} == expected
+
+
+def test_an_image_that_was_in_work_at_a_crash_goes_to_no_second_encoder(cluster: Cluster) -> None:
+    images = {e: e.metric("encoder_images_encoded_total") for e in cluster.encoders}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cluster.ask, QUESTION, webp(5000))  # takes a second
+        wait_until(
+            lambda: any(e.metric("encoder_queue_images") for e in images), PATIENCE_S, "an encoder"
+        )
+        (encoder,) = [e for e in images if e.metric("encoder_queue_images")]
+        time.sleep(0.1)
+        os.kill(encoder.engine_pid(), signal.SIGSEGV)
+        with pytest.raises(openai.BadRequestError) as refused:
+            asked.result()
+        assert refused.value.code == "invalid_image"
+    with pytest.raises(openai.BadRequestError):
+        cluster.ask(QUESTION, webp(5000))
+    (other,) = images.keys() - {encoder}
+    assert other.metric("encoder_images_encoded_total") == images[other]
+    assert cluster.ask(QUESTION, png(12))
 
 
 def test_without_encoders_images_are_refused_and_text_is_answered(cluster: Cluster) -> None:

@@ -35,6 +35,7 @@ from services.encoder.engine.messages import (
     FeatureDone,
     FrontMessage,
     ImageDone,
+    InHand,
     PlaceImage,
     Shutdown,
 )
@@ -116,6 +117,7 @@ class Engine:
     ) -> None:
         self._channel = channel
         self._sending = threading.Lock()
+        self._in_hand: set[int] = set()  # under `_sending`
         self._runner = runner
         self._prepare = prepare
         self._batcher = Batcher(max_batch_patches)
@@ -198,7 +200,11 @@ class Engine:
         start = time.monotonic()
         try:
             if not job.cancelled:
+                self._hold(job.message.job_id)
                 job.pixels = self._prepare(job.message.image, job.message.grid)
+                self._release(job.message.job_id)
+        except ChannelClosed:
+            job.cancelled = True
         except TriptychError as error:
             job.error = error
         except Exception:
@@ -265,6 +271,7 @@ class Engine:
             images.append(PreparedImage(job_id, job.message.grid, job.pixels, job.arena_offset))
         if not self._launched:
             self._busy_since = now
+        self._hold(*chosen)
         try:
             batch = self._runner.launch(images)
         except Exception:
@@ -319,6 +326,8 @@ class Engine:
 
     def _end(self, job_id: int, error: TriptychError | None) -> None:
         job = self._jobs.pop(job_id)
+        with self._sending:
+            self._in_hand.discard(job_id)
         now = time.monotonic()
         launched_at = job.launched_at or now
         self._send(
@@ -331,6 +340,17 @@ class Engine:
                 message=error.message if error else "",
             )
         )
+
+    def _hold(self, *job_ids: int) -> None:
+        """Tells the front what is worked on, before the work begins."""
+        with self._sending:
+            self._in_hand.update(job_ids)
+            self._channel.send(InHand(sorted(self._in_hand)))
+
+    def _release(self, job_id: int) -> None:
+        with self._sending:
+            self._in_hand.discard(job_id)
+            self._channel.send(InHand(sorted(self._in_hand)))
 
     def _send(self, message: FeatureDone | ImageDone | EngineStats | Pong) -> None:
         with self._sending:

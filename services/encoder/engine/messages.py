@@ -68,6 +68,14 @@ class ImageDone(msgspec.Struct, tag="done"):
     message: str = ""
 
 
+class InHand(msgspec.Struct, tag="in_hand"):
+    """The images that the engine works on from now on: in its threads, or in batches on the device.
+    If it ends, one of them may have ended it. An `ImageDone` takes its image away.
+    """
+
+    job_ids: list[int]
+
+
 class EngineStats(msgspec.Struct, tag="stats"):
     """Counters of the engine, sent after each batch."""
 
@@ -77,4 +85,4 @@ class EngineStats(msgspec.Struct, tag="stats"):
     busy_s: float = 0.0  # total; a batch was on the device
 
 
-EngineMessage = EngineReady | FeatureDone | ImageDone | EngineStats | Pong
+EngineMessage = EngineReady | FeatureDone | ImageDone | InHand | EngineStats | Pong

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from services.common.errors import Unavailable
+from services.common.errors import DeadlyImage, EngineEnded, Unavailable
 from services.common.fair_order import NOBODY, Share
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc, outgoing_metadata
@@ -151,6 +151,9 @@ class EncoderPod(Pod):
             answer = answered.result()
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure, "the encoder")
+            if isinstance(error, (EngineEnded, DeadlyImage)):
+                self.healthy = False  # until the next health check
+                raise error from None
             if type(error) is Unavailable and not _is_unsent(failure):
                 self.healthy = False  # until the next health check
                 raise EncoderLost(error.message, retry_after_s=error.retry_after_s) from None

@@ -1,10 +1,12 @@
 """Images that may have cost an encoder its life or its time limit: no second one is risked lightly.
 
 An encoder decodes each image in a process with limits, so that an image can end no encoder that we
-know of. If one is lost all the same, or does not answer within the time limit, the images it had
-are suspects, most of them innocent: an operator's hand, a node, or another image ended it. A
-suspect is tried again alone, one at a time. If that encoder ends as well, or the time does, the
-image is refused for ten minutes. `EncoderPool` owns the suspects; `Attempts` reports.
+know of. If its engine crashes or hangs all the same, the encoder says which images it worked on: if
+it was one, the image is refused for ten minutes and no second encoder gets it; images that only
+waited are innocent. If it worked on several, or is lost as a whole, or does not answer within the
+time limit, the images it had are suspects, most of them innocent: an operator's hand, a node, or
+another image ended it. A suspect is tried again alone, one at a time. If that encoder ends as well,
+or the time does, it is refused, too. `EncoderPool` owns the suspects; `Attempts` reports.
 """
 
 import asyncio
@@ -48,7 +50,7 @@ class Suspects:
         self._put(key, condemned=False)
 
     def condemn(self, key: bytes) -> InvalidImage:
-        """Another encoder ended while it had the image alone; the error of the image."""
+        """An encoder ended while it had the image alone; the error of the image."""
         self._put(key, condemned=True)
         return _error()
 

@@ -10,6 +10,7 @@ import ipaddress
 import re
 import socket
 import ssl
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
@@ -27,6 +28,8 @@ from services.common.errors import (
 )
 from services.gateway.media.network import SocketOption, connect
 from services.gateway.tenancy.admission import uncounted
+from services.gateway.tenancy.tenants import ANONYMOUS
+from services.gateway.tenancy.turns import bound_tenant
 
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
 _MAX_URL_LENGTH = 8192
@@ -36,7 +39,8 @@ _MAX_FETCHES_PER_HOST, _MAX_FETCHES_PER_TENANT = 8, 16
 # A body has this long to begin to arrive at the least rate, in bytes a second.
 _BODY_START_S, _MIN_BODY_RATE = 3.0, 32 << 10
 LOOKUP_TIMEOUT_S = 2.0
-_LOOKUP_THREADS, _MAX_LOOKUPS = 32, 256
+# A look-up keeps its thread after its caller has left: a tenant keeps at most so many of them.
+_LOOKUP_THREADS, _MAX_LOOKUPS, _MAX_LOOKUPS_PER_TENANT = 64, 256, 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRYABLE = (408, 429)
 _BAD_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\]")
@@ -83,22 +87,31 @@ class SystemResolver:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_LOOKUP_THREADS, "lookup")
         self._lookups: dict[tuple[str, int], asyncio.Future[list[str]]] = {}
+        self._num_lookups: Counter[str] = Counter()  # unfinished, by tenant
 
     async def __call__(self, host: str, port: int) -> list[str]:
         """Raises OSError: it has none, or its servers do not answer in time."""
         lookup = self._lookups.get((host, port))
         if lookup is None:
-            if len(self._lookups) >= _MAX_LOOKUPS:
+            tenant = bound_tenant()
+            limit = _MAX_LOOKUPS if tenant is ANONYMOUS else _MAX_LOOKUPS_PER_TENANT
+            if len(self._lookups) >= _MAX_LOOKUPS or self._num_lookups[tenant.name] >= limit:
                 raise OSError("too many names are being looked up")
+            self._num_lookups[tenant.name] += 1
             loop = asyncio.get_running_loop()
             lookup = loop.run_in_executor(self._threads, _addresses, host, port)
             self._lookups[host, port] = lookup
-            lookup.add_done_callback(lambda done: self._forget((host, port), done))
+            lookup.add_done_callback(lambda done: self._forget((host, port), tenant.name, done))
         async with asyncio.timeout(self._timeout_s):
             return await asyncio.shield(lookup)
 
-    def _forget(self, name: tuple[str, int], done: "asyncio.Future[list[str]]") -> None:
+    def _forget(
+        self, name: tuple[str, int], tenant: str, done: "asyncio.Future[list[str]]"
+    ) -> None:
         del self._lookups[name]
+        self._num_lookups[tenant] -= 1
+        if not self._num_lookups[tenant]:
+            del self._num_lookups[tenant]
         if not done.cancelled():
             done.exception()  # retrieved, although no caller may wait any more
 

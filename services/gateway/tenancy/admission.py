@@ -25,6 +25,9 @@ MAX_HELD_BYTES = 4 << 30
 _PROCESS_BYTES = 384 << 20
 # Of a connection whose body arrives: the server's objects and its buffer.
 _CONNECTION_BYTES = 64 << 10
+# Of a small request. A part of the memory is for such alone: large ones refuse none of them.
+_SMALL_BYTES = 4 << 20
+_RESERVED_BYTES = 16  # one byte of so many
 _RESERVED = 4  # one slot of so many is for tenants with less than their share
 
 
@@ -52,7 +55,7 @@ class Holding:
         Raises:
             Overloaded: all requests together would hold too many.
         """
-        self.admission.hold(num_bytes)
+        self.admission.hold(num_bytes, large=self.num_bytes + num_bytes > _SMALL_BYTES)
         self.num_bytes += num_bytes
 
 
@@ -171,13 +174,18 @@ class Admission:
         if not self.num_running:
             self._idle.set()
 
-    def hold(self, num_bytes: int) -> None:
+    def hold(self, num_bytes: int, *, large: bool = False) -> None:
         """Counts bytes; `Holding` returns them.
+
+        Args:
+            num_bytes: more than before.
+            large: for a large request.
 
         Raises:
             Overloaded: over the bound.
         """
-        if self.held_bytes + num_bytes > self._max_held_bytes:
+        reserved = self._max_held_bytes // _RESERVED_BYTES if large else 0
+        if self.held_bytes + num_bytes > self._max_held_bytes - reserved:
             raise Overloaded("running requests hold too much data", retry_after_s=1)
         self.held_bytes += num_bytes
 

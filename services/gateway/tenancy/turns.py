@@ -37,6 +37,11 @@ def bind_tenant(tenant: Tenant) -> None:
     _tenant.set(tenant)
 
 
+def bound_tenant() -> Tenant:
+    """Whose work the running task does."""
+    return _tenant.get()
+
+
 class _Line:
     """Futures in fair order; those that are done, because they were cancelled, are passed over."""
 

@@ -23,6 +23,7 @@ from services.encoder.engine.messages import (
     FeatureDone,
     FrontMessage,
     ImageDone,
+    InHand,
     PlaceImage,
     Shutdown,
 )
@@ -91,6 +92,7 @@ class Front:
         self.stats = EngineStats(0, 0)
         self.done: dict[int, ImageDone] = {}
         self.features: list[tuple[list[int], int]] = []
+        self.in_hand: list[list[int]] = []
 
     def send(self, *messages: FrontMessage) -> None:
         for message in messages:
@@ -113,6 +115,8 @@ class Front:
                         self.features.append((message.job_ids, message.feature))
                     case EngineStats():
                         self.stats = message
+                    case InHand():
+                        self.in_hand.append(message.job_ids)
 
     def codes(self, *job_ids: int) -> list[str]:
         self.receive_until(lambda: set(job_ids) <= set(self.done))
@@ -193,6 +197,22 @@ def test_waiting_images_share_batches(running: Running) -> None:
     # 64 patches of budget, 16 an image; whatever the first batch took, the rest is full.
     assert len(running.runner.batches) <= 4
     assert max(len(batch) for batch in running.runner.batches) == 4
+
+
+def test_the_front_knows_what_is_worked_on(running: Running) -> None:
+    """Should the engine end, all others had no part in it."""
+    front = running.front
+    running.may_prepare.clear()
+    front.encode(1)
+    front.receive_until(lambda: front.in_hand == [[1]])  # being prepared
+    running.runner.may_run.clear()
+    running.may_prepare.set()
+    front.receive_until(lambda: front.in_hand == [[1], [], [1]])  # prepared, and launched
+    front.encode(2)
+    front.receive_until(lambda: front.in_hand[3:] == [[1, 2], [1]])  # waits for the next batch
+    running.runner.may_run.set()
+    assert front.codes(1, 2) == ["", ""]
+    assert front.in_hand[-1] == [2]
 
 
 def test_two_batches_are_in_flight_and_the_rest_waits(running: Running) -> None:

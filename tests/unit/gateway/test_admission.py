@@ -81,3 +81,14 @@ def test_full_gateway_refuses_before_image_work(stack):
         assert stack.chat(messages=asking(image_url())).status_code == 200
     finally:
         admission._max_requests = 512
+
+
+def test_large_requests_leave_memory_to_small_ones():
+    admission = Admission(10, max_held_bytes=64 << 20)
+    with admission.holding() as large, admission.holding() as small:
+        with pytest.raises(Overloaded):
+            large.hold(61 << 20)
+        large.hold(59 << 20)
+        with pytest.raises(Overloaded):
+            large.hold(1 << 20)
+        small.hold(1 << 20)

@@ -17,7 +17,9 @@ REQUESTS = [s for s in SCHEMAS.values() if s.get("additionalProperties") is Fals
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
 CODE = " ".join(re.findall(r"`([^`]+)`", TEXT))
 # Never sent: the client has disconnected; the gateway retries elsewhere.
-INTERNAL = {"cancelled", "embedding_unavailable", "wrong_image_key"}
+INTERNAL = {
+    "cancelled", "deadly_image", "embedding_unavailable", "engine_ended", "wrong_image_key"
+}  # fmt: skip
 
 
 FIELDS = {name for schema in REQUESTS for name in schema["properties"]}

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from services.common.errors import (
+    DeadlyImage,
     EmbeddingUnavailable,
+    EngineEnded,
     InternalError,
     InvalidImage,
     Overloaded,
@@ -131,6 +133,30 @@ def test_an_image_that_ends_encoders_is_refused_and_remembered(pair):
     assert error(pair.chat(messages=asking(deadly)), 400)["code"] == "invalid_image"
     assert not any(e.requests for e in pair.encoders)
     answer(pair.chat(messages=asking(good)))
+
+
+def test_an_image_that_its_encoder_blames_goes_to_no_second_one(pair):
+    deadly = new_image()
+    for encoder in pair.encoders:
+        encoder.before = raising(DeadlyImage("the engine crashed"))
+    for decoder in pair.decoders:
+        decoder.before = forever
+    for _ in range(2):
+        found = error(pair.chat(messages=asking(deadly)), 400)
+        assert (found["code"], found["param"]) == ("invalid_image", "messages[0].content[0]")
+    assert sum(len(encoder.requests) for encoder in pair.encoders) == 1
+
+
+def test_an_image_that_waited_in_a_lost_engine_is_no_suspect(pair):
+    url = new_image()
+    answer(pair.chat(messages=asking(url)))
+    first, second = serving(pair)
+    first.before = raising(EngineEnded("the engine crashed"))
+    for decoder in pair.decoders:
+        decoder.before = lambda _: asyncio.sleep(0.2)
+    assert answer(pair.chat(messages=asking(url))) == "A red circle."
+    assert len(second.requests) == 1
+    assert second.requests[0].image_key not in pair.gateway.service.encoders.suspects._found
 
 
 def test_an_image_that_takes_all_its_time_twice_is_refused_and_remembered(pair):

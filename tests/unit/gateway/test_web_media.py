@@ -20,6 +20,8 @@ from services.common.errors import (
 from services.gateway.media import web_media
 from services.gateway.media.network import PacedStream, connect
 from services.gateway.media.web_media import WebMedia, is_public, parse_url
+from services.gateway.tenancy.tenants import Limits, Tenant
+from services.gateway.tenancy.turns import bind_tenant
 from tests.noise import PATIENCE_S
 
 
@@ -423,6 +425,36 @@ async def test_names_without_an_answer_delay_no_other_look_up(monkeypatch):
     release.set()
     while resolver._lookups:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+    resolver.close()
+
+
+async def test_a_tenant_of_silent_names_leaves_threads_to_others(monkeypatch):
+    """A look-up keeps its thread after its caller has left."""
+    release = threading.Event()
+
+    def getaddrinfo(host, port, type):
+        if host.startswith("silent"):
+            release.wait(PATIENCE_S)
+        return [(2, 1, 6, "", ("93.184.216.34", port))]
+
+    monkeypatch.setattr(web_media.socket, "getaddrinfo", getaddrinfo)
+    resolver = web_media.SystemResolver(timeout_s=0.05)
+
+    async def ask(tenant, host):
+        bind_tenant(Tenant(tenant, Limits(), shares_caches=False))
+        return await resolver(host, 80)
+
+    failed: list[BaseException] = []
+    for turn in range(10):
+        hosts = [f"silent{turn}-{n}" for n in range(16)]
+        failed += await asyncio.gather(*(ask("a", h) for h in hosts), return_exceptions=True)
+    assert sum(isinstance(one, TimeoutError) for one in failed) == 16
+    assert await ask("b", "quick") == ["93.184.216.34"]
+    release.set()
+    while resolver._lookups:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert await ask("a", "quick") == ["93.184.216.34"]
+    assert await ask("a", "quicker") == ["93.184.216.34"]
     resolver.close()
 
 
