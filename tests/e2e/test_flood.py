@@ -1,14 +1,18 @@
-"""A flood of one tenant through the whole stack, counted in steps of the engine, which does not
-depend on what else the machine does; `benchmarks.flood` measures times.
+"""A flood of one tenant through the whole stack, counted in steps of the engine or in answers, not in
+times, which depend on what else the machine does; `benchmarks.flood` measures those.
 """
 
+import asyncio
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import flood
+from benchmarks.client import Connection
+from benchmarks.workloads import chat_fields
 from tests.noise import least
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -32,3 +36,28 @@ def test_forty_requests_of_eight_answers_cost_another_tenant_few_steps(tmp_path:
             bound = 2 * quiet + 1 + beside
             assert least(lambda: steps_of(1), bound) <= bound
     assert counts[0][1] == 0, "the flood was refused"
+
+
+def test_a_request_overtakes_another_tenants_burst_of_short_ones(tmp_path: Path) -> None:
+    """Where requests of all tenants were one queue, all of the burst were first."""
+    num_burst = 200
+
+    async def num_ahead(stack: flood.Stack, seeds: "itertools.count[int]") -> int:
+        async def begins(tenant: str) -> float:
+            connection = Connection(stack.targets[tenant])
+            seed = next(seeds)
+            fields = chat_fields(stack.model, f"{seed} what is it?", 2) | {"seed": seed}
+            sample = await connection.post(json.dumps(fields).encode(), 60)
+            connection.close()
+            assert not sample.error
+            return sample.first
+
+        burst = [asyncio.create_task(begins("flooding")) for _ in range(num_burst)]
+        await asyncio.wait(burst, return_when=asyncio.FIRST_COMPLETED)
+        first = await begins("quiet")
+        return sum(other < first for other in await asyncio.gather(*burst))
+
+    seeds = itertools.count(1, 16)
+    with flood.null_stack(tmp_path) as stack:
+        ahead = least(lambda: asyncio.run(num_ahead(stack, seeds)), num_burst / 2)
+    assert ahead <= num_burst / 2
