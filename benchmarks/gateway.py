@@ -214,10 +214,13 @@ async def _wait_ready(port: int, api_key: str) -> None:
     target = Target.from_url(f"http://127.0.0.1:{port}", api_key)
     probe = Load(streams=1, rate=1, tokens=1, requests=1, words=1, clients=1, gateways=1)
     deadline = time.monotonic() + _READY_S
-    while (sample := await Connection(target).post(_body(probe, 0), _TIMEOUT_S)).error:
+    connection = Connection(target)
+    while (sample := await connection.post(_body(probe, 0), _TIMEOUT_S)).error:
         if time.monotonic() > deadline:
             raise SystemExit(f"the gateway is not ready: {sample.error}")
         await asyncio.sleep(0.1)
+    connection.close()
+    await asyncio.sleep(0)  # it ends in the loop's next pass
 
 
 def _send(target: Target, load: Load) -> list[Answer]:

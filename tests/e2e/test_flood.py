@@ -55,9 +55,11 @@ def test_a_request_overtakes_another_tenants_burst_of_short_ones(tmp_path: Path)
         burst = [asyncio.create_task(begins("flooding")) for _ in range(num_burst)]
         await asyncio.wait(burst, return_when=asyncio.FIRST_COMPLETED)
         first = await begins("quiet")
-        return sum(other < first for other in await asyncio.gather(*burst))
+        others = await asyncio.gather(*burst)
+        await asyncio.sleep(0)  # connections end in the loop's next pass
+        return sum(other < first for other in others)
 
     seeds = itertools.count(1, 16)
     with flood.null_stack(tmp_path) as stack:
-        ahead = least(lambda: asyncio.run(num_ahead(stack, seeds)), num_burst / 2)
-    assert ahead <= num_burst / 2
+        ahead = least(lambda: asyncio.run(num_ahead(stack, seeds)), num_burst / 10)
+    assert ahead <= num_burst / 10
