@@ -1,5 +1,5 @@
-"""A flood of one tenant through the whole stack, counted in steps of the engine or in answers, not in
-times, which depend on what else the machine does; `benchmarks.flood` measures those.
+"""A flood of one tenant through the whole stack, counted in steps of the engine or in answers, not
+in times, which depend on what else the machine does; `benchmarks.flood` measures those.
 """
 
 import asyncio
