@@ -3,7 +3,7 @@
 Microseconds per layer, from the residual stream to the residual stream, in a replayed CUDA graph of
 a chain of layers: each reads what the one before it wrote. Each variant is checked first: against
 the plain twin for one layer, and for the chain, bit for bit over many replays, against itself
-without programmatic dependent launch, where nothing is read early. Kernels are compiled ahead by
+without programmatic dependent launch, where nothing starts early. Kernels are compiled ahead by
 several processes.
 """
 
@@ -35,19 +35,11 @@ _NORM = replace(_BASE, fuses_norm=True)
 VARIANTS: dict[str, tuple[MoEGemvConfig, float]] = {
     "five kernels": (_BASE, 25.2),
     "norm fused": (_NORM, 24.7),
-    "early, registers": (replace(_NORM, early="registers"), 24.0),
-    "early, l2": (replace(_NORM, early="l2"), 23.6),
-    **{
-        f"{count} pairs prefetch": (replace(_NORM, prefetched=count), predicted)
-        for count, predicted in ((1, 24.0), (2, 23.6), (3, 23.5), (4, 23.6), (8, 24.5))
-    },
-    "both": (replace(_NORM, prefetched=2, early="registers"), 23.6),
 }
-# Rows, units, columns and warps of gate and up; the same of down.
+# Rows, columns and warps of gate and up; the same of down.
 _UPS = (
-    (1, 1, 2048, 2), (1, 1, 2048, 4), (2, 1, 2048, 4), (2, 1, 512, 4), (2, 1, 1024, 2),
-    (2, 2, 1024, 4), (2, 3, 1024, 4), (2, 2, 2048, 4), (4, 1, 1024, 4), (4, 1, 1024, 8),
-    (4, 1, 2048, 8), (4, 2, 1024, 4), (4, 3, 1024, 4),
+    (1, 2048, 2), (1, 2048, 4), (2, 2048, 4), (2, 512, 4), (2, 1024, 2), (4, 1024, 4),
+    (4, 1024, 8), (4, 2048, 8),
 )  # fmt: skip
 _DOWNS = (
     (2, 128, 2), (2, 256, 2), (2, 256, 4), (4, 64, 4), (4, 128, 2), (4, 128, 4), (4, 256, 8),
@@ -57,13 +49,10 @@ _DOWNS = (
 
 def sweeps() -> Iterator[MoEGemvConfig]:
     """Other divisions."""
-    for rows, units, columns, warps in _UPS:
-        yield replace(_NORM, up_rows=rows, up_units=units, up_columns=columns, up_warps=warps)
+    for rows, columns, warps in _UPS:
+        yield replace(_NORM, up_rows=rows, up_columns=columns, up_warps=warps)
     for rows, columns, warps in _DOWNS:
-        for early in ("", "l2"):
-            yield replace(
-                _NORM, down_rows=rows, down_columns=columns, down_warps=warps, early=early
-            )  # fmt: skip
+        yield replace(_NORM, down_rows=rows, down_columns=columns, down_warps=warps)
 
 
 class Variants:
@@ -202,7 +191,7 @@ def _compile(
 def run(
     text: TextSpec, weight_format: str, counts: tuple[int, ...], bandwidth: float, *, sweep: bool
 ) -> None:
-    """Prints the variants and, if `sweep`, the fastest divisions of the early ones."""
+    """Prints the variants and, if `sweep`, the fastest divisions."""
     named = [config for config, _ in VARIANTS.values()]
     others = [config for config in sweeps() if config not in named] if sweep else []
     configs, started = named + others, time.monotonic()
@@ -227,11 +216,9 @@ def run(
                  key=lambda config: found[config][index])  # fmt: skip
         down = min((c for c in found if replace(_NORM, **_division(c, "down")) == c),
                    key=lambda config: found[config][index])  # fmt: skip
-        rest = min((c for c, _ in VARIANTS.values()), key=lambda config: found[config][index])
-        for loads in {rest, _NORM, replace(_NORM, prefetched=2 * count)}:
-            both = replace(loads, **_division(up, "up"), **_division(down, "down"))
-            if both not in found:
-                found[both] = variants.row(f"best of T = {count}: {_shown(both)}", both, counts)
+        both = replace(_NORM, **_division(up, "up"), **_division(down, "down"))
+        if both not in found:
+            found[both] = variants.row(f"best of T = {count}: {_shown(both)}", both, counts)
     for index, count in enumerate(counts):
         print(f"\nT = {count}, fastest first")
         for config in sorted(found, key=lambda config: found[config][index])[:4]:
@@ -240,10 +227,10 @@ def run(
 
 
 def _division(config: MoEGemvConfig, which: str) -> dict[str, int]:
-    names = {"up": ("rows", "units", "columns", "warps"), "down": ("rows", "columns", "warps")}
-    return {f"{which}_{name}": getattr(config, f"{which}_{name}") for name in names[which]}
+    names = ("rows", "columns", "warps")
+    return {f"{which}_{name}": getattr(config, f"{which}_{name}") for name in names}
 
 
 def _shown(config: MoEGemvConfig) -> str:
     up, down = (tuple(_division(config, which).values()) for which in ("up", "down"))
-    return f"{up} {down} {config.prefetched} {config.early}"
+    return f"{up} {down}"

@@ -5,12 +5,6 @@ and what they share the L2 has. The first kernel computes gate and up and their 
 second the down projections of a token's experts, their weighted sum, and the addition to the
 residual stream.
 
-Between the two the memory would idle: `MoEGemvConfig` has what they may do about it. If the down
-projection's kernel is `early`, it reads the routing and loads weights before it waits (`gdc_wait`)
-for its input. It may: gate and up let it start only after their own wait, so what came before them
-is complete and in the L2 when it starts; and it reads the routing past the L1 (`.cg`), which may
-hold older values.
-
 The plain twin is `services.decoder.kernels.plain.moe`; the rounding points are the same.
 """
 
@@ -56,28 +50,19 @@ def experts(
     """
     num_tokens, hidden = x.shape
     top_k, size = routing.experts.shape[1], gate_up.num_rows // 2
-    num_pairs = num_tokens * top_k
-    inner = x.new_empty(num_pairs, size)
+    inner = x.new_empty(num_tokens * top_k, size)
     up_rows, down_rows = math.gcd(config.up_rows, size), math.gcd(config.down_rows, hidden)
-    up_units = math.gcd(config.up_units, size // up_rows)
-    ctas = size // (up_rows * up_units)
-    early = config.early if pdl else ""
-    # Each CTA of the pairs that prefetch takes as much of the expert's matrix.
-    chunk = hidden * size * down.values.element_size() // ctas
-    prefetches = pdl and config.prefetched > 0 and chunk % 16 == 0
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    _gate_up_kernel[(ctas, num_pairs)](
-        x, weight, eps, routing.experts, gate_up.values, gate_up.scale, down.values, inner,
-        max(0, num_pairs - config.prefetched), WIDTH=hidden, HEIGHT=size, TOP_K=top_k,
-        ROWS=up_rows, UNITS=up_units, COLUMNS=min(config.up_columns, _padded(hidden)),
-        NORM=norm is not None, CHUNK=chunk if prefetches else 0, LATE=bool(early),
+    _gate_up_kernel[(size // up_rows, num_tokens * top_k)](
+        x, weight, eps, gate_up.values, gate_up.scale, routing.experts, inner,
+        WIDTH=hidden, HEIGHT=size, TOP_K=top_k, ROWS=up_rows,
+        COLUMNS=min(config.up_columns, _padded(hidden)), NORM=norm is not None,
         **gate_up.constants, PURE=pure, PDL=pdl, num_warps=config.up_warps, launch_pdl=pdl,
     )  # fmt: skip
     _down_kernel[(hidden // down_rows, num_tokens)](
         inner, down.values, down.scale, routing.experts, routing.weights, residual, WIDTH=size,
         HEIGHT=hidden, TOP_K=top_k, PADDED_K=_padded(top_k), ROWS=down_rows,
-        COLUMNS=min(config.down_columns, _padded(size)), EARLY=early,
-        CACHE=".cg" if early else "", **down.constants, PURE=pure, PDL=pdl,
+        COLUMNS=min(config.down_columns, _padded(size)), **down.constants, PURE=pure, PDL=pdl,
         num_warps=config.down_warps, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -86,23 +71,20 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@triton.jit(do_not_specialize=["first_prefetched"])
+@triton.jit
 def _gate_up_kernel(
-    x_ptr, norm_ptr, eps, experts_ptr, weight_ptr, scale_ptr, down_ptr, out_ptr, first_prefetched,
-    WIDTH: tl.constexpr, HEIGHT: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr,
-    UNITS: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr, CHUNK: tl.constexpr,
-    LATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    x_ptr, norm_ptr, eps, weight_ptr, scale_ptr, experts_ptr, out_ptr, WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NORM: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     number = tl.program_id(1)  # of the token with one of its experts
-    x_row = x_ptr + (number // TOP_K).to(tl.int64) * WIDTH
     if PDL:
-        if not LATE:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
         gdc_wait()
-        if LATE:
-            gdc_launch_dependents()
     expert = tl.load(experts_ptr + number).to(tl.int64)
+    x_row = x_ptr + number // TOP_K * WIDTH
     rms_scale = 1.0
     if NORM:
         squares = tl.zeros((COLUMNS,), tl.float32)
@@ -111,53 +93,46 @@ def _gate_up_kernel(
             x = tl.load(x_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
             squares += x * x
         rms_scale = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
+    gates = weight_ptr + (expert * 2 * HEIGHT + row)[:, None] * WIDTH
     scales = expert * SCALE_ROWS * SCALE_COLUMNS
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    for unit in tl.static_range(UNITS):
-        first = (tl.program_id(0) * UNITS + unit) * ROWS
-        row = first + tl.arange(0, ROWS)
-        gates = weight_ptr + (expert * 2 * HEIGHT + row)[:, None] * WIDTH
-        gate = tl.zeros((ROWS, COLUMNS), tl.float32)
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for at in tl.static_range(0, WIDTH, COLUMNS):
-            column = at + tl.arange(0, COLUMNS)
-            inside = column < WIDTH
-            place = gates + column[None, :]
-            gate_weight = tl.load(place, mask=inside[None, :], other=0.0)
-            up_weight = tl.load(place + HEIGHT * WIDTH, mask=inside[None, :], other=0.0)
-            x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
-            if NORM:
-                norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-                x = normed(x, norm, rms_scale, dtype)
-            gate_x, up_x = x, x
-            if BLOCK_ROWS > 1:  # a unit's rows have one row of scales
-                block = first // BLOCK_ROWS * SCALE_COLUMNS + column // 128
-                of_gate = scale_ptr + scales + block
-                of_up = of_gate + HEIGHT // BLOCK_ROWS * SCALE_COLUMNS
-                gate_x = x * tl.load(of_gate, mask=inside, other=0.0)
-                up_x = x * tl.load(of_up, mask=inside, other=0.0)
-            gate += widen(gate_weight, dtype, PACKED, PURE).to(tl.float32) * gate_x[None, :]
-            up += widen(up_weight, dtype, PACKED, PURE).to(tl.float32) * up_x[None, :]
-        if CHUNK and unit == 0:
-            whole = (down_ptr + expert * WIDTH * HEIGHT).to(tl.int64)
-            threads = tl.where(number >= first_prefetched, 1, 0)
-            _prefetch(whole + tl.program_id(0).to(tl.int64) * CHUNK, CHUNK, threads)
-        gate_sum = tl.sum(gate, axis=1)
-        up_sum = tl.sum(up, axis=1)
-        if BLOCK_ROWS == 1:
-            gate_sum *= tl.load(scale_ptr + scales + row)
-            up_sum *= tl.load(scale_ptr + scales + HEIGHT + row)
-        found = swiglu(gate_sum.to(dtype), up_sum.to(dtype))
-        tl.store(out_ptr + number.to(tl.int64) * HEIGHT + row, found)
+    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for at in tl.static_range(0, WIDTH, COLUMNS):
+        column = at + tl.arange(0, COLUMNS)
+        inside = column < WIDTH
+        place = gates + column[None, :]
+        gate_weight = tl.load(place, mask=inside[None, :], other=0.0)
+        up_weight = tl.load(place + HEIGHT * WIDTH, mask=inside[None, :], other=0.0)
+        x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
+            x = normed(x, norm, rms_scale, dtype)
+        gate_x = x
+        up_x = x
+        if BLOCK_ROWS > 1:  # a CTA's rows have one row of scales
+            block = tl.program_id(0) * ROWS // BLOCK_ROWS * SCALE_COLUMNS + column // 128
+            of_gate = scale_ptr + scales + block
+            of_up = of_gate + HEIGHT // BLOCK_ROWS * SCALE_COLUMNS
+            gate_x = x * tl.load(of_gate, mask=inside, other=0.0)
+            up_x = x * tl.load(of_up, mask=inside, other=0.0)
+        gate += widen(gate_weight, dtype, PACKED, PURE).to(tl.float32) * gate_x[None, :]
+        up += widen(up_weight, dtype, PACKED, PURE).to(tl.float32) * up_x[None, :]
+    gate_sum = tl.sum(gate, axis=1)
+    up_sum = tl.sum(up, axis=1)
+    if BLOCK_ROWS == 1:
+        gate_sum *= tl.load(scale_ptr + scales + row)
+        up_sum *= tl.load(scale_ptr + scales + HEIGHT + row)
+    found = swiglu(gate_sum.to(dtype), up_sum.to(dtype))
+    tl.store(out_ptr + number.to(tl.int64) * HEIGHT + row, found)
 
 
 @triton.jit
 def _down_kernel(
     x_ptr, weight_ptr, scale_ptr, experts_ptr, weights_ptr, residual_ptr, WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, EARLY: tl.constexpr, CACHE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PACKED: tl.constexpr,
-    PURE: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     first = tl.program_id(0) * ROWS
@@ -165,33 +140,19 @@ def _down_kernel(
     index = tl.arange(0, PADDED_K * ROWS)
     place, row = index // ROWS, first + index % ROWS
     is_row = place < TOP_K
-    dtype: tl.constexpr = residual_ptr.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
-        if EARLY == "":
-            gdc_wait()
-    chosen = token * TOP_K + place
-    expert = tl.load(experts_ptr + chosen, mask=is_row, other=0, cache_modifier=CACHE)
-    expert = expert.to(tl.int64)
-    share = tl.load(weights_ptr + chosen, mask=is_row, other=0.0, cache_modifier=CACHE)
-    x_rows = x_ptr + chosen.to(tl.int64)[:, None] * WIDTH
-    starts = weight_ptr + (expert * HEIGHT + row) * WIDTH
-    weights = starts[:, None]
-    if EARLY == "l2":
-        size: tl.constexpr = WIDTH * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        _prefetch(starts.to(tl.int64), size, TOP_K * ROWS)
         gdc_wait()
-    column = tl.arange(0, COLUMNS)
-    inside = is_row[:, None] & (column < WIDTH)[None, :]
-    weight = tl.load(weights + column[None, :], mask=inside, other=0.0)
-    if EARLY == "registers":
-        gdc_wait()
+    expert = tl.load(experts_ptr + token * TOP_K + place, mask=is_row, other=0).to(tl.int64)
+    share = tl.load(weights_ptr + token * TOP_K + place, mask=is_row, other=0.0)
+    x_rows = x_ptr + (token * TOP_K + place).to(tl.int64)[:, None] * WIDTH
+    weights = weight_ptr + (expert * HEIGHT + row)[:, None] * WIDTH
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
     acc = tl.zeros((PADDED_K * ROWS, COLUMNS), tl.float32)
     for at in tl.static_range(0, WIDTH, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
         inside = is_row[:, None] & (column < WIDTH)[None, :]
-        if at > 0:
-            weight = tl.load(weights + column[None, :], mask=inside, other=0.0)
+        weight = tl.load(weights + column[None, :], mask=inside, other=0.0)
         x = tl.load(x_rows + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if BLOCK_ROWS > 1:
             of_row = expert * SCALE_ROWS * SCALE_COLUMNS + row // BLOCK_ROWS * SCALE_COLUMNS
@@ -205,19 +166,3 @@ def _down_kernel(
     total = tl.sum(tl.reshape(found, (PADDED_K, ROWS)), axis=0).to(dtype)
     residual = residual_ptr + token.to(tl.int64) * HEIGHT + first + tl.arange(0, ROWS)
     tl.store(residual, (tl.load(residual).to(tl.float32) + total.to(tl.float32)).to(dtype))
-
-
-@triton.jit
-def _prefetch(address, num_bytes, threads):
-    """Has the L2 load bytes from an address, or as many as a CTA has threads; so many do it."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.lt.u32 p, thread, $3;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r,r", [address, num_bytes, threads], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

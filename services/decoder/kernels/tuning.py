@@ -5,7 +5,6 @@ without a row gets its constants by the rules below, which need the device's fac
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from services.common.model_spec import MoESpec
 from services.common.nn.device import DeviceFacts
@@ -164,28 +163,21 @@ class MoEGemvConfig:
 
     Attributes:
         up_rows: rows of gate, and of up, that a CTA loads at once.
-        up_units: how many times that it does so.
         up_columns: columns that a CTA loads at once.
         up_warps: of a CTA.
         down_rows: rows of each of a token's experts, per CTA.
         down_columns: as `up_columns`.
         down_warps: of a CTA.
         fuses_norm: the router's GEMV and gate and up normalise the residual stream themselves.
-        prefetched: of the (token, expert) pairs that gate and up compute, the last ones, during
-            which they have the L2 load the experts' down projections.
-        early: the down projection's kernel loads weights before it waits, see `moe_gemv`.
     """
 
     up_rows: int = 2
-    up_units: int = 1
     up_columns: int = 1024
     up_warps: int = 4
     down_rows: int = 4
     down_columns: int = 256
     down_warps: int = 4
     fuses_norm: bool = False
-    prefetched: int = 0
-    early: Literal["", "registers", "l2"] = ""
 
 
 @dataclass(frozen=True, slots=True)

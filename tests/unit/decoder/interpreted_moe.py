@@ -19,7 +19,7 @@ from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.tuning import MoEGemmConfig, MoEGemvConfig
 
 GEMV = MoEGemvConfig(up_rows=4, up_columns=64, down_rows=8, down_columns=64)
-FUSED = replace(GEMV, up_units=2, fuses_norm=True)
+FUSED = replace(GEMV, fuses_norm=True)
 
 
 def made_experts(count: int, hidden: int, size: int, weight_format: str) -> Experts:

@@ -13,11 +13,9 @@ from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import StackedLinear
 from services.common.nn.weights import materialize
 from services.decoder.kernels import shared_gate, table
-from services.decoder.kernels.moe import MoEKernels
 from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.ops import Ops
 from services.decoder.kernels.table import KernelFacts
-from services.decoder.kernels.tuning import MoEGemvConfig
 from tests.gpu_compiler import compiled_launches
 
 HIDDEN, SIZE, COUNT = 2048, 768, 4  # as the 30B's, with fewer experts in memory
@@ -62,11 +60,7 @@ def test_what_the_table_picks_compiles_and_fits(
             ops.for_tokens(count).moe(x, router, experts, half(count, HIDDEN))
         norm = RMSNorm(HIDDEN, 1e-6).bfloat16()
         ops.for_tokens(2).norm_moe(None, half(2, HIDDEN), norm, router, experts)
-        kernels = MoEKernels(facts.device, TEXT_SHAPES["30b-a3b"].moe)  # type: ignore[arg-type]
-        for early in ("registers", "l2"):
-            config = MoEGemvConfig(up_units=2, fuses_norm=True, prefetched=2, early=early)
-            x = half(2, HIDDEN)
-            kernels.gemv(x, router, experts, x, norm=norm, config=config)
+        ops.for_tokens(1).norm_moe(None, half(1, HIDDEN), norm, router, experts)
         for out in (half(8, HIDDEN), torch.empty(4, 8, HIDDEN)):
             shared_gate.add(out, half(8, HIDDEN), half(1, HIDDEN), half(8, HIDDEN), pdl=False)
     compiled = {launch.name for launch in launches}
@@ -76,12 +70,5 @@ def test_what_the_table_picks_compiles_and_fits(
     }  # fmt: skip
     for launch in launches:
         assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch.name
-        if launch.arguments.get("LATE"):  # dependents start after the wait
-            before, after = launch.ptx.split("griddepcontrol.wait", 1)
-            assert "launch_dependents" in after and "launch_dependents" not in before
-            assert "bulk.prefetch" in after
-        if early := launch.arguments.get("EARLY"):  # weights are read before it
-            before, _ = launch.ptx.split("griddepcontrol.wait", 1)
-            assert "bulk.prefetch" in before if early == "l2" else before.count("ld.global") > 2
         if launch.name == "_grouped_gemm_kernel" and facts.device.is_hopper:
             assert "wgmma" in launch.ptx
