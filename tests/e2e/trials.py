@@ -28,7 +28,11 @@ from tests.e2e.handover import Answer, Asker
 from tests.noise import PATIENCE_S
 
 KINDS = ("decoder", "encoder", "gateway")
-_NUM_SEEDS, _NUM_IMAGES = 5, 3  # one stream of each kind
+# One stream of each kind. Their random numbers lie 9e-6 or more of the mass from a bound between
+# two tokens: seed 4's 170th is 5e-7 from one, so that the rounding of another batch (1e-6 in
+# float32) sometimes gives its other neighbour.
+_SEEDS = (0, 36, 7, 33, 19)
+_NUM_IMAGES = 3
 _PAUSE_S = 0.05  # of a client between two answers
 
 
@@ -85,7 +89,7 @@ class Clients:
         self._asker = Asker(self._gateway, num_tokens, model=fleet.model)
         self._salts = itertools.count(random.randrange(1 << 40))
         self._lock = threading.Lock()
-        self._streams = {seed: self._asker.ask(seed) for seed in range(_NUM_SEEDS)}
+        self._streams = {seed: self._asker.ask(seed) for seed in _SEEDS}
         with httpx2.Client(base_url=self._gateway(), timeout=PATIENCE_S) as client:
             answers = [self._ask_about(client, n) for n in range(_NUM_IMAGES)]
         broken = [a.error for a in self._streams.values() if a.error]
@@ -106,7 +110,7 @@ class Clients:
                 *(pool.submit(self._keep_asking, over, outcome) for _ in range(self._num_askers)),
             ]
             try:
-                enough = 3 * min(_NUM_SEEDS, self._num_streams)
+                enough = 3 * min(len(_SEEDS), self._num_streams)
                 wait_until(
                     lambda: (
                         sum(list(self._asker.num_chunks.values())) > enough
@@ -126,10 +130,10 @@ class Clients:
         return random.choice(self._fleet.gateways())
 
     def _keep_streaming(self, number: int, over: threading.Event, outcome: Outcome) -> None:
-        for seed in itertools.count(number):
+        for index in itertools.count(number):
             if over.is_set():
                 return
-            seed %= _NUM_SEEDS
+            seed = _SEEDS[index % len(_SEEDS)]
             started = time.monotonic()
             answer = self._asker.ask(seed)
             with self._lock:
