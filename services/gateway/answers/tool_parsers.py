@@ -285,7 +285,7 @@ class Qwen3CoderParser(_TaggedParser):
     def _step_name(self, parts: list[Part]) -> bool:
         end = self._buffer.find(">")
         name = self._buffer[:end] if end >= 0 else self._buffer
-        if "\n" in name or "<" in name or end == 0:
+        if "\n" in name or "<" in name or (end >= 0 and not name.strip()):
             self._give_up(self._raw, parts)
             return True
         if end < 0:

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.answers.tool_parsers import PARSERS
@@ -152,6 +152,7 @@ PIECES = [
 @pytest.mark.parametrize("form", PARSERS)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.randoms(use_true_random=False))
+@example(["<function=", " ", ">"], random.Random(0))  # a name of blanks is none
 def test_any_text_gives_the_same_parts_in_any_pieces(form, pieces, rng):
     text = "".join(pieces)
     expected = parse(form, [text])
