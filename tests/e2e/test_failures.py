@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import time
@@ -63,19 +64,20 @@ def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
 
 def test_an_image_that_was_in_work_at_a_crash_goes_to_no_second_encoder(cluster: Cluster) -> None:
     images = {e: e.metric("encoder_images_encoded_total") for e in cluster.encoders}
+    image = webp(6000, random.randrange(60_000))  # takes more than a second; new in each try
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(cluster.ask, QUESTION, webp(5000))  # takes a second
+        asked = pool.submit(cluster.ask, QUESTION, image)
         wait_until(
             lambda: any(e.metric("encoder_queue_images") for e in images), PATIENCE_S, "an encoder"
         )
         (encoder,) = [e for e in images if e.metric("encoder_queue_images")]
-        time.sleep(0.1)
+        time.sleep(0.2)
         os.kill(encoder.engine_pid(), signal.SIGSEGV)
         with pytest.raises(openai.BadRequestError) as refused:
             asked.result()
         assert refused.value.code == "invalid_image"
     with pytest.raises(openai.BadRequestError):
-        cluster.ask(QUESTION, webp(5000))
+        cluster.ask(QUESTION, image)
     (other,) = images.keys() - {encoder}
     assert other.metric("encoder_images_encoded_total") == images[other]
     assert cluster.ask(QUESTION, png(12))
