@@ -65,8 +65,11 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
     found, logprobs, num_steps = run(overlap=True, delay=delay)
     assert found == expected
     assert all(len(tokens) == NUM_TOKENS for tokens in found.values())
+    # A late mask puts rows into batches of other sizes, whose float32 sums round otherwise: up to
+    # 8e-6 on a logprob of -13, where two neighbouring floats are 1e-6 apart. The logprobs of two
+    # tokens are 0.1 apart and more.
     for number, values in expected_logprobs.items():
-        assert logprobs[number] == pytest.approx(values)
+        assert logprobs[number] == pytest.approx(values, rel=0, abs=3e-5)
     if delay == 0:  # a token each in every step, and one step whose tokens are not needed
         assert num_steps <= NUM_TOKENS + 1
     for number, tokens in found.items():
