@@ -6,7 +6,6 @@ that compiling and matching may take, the waiting compilations and the cache all
 """
 
 import asyncio
-import os
 import re
 import time
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from services.common.errors import InvalidGrammar, Overloaded
+from services.common.pod_limits import num_cpus
 from services.common.schema_formats import without_unknown_formats
 from services.decoder.bounded_strings import (
     NUM_PROBES,
@@ -29,6 +29,7 @@ from services.decoder.bounded_strings import (
     PlainTokens,
     has_plain_bounds,
 )
+from services.decoder.compiled_grammar import Compiled, CompiledGrammar
 from services.decoder.matcher import (
     GrammarMatcher,
     Int32Array,
@@ -123,13 +124,6 @@ class Demands(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
-class _Compiled(NamedTuple):
-    """A grammar at its start; sequences get copies."""
-
-    state: LLMatcher
-    strings: BoundedStrings | None
-
-
 class _Vocabulary(NamedTuple):
     """A tokenizer with certain end ids."""
 
@@ -163,9 +157,10 @@ class Grammars:
         self._reading = Lock()
         self._compilers = ThreadPoolExecutor(_COMPILE_THREADS, "grammar")
         self.maskers = ThreadPoolExecutor(1, "token-masks")
+        self._num_threads = max(1, min(_MAX_MASK_THREADS, num_cpus() // 2))
         self._parallel: LLExecutor | None = None
         # One that is being compiled is in it, too, so that it is compiled once.
-        self._cache: OrderedDict[_Key, asyncio.Future[_Compiled]] = OrderedDict()
+        self._cache: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
         self._cached_chars = 0
         self._num_compiling = 0
         self._without: OrderedDict[tuple[int, ...], Int32Array] = OrderedDict()
@@ -191,10 +186,22 @@ class Grammars:
         )
 
     async def _matcher(self, grammar: Grammar) -> GrammarMatcher:
-        compiled, end_ids = await self._compiled(grammar), grammar.end_ids
+        lexer, end_ids = self._compiled(grammar).take(), grammar.end_ids
         stop_ids = (*end_ids, *grammar.stop_ids)
+        try:
+            if not lexer.compiled.done():
+                await asyncio.wait_for(asyncio.shield(lexer.compiled), _COMPILE_TIMEOUT_S)
+            compiled = lexer.compiled.result()
+        except BaseException as error:
+            lexer.grammar.give_back(lexer)
+            if isinstance(error, TimeoutError):
+                raise InvalidGrammar(
+                    f"takes more than {_COMPILE_TIMEOUT_S:g} s to compile"
+                ) from None
+            raise
         matcher = GrammarMatcher(
             compiled.state.deep_copy(),
+            lexer,
             grammar.begins_after,
             ends_early=set(end_ids) <= set(grammar.stop_ids),
             min_tokens=grammar.min_tokens,
@@ -207,6 +214,7 @@ class Grammars:
         try:
             matcher.consume(list(grammar.continued))
         except MatcherFailed as error:
+            lexer.grammar.give_back(lexer)
             raise InvalidGrammar(f"the continued text does not fit it: {error}") from None
         return matcher
 
@@ -220,6 +228,12 @@ class Grammars:
         loop = asyncio.get_running_loop()
         work = [(matcher, generated, row)]
         return (await loop.run_in_executor(self._compilers, self.fill, work, rows))[0]
+
+    def release(self, matcher: Matcher) -> None:
+        """The sequence has ended."""
+        if matcher.grammar is not None:
+            lexer = matcher.grammar.lexer
+            lexer.grammar.give_back(lexer)
 
     def close(self) -> None:
         """Ends the threads when they are idle."""
@@ -249,44 +263,45 @@ class Grammars:
             state.unsafe_compute_mask_ptr(rows[row].ctypes.data, rows[row].nbytes)
         elif running:
             if self._parallel is None:
-                self._parallel = LLExecutor(_num_mask_threads())
+                self._parallel = LLExecutor(self._num_threads)
             fill_next_token_bitmask_par(self._parallel, running, rows)
         return [
             _finished(matcher, rows[row]) if (result := results[index]) is None else result
             for index, (matcher, _, row) in enumerate(work)
         ]
 
-    async def _compiled(self, grammar: Grammar) -> _Compiled:
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         key = (grammar.kind, grammar.text, grammar.end_ids)
         if (found := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
-            return await asyncio.shield(found)
+            return found
+        found = CompiledGrammar(partial(self._start_compiling, grammar, key), self._num_threads)
+        self._cache[key] = found
+        self._cached_chars += len(grammar.text)
+        while len(self._cache) > _CACHE_ENTRIES or self._cached_chars > _CACHE_CHARS:
+            self._forget(next(iter(self._cache)))
+        return found
+
+    def _start_compiling(self, grammar: Grammar, key: _Key) -> "asyncio.Future[Compiled]":
         if self._num_compiling >= _MAX_COMPILING:
             raise Overloaded("too many grammars are being compiled", retry_after_s=1)
         self._num_compiling += 1
         compiling = asyncio.get_running_loop().run_in_executor(
             self._compilers, partial(self._compile, grammar)
         )
-        self._cache[key] = compiling
         compiling.add_done_callback(partial(self._compiled_one, key))
-        self._cached_chars += len(grammar.text)
-        while len(self._cache) > _CACHE_ENTRIES or self._cached_chars > _CACHE_CHARS:
-            self._forget(next(iter(self._cache)))
-        try:
-            return await asyncio.wait_for(asyncio.shield(compiling), _COMPILE_TIMEOUT_S)
-        except TimeoutError:
-            raise InvalidGrammar(f"takes more than {_COMPILE_TIMEOUT_S:g} s to compile") from None
+        return compiling
 
-    def _compiled_one(self, key: _Key, done: "asyncio.Future[_Compiled]") -> None:
+    def _compiled_one(self, key: _Key, done: "asyncio.Future[Compiled]") -> None:
         self._num_compiling -= 1
-        if (done.cancelled() or done.exception()) and self._cache.get(key) is done:
+        if (done.cancelled() or done.exception()) and key in self._cache:
             self._forget(key)
 
     def _forget(self, key: _Key) -> None:
         del self._cache[key]
         self._cached_chars -= len(key[1])
 
-    def _compile(self, grammar: Grammar) -> _Compiled:
+    def _compile(self, grammar: Grammar) -> Compiled:
         """In a thread."""
         vocabulary, started = self._vocabulary(grammar.end_ids), time.monotonic()
         try:
@@ -306,7 +321,7 @@ class Grammars:
             state = _build(plain.others, grammar.kind, text)
             strings = None if state.is_error() else BoundedStrings(state, plain)
         self._observe_compile(time.monotonic() - started)
-        return _Compiled(compiled, strings)
+        return Compiled(compiled, strings)
 
     def _vocabulary(self, end_ids: tuple[int, ...]) -> _Vocabulary:
         with self._reading:
@@ -356,10 +371,6 @@ def _refused(grammar: Grammar, text: str) -> InvalidGrammar:
     what = _WORDS[grammar.kind]
     text = _OPTION_HINT.sub("", short(text))
     return InvalidGrammar(f"{what} is not valid or not supported: {text}")
-
-
-def _num_mask_threads() -> int:
-    return max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 def _finished(matcher: Matcher, filled: Int32Array) -> Found:

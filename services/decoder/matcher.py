@@ -10,11 +10,13 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from services.decoder.bounded_strings import PROBE_WORDS, BoundedStrings
+from services.decoder.compiled_grammar import Lexer
 
 Int32Array = npt.NDArray[np.int32]
 
 _MAX_MESSAGE_CHARS = 500
 _FEW_IDS = 16
+_LEXER_ERROR = "lexer error"  # begins llguidance's message
 
 
 class MatcherFailed(Exception):
@@ -35,6 +37,7 @@ class GrammarMatcher:
 
     Attributes:
         state: llguidance's.
+        lexer: which it shares with other sequences.
         begins_after: ids after which the grammar begins; empty once it has begun.
         ends_early: end ids may be sampled where the text is complete and could be continued.
         min_tokens: until then no end id and no stop id is sampled, if anything else is allowed.
@@ -44,6 +47,7 @@ class GrammarMatcher:
     """
 
     state: LLMatcher
+    lexer: Lexer
     begins_after: tuple[int, ...]
     ends_early: bool
     min_tokens: int
@@ -63,7 +67,7 @@ class GrammarMatcher:
             if self._recent == self.begins_after:
                 self.begins_after = ()
         if token_ids and not self.state.consume_tokens(token_ids):
-            raise UnexpectedToken(message_of(self.state))
+            raise UnexpectedToken(self._failure())
         if self.strings is not None:
             self.strings.consume(token_ids)
 
@@ -84,15 +88,22 @@ class GrammarMatcher:
             if strings.complete(mask, filled[-PROBE_WORDS:]):
                 return  # no end id is allowed
             self.strings = None
+            self.lexer.is_broken = True
             self.state.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
         if self.state.is_error():
-            raise MatcherFailed(message_of(self.state))
+            raise MatcherFailed(self._failure())
         if self.begins_after:
             mask[:] = self.without_ends
         elif not self.ends_early:
             _forbid(mask, self.end_ids, self.without_ends)
         if num_generated < self.min_tokens:
             _forbid(mask, self.stop_ids, self.without_stops)
+
+    def _failure(self) -> str:
+        """Why the matcher cannot go on."""
+        message = short(self.state.get_error())
+        self.lexer.is_broken |= message.startswith(_LEXER_ERROR)
+        return message
 
 
 @dataclass(slots=True, eq=False)
@@ -103,18 +114,23 @@ class Matcher:
         grammar: None: any text.
         allowed: mask of the ids that the request allows, `[words]`; None: all.
         bad_words: token ids of each, of which the last one is forbidden after the others.
-        num_generated: completion tokens seen.
+        generated: completion tokens seen.
     """
 
     grammar: GrammarMatcher | None = None
     allowed: Int32Array | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    num_generated: int = 0
-    _tail: tuple[int, ...] = ()  # the last tokens, as many as bad words look back
-    _look_back: int = field(init=False)
+    generated: list[int] = field(default_factory=list[int])
 
-    def __post_init__(self) -> None:
-        self._look_back = max((len(word) - 1 for word in self.bad_words), default=0)
+    @property
+    def num_generated(self) -> int:
+        """Completion tokens seen."""
+        return len(self.generated)
+
+    @property
+    def lexer_number(self) -> int:
+        """Masks of the same number are filled one after the other."""
+        return 0 if self.grammar is None else self.grammar.lexer.number
 
     def filler(self) -> LLMatcher | None:
         """What fills the next mask; None: a mask of all ids is where it starts."""
@@ -126,9 +142,7 @@ class Matcher:
         Raises:
             MatcherFailed: they are not of the grammar.
         """
-        self.num_generated += len(token_ids)
-        if self._look_back:
-            self._tail = (*self._tail, *token_ids)[-self._look_back :]
+        self.generated += token_ids
         if self.grammar is not None:
             self.grammar.consume(token_ids)
 
@@ -145,7 +159,7 @@ class Matcher:
         mask = filled[:-PROBE_WORDS]
         forbidden = [word[-1] for word in self.bad_words if self._ends_with(word[:-1])]
         if self.grammar is not None:
-            self.grammar.finish(filled, self.num_generated)
+            self.grammar.finish(filled, len(self.generated))
         elif self.allowed is None and not forbidden:
             return False
         else:
@@ -160,7 +174,7 @@ class Matcher:
         return True
 
     def _ends_with(self, prefix: tuple[int, ...]) -> bool:
-        return not prefix or self._tail[-len(prefix) :] == prefix
+        return not prefix or tuple(self.generated[-len(prefix) :]) == prefix
 
 
 def mask_of(ids: list[int], num_words: int) -> Int32Array:
@@ -168,11 +182,6 @@ def mask_of(ids: list[int], num_words: int) -> Int32Array:
     bits = np.zeros(32 * num_words, np.uint8)
     bits[ids] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
-
-
-def message_of(state: LLMatcher) -> str:
-    """Why llguidance cannot go on."""
-    return short(state.get_error())
 
 
 def short(text: str) -> str:

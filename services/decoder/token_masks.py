@@ -32,6 +32,8 @@ _INLINE_S = 3e-3
 # So many are filled together and sent, so that a slow one makes few others late.
 _AT_ONCE = 16
 _NEWEST = 0.2  # of the mean
+# A sequence that breaks one lexer after the other has a grammar that takes too much work.
+_TOKENS_PER_LEXER = 500
 
 
 @dataclass(slots=True, eq=False)
@@ -41,14 +43,18 @@ class _Masked:
     Attributes:
         number: the engine's id of it.
         row: of its masks.
+        demands: of the completion.
         matcher: None: being compiled.
+        num_renewed: matchers that were made anew.
         num_writers: tasks that may write to the row.
         is_removed: the front has forgotten it.
     """
 
     number: int
     row: int
+    demands: Demands
     matcher: Matcher | None = None
+    num_renewed: int = 0
     num_writers: int = 0
     is_removed: bool = False
 
@@ -103,8 +109,8 @@ class SequenceMasks:
         if row is None:
             self._failed(number, Overloaded("too many sequences have token masks"))
             return
-        sequence = self._sequences[number] = _Masked(number, row)
-        self._start(self._begin(sequence, demands, generated), [sequence])
+        sequence = self._sequences[number] = _Masked(number, row, demands)
+        self._start(self._begin(sequence, generated), [sequence])
 
     def tokens_arrived(self, events: list[SequenceEvent]) -> None:
         """Starts on the next masks of sequences that had tokens in a step."""
@@ -125,8 +131,7 @@ class SequenceMasks:
             return
         # A thread would get the interpreter's lock only when the step's other events are through.
         started = time.monotonic()
-        for first in range(0, len(work), _AT_ONCE):
-            part = work[first : first + _AT_ONCE]
+        for part in _parts(work):
             self._send_filled(part, self._fill(part))
         self._took(len(work), time.monotonic() - started)
 
@@ -134,6 +139,8 @@ class SequenceMasks:
         """A sequence has ended; of one without masks nothing is known."""
         if (sequence := self._sequences.pop(number, None)) is not None:
             sequence.is_removed = True
+            if sequence.matcher is not None:
+                self._grammars.release(sequence.matcher)
             if not sequence.num_writers:
                 self._rows.give_back(sequence.row)
 
@@ -145,10 +152,14 @@ class SequenceMasks:
         self._grammars.close()
         self._rows.close()
 
-    async def _begin(self, sequence: _Masked, demands: Demands, generated: list[int]) -> None:
+    async def _begin(self, sequence: _Masked, generated: list[int]) -> None:
         number, rows = sequence.number, self._rows.array
         try:
-            matcher = await self._grammars.matcher(demands)
+            matcher = await self._grammars.matcher(sequence.demands)
+            if sequence.is_removed:
+                self._grammars.release(matcher)
+                return
+            sequence.matcher = matcher
             mask = await self._grammars.first_mask(matcher, generated, rows, sequence.row)
         except TriptychError as error:
             self._fail(number, error)
@@ -157,7 +168,6 @@ class SequenceMasks:
             log.exception("a grammar was not compiled")
             self._fail(number, InternalError("the grammar was not compiled"))
             return
-        sequence.matcher = matcher
         self._send([(sequence, len(generated))], [mask])
 
     async def _send_masks(self, work: list[_Work]) -> None:
@@ -194,7 +204,8 @@ class SequenceMasks:
             if sequence.is_removed:
                 continue
             if isinstance(mask, MatcherFailed):
-                self._fail(sequence.number, _error_of(mask))
+                if not self._renews(sequence):
+                    self._fail(sequence.number, _error_of(mask))
             else:
                 numbers.append(sequence.number)
                 counts.append(generated)
@@ -207,6 +218,21 @@ class SequenceMasks:
         array = self._rows.array[:, : self._grammars.num_words]
         for number, count, row in zip(numbers, counts, rows, strict=True):
             self._engine.send(TokenMask(number, count, array[row].tobytes() if row >= 0 else b""))
+
+    def _renews(self, sequence: _Masked) -> bool:
+        """Whether a sequence whose matcher has failed gets another one, because others' texts may
+        have led to its lexer's limit.
+        """
+        matcher = sequence.matcher
+        if matcher is None or matcher.grammar is None or not matcher.grammar.lexer.is_broken:
+            return False
+        if sequence.num_renewed > matcher.num_generated // _TOKENS_PER_LEXER:
+            return False
+        sequence.num_renewed += 1
+        sequence.matcher = None
+        self._grammars.release(matcher)
+        self._start(self._begin(sequence, matcher.generated), [sequence])
+        return True
 
     def _fail(self, number: int, error: TriptychError) -> None:
         if number in self._sequences:
@@ -226,6 +252,20 @@ class SequenceMasks:
                     self._rows.give_back(sequence.row)
 
         task.add_done_callback(done)
+
+
+def _parts(work: list[_Work]) -> list[list[_Work]]:
+    """What is filled together. Each part has sequences of all lexers, those of one lexer beside
+    each other, so that each thread has lexers of its own.
+    """
+    count = -(-len(work) // _AT_ONCE)
+    if count > 1:
+        work = sorted(work, key=_lexer_of)
+    return [work[first::count] for first in range(count)]
+
+
+def _lexer_of(item: _Work) -> int:
+    return item[2].lexer_number
 
 
 def _error_of(failure: MatcherFailed) -> TriptychError:

@@ -41,6 +41,9 @@ class FakeGrammars:
             rows[row] = matcher.num_generated
         return [True] * len(work)
 
+    def release(self, matcher):
+        pass
+
     def close(self) -> None:
         self.maskers.shutdown()
 
@@ -97,8 +100,8 @@ async def test_many_masks_are_sent_in_parts():
     front.masks.rows_opened()
     await front.start(40)
     sent = await front.step(*range(40))
-    assert [len(masks.rows) for masks in sent] == [16, 16, 8]
-    assert [number for masks in sent for number in masks.sequence_ids] == list(range(40))
+    assert [len(masks.rows) for masks in sent] == [14, 13, 13]
+    assert sorted(n for masks in sent for n in masks.sequence_ids) == list(range(40))
     await front.masks.close()
 
 
