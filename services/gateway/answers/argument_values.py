@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 from urllib.parse import unquote
 
 from services.gateway.answers.call_object import SPACE
+from services.gateway.answers.patterns import matcher_of
 
 Schema = Mapping[str, Any]
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
@@ -112,10 +113,31 @@ class Parameters:
         self.root = self._without_reference(root)
         self.given = root
         self._types: dict[int, frozenset[str]] = {}
+        self._combined: dict[str, Schema] = {}  # by a parameter's name
+
+    def schema_of(self, name: str) -> object:
+        """What a parameter has to be; one that the schema does not name may be additional."""
+        properties, patterns = (
+            named(self.root, keyword) for keyword in ("properties", "patternProperties")
+        )
+        found = [properties[name]] if name in properties else []
+        found += [schema for pattern, schema in patterns.items() if _matches(pattern, name)]
+        if not found:
+            return self.additional
+        if len(found) == 1:
+            return found[0]
+        # Kept, as types are known by a schema's id.
+        return self._combined.setdefault(name, {"allOf": found})
+
+    @property
+    def additional(self) -> object:
+        """What a parameter of another name has to be."""
+        beside = self.root.get("unevaluatedProperties", True)
+        return self.root.get("additionalProperties", beside)
 
     def type_of(self, name: str) -> ParameterType:
-        """What a parameter's value may be; one that the schema does not name may be additional."""
-        schema = named(self.root, "properties").get(name, self.root.get("additionalProperties"))
+        """What a parameter's value may be."""
+        schema = self.schema_of(name)
         types = self.types(schema) or TYPES
         return ParameterType(types, frozenset(self.texts(schema) if "string" in types else ()))
 
@@ -198,6 +220,14 @@ class Parameters:
             found = cast(Schema, target)
             beside = {**found, **beside}
         return root if found is root else beside
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a key of `patternProperties` speaks of a name; one that is no pattern does not."""
+    try:
+        return matcher_of(pattern).isinstance_python(name)
+    except ValueError:
+        return False
 
 
 def steps_of(reference: str) -> list[str]:

@@ -21,7 +21,7 @@ from services.common.errors import InvalidGrammar, InvalidRequest
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.argument_values import Parameters, Schema, listed, named
 from services.gateway.answers.grammar import MAX_GRAMMAR_CHARS, Grammar
-from services.gateway.answers.patterns import escaped
+from services.gateway.answers.patterns import escaped, full_match, matcher_of
 from services.gateway.answers.reasoning import CLOSE, OPEN
 from services.gateway.answers.text_grammar import (
     UNSUPPORTED,
@@ -46,9 +46,11 @@ _BREAK = r"/\n{0,2}/"  # after the closing tag, as models write it
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # and escaped characters, which stay
 # What may speak of other properties than those in `properties`.
 _OPEN_ENDED = {"patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "allOf"}
+# Of parameters that the schema does not name: what a tag can hold.
+_FREE_NAME = r"/[^<>\s\x00-\x1F\x7F]{1,64}/"
 # What a list of parameters cannot be held to.
 _ROOT_REFUSED = {
-    "anyOf", "oneOf", "allOf", "const", "enum", "patternProperties", *UNSUPPORTED
+    "anyOf", "oneOf", "allOf", "const", "enum", *UNSUPPORTED
 } - {"unevaluatedProperties"}  # fmt: skip
 
 
@@ -224,7 +226,7 @@ class _Writer:
         parameters = Parameters(function.schema())
         grammar = TextGrammar(parameters, function.style(), self._name, function.refuse)
         written: list[str] = []
-        for name, (schema, path, is_required) in _parameters(parameters.root, function).items():
+        for name, (schema, path, is_required) in _parameters(parameters, function).items():
             if ">" in name or name != name.strip():
                 function.refuse(path, "a name that a tag cannot hold")
                 continue
@@ -234,19 +236,70 @@ class _Writer:
                 written.append(rule if is_required else f"{rule}?")
             elif is_required:
                 function.refuse(path, "a required parameter without a value")
-        additional = parameters.root.get("additionalProperties")
-        if additional not in (None, False) or parameters.root.keys() & _OPEN_ENDED:
-            function.refuse(".additionalProperties", "additionalProperties")
-            known = regex("|".join(map(escaped, named(parameters.root, "properties"))))
-            opener = f'"<parameter=" (/[^<>\\s]{{1,64}}/ & ~{known}) ">\\n"'
-            rule = grammar.parameter(opener, additional or True, ".additionalProperties")
-            written += [f"{rule}*"] if rule is not None else []
+        written += self._open_ended(parameters, grammar, function)
         start = _literal(f"<function={function.definition.name}>\n")
         return " ".join([start, *written, '"</function>"'])
 
+    def _open_ended(
+        self, parameters: Parameters, grammar: TextGrammar, function: _Function
+    ) -> list[str]:
+        """Parameters of other names than the schema's, behind those: of a pattern, or any. A name
+        that fits several patterns is left out.
+        """
+        root = parameters.root
+        known = list({**named(root, "properties"), **dict.fromkeys(_names(root, "required"))})
+        patterns: dict[str, str] = {}
+        for pattern in named(root, "patternProperties"):
+            try:
+                matcher_of(pattern)
+                patterns[pattern] = regex(full_match(pattern))
+            except ValueError as error:
+                function.refuse(f".patternProperties.{pattern}", f"a pattern with {error}")
+        rules: list[str | None] = []
+        for pattern, names in patterns.items():
+            others = [other for key, other in patterns.items() if key != pattern]
+            opener = _opener(names, known, others)
+            schema = root["patternProperties"][pattern]
+            path = f".patternProperties.{pattern}"
+            rules.append(grammar.parameter(opener, schema, path))
+        if parameters.additional is not False:
+            opener = _opener("", known, list(patterns.values()))
+            rules.append(grammar.parameter(opener, parameters.additional, ".additionalProperties"))
+        if not (found := " | ".join(rule for rule in rules if rule is not None)):
+            return []
+        if (most := _most(root)) is None:
+            return [f"({found})*"]
+        room = most - len(known)
+        return [f"({found}){{0,{room}}}"] if room > 0 else []
 
-def _parameters(root: Schema, function: _Function) -> dict[str, tuple[object, str, bool]]:
+
+def _opener(names: str, known: list[str], others: list[str]) -> str:
+    """The opening tag of parameters of some names, as a terminal.
+
+    Args:
+        names: their terminal; empty: any.
+        known: names that are none of them.
+        others: terminals of names that are none of them.
+    """
+    parts = [_FREE_NAME, *([names] if names else []), *(f"~{other}" for other in others)]
+    if known:
+        parts.append(f"~{regex('|'.join(map(escaped, known)))}")
+    return f'"<parameter=" ({" & ".join(parts)}) ">\\n"'
+
+
+def _names(root: Schema, keyword: str) -> list[str]:
+    return [name for name in listed(root, keyword) if isinstance(name, str)]
+
+
+def _most(root: Schema) -> int | None:
+    """`maxProperties`; None: any number."""
+    most = root.get("maxProperties")
+    return most if isinstance(most, int) else None
+
+
+def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[object, str, bool]]:
     """Each parameter's schema, its path, and whether it is required."""
+    root = parameters.root
     properties, required = named(root, "properties"), listed(root, "required")
     for keyword in root.keys() & _ROOT_REFUSED:
         function.refuse(f".{keyword}", keyword)
@@ -259,14 +312,16 @@ def _parameters(root: Schema, function: _Function) -> dict[str, tuple[object, st
     if not isinstance(most, int) or most < len(properties):
         function.refuse(".maxProperties", "maxProperties")
     found = {
-        name: (schema, f".properties.{name}", name in required)
-        for name, schema in properties.items()
+        name: (parameters.schema_of(name), f".properties.{name}", name in required)
+        for name in properties
     }
     for index, name in enumerate(required):
         if isinstance(name, str) and name not in found:
-            function.refuse(f".required[{index}]", "a parameter that is not in properties")
-            if root.get("additionalProperties") is not False:
-                found[name] = (True, f".required[{index}]", True)
+            schema = parameters.schema_of(name)
+            if schema is False:
+                function.refuse(f".required[{index}]", "a parameter that is not in properties")
+            else:
+                found[name] = (schema, f".required[{index}]", True)
     return found
 
 

@@ -88,6 +88,21 @@ SERVED = {
     "forbidden": object_of("a", a=INT, b=False),
     "unknown format": of({"type": "string", "format": "odd", "maxLength": 3}),
     "annotations": of({"type": "string", "maxLength": 2, "title": "T", "x-order": 1}, title="U"),
+    "others of a type": object_of("a", a=TEXT) | {"additionalProperties": INT},
+    "others of any type": object_of("a", a=TEXT) | {"additionalProperties": True},
+    "others that are long": {"additionalProperties": {"type": "string", "minLength": 2}},
+    "any object": {"type": "object"},
+    "no more than two": object_of("a", a=INT) | {"additionalProperties": INT, "maxProperties": 2},
+    "others of a pattern": {"type": "object", "additionalProperties": False,
+                            "patternProperties": {"^x[0-9]$": INT, "^[abc]+$": POINT}},
+    "patterns and others": {"type": "object", "additionalProperties": INT, "properties": {"ab": {}},
+                            "patternProperties": {"^a": {**TEXT, "maxLength": 3}, "b$": TEXT}},
+    "required by a pattern": {"type": "object", "required": ["ab"], "additionalProperties": False,
+                              "patternProperties": {"^a": {**TEXT, "maxLength": 3}}},
+    "required among others": object_of("q") | {"additionalProperties": POINT},
+    "none unevaluated": {"type": "object", "properties": {"a": INT}, "required": ["a"],
+                         "unevaluatedProperties": False},
+    "nested and free": of({"type": "object"}),
     "limits that are met": of(INT, minProperties=1, maxProperties=5),
 } | {
     f"format {name}": of({"type": "string", "format": name, "maxLength": 60})
@@ -110,9 +125,11 @@ REFUSED = {
     ".properties.a": of(False),
     ".properties.a>b": object_of("", **{"a>b": TEXT}),
     ".properties. a": object_of("", **{" a": TEXT}),
-    ".additionalProperties": {"properties": {}, "additionalProperties": True},
     ".anyOf": {"properties": {}, "anyOf": [{}]},
-    ".patternProperties": {"properties": {}, "patternProperties": {"a": {}}},
+    ".patternProperties.(?!a)": {"patternProperties": {"(?!a)": {}}},
+    f".patternProperties.{'a' * 2000}": {"patternProperties": {"a" * 2000: {}}},
+    ".patternProperties.^a.pattern": {"patternProperties": {"^a": {"pattern": "\\bx", **TEXT}}},
+    ".unevaluatedProperties": {"properties": {}, "unevaluatedProperties": INT},
     ".minProperties": object_of("", a=INT) | {"minProperties": 1},
     ".maxProperties": object_of("", a=INT, b=INT) | {"maxProperties": 1},
     ".required[0]": object_of("b", a=INT),
@@ -209,10 +226,16 @@ def sample(matcher, tokenizer, rng, max_tokens=220):
 
 def validate(text, schema):
     """The arguments, checked."""
-    found = json.loads(text, object_pairs_hook=_without_twins)
+    twins = None if is_open_ended(schema) else _without_twins
+    found = json.loads(text, object_pairs_hook=twins)
     kind = jsonschema.Draft202012Validator
     kind(schema, format_checker=kind.FORMAT_CHECKER).validate(found)
     return found
+
+
+def is_open_ended(schema):
+    """Whether names that the schema does not list may come; perhaps twice, as in any JSON."""
+    return schema.get("additionalProperties") is not False or "patternProperties" in schema
 
 
 def _without_twins(pairs):
@@ -333,13 +356,67 @@ def test_an_integer_of_any_length_is_one():
     assert arguments_of(call_of(a=digits), of(INT)) == f'{{"a": {digits}}}'
 
 
-def test_open_ended_parameters_may_have_more_unless_strict(tokenizer, vocabulary):
+@pytest.mark.parametrize("strict", [True, False])
+def test_open_ended_parameters_may_have_more(strict, tokenizer, vocabulary):
     schema = object_of("a", a=TEXT) | {"additionalProperties": INT}
-    matcher = compiled(schema, tokenizer, vocabulary, strict=False)
+    matcher = compiled(schema, tokenizer, vocabulary, strict=strict)
     assert takes(matcher, tokenizer, call_of(a="x"))
     assert takes(matcher, tokenizer, call_of(a="x", b=1, c=2))
     assert not takes(matcher, tokenizer, call_of(a="x", b="y"))
     assert json.loads(arguments_of(call_of(a="1", b=2), schema)) == {"a": "1", "b": 2}
+
+
+PATTERNS = {
+    "type": "object", "required": ["b"],
+    "properties": {"x_n": {}, "b": INT, "o": {"type": "object"}},
+    "patternProperties": {"^x_": {**TEXT, "maxLength": 3}, "_n$": {**TEXT, "minLength": 2}},
+    "additionalProperties": {"type": "boolean"}, "maxProperties": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "is_valid"),
+    [
+        ({"b": 1}, True),
+        ({"b": 1, "o": {"any": [{"k": None}]}}, True),
+        ({"b": 1, "o": ["any"]}, False),
+        ({"b": 1, "x_a": "12"}, True),
+        ({"b": 1, "x_a": "1234"}, False),
+        ({"b": 1, "a_n": "12"}, True),
+        ({"b": 1, "a_n": "1"}, False),
+        ({"x_n": "12", "b": 1}, True),  # of all three
+        ({"x_n": "1", "b": 1}, False),
+        ({"x_n": "1234", "b": 1}, False),
+        ({"b": 1, "c": True, "d": False}, True),
+        ({"b": 1, "c": 1}, False),
+        ({"b": 1, "c": True, "d": True, "e": True}, False),  # perhaps too many
+        ({"x_a": "12"}, False),
+    ],
+)
+def test_names_have_their_pattern_s_schema(values, is_valid, tokenizer, vocabulary):
+    matcher = compiled(PATTERNS, tokenizer, vocabulary)
+    assert takes(matcher, tokenizer, call_of(**values)) == is_valid
+    if is_valid:
+        text = arguments_of(call_of(**values), PATTERNS)
+        assert validate(text, PATTERNS) == values
+
+
+def test_a_pattern_takes_no_exponential_time():
+    schema = {"patternProperties": {"^(a|a)*$": TEXT, "(x+x+)+y": INT}}
+    started = time.process_time()
+    assert Parameters(schema).type_of("a" * 60 + "!").types >= {"string", "object"}
+    assert Parameters(schema).type_of("a" * 60).types == {"string"}
+    assert time.process_time() - started < 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(st.text("ab_xn", min_size=1, max_size=4), st.text(max_size=5) | st.booleans()),
+    st.randoms(use_true_random=False),
+)
+def test_open_ended_parameters_are_the_same_in_pieces(values, rng):
+    call = call_of(**values)
+    assert arguments_of(call, PATTERNS, cut(call, rng)) == arguments_of(call, PATTERNS)
 
 
 def test_no_schema_takes_exponential_time(tokenizer, vocabulary):
