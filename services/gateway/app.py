@@ -54,6 +54,7 @@ class Gateway:
 
     app: ASGIApp
     admission: Admission
+    keyring: Keyring
     service: ChatService
     metrics: GatewayMetrics
     warm_up: WarmUp
@@ -124,7 +125,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     if is_loopback(settings.host):
         middleware = SameSite(middleware, settings.cors_origins)
     return Gateway(
-        with_cors(middleware, settings.cors_origins), admission, service, metrics, warm_up
+        with_cors(middleware, settings.cors_origins), admission, keyring, service, metrics, warm_up
     )
 
 

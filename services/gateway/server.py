@@ -8,12 +8,14 @@ import asyncio
 import logging
 import signal
 import socket
+from functools import partial
 from types import FrameType
+from typing import cast
 
 import uvicorn
 
 from services.gateway.app import Gateway
-from services.gateway.http.protocol import GatewayProtocol
+from services.gateway.http.protocol import GatewayProtocol, HeadTurns
 from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,10 @@ class GatewayServer(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 loop="uvloop",
-                http=GatewayProtocol,
+                http=cast(
+                    "type[GatewayProtocol]",
+                    partial(GatewayProtocol, heads=HeadTurns(gateway.keyring)),
+                ),
                 ws="none",
                 lifespan="on",
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -126,7 +126,8 @@ async def read_body(
         scope: of the request.
         receive: the ASGI channel.
         hold: counts the memory that the request will take, as bytes arrive; may refuse.
-        bulk_turn: waited for before each further chunk of a long body is read.
+        bulk_turn: waited for before each further chunk of a long body is read, and before the end
+            of a request whose body does not arrive: hundreds may end at the same moment.
 
     Raises:
         UnsupportedMediaType: its content type is not JSON's.
@@ -160,8 +161,11 @@ async def read_body(
                     await bulk_turn()
                 time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, BODY_TIMEOUT_S)
                 deadline.reschedule(start + time_s)
-    except TimeoutError:
+    except (TimeoutError, ClientDisconnect) as error:
         body.clear()
+        await bulk_turn()
+        if isinstance(error, ClientDisconnect):
+            raise
         raise DeadlineExceeded("the body did not arrive in time") from None
     except BaseException:
         body.clear()  # the error's traceback may keep the frame for long

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from services.common.fair_order import FairOrder
-from services.common.threads import add_niceness
+from services.common.threads import give_way
 from services.gateway.tenancy.tenants import ANONYMOUS, Limits, Tenant
 
 Result = TypeVar("Result")
@@ -135,6 +135,16 @@ class Turnstile:
             line.join(place, cost, waiter)
         self._schedule()
 
+    def has_room(self, cost: float = 1.0) -> bool:
+        """Whether nothing waits and this pass has room; the work then begins now, and nobody needs
+        to know whose it is.
+        """
+        if self._line or self._spent >= self._per_pass:
+            return False
+        self._spent += cost
+        self._schedule()
+        return True
+
     def _schedule(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -161,11 +171,11 @@ class FairThreads:
     Args:
         number: of threads.
         name: of them.
-        niceness: added to that of the process; see `add_niceness`.
+        niceness: added to that of the process; see `give_way`.
     """
 
     def __init__(self, number: int, name: str, *, niceness: int = 0) -> None:
-        self._pool = ThreadPoolExecutor(number, name, add_niceness, (niceness,))
+        self._pool = ThreadPoolExecutor(number, name, give_way, (niceness,))
         self._line = _Line()
         self._num_idle = number
 

@@ -17,6 +17,7 @@ from services.common.image_header import ImageHeader, read_header
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool, InProcessDecoder, MemoryBudget
 from tests.noise import PATIENCE_S
+from tests.slices import slice_ns
 
 MAX_PIXELS = 40_000_000
 
@@ -189,6 +190,7 @@ def test_large_images_have_workers_that_give_way_to_others() -> None:
             assert shape_of(pool, encoded(noise(40, 30))) == (30, 40, 3)  # does not wait
         assert os.getpriority(os.PRIO_PROCESS, niced) >= 10
         assert os.getpriority(os.PRIO_PROCESS, normal) == os.getpriority(os.PRIO_PROCESS, 0)
+        assert slice_ns(niced) == slice_ns(normal) > 10 * slice_ns()  # what wakes up goes first
     finally:
         pool.close()
 

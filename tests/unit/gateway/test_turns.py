@@ -6,11 +6,15 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
+from starlette.requests import ClientDisconnect
 
+from services.common.errors import DeadlineExceeded
 from services.gateway.attempts import Mailbox
+from services.gateway.http import exchange
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.tenants import ANONYMOUS, Limits, Tenant
 from services.gateway.tenancy.turns import FairThreads, Turnstile, bind_tenant
+from tests.slices import slice_ns
 
 A, B = (Tenant(name, Limits(), shares_caches=False) for name in "ab")
 
@@ -137,12 +141,42 @@ async def test_one_chunk_of_something_long_is_read_in_each_pass_by_whomever() ->
     await asyncio.gather(*tasks)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["closed", "late"])
+async def test_requests_without_a_body_end_one_after_another(late, monkeypatch) -> None:
+    """Hundreds may be closed, or be late, at the same moment."""
+    monkeypatch.setattr(exchange, "BODY_START_S", 0.05)
+    admission, ended = Admission(64), []
+
+    async def receive() -> dict[str, str]:
+        if late:
+            await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def read() -> None:
+        with pytest.raises(DeadlineExceeded if late else ClientDisconnect):
+            await exchange.read_body(
+                {"headers": []}, receive, lambda count: None, admission.bulk_turn
+            )
+        ended.append(passes)
+
+    passes = 0
+    tasks = [of(ANONYMOUS, read) for _ in range(10)]
+    if late:
+        await asyncio.sleep(0.04)
+    while len(ended) < 10:
+        await asyncio.sleep(0)
+        passes += 1
+    assert len(set(ended)) > 8
+    await asyncio.gather(*tasks)
+
+
 async def test_threads_for_long_work_give_way() -> None:
     threads = FairThreads(1, "test", niceness=3)
     own = os.getpriority(os.PRIO_PROCESS, 0)
     try:
         assert await threads.run(1, niceness_of_thread) == own + 3
         assert niceness_of_thread() == own
+        assert await threads.run(1, slice_ns) > 10 * slice_ns()  # what wakes up goes first
     finally:
         threads.close()
 
