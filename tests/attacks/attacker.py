@@ -1,8 +1,10 @@
 """The attacker: a process of its own with its bodies made ahead, and the origin of its images.
 
 It stands for machines elsewhere, so its work must not delay the services that share this machine's
-cores: it runs only while nothing else is ready to (SCHED_IDLE). A service that an attack keeps busy
-is still kept busy: the attacker's part of a request is to send bytes that are there already.
+cores: it runs only while nothing else is ready to (SCHED_IDLE, which counts within a session where
+the kernel groups processes by session, and the least weight for a session of its own). A service
+that an attack keeps busy is still kept busy: the attacker's part of a request is to send bytes that
+are there already.
 """
 
 import multiprocessing
@@ -11,7 +13,9 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
+from services.common.threads import request_long_slices
 from tests.attacks.origin import Origin
 from tests.attacks.rows import ROWS, Posting, Row, Target
 from tests.noise import PATIENCE_S
@@ -50,9 +54,17 @@ class Attacker:
         return self._mine.recv()
 
 
-def _be_attacker(control: "Connection", port: int) -> None:
+def _run_behind_all_others() -> None:
+    with suppress(OSError):
+        os.setsid()
+        Path("/proc/self/autogroup").write_text("19")
     with suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    request_long_slices()
+
+
+def _be_attacker(control: "Connection", port: int) -> None:
+    _run_behind_all_others()
     rows = {row.name: row for row in ROWS}
     with Origin() as origin, suppress(EOFError):
         while True:
