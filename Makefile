@@ -100,7 +100,7 @@ type: $(DEV) ## static types
 unit: $(DEV) ## all tests that start no stack
 	$(call say,pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist worksteal \
-		-m "not gpu and not e2e" $(ARGS)
+		--ignore=tests/e2e --ignore=tests/gpu -m "not gpu and not e2e" $(ARGS)
 
 .PHONY: e2e
 e2e: $(DEV) ## tests that start real processes

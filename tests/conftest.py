@@ -1,9 +1,12 @@
 """For all tests."""
 
 import functools
+import gc
 
 import httpcore2
 import pytest
+
+gc.disable()  # until all is imported and collected: millions of objects, none of them garbage
 
 # Reading the list of authorities takes a client 30 ms. Those of tests share what was read once.
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
@@ -18,3 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.get_closest_marker("slow") is None or "e2e" in item.keywords
 
     items.sort(key=is_late)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no search for garbage looks at it again."""
+    gc.freeze()
+    gc.enable()

@@ -1,9 +1,9 @@
 """POST /v1/messages, as Anthropic's client sends and reads it."""
 
 import base64
+import importlib
 import json
 
-import anthropic
 import numpy as np
 import pytest
 
@@ -24,7 +24,14 @@ HELLO = [{"role": "user", "content": "hello"}]
 THOUGHT = "<think>\nI think.\n</think>\n\n"
 
 
+@pytest.fixture(scope="module")
+def anthropic():
+    """Imported by the processes that run a test of this file: it takes two seconds."""
+    return importlib.import_module("anthropic")
+
+
 def client_of(stack, **options):
+    anthropic = importlib.import_module("anthropic")
     return anthropic.Anthropic(base_url=stack.url, api_key="x", max_retries=0, **options)
 
 
@@ -223,7 +230,7 @@ def test_images(client, stack, kind):
     assert counted.input_tokens == len(stack.decoder.submits[0].prompt_token_ids) // 4
 
 
-def test_failure_in_mid_stream_raises_in_the_client(client, stack):
+def test_failure_in_mid_stream_raises_in_the_client(anthropic, client, stack):
     stack.decoder.fail_after = (2, "internal_error")
     with (
         pytest.raises(anthropic.APIStatusError) as broken,
@@ -233,7 +240,7 @@ def test_failure_in_mid_stream_raises_in_the_client(client, stack):
     assert broken.value.body["error"]["type"] == "api_error"
 
 
-def test_errors_are_the_clients_own(client, stack):
+def test_errors_are_the_clients_own(anthropic, client, stack):
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="other", max_tokens=1, messages=HELLO)
     assert missing.value.body["error"]["type"] == "not_found_error"
@@ -244,7 +251,7 @@ def test_errors_are_the_clients_own(client, stack):
     assert post(stack, path="/v1/messages/x").json()["error"]["type"] == "not_found_error"
 
 
-def test_key_is_taken_from_either_header(loop_thread, tmp_path):
+def test_key_is_taken_from_either_header(anthropic, loop_thread, tmp_path):
     stack = GatewayStack(loop_thread, tmp_path, api_keys="x")
     try:
         for options in ({"api_key": "x"}, {"api_key": None, "auth_token": "x"}):
