@@ -535,7 +535,13 @@ def test_a_decoder_of_less_memory_fits_again_after_it_was_away(pair, restart_as)
     first, served = pair.decoders[0], pool._served
     restart_as(first, max_model_len=2048)
     served.max_model_len = 2048  # as when both had been there from the start
-    pair.wait(lambda: pool.num_healthy() == 2)
+
+    def knows_both() -> bool:
+        """Before it has seen the restart, the first one is well, too, with its former context."""
+        contexts = {p.address: p.description.max_model_len for p in pool._pods.healthy()}
+        return len(contexts) == 2 and contexts[first.address] == 2048
+
+    pair.wait(knows_both)
     answer(pair.chat())
     try:
         pair.thread.run(first.stop())
