@@ -9,12 +9,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-import tests.unit.interpreter  # noqa: F401
 from services.common.nn import fp8, fp8_kernels
 from services.common.nn.device import DeviceFacts
 from services.common.nn.fp8 import Fp8Weight
 from services.common.nn.layers import rms_norm, silu_and_mul
 from tests.fp8_checkpoints import quantize
+from tests.unit.interpreter import assert_close
 
 EPS = 1e-6
 DEVICE = DeviceFacts("cuda", num_sms=8, shared_memory_bytes=1 << 17)  # K is split
@@ -35,7 +35,7 @@ def make(rows: int, columns: int, block: bool) -> Fp8Weight:
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-5)
+    assert_close(actual, expected, atol=1e-3, rtol=1e-5)
 
 
 def check_weight_only(num_tokens: int, rows: int, columns: int, block: bool) -> None:
@@ -55,7 +55,7 @@ def check_weight_only(num_tokens: int, rows: int, columns: int, block: bool) -> 
         if num_tokens == 1:
             found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, bias, pdl=False)
             twin = silu_and_mul(normed + added)
-            torch.testing.assert_close(found, twin, atol=1e-2, rtol=1e-4)
+            assert_close(found, twin, atol=1e-2, rtol=1e-4)
         total = residual.clone()
         fp8_kernels.gemv_add(x, weight, bias, total, pdl=False)
         close(total, residual + expected + added)

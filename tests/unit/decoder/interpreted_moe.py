@@ -17,9 +17,13 @@ from services.decoder.kernels.moe import MoEKernels
 from services.decoder.kernels.moe_routing import route
 from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.tuning import MoEGemmConfig, MoEGemvConfig
+from tests.unit.interpreter import assert_close
 
 GEMV = MoEGemvConfig(up_rows=4, up_columns=64, down_rows=8, down_columns=64)
 FUSED = replace(GEMV, fuses_norm=True)
+# Several CTAs share a scale of 128 rows.
+FP8_GEMV = MoEGemvConfig(up_rows=16, up_columns=64, down_rows=64, down_columns=64)
+FP8_FUSED = replace(FP8_GEMV, fuses_norm=True)
 
 
 def made_experts(count: int, hidden: int, size: int, weight_format: str) -> Experts:
@@ -53,7 +57,7 @@ def check_routing(num_tokens: int, num_experts: int, top_k: int, tile: int, *, n
     experts, weights = plain.route(logits, top_k, normalize=normalize)
     assert torch.equal(found.experts[is_finite].long(), experts[is_finite])
     expected = weights[is_finite].float()
-    torch.testing.assert_close(found.weights[is_finite], expected, atol=1e-6, rtol=8e-3)
+    assert_close(found.weights[is_finite], expected, atol=1e-6, rtol=8e-3)
     assert torch.equal(found.weights[is_finite].bfloat16().float(), found.weights[is_finite])
     assert found.weights[~is_finite].isnan().all()
     ids = found.experts.flatten().long()
@@ -102,7 +106,7 @@ def check_experts(
         )
         up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
         moe_gemm.grouped_experts(x, routing, up, down, residual, config, pdl=False)
-    torch.testing.assert_close(residual, expected, atol=2e-5, rtol=2e-5)
+    assert_close(residual, expected, atol=2e-5, rtol=2e-5)
 
 
 def check_shared_gate(num_tokens: int, hidden: int, num_partials: int) -> None:
@@ -112,7 +116,7 @@ def check_shared_gate(num_tokens: int, hidden: int, num_partials: int) -> None:
     out = torch.randn(num_partials, num_tokens, hidden) if num_partials else torch.randn_like(x)
     expected = residual + plain.shared_gate(out, x, gate, residual)
     shared_gate.add(out, x, gate.weight, residual)
-    torch.testing.assert_close(residual, expected, atol=2e-5, rtol=2e-5)
+    assert_close(residual, expected, atol=2e-5, rtol=2e-5)
 
 
 def check_all() -> None:
@@ -124,7 +128,7 @@ def check_all() -> None:
         (70, 128, 8, 32),
         (150, 60, 4, 64),
     ):
-        for normalize in (False, True):
+        for normalize in (False, True) if case[0] <= 5 else (True,):  # of each row alone
             check_routing(*case, normalize=normalize)
     check_experts(1, (4, 64, 32, 2), "plain", GEMV)
     check_experts(2, (6, 96, 48, 3), "plain", GEMV)  # sizes and top_k are padded
@@ -134,7 +138,7 @@ def check_all() -> None:
     check_experts(9, (4, 64, 32, 2), "plain", MoEGemmConfig(16, 32, 32, 2, 4))
     check_experts(40, (6, 96, 48, 3), "plain", MoEGemmConfig(16, 32, 32, 2, 4))
     for weight_format in ("fp8_block", "fp8_channel"):
-        check_experts(2, (3, 256, 128, 2), weight_format, GEMV)
-        check_experts(2, (3, 256, 128, 2), weight_format, FUSED)
+        check_experts(2, (3, 256, 128, 2), weight_format, FP8_GEMV)
+        check_experts(2, (3, 256, 128, 2), weight_format, FP8_FUSED)
         check_experts(20, (3, 256, 128, 2), weight_format, MoEGemmConfig(16, 64, 64, 2, 4))
-    check_experts(2, (3, 128, 192, 2), "fp8_block", GEMV)  # scales of gate and up are repeated
+    check_experts(2, (3, 128, 192, 2), "fp8_block", FP8_GEMV)  # scales of gate and up are repeated

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-import tests.unit.interpreter  # noqa: F401
 from services.encoder.kernels import elementwise, plain
+from tests.unit.interpreter import assert_close
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
+    assert_close(actual, expected, atol=2e-6, rtol=2e-6)
 
 
 def check_rotary(heads: int, dim: int) -> None:
