@@ -45,13 +45,15 @@ PROMPTS = {
     "very tall": (4, (40, 2), 6),
 }
 LARGE = (5, (64, 96), 7)
+# For what a layer does to each token: without images, and with several.
+SOME_PROMPTS = [pytest.param(PROMPTS[name], id=name) for name in ("text", "three images")]
 
 
 class Pair:
     """One checkpoint, in Hugging Face's hands and in ours."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        self.oracle: Oracle = make_oracle(CONFIGS[name], directory)
+        self.oracle: Oracle = make_oracle(CONFIGS[name], directory).remember()
         self.ours = Harness(directory)
 
     def start(self, prompt: Prompt, answer: Answer, **changes: object):
@@ -150,7 +152,7 @@ def test_split_k_partials_agree(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
 
     with_kernels(pair, monkeypatch, project=project)
     for parts in (PROMPTS["text"], PROMPTS["three images"]):
-        prompt = pair.oracle.prompt(*parts, seed=6)
+        prompt = pair.oracle.prompt(*parts, seed=2)
         answer = pair.oracle.answer(prompt)
         assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
         assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE
@@ -158,7 +160,7 @@ def test_split_k_partials_agree(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("skipped", [0, 3])
-@pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("parts", SOME_PROMPTS)
 def test_gemms_that_add_to_the_residual_stream_agree(
     pair: Pair, parts: tuple, skipped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,14 +177,14 @@ def test_gemms_that_add_to_the_residual_stream_agree(
         return None
 
     with_kernels(pair, monkeypatch, linear_residual=linear_residual)
-    prompt = pair.oracle.prompt(*parts, seed=7)
+    prompt = pair.oracle.prompt(*parts, seed=2)
     answer = pair.oracle.answer(prompt)
     assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
     assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE
     assert set(asked) >= {3, len(prompt.token_ids)}
 
 
-@pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("parts", SOME_PROMPTS)
 def test_fused_norms_agree(pair: Pair, parts: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of one or two tokens through a layer: each GEMM is fused with the norm before it and
     with the activation or the addition after it.
@@ -213,7 +215,7 @@ def test_fused_norms_agree(pair: Pair, parts: tuple, monkeypatch: pytest.MonkeyP
         pair, monkeypatch, norm_linear=norm_linear, norm_swiglu=norm_swiglu,
         linear_residual=linear_residual, moe=moe, norm_moe=norm_moe,
     )  # fmt: skip
-    prompt = pair.oracle.prompt(*parts, seed=8)
+    prompt = pair.oracle.prompt(*parts, seed=2)
     answer = pair.oracle.answer(prompt)
     assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
     assert error(pair.logits(prompt, answer, 2), answer.logits) < TOLERANCE
@@ -239,7 +241,7 @@ def test_steps_that_keep_their_own_keys_and_values_agree(
 
     monkeypatch.setattr(SdpaBackend, "plan", wanting)
     monkeypatch.setattr(SdpaBackend, "forward", noting)
-    prompt = pair.oracle.prompt(*PROMPTS["one image"], seed=8)
+    prompt = pair.oracle.prompt(*PROMPTS["one image"], seed=2)
     answer = pair.oracle.answer(prompt)
     assert error(pair.logits(prompt, answer), answer.logits) < TOLERANCE
     assert error(pair.logits(prompt, answer, 3), answer.logits) < TOLERANCE

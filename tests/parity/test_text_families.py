@@ -49,7 +49,8 @@ class Pair:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair(make_text_oracle(CONFIGS[request.param](), tmp_path_factory.mktemp("model")))
+    oracle = make_text_oracle(CONFIGS[request.param](), tmp_path_factory.mktemp("model"))
+    return Pair(oracle.remember())
 
 
 def test_it_is_a_text_model(pair: Pair) -> None:
