@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+# The parser in C, where PyYAML has it.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Resource = dict[str, Any]
 
 _KNOWN = {
@@ -49,7 +51,7 @@ def render(directory: Path) -> list[Resource]:
 
 def _compose(directory: Path, base: list[Resource] | None = None) -> list[Resource]:
     """The resources of a kustomization; a component adds to, and changes, those of `base`."""
-    spec = yaml.safe_load((directory / "kustomization.yaml").read_text())
+    spec = yaml.load((directory / "kustomization.yaml").read_text(), LOADER)
     if unknown := set(spec) - _KNOWN:
         raise NotImplementedError(f"{directory}: {', '.join(sorted(unknown))}")
     resources: list[Resource] = base or []
@@ -58,7 +60,7 @@ def _compose(directory: Path, base: list[Resource] | None = None) -> list[Resour
         if path.is_dir():
             resources += _compose(path)
         else:
-            resources += [d for d in yaml.safe_load_all(path.read_text()) if d]
+            resources += [d for d in yaml.load_all(path.read_text(), LOADER) if d]
     for name in spec.get("components", ()):
         _compose(directory / name, resources)
     for generator in spec.get("configMapGenerator", ()):
@@ -114,7 +116,7 @@ def _generate(resources: list[Resource], generator: dict[str, Any], directory: P
 
 
 def _patch(resources: list[Resource], patch: dict[str, Any], directory: Path) -> None:
-    body = yaml.safe_load(patch.get("patch") or (directory / patch["path"]).read_text())
+    body = yaml.load(patch.get("patch") or (directory / patch["path"]).read_text(), LOADER)
     if "target" in patch:
         kind, name = patch["target"]["kind"], patch["target"].get("name", ".*")
     else:

@@ -1,5 +1,7 @@
 """The components, each on the overlays that it is for: valid, and what they promise."""
 
+import functools
+import json
 import re
 import shutil
 import subprocess
@@ -15,7 +17,7 @@ from services.encoder.__main__ import ENCODER
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.unit.deploy.combinations import COMBINATIONS, K8S, combine
-from tests.unit.deploy.kustomize import Resource, render
+from tests.unit.deploy.kustomize import LOADER, Resource, render
 from triptych.devices import place
 
 # Kinds of other projects, whose schemas a cluster has (tests/cluster).
@@ -62,10 +64,15 @@ def test_each_component_is_in_a_combination() -> None:
     assert found == combined | {"gpu"}  # which is in the overlays
 
 
+@functools.cache  # most are in many combinations
+def _validate(resource: str) -> None:
+    kubernetes_validate.validate(json.loads(resource), KUBERNETES_VERSION, strict=True)
+
+
 def test_every_resource_is_valid(resources: list[Resource]) -> None:
     for resource in resources:
         if resource["kind"] not in FOREIGN:
-            kubernetes_validate.validate(resource, KUBERNETES_VERSION, strict=True)
+            _validate(json.dumps(resource, sort_keys=True))
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl where there is")
@@ -76,7 +83,7 @@ def test_our_rendering_is_that_of_kubectl(directory: Path, resources: list[Resou
     def by_name(documents: Any) -> dict[tuple[str, str], Resource]:
         return {(d["kind"], d["metadata"]["name"]): d for d in documents}
 
-    assert by_name(resources) == by_name(yaml.safe_load_all(theirs))
+    assert by_name(resources) == by_name(yaml.load_all(theirs, LOADER))
 
 
 def test_names_are_unique_and_everything_is_part_of_triptych(resources: list[Resource]) -> None:

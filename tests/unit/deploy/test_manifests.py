@@ -15,7 +15,7 @@ from services.common.settings import ServiceSettings
 from services.decoder.settings import DecoderSettings
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
-from tests.unit.deploy.kustomize import Resource, render
+from tests.unit.deploy.kustomize import LOADER, Resource, render
 from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,7 +125,7 @@ def test_our_rendering_is_that_of_kubectl(variant: str) -> None:
     def by_name(documents: Any) -> dict[tuple[str, str], Resource]:
         return {(d["kind"], d["metadata"]["name"]): d for d in documents}
 
-    assert by_name(render(K8S / variant)) == by_name(yaml.safe_load_all(theirs))
+    assert by_name(render(K8S / variant)) == by_name(yaml.load_all(theirs, LOADER))
 
 
 def test_everything_lives_in_one_namespace_under_the_strictest_policy(
