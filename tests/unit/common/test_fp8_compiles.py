@@ -36,8 +36,12 @@ def table_of(facts: DeviceFacts) -> KernelTable[DeviceFacts]:
     return KernelTable.resolve(fp8.implementations(lambda device: device), facts)
 
 
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
-@pytest.mark.parametrize("block", [True, False])
+# A scale for each row differs from one for each block in how a kernel finds it, on all devices
+# alike but for those that convert FP8 themselves.
+CASES = [*((name, True) for name in DEVICES), ("h200", False), ("a100", False)]
+
+
+@pytest.mark.parametrize(("device", "block"), CASES, indirect=["device"])
 def test_what_the_table_picks_compiles_and_fits(device: DeviceFacts, block: bool) -> None:
     """For the widest projection of an 8B, whose CTAs hold the most."""
     table, weight, columns = table_of(device), weight_of(4096, 12288, block), 12288

@@ -40,9 +40,11 @@ def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     assert done.stdout.strip() == "agreed"
 
 
-@pytest.mark.parametrize("gpu", ["h200", "a100", "l40s"])
+@pytest.mark.parametrize("gpu", ["h200", "l40s"])
 def test_kernels_compile_and_fit(gpu: str) -> None:
-    """For the heads of the 4B, in bf16."""
+    """For the heads of the 4B, in bf16. The A100 differs from the L40S in FP8 alone, and has more
+    shared memory.
+    """
     facts, spec = KNOWN_DEVICES[gpu], spec_of(16, 32, 128, 128)
     pdl = facts.supports_pdl
     inputs = random_inputs(spec, 70, BF16, CPU)

@@ -17,7 +17,7 @@ from services.decoder.kernels.table import KernelFacts
 from tests.gpu_compiler import compiled_launches
 
 CASES = [
-    *(("h100", shape) for shape in TEXT_SHAPES),
+    *(("h100", shape) for shape in TEXT_SHAPES if shape != "4b"),  # between the 2B and the 8B
     ("a100", "8b"), ("l40s", "8b"), ("b200", "8b"), ("rtx-pro-6000", "32b"),
 ]  # fmt: skip
 

@@ -55,7 +55,8 @@ def test_what_the_table_picks_compiles_and_fits(
     monkeypatch.setattr(ExpertWeights, "of", as_on_a_gpu)
     ops = Ops(table.resolve(facts, {"fused_decode_attention": "plain"}))
     with compiled_launches(facts.device) as launches:
-        for count in (1, 40, 1008):
+        # On the others, what the experts of few tokens share with those of many is compiled once.
+        for count in (1, 40, 1008) if facts.device.is_hopper else (1, 1008):
             x = half(count, HIDDEN)
             ops.for_tokens(count).moe(x, router, experts, half(count, HIDDEN))
         norm = RMSNorm(HIDDEN, 1e-6).bfloat16()
