@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.language import core
 from triton.runtime import interpreter
@@ -27,6 +28,36 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 interpreter._patch_builtin = _patch_builtin
+_patch_lang = interpreter._patch_lang
+_replaced: set[int] = set()  # modules whose names are replaced until the running kernel ends
+
+
+@functools.cache
+def _languages(function: Any) -> frozenset[int]:
+    members = function.__globals__.values()
+    return frozenset(
+        id(member) for member in members if member is triton.language or member is core
+    )
+
+
+def _patch_lang_once(function: Any) -> Any:
+    """A function that a kernel calls finds the names replaced already."""
+    languages = _languages(function)
+    if languages <= _replaced:
+        return interpreter._LangPatchScope()
+    scope = _patch_lang(function)
+    _replaced.update(languages)
+    restore = scope.restore
+
+    def restore_all() -> None:
+        restore()
+        _replaced.clear()
+
+    scope.restore = restore_all
+    return scope
+
+
+interpreter._patch_lang = _patch_lang_once
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, atol: float, rtol: float) -> None:
