@@ -49,4 +49,6 @@ class FairOrder:
         """Work at this place has left the queue to be done."""
         if place > self._now:
             self._now = place
+            if len(self._ends) < 2:
+                return  # a tenant alone, whose next place is no other for it
             self._ends = {name: end for name, end in self._ends.items() if end > place}

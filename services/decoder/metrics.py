@@ -92,8 +92,8 @@ class DecoderMetrics:
             "Sequences without a row, by what they wait for: image, engine (a row or KV blocks).",
             "for",
         )
-        for reason in ("engine", "image"):
-            self.waiting.labels(reason)
+        self._waiting_for_image = self.waiting.labels("image")
+        self._waiting_for_engine = self.waiting.labels("engine")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that sequences hold.")
         self.kv_free = gauge("kv_blocks_free", "KV blocks that no sequence holds.")
         self.kv_used = gauge("kv_blocks_used", "KV blocks that sequences hold.")
@@ -119,8 +119,8 @@ class DecoderMetrics:
         used = stats.num_blocks - stats.num_free_blocks
         self.running.set(stats.num_running)
         self.row_usage.set(stats.num_running / self.num_rows)
-        self.waiting.labels("image").set(stats.num_lacking_images)
-        self.waiting.labels("engine").set(stats.num_waiting - stats.num_lacking_images)
+        self._waiting_for_image.set(stats.num_lacking_images)
+        self._waiting_for_engine.set(stats.num_waiting - stats.num_lacking_images)
         self.kv_free.set(stats.num_free_blocks)
         self.kv_used.set(used)
         self.kv_usage.set(used / stats.num_blocks)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import structs
 
 from services.common.embedding import EmbeddingSpec
@@ -95,33 +94,35 @@ def read_submit(
     return message, _image_requests(submit, engine), demands
 
 
-def _ids(name: str, data: bytes, engine: EngineInfo) -> npt.NDArray[np.int32]:
+def _num_ids(name: str, data: bytes, engine: EngineInfo) -> int:
+    if not data:
+        return 0
     if len(data) % _INT_BYTES:
         raise InvalidRequest(f"{name} is not a list of int32")
-    ids = np.frombuffer(data, "<i4")
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= engine.vocab_size):
+    # Unsigned, a negative id is larger than all others.
+    if int(np.frombuffer(data, "<u4").max()) >= engine.vocab_size:
         raise InvalidRequest(f"{name} has ids outside [0, {engine.vocab_size})")
-    return ids
+    return len(data) // _INT_BYTES
 
 
 def _check_generated(
     submit: pb.Submit, num_prompt: int, sampling: SamplingParams, engine: EngineInfo
 ) -> None:
-    ids = _ids("generated_token_ids", submit.generated_token_ids, engine)
-    if len(ids) and len(ids) >= min(sampling.max_tokens, engine.max_model_len - num_prompt):
-        raise InvalidRequest(f"nothing is left to generate after {len(ids)} tokens")
+    count = _num_ids("generated_token_ids", submit.generated_token_ids, engine)
+    if count and count >= min(sampling.max_tokens, engine.max_model_len - num_prompt):
+        raise InvalidRequest(f"nothing is left to generate after {count} tokens")
 
 
 def _check_prompt(submit: pb.Submit, engine: EngineInfo) -> int:
-    ids = _ids("prompt_token_ids", submit.prompt_token_ids, engine)
-    if not len(ids):
+    count = _num_ids("prompt_token_ids", submit.prompt_token_ids, engine)
+    if not count:
         raise InvalidRequest("prompt_token_ids is empty")
-    if len(ids) >= engine.max_model_len:
+    if count >= engine.max_model_len:
         raise ContextLengthExceeded(
-            f"the prompt has {len(ids)} tokens; prompt and completion may have "
+            f"the prompt has {count} tokens; prompt and completion may have "
             f"{engine.max_model_len} together"
         )
-    return len(ids)
+    return count
 
 
 def _check_positions(submit: pb.Submit, num_tokens: int, engine: EngineInfo) -> None:

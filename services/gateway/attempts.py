@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from array import array
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,7 +116,7 @@ class Mailbox(Generic[Item]):
 
     def __init__(self, wake: "Callable[[asyncio.Future[None]], None]" = _complete) -> None:
         self._wake = wake
-        self._items: deque[Item] = deque()
+        self._items: list[Item] = []
         self.num_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
 
@@ -133,7 +132,7 @@ class Mailbox(Generic[Item]):
 
     def clear(self) -> None:
         """Drops all items."""
-        self._items.clear()
+        self._items = []
         self.num_bytes = 0
 
     async def take(self) -> list[Item]:
@@ -144,7 +143,7 @@ class Mailbox(Generic[Item]):
                 await self._waiter
             finally:
                 self._waiter = None
-        items = list(self._items)
+        items = self._items
         self.clear()
         return items
 
@@ -229,11 +228,12 @@ class Attempts:
                     good, failure = self._sort(await self._mailbox.take(), started)
                     if good:
                         started = True
-                        self._record_handover()
+                        if self._lost_at:
+                            self._record_handover()
                         yield good
                     if failure is not None:
                         raise failure
-                    if num_left < MAX_HANDOVERS and self._should_leave():
+                    if self._decoder_leaves and num_left < MAX_HANDOVERS and self._should_leave():
                         raise _Leaving(self._session)
                 if self._encodes and self._request.wait_for_sources:
                     await asyncio.wait(self._encodes, timeout=_SOURCES_GRACE_S)
@@ -324,8 +324,8 @@ class Attempts:
         return self._decoders.choose(self._affinity_key(), exclude, num_tokens)
 
     def _should_leave(self) -> bool:
-        """Whether the decoder is about to go, and another one can go on with the answer."""
-        if not (self._decoder_leaves and self._sequences):
+        """Whether another decoder can go on with the answer."""
+        if not self._sequences:
             return False
         try:
             other = self._choose_decoder(self._excluded["decoder"] | {self._session})
@@ -455,12 +455,11 @@ class Attempts:
                 self._decoder_leaves = True
                 if not (item.token_ids or item.is_last or item.prompt_logprobs):
                     continue
-            if item.is_last:
-                del self._sequences[item.choice]
             if item.error is not None:
+                del self._sequences[item.choice]
                 return good, self._decoder_failure(item.error)
-            if item.is_last:
-                del self._generated[item.choice]
+            if item.finish_reason is not None:
+                del self._sequences[item.choice], self._generated[item.choice]
             else:
                 self._generated[item.choice].extend(item.token_ids)
             good.append(item)
@@ -479,11 +478,10 @@ class Attempts:
         return _RetryableFailure(error, "decoder", self._session) if error.retryable else error
 
     def _record_handover(self) -> None:
-        """Records how long the client has waited for another decoder, if it has."""
-        if self._lost_at:
-            self._metrics.handovers.inc()
-            self._request.timings.record("handover", time.monotonic() - self._lost_at)
-            self._lost_at = 0.0
+        """Records how long the client has waited for another decoder."""
+        self._metrics.handovers.inc()
+        self._request.timings.record("handover", time.monotonic() - self._lost_at)
+        self._lost_at = 0.0
 
     def _exclude(self, failure: _RetryableFailure) -> None:
         self._cause = failure.error

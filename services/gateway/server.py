@@ -15,6 +15,7 @@ from typing import cast
 import uvicorn
 
 from services.gateway.app import Gateway
+from services.gateway.http.chunked import Chunked
 from services.gateway.http.protocol import GatewayProtocol, HeadTurns
 from services.gateway.settings import GatewaySettings
 
@@ -43,7 +44,7 @@ class GatewayServer(uvicorn.Server):
     def __init__(self, gateway: Gateway, settings: GatewaySettings) -> None:
         super().__init__(
             uvicorn.Config(
-                gateway.app,
+                Chunked(gateway.app),
                 host=settings.host,
                 port=settings.port,
                 loop="uvloop",

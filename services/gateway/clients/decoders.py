@@ -176,8 +176,14 @@ class DecoderPod(Pod):
             async for message in call:
                 # A step's first tokens come last, and the event loop works on the others for some
                 # milliseconds.
-                for event in sorted(message.events, key=_follows):
-                    self._dispatch(event)
+                following: list[pb.SequenceEvent] = []
+                for event in message.events:
+                    if event.HasField("started"):
+                        self._dispatch(event, event.started)
+                    else:
+                        following.append(event)
+                for event in following:
+                    self._dispatch(event, None)
         except grpc.aio.AioRpcError as failure:
             found = error_from_rpc(failure, "the decoder")
             error = found if found.retryable else Unavailable("the decoder broke its stream")
@@ -191,7 +197,7 @@ class DecoderPod(Pod):
                 log.warning("%s: %s", self.address, error.message)
             self._fail_all(error)
 
-    def _dispatch(self, event: pb.SequenceEvent) -> None:
+    def _dispatch(self, event: pb.SequenceEvent, started: pb.Started | None) -> None:
         entry = self._sinks.get(event.sequence_id)
         if entry is None:
             return  # cancelled
@@ -208,7 +214,6 @@ class DecoderPod(Pod):
         if finish_reason or error:
             del self._sinks[event.sequence_id]
             self.num_in_flight = len(self._sinks)
-        started = event.started if event.HasField("started") else None
         token_ids = list(event.token_ids)
         # None comes after the first token; an access costs as much as another field's.
         scores = event.prompt_logprobs if started is not None or not token_ids else ()
@@ -224,11 +229,6 @@ class DecoderPod(Pod):
         self.num_in_flight = 0
         for choice, sink in sinks.values():
             sink(TokenEvent(choice, error=error))
-
-
-def _follows(event: pb.SequenceEvent) -> bool:
-    """Whether tokens of the sequence came before."""
-    return not event.HasField("started")
 
 
 def _error_of(failed: pb.Failed) -> TriptychError:
@@ -253,12 +253,14 @@ class DecoderPool(Pool[DecoderPod]):
         """The decoders that accept work and serve the model, which is theirs if the gateway does
         not know better and none of the former one is left.
         """
-        pods = self._pods.healthy()
+        fitting = self._pods.fitting()
+        pods = [pod for pod in fitting if pod.healthy]
         if not pods or not self._served.fingerprint:
             self._served.adopt(_descriptions(self._pods.serving()))
-            pods = self._pods.healthy()
+            fitting = self._pods.fitting()
+            pods = [pod for pod in fitting if pod.healthy]
         # A decoder that is away for a while is expected back, with the context that it had.
-        self._served.follow_context(_descriptions(self._pods.fitting()))
+        self._served.follow_context(_descriptions(fitting))
         return pods
 
     def description(self) -> pb.DescribeDecoderResponse | None:

@@ -241,8 +241,10 @@ class PodSet(Generic[PodT]):
 
     def reconnecting(self) -> bool:
         """Whether none accepts work, after the gateway has stood still."""
-        pods = [pod for pod, _ in self._pods.values()]
-        return not any(pod.healthy for pod in pods) and any([pod.look() for pod in pods])
+        for pod, _ in self._pods.values():
+            if pod.healthy:
+                return False
+        return any([pod.look() for pod, _ in self._pods.values()])
 
     def serving(self) -> list[PodT]:
         """The pods that would accept work, whatever they serve."""

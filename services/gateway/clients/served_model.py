@@ -34,10 +34,13 @@ class ServedModel:
 
     def misfit_of_decoder(self, found: pb.DescribeDecoderResponse) -> str:
         """Why a decoder cannot serve the model; empty: it can."""
-        for name in ("vocab_size", "hidden", "num_features"):
-            wanted, given = getattr(self, name), getattr(found, name)
-            if wanted is not None and wanted != given:
-                return f"its {name} is {given}, not {wanted}"
+        # Asked twice for each request.
+        if self.vocab_size is not None and self.vocab_size != found.vocab_size:
+            return f"its vocab_size is {found.vocab_size}, not {self.vocab_size}"
+        if self.hidden is not None and self.hidden != found.hidden:
+            return f"its hidden is {found.hidden}, not {self.hidden}"
+        if self.num_features is not None and self.num_features != found.num_features:
+            return f"its num_features is {found.num_features}, not {self.num_features}"
         if why := self.misfit_of(found.fingerprint):
             return why
         wanted, given = self.max_model_len, found.max_model_len

@@ -176,11 +176,11 @@ class Endpoint(ABC):
     def _observe(self, completion: Completion, usage: Usage) -> None:
         metrics, seconds = self._metrics, completion.timings.seconds
         for stage, value in seconds.items():
-            metrics.stage.labels(stage).observe(value)
-        metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
-        metrics.tokens.labels("image").inc(completion.prepared.prompt.num_image_tokens)
-        metrics.tokens.labels("completion").inc(usage.completion_tokens)
-        metrics.tokens.labels("cached").inc(completion.cached_tokens or 0)
+            metrics.stage(stage).observe(value)
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.image_tokens.inc(completion.prepared.prompt.num_image_tokens)
+        metrics.completion_tokens.inc(usage.completion_tokens)
+        metrics.cached_tokens.inc(completion.cached_tokens or 0)
         if "first_token" in seconds:
             metrics.ttft.observe(seconds["first_token"])
             num_later = usage.completion_tokens - len(completion.choices)

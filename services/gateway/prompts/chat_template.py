@@ -55,7 +55,7 @@ _BLANK = " "
 Message = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Conversation:
     """What a chat template takes.
 
@@ -75,24 +75,27 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    def strings(self) -> Iterator[str]:
-        """Every string of the request that the template may write."""
+    @cached_property
+    def text(self) -> str:
+        """Every string of the request that the template may write, with NULs between them."""
+        found: list[str] = []
         for message in self.messages:
-            yield from _strings(message)
-        yield from _strings(self.tools)
-        yield from _strings(self.options)
+            _add_strings(message, found)
+        _add_strings(self.tools, found)
+        _add_strings(self.options, found)
+        return "\0".join(found)
 
 
-def _strings(value: object) -> Iterator[str]:
+def _add_strings(value: object, found: list[str]) -> None:
     if isinstance(value, str):
-        yield value
+        found.append(value)
     elif isinstance(value, Mapping):
         for key, item in cast("Mapping[str, object]", value).items():
-            yield key
-            yield from _strings(item)
+            found.append(key)
+            _add_strings(item, found)
     elif isinstance(value, list):
         for item in cast("list[object]", value):
-            yield from _strings(item)
+            _add_strings(item, found)
 
 
 class ChatTemplate:
@@ -174,8 +177,7 @@ class ChatTemplate:
         Raises:
             InvalidRequest: the template refuses the messages, or the text leaves no noncharacter.
         """
-        text = "\0".join(conversation.strings())
-        free = list(islice((c for c in _NONCHARACTERS if c not in text), 3))
+        free = list(islice((c for c in _NONCHARACTERS if c not in conversation.text), 3))
         if len(free) < 3:
             raise InvalidRequest(
                 "the text uses too many noncharacters of Unicode", param="messages"

@@ -160,7 +160,7 @@ class PromptBuilder:
 
         No BOS token is added: a template writes its own.
         """
-        self._tokenizer.check_length("\0".join(conversation.strings()), max_tokens)
+        self._tokenizer.check_length(conversation.text, max_tokens)
         ids: list[int] = []
         tail: list[str] = []
         for piece, is_added in self._template.render(conversation):

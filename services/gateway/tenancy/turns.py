@@ -124,15 +124,23 @@ class Turnstile:
             self._latest = tenant.name
             self._alone_at = asyncio.get_running_loop().time() + _ALONE_AFTER_S
             self._per_pass = self._shared
-        line, spent = self._line, self._spent
-        place = line.place(tenant, cost)
+        line, spent, is_alone = self._line, self._spent, not self._alone_at
         is_free = not line and spent < self._per_pass
-        if is_free or (line.owes_nothing(place) and spent < _MAX_AHEAD * self._per_pass):
+        if is_free and is_alone:  # nobody to be fair to: no place, which costs more than the rest
+            self._begin(waiter, cost)
+            return
+        place = line.place(tenant, cost)
+        is_owed = not is_alone and line.owes_nothing(place)
+        if is_free or (is_owed and spent < _MAX_AHEAD * self._per_pass):
             line.served(place)
-            self._spent += cost
-            waiter.set_result(None)
+            self._begin(waiter, cost)
         else:
             line.join(place, cost, waiter)
+            self._schedule()
+
+    def _begin(self, waiter: "asyncio.Future[None]", cost: float) -> None:
+        self._spent += cost
+        waiter.set_result(None)
         self._schedule()
 
     def has_room(self, cost: float = 1.0) -> bool:

@@ -274,3 +274,22 @@ async def test_errors_reach_the_caller() -> None:
         with pytest.raises(ValueError, match="x"):
             await threads.run(1.0, fail)
     threads.close()
+
+
+async def test_another_tenant_waits_for_no_work_of_one_that_was_alone() -> None:
+    turnstile, loop = Turnstile(2.0, alone=4.0), asyncio.get_running_loop()
+
+    def waiters(tenant: Tenant, count: int) -> "list[asyncio.Future[None]]":
+        found = [loop.create_future() for _ in range(count)]
+        for waiter in found:
+            turnstile.complete(waiter, tenant)
+        return found
+
+    waiters(A, 1)
+    turnstile._alone_at = loop.time()
+    await asyncio.sleep(0)
+    flood = waiters(A, 100)
+    assert sum(waiter.done() for waiter in flood) == 4, "no more than a pass has room for"
+    other = waiters(B, 1)
+    assert other[0].done(), "it is behind nothing of its own"
+    await asyncio.gather(*flood)
