@@ -242,12 +242,13 @@ def _send(target: Target, load: Load) -> list[Answer]:
     return answers
 
 
-def measure(load: Load, link: Link) -> None:
-    """Prints the rows of one load."""
+def measure(load: Load, link: Link, api_key: str) -> None:
+    """Prints the rows of one load; with a key, the gateways ask for it."""
+    keys = {"GATEWAY_API_KEYS": api_key} if api_key else {}
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
         log = Path(directory) / "sent.json"
         with ExitStack() as children:
-            target, processes = start_stack(load, link, log, children)
+            target, processes = start_stack(load, link, log, children, api_key, **keys)
             before = [_cpu_s(process) for process in processes]
             answers = _send(target, load)
             front_s, engine_s, *gateway_s = (
@@ -313,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tls", type=Path, default=None, metavar="DIR", help="a certificate of both services")
     add("--token", type=Path, default=None, metavar="FILE", help="a token of both services")
     add("--unix", action="store_true", help="a Unix socket between the services")
+    add("--api-key", default="", metavar="KEY", help="of all requests; the gateways ask for it")
     add("--decoder", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.decoder:
@@ -327,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.streams, rate, tokens, requests, options.words, options.clients,
             options.gateways,
         )  # fmt: skip
-        measure(load, Link(options.tls, options.token, options.unix))
+        measure(load, Link(options.tls, options.token, options.unix), options.api_key)
     return 0
 
 
