@@ -124,7 +124,7 @@ def grammar_of(kind: Kind, tokenizer: ModelTokenizer, end_id: int) -> Grammar:
     use = ToolUse([{"type": "function", "function": {"name": "f"}}], {"f": function})
     asked = answer_grammar(None, AnswerFormat(None, ToolCalls(PARSERS[kind.form], use)), tokenizer)
     assert asked is not None
-    return Grammar(asked.kind, asked.text, (), (end_id,), (), (end_id,))
+    return Grammar(asked.kind, asked.text, (), (end_id,), (), (end_id,), probe=asked.probe)
 
 
 def answer_of(kind: Kind, rng: random.Random, tokenizer: ModelTokenizer) -> list[int]:

@@ -1,102 +1,27 @@
-"""Masks within JSON strings of bounded length, in a tenth of llguidance's time.
+"""Masks within strings of any text, in a tenth of llguidance's time.
 
 llguidance finds a mask by a walk over the vocabulary. Where a string may have n more characters the
-walk tries nearly all tokens: up to 1.3 ms. But nearly all are plain text, without a character that
-ends or escapes a string, and of these exactly those of at most n characters are allowed: a mask for
-each n is made once. A second matcher, whose vocabulary has no plain tokens, fills the mask of the
-others, and finds n with probes: tokens of 1, 2, … characters that the schema does not contain.
+walk tries nearly all tokens: up to 1.3 ms, or 2 in strings of tool calls that are written bare. But
+nearly all are plain text, without a character that ends or escapes a string or begins a tag, and of
+these exactly those of at most n characters are allowed: a mask for each n is made once. A second
+matcher, whose vocabulary has no plain tokens, fills the mask of the others, and finds n with
+probes: tokens of 1, 2, … times a character (`plain_strings`).
 
-Exact, for schemas whose strings are of any characters (`has_plain_bounds`).
+Exact, for grammars with such a character.
 """
 
-import json
-import re
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from services.common.plain_strings import PROBES
+
 Int32Array = npt.NDArray[np.int32]
 
 NUM_PROBES = 64  # plain tokens of more characters count among the others
 PROBE_WORDS = NUM_PROBES // 32
-# Of a private use area, so no token is such text, and a schema that contains it is refused here.
-_PROBE = "\ue123"
-_BOUND = "maxLength"
-_ANNOTATIONS = frozenset(
-    (
-        "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated",
-        "readOnly", "writeOnly",
-    )
-)  # fmt: skip
-# Keywords whose values hold no schema, and under which a string is of any characters.
-_PLAIN = frozenset(
-    (
-        "type", "required", "const", "enum", _BOUND, "minLength", "minimum", "maximum",
-        "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems",
-        "minProperties", "maxProperties",
-    )
-)  # fmt: skip
-_SCHEMA, _SCHEMAS, _NAMED = ("items", "additionalProperties"), ("prefixItems",), (
-    "properties", "$defs", "definitions",
-)  # fmt: skip
-_REFERENCE = re.compile(r"#(/(\$defs|definitions)/[^/]+)?")  # what it refers to is looked at
-_NO_STRING = frozenset(("null", "boolean", "integer", "number"))
-
-
-def has_plain_bounds(schema: str) -> bool:
-    """Whether strings are bounded in the schema and, where several forms of a value are possible,
-    no bounded string is beside another string. Then each plain text of the same length may come
-    within a string, or none.
-    """
-    if _BOUND not in schema:
-        return False
-    try:
-        value = json.loads(schema)
-        return _PROBE not in json.dumps(value, ensure_ascii=False) and _is_plain(value)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _is_plain(schema: Any) -> bool:  # noqa: ANN401 - any JSON
-    if isinstance(schema, bool):
-        return True
-    if not isinstance(schema, dict):
-        return False
-    for name, value in cast("dict[str, Any]", schema).items():
-        if name in _ANNOTATIONS or name in _PLAIN:
-            continue
-        if name == "$ref":
-            plain = isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
-        elif name in _SCHEMA:
-            plain = _is_plain(value)
-        elif name in _SCHEMAS and isinstance(value, list):
-            plain = all(_is_plain(item) for item in cast("list[Any]", value))
-        elif name in _NAMED and isinstance(value, dict):
-            plain = all(_is_plain(item) for item in cast("dict[str, Any]", value).values())
-        elif (
-            name in ("anyOf", "oneOf")
-            and isinstance(value, list)
-            and len(schema)
-            == 1 + sum(key in _ANNOTATIONS for key in cast("dict[str, Any]", schema))
-        ):
-            others = [item for item in cast("list[Any]", value) if not _is_scalar(item)]
-            plain = len(others) <= 1 and all(map(_is_plain, others))
-        else:
-            return False
-        if not plain:
-            return False
-    return True
-
-
-def _is_scalar(schema: Any) -> bool:  # noqa: ANN401 - any JSON
-    """Whether a value of the schema is no string, list or object."""
-    if not isinstance(schema, dict):
-        return False
-    kind = cast("dict[str, Any]", schema).get("type")
-    return isinstance(kind, str) and kind in _NO_STRING and _is_plain(schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +43,20 @@ class PlainTokens:
 
     Attributes:
         full: the whole vocabulary, of `32 * num_words + NUM_PROBES` ids.
-        others: without plain tokens of 2 to 64 characters or several bytes, and with the probes,
-            whose ids are the last ones.
+        others: by probe; without plain tokens of 2 to 64 characters or several bytes, and with
+            the probes, whose ids are the last ones.
         masks: of the plain tokens that `others` lacks, of at most n characters; `[65, words]`.
         is_missing: of each id, whether `others` lacks it.
         byte_ids: the id of each byte; `others` has them.
-        probe: ids that together are one probe character.
+        probes: ids that together are the character, by probe.
     """
 
     full: LLTokenizer
-    others: LLTokenizer
+    others: dict[str, LLTokenizer]
     masks: Int32Array
     is_missing: npt.NDArray[np.bool_]
     byte_ids: dict[int, int]
-    probe: list[int]
+    probes: dict[str, list[int]]
 
     @classmethod
     def of(
@@ -151,22 +76,20 @@ class PlainTokens:
                 if 0 < length <= NUM_PROBES:
                     lengths[number] = length
                     tokens[number] = b""
-        probe = _PROBE.encode()
-        if not byte_ids.keys() >= set(probe):
+        probes = {probe: probe.encode() for probe in PROBES}
+        if not all(byte_ids.keys() >= set(probe) for probe in probes.values()):
             return None
         for number in end_ids:
             tokens[number] = b"<end>"
-        tokens += [probe * count for count in range(1, NUM_PROBES + 1)]
-        wrapped = TokenizerWrapper(_Tokens(tokens, list(end_ids), end_ids[0]))
         missing = lengths > 0
         masks = [missing & (lengths <= count) for count in range(NUM_PROBES + 1)]
         return cls(
             full,
-            LLTokenizer(wrapped, n_vocab=num_ids + NUM_PROBES, eos_token=list(end_ids), slices=[]),
+            {name: _others(tokens, probe, end_ids) for name, probe in probes.items()},
             np.packbits(np.stack(masks), axis=-1, bitorder="little").view("<i4"),
             missing,
             byte_ids,
-            [byte_ids[byte] for byte in probe],
+            {name: [byte_ids[byte] for byte in probe] for name, probe in probes.items()},
         )
 
     def spell(self, token_id: int) -> list[int]:
@@ -176,13 +99,19 @@ class PlainTokens:
         return [token_id]
 
 
+def _others(tokens: list[bytes], probe: bytes, end_ids: tuple[int, ...]) -> LLTokenizer:
+    tokens = tokens + [probe * count for count in range(1, NUM_PROBES + 1)]
+    wrapped = TokenizerWrapper(_Tokens(tokens, list(end_ids), end_ids[0]))
+    return LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=list(end_ids), slices=[])
+
+
 def _plain_length(token: bytes) -> int:
     """Characters of a token that is plain text; 0: it is not."""
     try:
         text = token.decode()
     except UnicodeDecodeError:
         return 0
-    if any(c < " " or c in '"\\\x7f' for c in text):
+    if any(c < " " or c in '"\\<>\x7f' for c in text):
         return 0
     return len(text)
 
@@ -194,15 +123,17 @@ class BoundedStrings:
     Attributes:
         state: of the vocabulary without plain tokens; the same grammar.
         plain: the vocabulary's.
+        probe: ids of the grammar's.
     """
 
     state: LLMatcher
     plain: PlainTokens
+    probe: list[int]
     _unread: list[int] = field(default_factory=list[int])
 
     def copy(self) -> "BoundedStrings":
         """At the same place, for another sequence."""
-        return BoundedStrings(self.state.deep_copy(), self.plain, self._unread.copy())
+        return BoundedStrings(self.state.deep_copy(), self.plain, self.probe, self._unread.copy())
 
     def consume(self, token_ids: list[int]) -> None:
         """Takes the sequence's next tokens."""
@@ -212,8 +143,7 @@ class BoundedStrings:
         """Whether the grammar, of which `full` is the first matcher, is within a string of any
         characters; then `state` can fill the mask.
         """
-        probe = self.plain.probe
-        if full.validate_tokens(probe) < len(probe):
+        if full.validate_tokens(self.probe) < len(self.probe):
             return False
         unread, self._unread = self._unread, []
         spelled = [part for token_id in unread for part in self.plain.spell(token_id)]

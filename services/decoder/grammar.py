@@ -20,6 +20,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from services.common.errors import InvalidGrammar, Overloaded
+from services.common.plain_strings import JSON_PROBE, has_plain_bounds
 from services.common.pod_limits import num_cpus
 from services.common.schema_formats import without_unknown_formats
 from services.decoder.bounded_strings import (
@@ -27,7 +28,6 @@ from services.decoder.bounded_strings import (
     PROBE_WORDS,
     BoundedStrings,
     PlainTokens,
-    has_plain_bounds,
 )
 from services.decoder.compiled_grammar import Compiled, CompiledGrammar
 from services.decoder.matcher import (
@@ -83,7 +83,7 @@ _WORDS = {
 
 # Whether a mask forbids any id, or why there is none.
 Found = bool | MatcherFailed
-_Key = tuple[str, str, tuple[int, ...]]  # kind, text, end ids
+_Key = tuple[str, str, tuple[int, ...], str]  # kind, text, end ids, probe
 
 
 class Grammar(NamedTuple):
@@ -99,6 +99,7 @@ class Grammar(NamedTuple):
             cannot be continued.
         min_tokens: the sequence's: before, no end id and no stop id is sampled, unless the text
             cannot be continued.
+        probe: of the grammar, see `plain_strings`; empty: it is not known to have one.
     """
 
     kind: str
@@ -108,6 +109,7 @@ class Grammar(NamedTuple):
     continued: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    probe: str = ""
 
 
 class Demands(NamedTuple):
@@ -271,7 +273,7 @@ class Grammars:
         ]
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        key = (grammar.kind, grammar.text, grammar.end_ids)
+        key = (grammar.kind, grammar.text, grammar.end_ids, grammar.probe)
         if (found := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return found
@@ -316,10 +318,13 @@ class Grammars:
             compiled.compute_bitmask()  # the lexer's first states, which the copies share
         if compiled.is_error():
             raise _refused(grammar, compiled.get_error())
-        strings, plain = None, vocabulary.plain
-        if plain is not None and grammar.kind == "json_schema" and has_plain_bounds(text):
-            state = _build(plain.others, grammar.kind, text)
-            strings = None if state.is_error() else BoundedStrings(state, plain)
+        strings, plain, probe = None, vocabulary.plain, grammar.probe
+        if grammar.kind == "json_schema" and has_plain_bounds(text):
+            probe = JSON_PROBE
+        if plain is not None and probe:
+            state = _build(plain.others[probe], grammar.kind, text)
+            if not state.is_error():
+                strings = BoundedStrings(state, plain, plain.probes[probe])
         self._observe_compile(time.monotonic() - started)
         return Compiled(compiled, strings)
 

@@ -15,6 +15,7 @@ from services.common.embedding import EmbeddingSpec
 from services.common.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest
 from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
+from services.common.plain_strings import PROBES
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
 from services.decoder.grammar import Demands, Grammar
 
@@ -238,6 +239,8 @@ def _grammar(
         raise InvalidRequest(f"grammar has the unknown kind {given.kind}")
     if len(given.text) > MAX_GRAMMAR_CHARS:
         raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
+    if given.probe and given.probe not in PROBES:
+        raise InvalidRequest("grammar.probe is unknown")
     if not 1 <= len(given.end_token_ids) <= MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"grammar.end_token_ids has not 1 to {MAX_STOP_TOKEN_IDS} entries")
     if len(given.begins_after) > MAX_BEGINS_AFTER:
@@ -250,7 +253,7 @@ def _grammar(
     continued = np.frombuffer(prompt, "<i4")[num_prompt - count :].tolist()
     return Grammar(
         kind, given.text, tuple(given.begins_after), tuple(given.end_token_ids), tuple(continued),
-        sampling.stop_token_ids, sampling.min_tokens,
+        sampling.stop_token_ids, sampling.min_tokens, given.probe,
     )  # fmt: skip
 
 

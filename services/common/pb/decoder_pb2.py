@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.common.pb import encoder_pb2 as services_dot_common_dot_pb_dot_encoder__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n services/common/pb/decoder.proto\x12\x0btriptych.v1\x1a services/common/pb/encoder.proto\"\x18\n\x16\x44\x65scribeDecoderRequest\"\xf9\x01\n\x17\x44\x65scribeDecoderResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.triptych.v1.DType\x12\x14\n\x0cnum_features\x18\x03 \x01(\r\x12\x0e\n\x06hidden\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x19\n\x11max_num_sequences\x18\t \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\x0c\"j\n\x0fGenerateCommand\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.triptych.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x13.triptych.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\x85\x03\n\x06Submit\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x11\n\tpositions\x18\x04 \x01(\x0c\x12\x16\n\x0eposition_delta\x18\x05 \x01(\x11\x12%\n\x06images\x18\x06 \x03(\x0b\x32\x15.triptych.v1.ImageRef\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12%\n\x07grammar\x18\x0b \x01(\x0b\x32\x14.triptych.v1.Grammar\x12\x1b\n\x13generated_token_ids\x18\x0c \x01(\x0c\x12\x0e\n\x06tenant\x18\x14 \x01(\t\x12\x15\n\rtenant_weight\x18\x15 \x01(\x02\x12\x10\n\x08priority\x18\x16 \x01(\x11\"\xf2\x01\n\x07Grammar\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.triptych.v1.Grammar.Kind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x0c\x62\x65gins_after\x18\x03 \x03(\r\x12\x15\n\rend_token_ids\x18\x04 \x03(\r\x12\x1c\n\x14num_continued_tokens\x18\x05 \x01(\r\"e\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_JSON_SCHEMA\x10\x01\x12\x0e\n\nKIND_REGEX\x10\x02\x12\x0f\n\x0bKIND_CHOICE\x10\x03\x12\x10\n\x0cKIND_GRAMMAR\x10\x04\"Z\n\x08ImageRef\x12\x11\n\timage_key\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65ncoder_address\x18\x04 \x01(\t\"\x1d\n\x06\x43\x61ncel\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"\xa1\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.triptych.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x19\n\x0ctop_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12(\n\tbad_words\x18\x0f \x03(\x0b\x32\x15.triptych.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x11 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"<\n\x0eGenerateEvents\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.triptych.v1.SequenceEvent\"\xbd\x02\n\rSequenceEvent\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.triptych.v1.FinishedH\x00\x12%\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x13.triptych.v1.FailedH\x00\x12*\n\x07started\x18\x06 \x01(\x0b\x32\x14.triptych.v1.StartedH\x01\x88\x01\x01\x12\x34\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1b.triptych.v1.PromptLogprobs\x12\x0f\n\x07leaving\x18\x08 \x01(\x08\x42\x05\n\x03\x65ndB\n\n\x08_started\"\\\n\x07Started\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"m\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"\x97\x01\n\x08\x46inished\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.triptych.v1.Finished.Reason\x12\x17\n\x0fnum_preemptions\x18\x02 \x01(\r\"D\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_STOP\x10\x01\x12\x11\n\rREASON_LENGTH\x10\x02\"@\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x17\n\x0f\x65ncoder_address\x18\x03 \x01(\t2\xab\x01\n\x07\x44\x65\x63oder\x12U\n\x08\x44\x65scribe\x12#.triptych.v1.DescribeDecoderRequest\x1a$.triptych.v1.DescribeDecoderResponse\x12I\n\x08Generate\x12\x1c.triptych.v1.GenerateCommand\x1a\x1b.triptych.v1.GenerateEvents(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n services/common/pb/decoder.proto\x12\x0btriptych.v1\x1a services/common/pb/encoder.proto\"\x18\n\x16\x44\x65scribeDecoderRequest\"\xf9\x01\n\x17\x44\x65scribeDecoderResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.triptych.v1.DType\x12\x14\n\x0cnum_features\x18\x03 \x01(\r\x12\x0e\n\x06hidden\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x19\n\x11max_num_sequences\x18\t \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\x0c\"j\n\x0fGenerateCommand\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.triptych.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x13.triptych.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\x85\x03\n\x06Submit\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x11\n\tpositions\x18\x04 \x01(\x0c\x12\x16\n\x0eposition_delta\x18\x05 \x01(\x11\x12%\n\x06images\x18\x06 \x03(\x0b\x32\x15.triptych.v1.ImageRef\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12%\n\x07grammar\x18\x0b \x01(\x0b\x32\x14.triptych.v1.Grammar\x12\x1b\n\x13generated_token_ids\x18\x0c \x01(\x0c\x12\x0e\n\x06tenant\x18\x14 \x01(\t\x12\x15\n\rtenant_weight\x18\x15 \x01(\x02\x12\x10\n\x08priority\x18\x16 \x01(\x11\"\x81\x02\n\x07Grammar\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.triptych.v1.Grammar.Kind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x0c\x62\x65gins_after\x18\x03 \x03(\r\x12\x15\n\rend_token_ids\x18\x04 \x03(\r\x12\x1c\n\x14num_continued_tokens\x18\x05 \x01(\r\x12\r\n\x05probe\x18\x06 \x01(\t\"e\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_JSON_SCHEMA\x10\x01\x12\x0e\n\nKIND_REGEX\x10\x02\x12\x0f\n\x0bKIND_CHOICE\x10\x03\x12\x10\n\x0cKIND_GRAMMAR\x10\x04\"Z\n\x08ImageRef\x12\x11\n\timage_key\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65ncoder_address\x18\x04 \x01(\t\"\x1d\n\x06\x43\x61ncel\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"\xa1\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.triptych.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x19\n\x0ctop_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12(\n\tbad_words\x18\x0f \x03(\x0b\x32\x15.triptych.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x11 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"<\n\x0eGenerateEvents\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.triptych.v1.SequenceEvent\"\xbd\x02\n\rSequenceEvent\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.triptych.v1.FinishedH\x00\x12%\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x13.triptych.v1.FailedH\x00\x12*\n\x07started\x18\x06 \x01(\x0b\x32\x14.triptych.v1.StartedH\x01\x88\x01\x01\x12\x34\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1b.triptych.v1.PromptLogprobs\x12\x0f\n\x07leaving\x18\x08 \x01(\x08\x42\x05\n\x03\x65ndB\n\n\x08_started\"\\\n\x07Started\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"m\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"\x97\x01\n\x08\x46inished\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.triptych.v1.Finished.Reason\x12\x17\n\x0fnum_preemptions\x18\x02 \x01(\r\"D\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_STOP\x10\x01\x12\x11\n\rREASON_LENGTH\x10\x02\"@\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x17\n\x0f\x65ncoder_address\x18\x03 \x01(\t2\xab\x01\n\x07\x44\x65\x63oder\x12U\n\x08\x44\x65scribe\x12#.triptych.v1.DescribeDecoderRequest\x1a$.triptych.v1.DescribeDecoderResponse\x12I\n\x08Generate\x12\x1c.triptych.v1.GenerateCommand\x1a\x1b.triptych.v1.GenerateEvents(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,35 +43,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMIT']._serialized_start=470
   _globals['_SUBMIT']._serialized_end=859
   _globals['_GRAMMAR']._serialized_start=862
-  _globals['_GRAMMAR']._serialized_end=1104
-  _globals['_GRAMMAR_KIND']._serialized_start=1003
-  _globals['_GRAMMAR_KIND']._serialized_end=1104
-  _globals['_IMAGEREF']._serialized_start=1106
-  _globals['_IMAGEREF']._serialized_end=1196
-  _globals['_CANCEL']._serialized_start=1198
-  _globals['_CANCEL']._serialized_end=1227
-  _globals['_SAMPLINGPARAMS']._serialized_start=1230
-  _globals['_SAMPLINGPARAMS']._serialized_end=1775
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1690
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1738
-  _globals['_TOKENIDS']._serialized_start=1777
-  _globals['_TOKENIDS']._serialized_end=1800
-  _globals['_GENERATEEVENTS']._serialized_start=1802
-  _globals['_GENERATEEVENTS']._serialized_end=1862
-  _globals['_SEQUENCEEVENT']._serialized_start=1865
-  _globals['_SEQUENCEEVENT']._serialized_end=2182
-  _globals['_STARTED']._serialized_start=2184
-  _globals['_STARTED']._serialized_end=2276
-  _globals['_TOKENLOGPROBS']._serialized_start=2278
-  _globals['_TOKENLOGPROBS']._serialized_end=2355
-  _globals['_PROMPTLOGPROBS']._serialized_start=2357
-  _globals['_PROMPTLOGPROBS']._serialized_end=2466
-  _globals['_FINISHED']._serialized_start=2469
-  _globals['_FINISHED']._serialized_end=2620
-  _globals['_FINISHED_REASON']._serialized_start=2552
-  _globals['_FINISHED_REASON']._serialized_end=2620
-  _globals['_FAILED']._serialized_start=2622
-  _globals['_FAILED']._serialized_end=2686
-  _globals['_DECODER']._serialized_start=2689
-  _globals['_DECODER']._serialized_end=2860
+  _globals['_GRAMMAR']._serialized_end=1119
+  _globals['_GRAMMAR_KIND']._serialized_start=1018
+  _globals['_GRAMMAR_KIND']._serialized_end=1119
+  _globals['_IMAGEREF']._serialized_start=1121
+  _globals['_IMAGEREF']._serialized_end=1211
+  _globals['_CANCEL']._serialized_start=1213
+  _globals['_CANCEL']._serialized_end=1242
+  _globals['_SAMPLINGPARAMS']._serialized_start=1245
+  _globals['_SAMPLINGPARAMS']._serialized_end=1790
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1705
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1753
+  _globals['_TOKENIDS']._serialized_start=1792
+  _globals['_TOKENIDS']._serialized_end=1815
+  _globals['_GENERATEEVENTS']._serialized_start=1817
+  _globals['_GENERATEEVENTS']._serialized_end=1877
+  _globals['_SEQUENCEEVENT']._serialized_start=1880
+  _globals['_SEQUENCEEVENT']._serialized_end=2197
+  _globals['_STARTED']._serialized_start=2199
+  _globals['_STARTED']._serialized_end=2291
+  _globals['_TOKENLOGPROBS']._serialized_start=2293
+  _globals['_TOKENLOGPROBS']._serialized_end=2370
+  _globals['_PROMPTLOGPROBS']._serialized_start=2372
+  _globals['_PROMPTLOGPROBS']._serialized_end=2481
+  _globals['_FINISHED']._serialized_start=2484
+  _globals['_FINISHED']._serialized_end=2635
+  _globals['_FINISHED_REASON']._serialized_start=2567
+  _globals['_FINISHED_REASON']._serialized_end=2635
+  _globals['_FAILED']._serialized_start=2637
+  _globals['_FAILED']._serialized_end=2701
+  _globals['_DECODER']._serialized_start=2704
+  _globals['_DECODER']._serialized_end=2875
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+from services.common.plain_strings import TEXT_PROBE
 from services.common.schema_formats import STANDARD_FORMATS, strip_unknown_formats
 from services.gateway.answers.argument_values import (
     PYTHON_WORDS,
@@ -101,16 +102,20 @@ class TextGrammar:
             self._refuse(path, "what is not a schema")
         schema = cast(Schema, schema) if isinstance(schema, Mapping) else {}
         text = self._text(schema, path) if "string" in types else None
+        any_text = self._is_any_text(schema, types)
         if text == _TEXT and not self._asserts(schema):
             values, nested = _TEXT, frozenset[str]()
         elif self._is_list(schema):
             values, nested = self._listed(schema, types, text), frozenset[str]()
         else:
             values, nested = self._typed(schema, types, text, path)
+            any_text |= text == _TEXT and not nested
         tail, written = json.dumps(f"\n{CLOSER}\n"), list[str]()
         if values:
-            closed = f"/(?s:.*){escaped(CLOSER)}(?s:.*)/"
-            written.append(self._add("T", f"{opener} (({values}) & ~{closed}) {tail}"))
+            whole = _unclosed("" if any_text else escaped(TEXT_PROBE))
+            if values != _TEXT:
+                whole = f"(({values}) & {whole})"
+            written.append(self._add("T", f"{opener} {whole} {tail}"))
         if nested:
             head = self._add("T", opener)
             written.append(f"{head} {self._json(schema, nested, path)} {tail}")
@@ -180,6 +185,13 @@ class TextGrammar:
             current = self._parameters.target(reference) if isinstance(reference, str) else None
         return found
 
+    def _is_any_text(self, schema: Schema, types: frozenset[str]) -> bool:
+        """Whether the values are all texts, of all characters, of some length."""
+        keywords = {keyword for found in self._chain(schema) for keyword in found}
+        asserted = keywords & _ASSERTIONS
+        lengths = {"type", "$ref", "minLength", "maxLength"}
+        return asserted <= {"$ref"} or (types == frozenset(("string",)) and asserted <= lengths)
+
     def _asserts(self, schema: Schema) -> bool:
         return any(found.keys() & (_ASSERTIONS - {"$ref"}) for found in self._chain(schema))
 
@@ -217,7 +229,7 @@ class TextGrammar:
                 parts.append(f"({part})")
         if not parts:
             return _TEXT
-        return self._add("T", " & ".join([*parts, _TEXT]))
+        return self._add("T", " & ".join(parts))
 
     def _strings_by(self, keyword: str, value: Any, schema: Schema, path: str) -> str | None:  # noqa: ANN401
         """The strings that one keyword leaves, as an expression; None: no string."""
@@ -258,6 +270,8 @@ class TextGrammar:
 
     def _combined(self, keyword: str, found: list[str | None]) -> str | None:
         """The strings of several schemas, by `anyOf`, `oneOf` or `allOf`."""
+        if keyword == "anyOf" and _TEXT in found:
+            return _TEXT
         parts = [f"({part})" for part in found if part is not None]
         if keyword == "allOf":
             return " & ".join(parts) if len(parts) == len(found) else None
@@ -394,6 +408,22 @@ def written_json(schema: object, style: Mapping[str, object]) -> str:
     if isinstance(schema, dict):
         schema = {**strip_unknown_formats(cast("dict[str, Any]", schema)), "x-guidance": style}
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def _unclosed(without: str) -> str:
+    """Texts that do not hold the closing tag.
+
+    Not as a complement: for each state within one, the library would have to search for a text that
+    can still come, through all lengths that a string may have.
+
+    Args:
+        without: other characters that they do not hold, as in a class.
+    """
+    inner = ""
+    for character in reversed(CLOSER[1:]):
+        following = f"{escaped(character)}{inner}|" if inner else ""
+        inner = f"(?:{following}[^<{escaped(character)}{without}][^<{without}]*)?"
+    return f"/[^<{without}]*(?:<{inner})*/"
 
 
 def _any_of(texts: list[str]) -> str:

@@ -18,6 +18,12 @@ from typing import Any
 import msgspec
 
 from services.common.errors import InvalidGrammar, InvalidRequest
+from services.common.plain_strings import (
+    JSON_PROBE,
+    TEXT_PROBE,
+    has_plain_bounds,
+    is_plain,
+)
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.argument_values import Parameters, Schema, listed, named
 from services.gateway.answers.grammar import MAX_GRAMMAR_CHARS, Grammar
@@ -71,12 +77,14 @@ def answer_grammar(
     if calls is not None and (calls.use.is_constrained or asked is not None):
         writer = _Writer(tokenizer, calls)
         body, rules, param = writer.body(asked), writer.rules, writer.param
+        probe = writer.probe(asked)
     elif asked is None or not answer_format.thinks:
         return asked
     elif answer_format.reasoning == "open" or asked.kind == "grammar":
         return replace(asked, begins_after=_end_of_reasoning(tokenizer))
     else:
         body, rules, param = "answer", [f"answer: {_answer(asked)}"], asked.param
+        probe = JSON_PROBE if _are_plain([_schema_of(asked)]) else ""
     begins_after: tuple[int, ...] = ()
     start, end = (tokenizer.added.get(name) for name in (OPEN, CLOSE))
     if answer_format.thinks and (answer_format.reasoning == "open" or not (start and end)):
@@ -85,7 +93,7 @@ def answer_grammar(
         # A grammar that waits for the closing tag never begins if the model does not think.
         body = f"(<[{start.token_id}]> TEXT <[{end.token_id}]> {_BREAK})? ({body})"
     text = "\n".join([f"start: {body}", *rules, r"TEXT: /(.|\n)*/"])
-    return Grammar("grammar", text, param, begins_after)
+    return Grammar("grammar", text, param, begins_after, probe)
 
 
 def _end_of_reasoning(tokenizer: ModelTokenizer) -> tuple[int, ...]:
@@ -165,6 +173,21 @@ class _Writer:
             raise InvalidRequest("strict is not supported with this tokenizer", param="tools")
         return "TEXT (call TEXT)?" if single else "TEXT (call TEXT)*"
 
+    def probe(self, asked: Grammar | None) -> str:
+        """The grammar's probe; see `services.common.plain_strings`. Text outside of calls is any
+        text, but for the form without tags.
+        """
+        if self._parser is Llama3JsonParser and not self._use.required:
+            return ""
+        schemas = [_schema_of(asked)] if asked is not None else []
+        if self._parser is Qwen3CoderParser:
+            if any(schema is None for schema in schemas):
+                return ""
+            given = [function.definition.parameters for function in self._functions]
+            return "" if json.dumps(TEXT_PROBE)[1:-1] in json.dumps(given) else TEXT_PROBE
+        schemas += [function.schema() for function in self._functions]
+        return JSON_PROBE if _are_plain(schemas) else ""
+
     def tag(self, name: str) -> str:
         """A tag, as the tokenizer has it: a token or plain text."""
         added = self._tokenizer.added.get(name)
@@ -243,45 +266,42 @@ class _Writer:
     def _open_ended(
         self, parameters: Parameters, grammar: TextGrammar, function: _Function
     ) -> list[str]:
-        """Parameters of other names than the schema's, behind those: of a pattern, or any. A name
-        that fits several patterns is left out.
-        """
-        root = parameters.root
+        """Parameters of other names than the schema's, behind those: of a pattern, or any."""
+        root, additional = parameters.root, parameters.additional
         known = list({**named(root, "properties"), **dict.fromkeys(_names(root, "required"))})
-        patterns: dict[str, str] = {}
-        for pattern in named(root, "patternProperties"):
+        patterns = named(root, "patternProperties")
+        names, schema, path = "", additional, ".additionalProperties"
+        if len(patterns) > 1 or (patterns and additional is not False):
+            # What is of one pattern and not of another is too much work for a lexer.
+            function.refuse(".patternProperties", "patternProperties beside other names")
+            schema = True
+        for pattern in list(patterns)[:1] if additional is False else ():
+            schema, path = patterns[pattern], f".patternProperties.{pattern}"
             try:
                 matcher_of(pattern)
-                patterns[pattern] = regex(full_match(pattern))
+                names = regex(full_match(pattern))
             except ValueError as error:
-                function.refuse(f".patternProperties.{pattern}", f"a pattern with {error}")
-        rules: list[str | None] = []
-        for pattern, names in patterns.items():
-            others = [other for key, other in patterns.items() if key != pattern]
-            opener = _opener(names, known, others)
-            schema = root["patternProperties"][pattern]
-            path = f".patternProperties.{pattern}"
-            rules.append(grammar.parameter(opener, schema, path))
-        if parameters.additional is not False:
-            opener = _opener("", known, list(patterns.values()))
-            rules.append(grammar.parameter(opener, parameters.additional, ".additionalProperties"))
-        if not (found := " | ".join(rule for rule in rules if rule is not None)):
+                function.refuse(path, f"a pattern with {error}")
+                schema = False
+        if schema is False:
+            return []
+        found = grammar.parameter(_opener(names, known), schema, path)
+        if found is None:
             return []
         if (most := _most(root)) is None:
-            return [f"({found})*"]
+            return [f"{found}*"]
         room = most - len(known)
-        return [f"({found}){{0,{room}}}"] if room > 0 else []
+        return [f"{found}{{0,{room}}}"] if room > 0 else []
 
 
-def _opener(names: str, known: list[str], others: list[str]) -> str:
+def _opener(names: str, known: list[str]) -> str:
     """The opening tag of parameters of some names, as a terminal.
 
     Args:
         names: their terminal; empty: any.
         known: names that are none of them.
-        others: terminals of names that are none of them.
     """
-    parts = [_FREE_NAME, *([names] if names else []), *(f"~{other}" for other in others)]
+    parts = [_FREE_NAME, *([names] if names else [])]
     if known:
         parts.append(f"~{regex('|'.join(map(escaped, known)))}")
     return f'"<parameter=" ({" & ".join(parts)}) ">\\n"'
@@ -332,14 +352,27 @@ _FORMS: dict[type[CallParser], Callable[[_Writer, _Function], str]] = {
 }
 
 
+def _schema_of(asked: Grammar) -> object:
+    """Of an answer without a call; None: its form is no schema."""
+    if asked.kind not in ("json_schema", "json_object"):
+        return None
+    try:
+        schema = msgspec.json.decode(asked.text) if asked.text else {"type": "object"}
+    except (msgspec.MsgspecError, RecursionError):
+        raise InvalidGrammar("not a JSON schema", param=asked.param) from None
+    check_nesting(schema, asked.param)
+    return schema
+
+
+def _are_plain(schemas: list[object]) -> bool:
+    """Whether some strings are bounded, and all are any text of some length."""
+    texts = [json.dumps(schema) for schema in schemas]
+    return any(map(has_plain_bounds, texts)) and all(map(is_plain, schemas))
+
+
 def _answer(asked: Grammar) -> str:
     """An answer without a call, in Lark."""
-    if asked.kind in ("json_schema", "json_object"):
-        try:
-            schema = msgspec.json.decode(asked.text) if asked.text else {"type": "object"}
-        except (msgspec.MsgspecError, RecursionError):
-            raise InvalidGrammar("not a JSON schema", param=asked.param) from None
-        check_nesting(schema, asked.param)
+    if (schema := _schema_of(asked)) is not None:
         return written_json(schema, _ANSWER_STYLE)
     if asked.kind == "choice":
         return " | ".join(map(_literal, msgspec.json.decode(asked.text)))

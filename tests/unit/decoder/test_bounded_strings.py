@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from services.decoder.bounded_strings import PROBE_WORDS, has_plain_bounds
+from services.common.plain_strings import has_plain_bounds
+from services.decoder.bounded_strings import PROBE_WORDS
 from services.decoder.grammar import Demands, Grammar, Grammars
 from tests.tiny_tokenizer import added_ids, tokenizer_json
 

@@ -1,0 +1,91 @@
+"""Grammars in which some strings are any text: what a probe is.
+
+A probe of a grammar is a character: where it may come n times in a row, any n characters may come
+that are no controls, quotes, backslashes and angle brackets, and no more than n. With it the
+decoder fills masks fast (`bounded_strings`). It finds schemas with a probe itself; the gateway
+knows the grammars of calls that it writes.
+"""
+
+import json
+import re
+from typing import Any, cast
+
+# In JSON strings: of a private use area, so no token is such text.
+JSON_PROBE = "\ue123"
+# In strings that are written bare: JSON has no control characters.
+TEXT_PROBE = "\x01"
+PROBES = (JSON_PROBE, TEXT_PROBE)
+_BOUND = "maxLength"
+_ANNOTATIONS = frozenset(
+    (
+        "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated",
+        "readOnly", "writeOnly",
+    )
+)  # fmt: skip
+# Keywords whose values hold no schema, and under which a string is of any characters.
+_PLAIN = frozenset(
+    (
+        "type", "required", "const", "enum", _BOUND, "minLength", "minimum", "maximum",
+        "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems",
+        "minProperties", "maxProperties",
+    )
+)  # fmt: skip
+_SCHEMA, _SCHEMAS, _NAMED = ("items", "additionalProperties"), ("prefixItems",), (
+    "properties", "$defs", "definitions",
+)  # fmt: skip
+_REFERENCE = re.compile(r"#(/(\$defs|definitions)/[^/]+)?")  # what it refers to is looked at
+_NO_STRING = frozenset(("null", "boolean", "integer", "number"))
+
+
+def has_plain_bounds(schema: str) -> bool:
+    """Whether strings are bounded in the schema and, where several forms of a value are possible,
+    no bounded string is beside another string. Then each plain text of the same length may come
+    within a string, or none.
+    """
+    if _BOUND not in schema:
+        return False
+    try:
+        value = json.loads(schema)
+        return JSON_PROBE not in json.dumps(value, ensure_ascii=False) and is_plain(value)
+    except (ValueError, RecursionError):
+        return False
+
+
+def is_plain(schema: Any) -> bool:  # noqa: ANN401 - any JSON
+    """Whether, where a string may come, any plain text of the same length may, or none."""
+    if isinstance(schema, bool):
+        return True
+    if not isinstance(schema, dict):
+        return False
+    schema = cast("dict[str, Any]", schema)
+    for name, value in schema.items():
+        if name in _ANNOTATIONS or name in _PLAIN:
+            continue
+        if name == "$ref":
+            plain = isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+        elif name in _SCHEMA:
+            plain = is_plain(value)
+        elif name in _SCHEMAS and isinstance(value, list):
+            plain = all(is_plain(item) for item in cast("list[Any]", value))
+        elif name in _NAMED and isinstance(value, dict):
+            plain = all(is_plain(item) for item in cast("dict[str, Any]", value).values())
+        elif (
+            name in ("anyOf", "oneOf")
+            and isinstance(value, list)
+            and len(schema) == 1 + sum(key in _ANNOTATIONS for key in schema)
+        ):
+            others = [item for item in cast("list[Any]", value) if not _is_scalar(item)]
+            plain = len(others) <= 1 and all(map(is_plain, others))
+        else:
+            return False
+        if not plain:
+            return False
+    return True
+
+
+def _is_scalar(schema: Any) -> bool:  # noqa: ANN401 - any JSON
+    """Whether a value of the schema is no string, list or object."""
+    if not isinstance(schema, dict):
+        return False
+    kind = cast("dict[str, Any]", schema).get("type")
+    return isinstance(kind, str) and kind in _NO_STRING and is_plain(schema)
