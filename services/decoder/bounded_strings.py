@@ -46,6 +46,7 @@ class PlainTokens:
         others: by probe; without plain tokens of 2 to 64 characters or several bytes, and with
             the probes, whose ids are the last ones.
         masks: of the plain tokens that `others` lacks, of at most n characters; `[65, words]`.
+        lengths: of each id, characters of a plain token; 0: it is none, or a longer one.
         is_missing: of each id, whether `others` lacks it.
         byte_ids: the id of each byte; `others` has them.
         probes: ids that together are the character, by probe.
@@ -54,9 +55,11 @@ class PlainTokens:
     full: LLTokenizer
     others: dict[str, LLTokenizer]
     masks: Int32Array
-    is_missing: npt.NDArray[np.bool_]
+    lengths: bytes
+    is_missing: bytes
     byte_ids: dict[int, int]
     probes: dict[str, list[int]]
+    _spelled: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     @classmethod
     def of(
@@ -69,34 +72,41 @@ class PlainTokens:
         for number in special:
             tokens[number] = b""
         byte_ids = {token[0]: number for number, token in enumerate(tokens) if len(token) == 1}
-        lengths = np.zeros(num_ids, np.int64)
+        lengths = np.zeros(num_ids, np.uint8)
+        missing = np.zeros(num_ids, np.bool_)
         for number, token in enumerate(tokens):
-            if len(token) > 1 and byte_ids.keys() >= set(token):
+            if token and byte_ids.keys() >= set(token):
                 length = _plain_length(token)
                 if 0 < length <= NUM_PROBES:
                     lengths[number] = length
-                    tokens[number] = b""
+                    missing[number] = len(token) > 1
+        for number in np.flatnonzero(missing).tolist():
+            tokens[number] = b""
         probes = {probe: probe.encode() for probe in PROBES}
         if not all(byte_ids.keys() >= set(probe) for probe in probes.values()):
             return None
         for number in end_ids:
             tokens[number] = b"<end>"
-        missing = lengths > 0
         masks = [missing & (lengths <= count) for count in range(NUM_PROBES + 1)]
         return cls(
             full,
             {name: _others(tokens, probe, end_ids) for name, probe in probes.items()},
             np.packbits(np.stack(masks), axis=-1, bitorder="little").view("<i4"),
-            missing,
+            lengths.tobytes(),
+            missing.tobytes(),
             byte_ids,
             {name: [byte_ids[byte] for byte in probe] for name, probe in probes.items()},
         )
 
     def spell(self, token_id: int) -> list[int]:
         """The token as ids that `others` has."""
-        if token_id < len(self.is_missing) and self.is_missing[token_id]:
-            return [self.byte_ids[byte] for byte in self.full.decode_bytes([token_id])]
-        return [token_id]
+        if token_id >= len(self.is_missing) or not self.is_missing[token_id]:
+            return [token_id]
+        found = self._spelled.get(token_id)
+        if found is None:
+            found = [self.byte_ids[byte] for byte in self.full.decode_bytes([token_id])]
+            self._spelled[token_id] = found
+        return found
 
 
 def _others(tokens: list[bytes], probe: bytes, end_ids: tuple[int, ...]) -> LLTokenizer:
@@ -118,36 +128,51 @@ def _plain_length(token: bytes) -> int:
 
 @dataclass(slots=True)
 class BoundedStrings:
-    """The second matcher of one sequence.
+    """The second matcher of one sequence. Within a string it is ahead of the first, else behind.
 
     Attributes:
         state: of the vocabulary without plain tokens; the same grammar.
         plain: the vocabulary's.
         probe: ids of the grammar's.
+        room: characters that may come, as far as is known, at most `NUM_PROBES`.
     """
 
     state: LLMatcher
     plain: PlainTokens
     probe: list[int]
+    room: int = 0
     _unread: list[int] = field(default_factory=list[int])
 
     def copy(self) -> "BoundedStrings":
         """At the same place, for another sequence."""
-        return BoundedStrings(self.state.deep_copy(), self.plain, self.probe, self._unread.copy())
+        state = self.state.deep_copy()
+        return BoundedStrings(state, self.plain, self.probe, _unread=self._unread.copy())
 
-    def consume(self, token_ids: list[int]) -> None:
-        """Takes the sequence's next tokens."""
+    def skip(self, token_ids: list[int]) -> None:
+        """Tokens outside of strings, which are read once they are needed."""
         self._unread += token_ids
 
-    def contains(self, full: LLMatcher) -> bool:
+    def enter(self, full: LLMatcher) -> bool:
         """Whether the grammar, of which `full` is the first matcher, is within a string of any
         characters; then `state` can fill the mask.
         """
         if full.validate_tokens(self.probe) < len(self.probe):
             return False
         unread, self._unread = self._unread, []
-        spelled = [part for token_id in unread for part in self.plain.spell(token_id)]
-        return not spelled or self.state.consume_tokens(spelled)
+        return self._read(unread)
+
+    def stay(self, token_ids: list[int]) -> bool:
+        """Whether the string goes on behind these tokens; no: `state` may have failed."""
+        lengths, room = self.plain.lengths, self.room
+        for token_id in token_ids:
+            length = lengths[token_id] if token_id < len(lengths) else 0
+            room = room - length if length else -1
+            if room < 0:
+                break
+        if not self._read(token_ids):
+            return False
+        self.room = max(room, 0)
+        return room > 0 or self.state.validate_tokens(self.probe) == len(self.probe)
 
     def complete(self, mask: Int32Array, probes: Int32Array) -> bool:
         """Adds the plain tokens to a mask that `state` has filled.
@@ -159,8 +184,12 @@ class BoundedStrings:
         Returns:
             Whether the mask is right; else the first matcher has to fill it.
         """
-        room = int(probes.view("<u8")[0]).bit_length()
-        if room == 0 or self.state.is_error():
+        self.room = int.from_bytes(probes.tobytes(), "little").bit_length()
+        if self.room == 0 or self.state.is_error():
             return False
-        mask |= self.plain.masks[room]
+        mask |= self.plain.masks[self.room]
         return True
+
+    def _read(self, token_ids: list[int]) -> bool:
+        spelled = [part for token_id in token_ids for part in self.plain.spell(token_id)]
+        return not spelled or self.state.consume_tokens(spelled)

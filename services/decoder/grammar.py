@@ -257,9 +257,9 @@ class Grammars:
                 matcher.consume(token_ids)
             except MatcherFailed as error:
                 results[index] = error
-            else:
-                if (state := matcher.filler()) is not None:
-                    running.append((state, row))
+                continue
+            if (state := matcher.filler()) is not None:
+                running.append((state, row))
         if len(running) == 1:
             state, row = running[0]
             state.unsafe_compute_mask_ptr(rows[row].ctypes.data, rows[row].nbytes)

@@ -58,6 +58,7 @@ class GrammarMatcher:
     strings: BoundedStrings | None = None
     _recent: tuple[int, ...] = ()
     _in_string: bool = False
+    _unread: list[int] = field(default_factory=list[int])  # by `state`: of the string
 
     def consume(self, token_ids: list[int]) -> None:
         """Takes the sequence's next tokens; raises MatcherFailed."""
@@ -66,29 +67,38 @@ class GrammarMatcher:
             self._recent = (*self._recent, token_id)[-len(self.begins_after) :]
             if self._recent == self.begins_after:
                 self.begins_after = ()
-        if token_ids and not self.state.consume_tokens(token_ids):
-            raise UnexpectedToken(self._failure())
-        if self.strings is not None:
-            self.strings.consume(token_ids)
+        if self._in_string and self.strings is not None:
+            self._unread += token_ids
+            self._in_string = self.strings.stay(token_ids)
+            if not self._in_string:
+                self._leave_string()
+        else:
+            self._read(token_ids)
+            if self.strings is not None:
+                self.strings.skip(token_ids)
 
     def filler(self) -> LLMatcher | None:
         """What fills the next mask; None: a mask of all ids is where it starts."""
         if self.begins_after:
             return None
-        strings = self.strings
-        self._in_string = strings is not None and strings.contains(self.state)
-        return strings.state if strings is not None and self._in_string else self.state
+        if (strings := self.strings) is None:
+            return self.state
+        if not self._in_string:
+            self._in_string = strings.enter(self.state)
+        return strings.state if self._in_string else self.state
 
     def finish(self, filled: Int32Array, num_generated: int) -> None:
         """Completes a mask that `filler` has filled, `[words + PROBE_WORDS]`, and takes ids out of
         it that may not end the sequence yet.
         """
         mask = filled[:-PROBE_WORDS]
-        if (strings := self.strings) is not None and self._in_string:
-            if strings.complete(mask, filled[-PROBE_WORDS:]):
-                return  # no end id is allowed
-            self.strings = None
-            self.lexer.is_broken = True
+        if (
+            self._in_string
+            and self.strings is not None
+            and not self.strings.complete(mask, filled[-PROBE_WORDS:])
+        ):
+            self._in_string = False
+            self._leave_string()
             self.state.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
         if self.state.is_error():
             raise MatcherFailed(self._failure())
@@ -98,6 +108,17 @@ class GrammarMatcher:
             _forbid(mask, self.end_ids, self.without_ends)
         if num_generated < self.min_tokens:
             _forbid(mask, self.stop_ids, self.without_stops)
+
+    def _leave_string(self) -> None:
+        unread, self._unread = self._unread, []
+        self._read(unread)
+        if self.strings is not None and self.strings.state.is_error():
+            self.strings = None
+            self.lexer.is_broken = True
+
+    def _read(self, token_ids: list[int]) -> None:
+        if token_ids and not self.state.consume_tokens(token_ids):
+            raise UnexpectedToken(self._failure())
 
     def _failure(self) -> str:
         """Why the matcher cannot go on."""

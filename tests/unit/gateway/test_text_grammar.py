@@ -334,6 +334,22 @@ def test_a_long_string_is_no_work_that_ends_a_call(length, tokenizer, grammars):
     grammars.release(matcher)
 
 
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, grammars):
+    schema = object_of("a", a={"type": "string", "maxLength": 9})
+    grammar = answer_grammar(None, format_of(schema, required=False, form=form), tokenizer)
+    assert grammar is not None and grammar.probe
+    rows = np.zeros((1, grammars.num_mask_words), np.int32)
+    form = Form(grammar.kind, grammar.text, (), (END,), (), (END,), 3, grammar.probe)
+    matcher = asyncio.run(grammars.matcher(Demands(form)))
+    may_end: list[bool] = []
+    for ids in ([], *([i] for i in tokenizer.encode_text("some words of an answer")[:5])):
+        assert grammars.fill([(matcher, ids, 0)], rows) == [True]
+        may_end.append(bool(rows[0].view(np.uint8)[END >> 3] >> (END & 7) & 1))
+    assert may_end == [False, False, False, True, True, True]
+    grammars.release(matcher)
+
+
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "qwen3_coder"])
 @pytest.mark.parametrize("required", [True, False])
 def test_bounded_strings_of_calls_have_a_probe(form, required, tokenizer, grammars):
