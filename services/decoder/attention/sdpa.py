@@ -7,6 +7,8 @@ what no kernel can run.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,25 +20,36 @@ from services.decoder.attention.table import DECODE, PREFILL
 
 
 @dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Sequences with one query token, padded to the longest context among them."""
+
+    index: Tensor | None  # [S] int64: among the step's decodes; None: all of them
+    keys: Tensor  # [S * max_blocks] int64: their rows in the pool of `[block_size, KVH, D]`
+    unused: Tensor  # [] int64: tokens behind a context, of the S * max_blocks * block_size
+    mask: Tensor  # [S, 1, 1, max_blocks * block_size] bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Prefill:
     """One sequence's chunk."""
 
     start: int  # query tokens [start, stop)
     stop: int
-    rows: Tensor  # [context] int64: rows of its keys in the pool
+    context: int
+    keys: Tensor  # [blocks] int64: as of `_Decodes`
     mask: Tensor | None  # [query, context] bool; None: plain causal from the start
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     num_decodes: int
-    decode_rows: Tensor  # [num_decodes, max_context] int64
-    decode_mask: Tensor  # [num_decodes, 1, 1, max_context] bool
+    decodes: list[_Decodes]
     prefills: list[_Prefill]
 
 
 class SdpaBackend:
-    """A `base.AttentionBackend` without graphs. Rows of the pool are those of `heads.write_kv`.
+    """A `base.AttentionBackend` without graphs. The pool is seen as rows of
+    `[block_size, num_kv_heads, head_dim]`: block b has keys in row 2 * b, values in the next one.
 
     Args:
         sizes: of the model.
@@ -56,31 +69,46 @@ class SdpaBackend:
         """None: `plan` makes all that `forward` reads."""
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
-        """Finds the rows of the pool that each sequence reads."""
+        """Finds the blocks that each sequence reads."""
         assert not captured
-        device, size = metadata.block_ids.device, self._sizes.block_size
+        device = metadata.block_ids.device
         seq_lens: list[int] = metadata.seq_lens.tolist()
         starts: list[int] = metadata.cu_query_lens.tolist()
-        decodes = metadata.num_decodes
-        longest = max(seq_lens[:decodes], default=0)
-        tokens = torch.arange(longest, device=device)
-        counts: list[int] = (-(-metadata.seq_lens // size)).tolist()
-        blocks = metadata.block_ids[: sum(counts)].split(counts)
-        tables = metadata.block_ids.new_empty(0, 0)
-        if decodes:
-            tables = pad_sequence(list(blocks[:decodes]), batch_first=True)
-        decode_rows = self._rows(tables, longest)
-        reachable = tokens < metadata.seq_lens_device[:decodes, None]
-        prefills = []
-        for index in range(decodes, len(seq_lens)):
+        counts: list[int] = (-(-metadata.seq_lens // self._sizes.block_size)).tolist()
+        keys = 2 * metadata.block_ids[: sum(counts)].long()
+        tables = keys.split(counts)
+        prefills: list[_Prefill] = []
+        for index in range(metadata.num_decodes, len(seq_lens)):
             context, query = seq_lens[index], starts[index + 1] - starts[index]
             mask = None
             if query < context:
                 order = torch.arange(context, device=device)
                 mask = order <= order[context - query :, None]
-            rows = self._rows(blocks[index], context)
-            prefills.append(_Prefill(starts[index], starts[index + 1], rows, mask))
-        return _Plan(decodes, decode_rows, reachable[:, None, None], prefills)
+            prefills.append(
+                _Prefill(starts[index], starts[index + 1], context, tables[index], mask)
+            )
+        # Those whose contexts differ by less than a factor of two are padded together.
+        alike: dict[int, list[int]] = {}
+        for index in range(metadata.num_decodes):
+            alike.setdefault((counts[index] - 1).bit_length(), []).append(index)
+        decodes = [
+            self._decodes(
+                None if len(alike) == 1 else torch.tensor(group, device=device),
+                pad_sequence([tables[i] for i in group], batch_first=True),
+                metadata.seq_lens[group],
+            )
+            for group in alike.values()
+        ]
+        return _Plan(metadata.num_decodes, decodes, prefills)
+
+    def _decodes(
+        self, index: Tensor | None, keys: Tensor, seq_lens: npt.NDArray[np.int32]
+    ) -> _Decodes:
+        num_tokens = keys.shape[1] * self._sizes.block_size
+        used = np.arange(num_tokens) < seq_lens[:, None]
+        unused = torch.from_numpy(np.flatnonzero(~used)).to(keys.device)
+        mask = torch.from_numpy(used).to(keys.device)
+        return _Decodes(index, keys.flatten(), unused, mask[:, None, None])
 
     def forward(
         self,
@@ -90,16 +118,22 @@ class SdpaBackend:
         keys_values: Tensor | None = None,
     ) -> Tensor:
         plan: _Plan = metadata.plan
-        flat = kv_cache.view(-1, *kv_cache.shape[-2:])  # [rows, KVH, D]
+        blocks = kv_cache.flatten(0, 1)  # [rows, block_size, KVH, D]
         output = torch.empty_like(query)
         if plan.num_decodes:
-            output[: plan.num_decodes] = self._decode(query[: plan.num_decodes], flat, plan)
             self._count(DECODE)
+        for decodes in plan.decodes:
+            if decodes.index is None:
+                output[: plan.num_decodes] = self._decode(
+                    query[: plan.num_decodes], blocks, decodes
+                )
+            else:
+                output[decodes.index] = self._decode(query[decodes.index], blocks, decodes)
         if plan.prefills:
             self._count(PREFILL)
         for chunk in plan.prefills:
             output[chunk.start : chunk.stop] = self._prefill(
-                query[chunk.start : chunk.stop], flat, chunk
+                query[chunk.start : chunk.stop], blocks, chunk
             )
         return output
 
@@ -107,36 +141,30 @@ class SdpaBackend:
         if self.table is not None:
             self.table.usable(operation)[-1].num_calls += 1
 
-    def _rows(self, block_tables: Tensor, num_tokens: int) -> Tensor:
-        """`[..., max_blocks]` → rows of the keys of tokens 0 .. num_tokens - 1."""
-        size = self._sizes.block_size
-        first = block_tables[..., : -(-num_tokens // size)].long() * (2 * size)
-        rows = first[..., None] + torch.arange(size, device=first.device)
-        return rows.flatten(-2)[..., :num_tokens]
-
-    def _decode(self, query: Tensor, flat: Tensor, plan: _Plan) -> Tensor:
-        """All sequences with one query token, padded to the longest context.
-
-        Query heads that share a key head become its queries: `[S, KVH, group, D]`.
-        """
-        rows, size = plan.decode_rows, self._sizes.block_size
+    def _decode(self, query: Tensor, blocks: Tensor, decodes: _Decodes) -> Tensor:
+        """Query heads that share a key head become its queries: `[S, KVH, group, D]`."""
         grouped = query.unflatten(1, (self._sizes.num_kv_heads, -1))
-        # Masked values are zeroed, too: a free block may hold NaN, and 0 * NaN is NaN.
-        inside = plan.decode_mask[:, 0, 0, :, None, None]
-        keys = flat[rows].where(inside, 0.0).transpose(1, 2)
-        values = flat[rows + size].where(inside, 0.0).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.decode_mask)
+        gathered: list[Tensor] = []
+        for rows in (decodes.keys, decodes.keys + 1):
+            tokens = blocks.index_select(0, rows).flatten(0, 1)
+            # Values that the mask excludes, too: a free block may hold NaN, and 0 * NaN is NaN.
+            tokens.index_fill_(0, decodes.unused, 0.0)
+            gathered.append(tokens.unflatten(0, (len(query), -1)).transpose(1, 2))
+        attended = F.scaled_dot_product_attention(grouped, *gathered, attn_mask=decodes.mask)
         return attended.flatten(1, 2)
 
-    def _prefill(self, query: Tensor, flat: Tensor, chunk: _Prefill) -> Tensor:
+    def _prefill(self, query: Tensor, blocks: Tensor, chunk: _Prefill) -> Tensor:
         """One sequence's chunk against all of its context."""
         group = self._sizes.num_heads // self._sizes.num_kv_heads
-        keys = flat[chunk.rows].repeat_interleave(group, dim=1).transpose(0, 1)
-        values = flat[chunk.rows + self._sizes.block_size].repeat_interleave(group, dim=1)
+        keys, values = (
+            blocks.index_select(0, rows).flatten(0, 1)[: chunk.context]
+            .repeat_interleave(group, dim=1).transpose(0, 1)
+            for rows in (chunk.keys, chunk.keys + 1)
+        )  # fmt: skip
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys[None],
-            values.transpose(0, 1)[None],
+            values[None],
             attn_mask=chunk.mask,
             is_causal=chunk.mask is None,
         )
