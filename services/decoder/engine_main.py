@@ -101,15 +101,16 @@ def open_mask_memory(
         channel.send(MaskMemoryOpened())
 
 
-def runner_options(settings: DecoderSettings) -> RunnerOptions:
+def runner_options(settings: DecoderSettings, *, on_gpu: bool) -> RunnerOptions:
     """The settings that the runner depends on."""
+    max_num_sequences, max_batched_tokens = settings.batch_limits(on_gpu=on_gpu)
     return RunnerOptions(
         model_directory=settings.model,
         device=settings.device,
         dtype=settings.dtype,
         load_format=settings.load_format,
-        max_num_sequences=settings.max_num_sequences,
-        max_batched_tokens=settings.max_batched_tokens,
+        max_num_sequences=max_num_sequences,
+        max_batched_tokens=max_batched_tokens,
         max_model_len=settings.max_model_len,
         memory_fraction=settings.memory_fraction,
         kv_cache_bytes=settings.kv_cache_bytes,
@@ -132,10 +133,10 @@ def main() -> int:
         torch.set_num_threads(settings.num_threads)
     channel = end.channel(FrontMessage)
     try:
-        runner = create_runner(runner_options(settings), end.arena)
         on_gpu = settings.device.startswith("cuda") or (
             settings.device == "auto" and torch.cuda.is_available()
         )
+        runner = create_runner(runner_options(settings, on_gpu=on_gpu), end.arena)
         engine = Engine(runner, overlap=on_gpu, out_of_memory=(torch.OutOfMemoryError,))
         freeze_gc()
         channel.send(ready_message(engine, runner, on_gpu=on_gpu))

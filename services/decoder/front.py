@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 # Sequences accepted beyond those that can run at once, as a multiple of these.
 QUEUE_FACTOR = 3
+# A CPU runs fewer at once by default, and accepts as many as a GPU.
+_LEAST_ROWS_ON_CPU = 256
 # For sequences that have ended, and whose masks are still being filled.
 _SPARE_MASK_ROWS = 128
 _TOKEN_BYTES = 4
@@ -124,10 +126,13 @@ class DecoderFront:
         self._channel = channel
         self._images = SequenceImages(source, channel, self._input_failed)
         self._metrics = metrics
-        self._max_live = (1 + QUEUE_FACTOR) * engine.max_num_sequences
-        rows = MaskRows(self._max_live + _SPARE_MASK_ROWS, grammars.num_mask_words)
+        rows = engine.max_num_sequences
+        if not engine.on_gpu:
+            rows = max(rows, _LEAST_ROWS_ON_CPU)
+        self._max_live = (1 + QUEUE_FACTOR) * rows
+        mask_rows = MaskRows(self._max_live + _SPARE_MASK_ROWS, grammars.num_mask_words)
         self._masks = SequenceMasks(
-            grammars, rows, channel, metrics.token_mask.observe, self._input_failed
+            grammars, mask_rows, channel, metrics.token_mask.observe, self._input_failed
         )
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}

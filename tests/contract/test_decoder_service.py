@@ -230,7 +230,7 @@ async def test_an_id_in_use_ends_both_in_one_event():
 
 
 async def test_more_than_may_wait_are_refused_at_once():
-    async with Decoder(max_num_sequences=2) as decoder, Gateway(decoder) as gateway:
+    async with Decoder(max_num_sequences=2, on_gpu=True) as decoder, Gateway(decoder) as gateway:
         decoder.engine.running.clear()
         for number in range(10):
             await gateway.submit(submit_of(number, prompt_of(number)))

@@ -366,20 +366,29 @@ class Scheduler:
 
     def _prompts(self) -> Iterator[Sequence]:
         """Prefilling sequences in order, then new ones while they can be admitted. The first new
-        one of a tenant that prefills nothing comes before the second ones of others.
+        one of a tenant that prefills nothing comes before the second ones of others, and before
+        their first ones where it is that tenant's turn.
         """
         prefilling = self._tenants.take_turns(self._prefilling.values())
         tenants: set[str] = set()
+        if prefilling and self._tenants.are_several:
+            tenants = {s.tenant for s in prefilling}
+            yield from self._first_of_others(tenants)
+            tenants -= {s.tenant for s in prefilling}
         for sequence in prefilling:
             if sequence.tenant in tenants:
-                while (head := self._tenants.head()) is not None and head.tenant not in tenants:
-                    if (admitted := self._try_admit()) is None:
-                        break
-                    tenants.add(admitted.tenant)
-                    yield admitted
+                yield from self._first_of_others(tenants)
             tenants.add(sequence.tenant)
             yield sequence
         while (admitted := self._try_admit()) is not None:
+            yield admitted
+
+    def _first_of_others(self, tenants: set[str]) -> Iterator[Sequence]:
+        """Admits the head of the queue while it is of none of these tenants, and adds its own."""
+        while (head := self._tenants.head()) is not None and head.tenant not in tenants:
+            if (admitted := self._try_admit()) is None:
+                return
+            tenants.add(admitted.tenant)
             yield admitted
 
     def _fill(self, prompts: Iterator[Sequence], budget: int, chunks: list[Chunk]) -> int:

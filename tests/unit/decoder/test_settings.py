@@ -51,6 +51,21 @@ def test_a_step_must_be_able_to_advance_each_sequence():
         read(MAX_NUM_SEQUENCES="64", MAX_BATCHED_TOKENS="32")
 
 
+@pytest.mark.parametrize(
+    ("variables", "on_gpu", "on_cpu"),
+    [
+        ({}, (256, 8192), (64, 256)),
+        ({"MAX_NUM_SEQUENCES": "512"}, (512, 8192), (512, 512)),
+        ({"MAX_BATCHED_TOKENS": "32"}, (32, 32), (32, 32)),
+        ({"MAX_NUM_SEQUENCES": "8", "MAX_BATCHED_TOKENS": "1024"}, (8, 1024), (8, 1024)),
+    ],
+)
+def test_limits_of_a_step_depend_on_the_device(variables, on_gpu, on_cpu):
+    settings = read(**variables)
+    assert settings.batch_limits(on_gpu=True) == on_gpu
+    assert settings.batch_limits(on_gpu=False) == on_cpu
+
+
 def test_settings_cross_to_the_engine_process_unchanged():
     settings = read(MAX_MODEL_LEN="4096", KV_CACHE_BYTES="1000000", DEVICE="cuda:1")
     assert DecoderSettings.model_validate_json(settings.model_dump_json()) == settings

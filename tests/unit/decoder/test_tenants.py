@@ -119,6 +119,15 @@ def test_a_long_prompt_of_one_tenant_leaves_room_for_anothers():
     assert late.num_generated == 1
 
 
+def test_the_end_of_a_long_prompt_takes_no_room_from_anothers_turn():
+    scheduler = scheduler_of(blocks=4096, rows=16, budget=32, length=2048)
+    add(scheduler, 0, "long", length=60)
+    run_step(scheduler)  # 28 tokens are left
+    late = add(scheduler, 1000, "late", length=16)
+    assert run_step(scheduler) == Counter(late=16, long=16)
+    assert late.num_generated == 1
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_preemption_for_another_tenant_changes_no_token(overlap: bool):
     harness = Harness(overlap=overlap, max_num_sequences=4, max_batched_tokens=16, num_blocks=64)
