@@ -33,6 +33,7 @@ class Harness:
             overlap=overlap,
             out_of_memory=(MemoryError,),
             prefix_caching=prefix_caching,
+            short_steps=not overlap,
             min_partial_tokens=1,
             min_checkpoint_tokens=1,
         )

@@ -137,7 +137,12 @@ def main() -> int:
             settings.device == "auto" and torch.cuda.is_available()
         )
         runner = create_runner(runner_options(settings, on_gpu=on_gpu), end.arena)
-        engine = Engine(runner, overlap=on_gpu, out_of_memory=(torch.OutOfMemoryError,))
+        engine = Engine(
+            runner,
+            overlap=on_gpu,
+            out_of_memory=(torch.OutOfMemoryError,),
+            short_steps=not on_gpu,
+        )
         freeze_gc()
         channel.send(ready_message(engine, runner, on_gpu=on_gpu))
         awake_s = _AWAKE_S if on_gpu else 0.0

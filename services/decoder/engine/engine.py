@@ -54,7 +54,7 @@ class Engine:
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         prefix_caching: share blocks of equal prefixes.
-        min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
+        short_steps, min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Engine:
         overlap: bool,
         out_of_memory: tuple[type[BaseException], ...] = (),
         prefix_caching: bool = True,
+        short_steps: bool = False,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
         min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
     ) -> None:
@@ -89,6 +90,7 @@ class Engine:
             max_tokens_per_step=info.max_tokens_per_step,
             # A step without its mask is computed again, which recurrent states do not allow.
             late_masks=overlap and not info.has_states,
+            short_steps=short_steps,
             min_partial_tokens=min_partial_tokens,
             min_checkpoint_tokens=min_checkpoint_tokens,
         )

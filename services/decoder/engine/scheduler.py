@@ -14,17 +14,15 @@ Inputs that a sequence may have to wait for are its images and, to sample, its t
 Stalled: the sequence has computed all tokens before a missing input that are worth a step. It keeps
 its row and its blocks until another sequence needs them.
 Parked: the sequence has neither row nor blocks, and nothing worth computing before its input
-arrives. The few tokens before the image of a chat would cost a step of their own and save almost
-nothing in the later one, while the encoder uses the same device.
+arrives. The few tokens before an image would cost a step of their own and save almost nothing.
 Awaiting: a sequence that does not plan ahead, or any sequence where a step may yield several
 tokens, is not planned again before its last token has arrived, and its mask if it needs one. The
 others are planned every step meanwhile. With `late_masks`, a sequence with masks is planned ahead,
 too: its mask arrives while the step is computed; if it does not, the sequence loses that step's
 token and awaits.
 
-Any running sequence can be preempted: it loses its blocks and computes all of its tokens again,
-those of its completion included. Images that were released after they were read are requested again
-unless the prefix cache holds their tokens.
+Any running sequence can be preempted: it loses its blocks and computes all its tokens again. Images
+that were released after they were read are requested again unless the prefix cache holds them.
 """
 
 from collections.abc import Iterator
@@ -37,7 +35,7 @@ from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, checkpoint_boundaries
-from services.decoder.engine.tenants import Room, Tenants
+from services.decoder.engine.tenants import Room, ShortSteps, Tenants
 
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
 # smaller chunk before a missing image saves nothing.
@@ -59,9 +57,9 @@ class Scheduler:
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         late_masks: steps may be planned before the masks for their samples are there.
+        short_steps: where tenants share the device, see `tenants.ShortSteps`.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
-        min_checkpoint_tokens: a checkpoint of a recurrent state is at least as many tokens behind
-            the last one.
+        min_checkpoint_tokens: from one checkpoint of a recurrent state to the next.
     """
 
     def __init__(
@@ -73,6 +71,7 @@ class Scheduler:
         max_model_len: int,
         max_tokens_per_step: int = 1,
         late_masks: bool = False,
+        short_steps: bool = False,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
         min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
     ) -> None:
@@ -88,6 +87,7 @@ class Scheduler:
         self._max_tokens_per_step = max_tokens_per_step
         self._late_masks = late_masks and max_tokens_per_step == 1
         self._num_late_masks = 0  # sequences that have them
+        self._short_steps = ShortSteps() if short_steps else None
         self._min_partial_tokens = min_partial_tokens
         self._min_checkpoint_tokens = min_checkpoint_tokens
         self.num_preemptions = 0
@@ -133,7 +133,7 @@ class Scheduler:
 
     @property
     def num_lacking_images(self) -> int:
-        """Of those without a row, the sequences that wait for an image, not for rows or blocks."""
+        """Sequences without a row that wait for an image, not for rows or blocks."""
         return len(self._parked)
 
     @property
@@ -235,11 +235,20 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plans one step."""
         self.step += 1
+        chunks, num_tokens, short = list[Chunk](), 0, self._short_steps
         if self._tenants.are_several:
             self._make_room()
-        chunks, num_tokens = self._decode_chunks()
-        if self._prefilling or len(self._tenants):
-            num_tokens += self._fill(self._prompts(), self.max_batched_tokens - num_tokens, chunks)
+        if short is not None and short.takes_newcomers(several=self._tenants.are_several):
+            newcomers = self._first_of_others(self._tenants.with_rows(), make_room=True)
+            num_tokens = self._fill(newcomers, self.max_batched_tokens, chunks)
+            short.took(newcomers=bool(chunks))
+        if not chunks:
+            chunks, num_tokens = self._decode_chunks()
+            if self._prefilling or len(self._tenants):
+                budget = self.max_batched_tokens - num_tokens
+                if short is not None:
+                    budget = short.prompt_tokens(budget, self.max_batched_tokens)
+                num_tokens += self._fill(self._prompts(), budget, chunks)
         batch = Batch(chunks, num_tokens, self._admitted, self._extended)
         if self._num_late_masks:
             batch.late = [c for c in chunks if c.from_device and c.sequence.late_masks]
@@ -365,9 +374,8 @@ class Scheduler:
     # Prompts.
 
     def _prompts(self) -> Iterator[Sequence]:
-        """Prefilling sequences in order, then new ones while they can be admitted. The first new
-        one of a tenant that prefills nothing comes before the second ones of others, and before
-        their first ones where it is that tenant's turn.
+        """Prefilling sequences, then new ones while they can be admitted. First of all are tenants
+        that prefill nothing and whose turn it is; other such ones come before second sequences.
         """
         prefilling = self._tenants.take_turns(self._prefilling.values())
         tenants: set[str] = set()
@@ -383,9 +391,11 @@ class Scheduler:
         while (admitted := self._try_admit()) is not None:
             yield admitted
 
-    def _first_of_others(self, tenants: set[str]) -> Iterator[Sequence]:
+    def _first_of_others(self, tenants: set[str], *, make_room: bool = False) -> Iterator[Sequence]:
         """Admits the head of the queue while it is of none of these tenants, and adds its own."""
         while (head := self._tenants.head()) is not None and head.tenant not in tenants:
+            if make_room:
+                self._make_room()
             if (admitted := self._try_admit()) is None:
                 return
             tenants.add(admitted.tenant)
@@ -511,7 +521,7 @@ class Scheduler:
             self._ready[number] = self._awaiting.pop(number)
 
     def _chunk_limit(self, sequence: Sequence, start: int) -> int:
-        """The latest end of a chunk from `start` on; `start` itself if none is worth a step."""
+        """The latest end of a chunk from `start` on; `start` if none is worth a step."""
         limit = sequence.num_ready_tokens(start)
         worthwhile = limit - start >= self._min_partial_tokens
         return limit if worthwhile or limit == len(sequence.token_ids) else start

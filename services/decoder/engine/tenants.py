@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from services.decoder.engine.sequence import Sequence
 
 _MUCH = 2.0  # times another tenant's use
+_SHARED_STEPS = 100  # after the last one with several tenants
+_PROMPTS_SHARE = 4  # prompts have one token of so many of a short step
 _NEWEST, _FIRST_GUESS = 0.1, 64.0  # of the mean length of completions
 
 
@@ -76,6 +78,10 @@ class Tenants:
     def are_several(self) -> bool:
         """Whether more than one tenant has sequences."""
         return len(self._active) > 1
+
+    def with_rows(self) -> set[str]:
+        """The tenants with running sequences."""
+        return {name for name, tenant in self._active.items() if tenant.num_rows}
 
     def arrived(self, sequence: Sequence) -> None:
         """Counts a new sequence; `wait` queues it."""
@@ -198,6 +204,35 @@ class Tenants:
             assert tenant.num_rows == sum(s.row >= 0 for s in own)
             assert tenant.waiting == sorted(tenant.waiting, key=_place)
         assert self._num_waiting == sum(1 for _ in self)
+
+
+class ShortSteps:
+    """What several tenants change on a device whose steps last longer the more tokens they have: a
+    CPU. A GPU reads all weights in each step, however few its tokens.
+
+    Tenants that hold no row have their first chunks in a step of their own, at most every second
+    one. In the others prompts have a part of the tokens, so that a newcomer waits for less; for
+    some time after the last newcomer, too, because the next one meets a step that is under way.
+    """
+
+    def __init__(self) -> None:
+        self._left = 0  # short steps
+        self._took_newcomers = False
+
+    def takes_newcomers(self, *, several: bool) -> bool:
+        """Begins a step; whether it is the first chunks', if there are any."""
+        self._left = _SHARED_STEPS if several else max(0, self._left - 1)
+        found = several and not self._took_newcomers
+        self._took_newcomers = False
+        return found
+
+    def took(self, *, newcomers: bool) -> None:
+        """The step that has begun computes first chunks alone, or not."""
+        self._took_newcomers = newcomers
+
+    def prompt_tokens(self, room: int, max_batched_tokens: int) -> int:
+        """Prompts' tokens of a step that has room for so many."""
+        return min(room, max_batched_tokens // _PROMPTS_SHARE) if self._left else room
 
 
 class _Usage:

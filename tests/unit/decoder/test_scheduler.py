@@ -14,13 +14,20 @@ KEY = b"k" * 32
 
 
 def scheduler_of(
-    *, blocks: int = 64, rows: int = 8, budget: int = 32, length: int = 256, partial: int = 1
+    *,
+    blocks: int = 64,
+    rows: int = 8,
+    budget: int = 32,
+    length: int = 256,
+    partial: int = 1,
+    short_steps: bool = False,
 ):
     return Scheduler(
         BlockManager(blocks, 4),
         max_num_sequences=rows,
         max_batched_tokens=budget,
         max_model_len=length,
+        short_steps=short_steps,
         min_partial_tokens=partial,
     )
 

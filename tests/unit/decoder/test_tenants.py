@@ -128,6 +128,32 @@ def test_the_end_of_a_long_prompt_takes_no_room_from_anothers_turn():
     assert late.num_generated == 1
 
 
+def test_first_chunks_of_other_tenants_have_every_second_step_for_themselves():
+    scheduler = scheduler_of(blocks=4096, rows=32, budget=64, short_steps=True)
+    for number in range(100):
+        add(scheduler, number, "flood")
+    for _ in range(10):
+        tokens = run_step(scheduler)
+        assert set(tokens) == {"flood"} and tokens["flood"] >= 32  # alone, nothing is held back
+    for number, tenant in enumerate(("a", "b", "c"), 1000):
+        add(scheduler, number, tenant, length=10)
+    assert run_step(scheduler) == Counter(a=10, b=10, c=10)
+    for number in range(2000, 2008):
+        add(scheduler, number, f"{number}", length=5)
+        tokens = run_step(scheduler)
+        assert ("flood" in tokens) == (number % 2 == 0)
+
+
+def test_prompts_have_fewer_tokens_while_tenants_share_a_cpu():
+    scheduler = scheduler_of(blocks=4096, rows=4, budget=64, length=4096, short_steps=True)
+    add(scheduler, 0, "flood", length=4000)
+    assert run_step(scheduler) == Counter(flood=64)
+    late = add(scheduler, 1, "late", length=10)
+    assert [run_step(scheduler) for _ in range(2)] == [Counter(late=10), Counter(late=1, flood=16)]
+    scheduler.finish(late)
+    assert [run_step(scheduler)["flood"] for _ in range(100)][-2:] == [16, 64]
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_preemption_for_another_tenant_changes_no_token(overlap: bool):
     harness = Harness(overlap=overlap, max_num_sequences=4, max_batched_tokens=16, num_blocks=64)
