@@ -37,7 +37,7 @@ class _Prefill:
     stop: int
     context: int
     keys: Tensor  # [blocks] int64: as of `_Decodes`
-    mask: Tensor | None  # [query, context] bool; None: plain causal from the start
+    mask: Tensor | None  # [group * query, context] bool; None: plain causal from the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,14 @@ class SdpaBackend:
         counts: list[int] = (-(-metadata.seq_lens // self._sizes.block_size)).tolist()
         keys = 2 * metadata.block_ids[: sum(counts)].long()
         tables = keys.split(counts)
+        group = self._sizes.num_heads // self._sizes.num_kv_heads
         prefills: list[_Prefill] = []
         for index in range(metadata.num_decodes, len(seq_lens)):
             context, query = seq_lens[index], starts[index + 1] - starts[index]
             mask = None
             if query < context:
                 order = torch.arange(context, device=device)
-                mask = order <= order[context - query :, None]
+                mask = (order <= order[context - query :, None]).repeat(group, 1)
             prefills.append(
                 _Prefill(starts[index], starts[index + 1], context, tables[index], mask)
             )
@@ -155,17 +156,23 @@ class SdpaBackend:
 
     def _prefill(self, query: Tensor, blocks: Tensor, chunk: _Prefill) -> Tensor:
         """One sequence's chunk against all of its context."""
-        group = self._sizes.num_heads // self._sizes.num_kv_heads
+        num_kv_heads, size = self._sizes.num_kv_heads, len(query)
         keys, values = (
-            blocks.index_select(0, rows).flatten(0, 1)[: chunk.context]
-            .repeat_interleave(group, dim=1).transpose(0, 1)
+            blocks.index_select(0, rows).flatten(0, 1)[: chunk.context].transpose(0, 1)
             for rows in (chunk.keys, chunk.keys + 1)
-        )  # fmt: skip
+        )
+        grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [KVH, group, T, D]
+        group = grouped.shape[1]
+        if chunk.mask is None:
+            keys, values = (part.repeat_interleave(group, dim=0) for part in (keys, values))
+            grouped = grouped.flatten(0, 1)
+        else:  # a long context is not copied: query heads that share a key head are its queries
+            grouped = grouped.flatten(1, 2)
         attended = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
+            grouped[None],
             keys[None],
             values[None],
             attn_mask=chunk.mask,
             is_causal=chunk.mask is None,
         )
-        return attended[0].transpose(0, 1)
+        return attended.reshape(-1, size, query.shape[-1]).transpose(0, 1)

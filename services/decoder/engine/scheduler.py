@@ -35,7 +35,7 @@ from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, checkpoint_boundaries
-from services.decoder.engine.tenants import Room, ShortSteps, Tenants
+from services.decoder.engine.tenants import MIN_SHORT_CHUNK, Room, ShortSteps, Tenants
 
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
 # smaller chunk before a missing image saves nothing.
@@ -51,7 +51,7 @@ class Scheduler:
 
     Args:
         blocks: the KV blocks; no other object allocates or frees them.
-        max_num_sequences: rows, each held by one running sequence.
+        max_num_sequences: rows, one for each running sequence.
         max_batched_tokens: most tokens of a step; at least `max_num_sequences` times
             `max_tokens_per_step`.
         max_model_len: most tokens of a sequence, prompt and completion.
@@ -88,6 +88,7 @@ class Scheduler:
         self._late_masks = late_masks and max_tokens_per_step == 1
         self._num_late_masks = 0  # sequences that have them
         self._short_steps = ShortSteps() if short_steps else None
+        self._least_behind = MIN_SHORT_CHUNK if short_steps else 1
         self._min_partial_tokens = min_partial_tokens
         self._min_checkpoint_tokens = min_checkpoint_tokens
         self.num_preemptions = 0
@@ -216,8 +217,8 @@ class Scheduler:
     def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Ends a sequence in any state; its row and its blocks are free when this returns.
 
-        A step in flight may still write to them. That is harmless: their next owner writes and
-        reads them in later steps, and the device runs steps in order.
+        A step in flight may still write to them, which is harmless: their next owner uses them in
+        later steps, and the device runs steps in order.
 
         Args:
             sequence: not finished yet.
@@ -269,8 +270,8 @@ class Scheduler:
         return wanted
 
     def roll_back(self, batch: Batch) -> None:
-        """Reverts a batch that was not launched: its chunks will be scheduled again, or its
-        sequences begin again if they have recurrent states, which may have been changed.
+        """Reverts a batch that was not launched: its chunks are scheduled again, or its sequences
+        begin again if they have recurrent states, which may have been changed.
         """
         for chunk in batch.chunks:
             sequence, number = chunk.sequence, chunk.sequence.sequence_id
@@ -315,8 +316,7 @@ class Scheduler:
         """One chunk for each decoding sequence that can be planned, and the most tokens that they
         compute together.
         """
-        # A decoding sequence has computed all its tokens but the last, so this leaves out those
-        # whose last possible token is in flight.
+        # All their tokens but the last are computed: without those whose last one is in flight.
         decoding = [s for s in self._decoding.values() if s.num_computed_tokens + 1 < s.max_length]
         lacking = [s for s in decoding if s.num_computed_tokens == s.capacity]
         known = []
@@ -404,13 +404,13 @@ class Scheduler:
     def _fill(self, prompts: Iterator[Sequence], budget: int, chunks: list[Chunk]) -> int:
         """Spends up to `budget` tokens on prompts in order; returns the tokens spent.
 
-        A prompt that needs several steps leaves half of the budget to the prompts behind it.
+        A prompt that needs several steps leaves half of the budget, if worth it, to those behind.
         """
         spent = 0
         while spent < budget and (sequence := next(prompts, None)) is not None:
             left = budget - spent
             remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            if remaining > self.max_batched_tokens:
+            if remaining > self.max_batched_tokens and left // 2 >= self._least_behind:
                 behind = self._fill(prompts, left // 2, chunks)
                 spent += behind
                 left -= behind
@@ -523,8 +523,8 @@ class Scheduler:
     def _chunk_limit(self, sequence: Sequence, start: int) -> int:
         """The latest end of a chunk from `start` on; `start` if none is worth a step."""
         limit = sequence.num_ready_tokens(start)
-        worthwhile = limit - start >= self._min_partial_tokens
-        return limit if worthwhile or limit == len(sequence.token_ids) else start
+        whole = limit == len(sequence.token_ids)
+        return limit if whole or limit - start >= self._min_partial_tokens else start
 
     # Leaving.
 

@@ -21,6 +21,9 @@ from services.decoder.engine.sequence import Sequence
 _MUCH = 2.0  # times another tenant's use
 _SHARED_STEPS = 100  # after the last one with several tenants
 _PROMPTS_SHARE = 4  # prompts have one token of so many of a short step
+# Each chunk of a long prompt reads all of its context, so on a CPU smaller ones cost more than they
+# are worth.
+MIN_SHORT_CHUNK = 32
 _NEWEST, _FIRST_GUESS = 0.1, 64.0  # of the mean length of completions
 
 
