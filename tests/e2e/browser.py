@@ -100,6 +100,42 @@ class Page:
             }})()"""
         )
 
+    def send_with(self, **fields: object) -> None:
+        """From now on the page's questions have these fields, too."""
+        self.evaluate(
+            f"""(() => {{
+              const real = window.fetch, fields = {json.dumps(fields)};
+              window.fetch = (path, options) => real(path, options.body ? {{
+                ...options, body: JSON.stringify({{...JSON.parse(options.body), ...fields}})
+              }} : options);
+            }})()"""
+        )
+
+    def draw_each_event(self) -> None:
+        """From now on the page gets the events of a stream one by one, and time to draw each: on a
+        busy machine a whole answer may come between two frames.
+        """
+        self.evaluate(
+            """(() => {
+              const real = window.fetch, frame = () => new Promise(requestAnimationFrame);
+              window.fetch = async (...asked) => {
+                const response = await real(...asked);
+                let rest = "";
+                const events = new TransformStream({async transform(text, out) {
+                  const parts = (rest + text).split("\\n\\n");
+                  rest = parts.pop();
+                  for (const part of parts) {
+                    out.enqueue(part + "\\n\\n");
+                    await frame();
+                    await frame();
+                  }
+                }, flush(out) { if (rest) out.enqueue(rest); }});
+                const body = response.body.pipeThrough(new TextDecoderStream()).pipeThrough(events);
+                return new Response(body.pipeThrough(new TextEncoderStream()), response);
+              };
+            })()"""
+        )
+
     def type(self, selector: str, text: str) -> None:
         """Focuses an element and types into it."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")

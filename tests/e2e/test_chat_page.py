@@ -72,6 +72,7 @@ def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page, tmp_path
             .observe(document.getElementById("turns"), {{childList: true, subtree: true}});
         }})()"""
     )
+    page.draw_each_event()
     page.drop_file("main", dropped)
     num_attached(page, 1)
     send(page, "What do you see?")

@@ -68,6 +68,11 @@ def chat(command: ServeCommand, **fields: object) -> httpx2.Response:
     return httpx2.post(f"{command.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
 
 
+def not_white_space(expected: list[int]) -> dict[str, int]:
+    """The greedy answer is white space alone, which is held back: reasoning may follow it."""
+    return {str(token_id): -100 for token_id in expected}
+
+
 def test_no_encoder_and_no_redis_run(command: ServeCommand) -> None:
     services = command.services()
     assert {"services.gateway", "services.decoder"} <= services.keys()
@@ -86,8 +91,7 @@ def test_whole_answer_equals_hf_greedy(
 
 
 def test_streamed_answer_is_the_whole_one(command: ServeCommand, expected: list[int]) -> None:
-    # The greedy answer is white space alone, which is held back: reasoning may follow it.
-    sampled = {"logit_bias": {str(token_id): -100 for token_id in expected}}
+    sampled = {"logit_bias": not_white_space(expected)}
     whole = chat(command, **sampled).json()["choices"][0]["message"]["content"]
     lines = chat(command, stream=True, **sampled).text.split("\n\n")
     assert lines[-2] == "data: [DONE]"
@@ -105,16 +109,18 @@ def test_an_image_is_refused(command: ServeCommand) -> None:
     assert error["message"].endswith("the model takes no images")
 
 
-def test_the_page_offers_no_images(command: ServeCommand, tmp_path: Path) -> None:
+def test_the_page_offers_no_images(
+    command: ServeCommand, expected: list[int], tmp_path: Path
+) -> None:
     with open_browser(tmp_path) as page:
         page.open(command.url + "/")
         page.wait_for("document.getElementById('model').textContent.startsWith('tiny-qwen3')")
         assert page.evaluate("document.getElementById('attach').offsetParent === null")
         assert "image" not in page.evaluate("document.body.innerText")
         page.drop_file("main", SAMPLES / "shapes.png")
+        page.send_with(logit_bias=not_white_space(expected), max_tokens=NUM_TOKENS)
         page.type("#text", "How many stars are there?")
         page.press_enter()
-        # The random model writes to the end of its context: the first text will do.
         page.wait_for("document.querySelector('.assistant .bubble')?.textContent.length > 0")
         assert page.evaluate("document.querySelectorAll('img').length") == 0
         assert page.console == []
