@@ -17,65 +17,33 @@ import grpc.aio
 import numpy as np
 import psutil
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from services.common import errors
 from services.common.families import read_spec
 from services.common.image_geometry import image_grid
 from services.common.image_key import image_key
 from services.common.model_spec import ModelSpec
-from services.common.nn.weights import Checkpoint, load_weights
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import create_channel, error_from_rpc
-from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
-from services.encoder.preprocess import preprocess
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
-from tests.tower import cpu_ops, pack_patches
 
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-CONFIG = {
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4,
-    "text_config": {
-        "vocab_size": 10, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    },
-    "vision_config": {
-        "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "in_channels": 3,
-        "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
-        "num_position_embeddings": 64, "out_hidden_size": 48, "deepstack_visual_indexes": [0, 1],
-    },
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.e2e.tiny_tower import write_model
+
     directory = tmp_path_factory.mktemp("tiny")
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    sizes = {"shortest_edge": 1024, "longest_edge": 262144}
-    (directory / "preprocessor_config.json").write_text(json.dumps({"size": sizes}))
-    tower = build(read_spec(directory))
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, parameter in tower.named_parameters():
-        shape = tower.weight_map.shapes.get(name, tuple(parameter.shape))
-        values = torch.randn(shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
-        tensors[tower.weight_map.checkpoint_name(name)] = values
-    save_file(tensors, directory / "model.safetensors")
+    write_model(directory)
     return directory
-
-
-def build(config: ModelSpec) -> Qwen3VLVisionModel:
-    tower = config.vision_part.tower
-    with torch.device("meta"):
-        return Qwen3VLVisionModel(tower, cpu_ops(tower))
 
 
 @dataclass
@@ -96,7 +64,7 @@ class Encoder:
             image_key=key, image=data, grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2])
         )
 
-    async def embedding(self, data: bytes) -> torch.Tensor:
+    async def embedding(self, data: bytes) -> np.ndarray:
         """Asks for both at once, as gateway and decoder do."""
         request = self.request(data)
         encoding = self.stub.Encode(request, timeout=PATIENCE_S)
@@ -109,8 +77,8 @@ class Encoder:
         await encoding
         header = parts[0].header
         body = b"".join(part.chunk.data for part in parts)
-        values = torch.frombuffer(bytearray(body), dtype=torch.float32)
-        return values.view(header.num_features, header.num_tokens, header.hidden)
+        values = np.frombuffer(body, np.float32)
+        return values.reshape(header.num_features, header.num_tokens, header.hidden)
 
     async def num_encoded(self) -> float:
         return await asyncio.to_thread(self.metric, "encoder_images_encoded_total")
@@ -166,20 +134,9 @@ def make_image(height: int, width: int, seed: int = 0, kind: str = "PNG") -> byt
     return file.getvalue()
 
 
-def expected(config: ModelSpec, data: bytes) -> torch.Tensor:
-    """The same tower in this process, alone with the image."""
-    tower = build(config)
-    checkpoint = Checkpoint.open(config.directory)
-    load_weights(tower, checkpoint, tower.weight_map, device="cpu", dtype=torch.float32)
-    with Image.open(io.BytesIO(data)) as image:
-        grid = image_grid(image.height, image.width, config.vision_part.limits)
-    pixels = preprocess(data, grid, config.vision_part.limits, max_source_pixels=1 << 24)
-    patches = pack_patches(pixels.reshape(-1), [grid], 16, 2, torch.float32)
-    with torch.inference_mode():
-        return tower(patches, tower.layout([grid]))
-
-
 async def test_images_of_many_sizes_at_once(model_dir: Path) -> None:
+    from tests.e2e.tiny_tower import expected
+
     sizes = [(64, 96), (33, 200), (300, 300), (64, 96), (512, 40), (100, 101)] * 3
     kinds = ["PNG", "JPEG", "WEBP"]
     images = [make_image(*size, n, kinds[n % 3]) for n, size in enumerate(sizes)]
@@ -189,7 +146,7 @@ async def test_images_of_many_sizes_at_once(model_dir: Path) -> None:
         assert isinstance(answers.pop(), errors.InvalidImage)
         for data, found in zip(images, answers, strict=True):
             truth = expected(encoder.config, data)
-            assert (found - truth).abs().max() < 2e-5 * truth.abs().max()
+            assert np.abs(found - truth).max() < 2e-5 * np.abs(truth).max()
         assert await encoder.num_encoded() == len(images)
         assert await encoder.num_batches() == len(images)  # on a CPU each runs alone
         encoder.process.send_signal(signal.SIGTERM)
@@ -213,7 +170,7 @@ async def test_a_restart_encodes_nothing_again(
     async with run_encoder(model_dir, redis_url=redis_server.url) as encoder:
         answer = await encoder.stub.Encode(encoder.request(data), timeout=PATIENCE_S)
         assert answer.source == pb.EncodeResponse.SOURCE_REDIS
-        assert torch.equal(await encoder.embedding(data), before)
+        assert np.array_equal(await encoder.embedding(data), before)
         assert await encoder.num_encoded() == 0
 
 
@@ -256,7 +213,9 @@ async def test_a_start_that_fails_says_why(
 async def test_a_checkpoint_that_lacks_a_tensor_names_it(model_dir: Path, tmp_path: Path) -> None:
     for name in ("config.json", "preprocessor_config.json"):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
-    save_file({"model.visual.merger.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    save_file(
+        {"model.visual.merger.norm.weight": np.ones(64, np.float32)}, tmp_path / "model.safetensors"
+    )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.encoder", cwd=ROOT, stderr=asyncio.subprocess.PIPE,
         env=environment(tmp_path),

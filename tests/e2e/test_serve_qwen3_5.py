@@ -4,89 +4,28 @@ greedy tokens are Hugging Face's.
 
 import base64
 import io
-import json
 from pathlib import Path
 
 import httpx2
+import numpy as np
 import pytest
-import torch
 from PIL import Image
-
-import tests.parity.torchvision_ops  # noqa: F401 - before transformers
-
-# isort: split
-from transformers import PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from tests.e2e.serve_command import serve_command
 from tests.noise import PATIENCE_S
-from tests.parity.qwen3_5_oracle import fill_hybrid
-from tests.tiny_tokenizer import added_ids, vocab_size, write_model_directory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_TOKENS = 12
 
 
-def make_model(directory: Path) -> Qwen3_5ForConditionalGeneration:
-    """A tiny checkpoint with a tokenizer, a template and an image processor."""
-    write_model_directory(directory)
-    own = json.loads((directory / "config.json").read_text())
-    ids = {name: number for name, number in own.items() if name.endswith("_token_id")}
-    vision = {k: v for k, v in own["vision_config"].items() if k != "deepstack_visual_indexes"}
-    rope = {
-        "rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True,
-        "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25,
-    }  # fmt: skip
-    config = Qwen3_5Config(
-        text_config={
-            "vocab_size": vocab_size(), "hidden_size": 64, "intermediate_size": 96,
-            "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "head_dim": 32, "max_position_embeddings": 4096, "rope_parameters": rope,
-            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16, "bos_token_id": None, "pad_token_id": None,
-            "eos_token_id": added_ids()["<|im_end|>"],
-        },
-        vision_config=vision | {"out_hidden_size": 64}, **ids,
-    )  # fmt: skip
-    model = Qwen3_5ForConditionalGeneration(config).eval()
-    fill_hybrid(model, 0, gain=1.5)
-    kept = (directory / "generation_config.json").read_text()
-    model.save_pretrained(directory)
-    (directory / "generation_config.json").write_text(kept)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@torch.no_grad()
-def expected(
-    model: Qwen3_5ForConditionalGeneration, directory: Path, messages: list, image: Image.Image
-) -> tuple[int, list[int]]:
-    """Prompt tokens, and greedy tokens."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
-    size = json.loads((directory / "preprocessor_config.json").read_text())
-    centred = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    pixels = Qwen2VLImageProcessor(**size, **centred)(images=[image], return_tensors="pt")
-    text = tokenizer.apply_chat_template(
-        messages, chat_template=(directory / "chat_template.jinja").read_text(),
-        add_generation_prompt=True, tokenize=False,
-    )  # fmt: skip
-    count = int(pixels["image_grid_thw"].prod()) // 4
-    pad = "<|image_pad|>"
-    ids = torch.tensor([tokenizer(text.replace(pad, pad * count))["input_ids"]])
-    out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids),
-        mm_token_type_ids=(ids == added_ids()[pad]).int(), max_new_tokens=NUM_TOKENS,
-        min_new_tokens=NUM_TOKENS, do_sample=False, **pixels,
-    )  # fmt: skip
-    return ids.shape[1], out[0, ids.shape[1] :].tolist()
-
-
 def test_it_is_served_without_options(tmp_path: Path) -> None:
+    from tests.e2e.tiny_qwen3_5 import expected, make_model
+
     directory = tmp_path / "tiny"
     model = make_model(directory)
-    noise = torch.randint(0, 255, (12, 16, 3), generator=torch.Generator().manual_seed(0))
-    image = Image.fromarray(noise.byte().numpy()).resize((320, 256), Image.Resampling.BICUBIC)
+    noise = np.random.default_rng(0).integers(0, 255, (12, 16, 3), np.uint8)
+    image = Image.fromarray(noise).resize((320, 256), Image.Resampling.BICUBIC)
     data = io.BytesIO()
     image.save(data, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
@@ -95,7 +34,9 @@ def test_it_is_served_without_options(tmp_path: Path) -> None:
         text = {"type": "text", "text": "What colour is the circle?"}
         return [{"role": "user", "content": [picture, text]}]
 
-    num_prompt, tokens = expected(model, directory, conversation({"type": "image"}), image)
+    num_prompt, tokens = expected(
+        model, directory, conversation({"type": "image"}), image, NUM_TOKENS
+    )
     with serve_command(tmp_path, ["--model", str(directory)]) as command:
         listed = httpx2.get(f"{command.url}/v1/models", timeout=PATIENCE_S).json()["data"][0]
         assert listed["input_modalities"] == ["text", "image"]

@@ -9,19 +9,21 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.e2e.cluster import Service, wait_until
 from tests.noise import PATIENCE_S
-from tests.parity.oracle import Oracle, Prompt
-from tests.parity.text_oracle import CONFIGS, make_text_oracle
 from tests.tiny_tokenizer import added_ids, vocab_size, write_conversation_files
 from triptych.probes import gateway_ready
+
+if TYPE_CHECKING:  # torch and transformers are imported where they are used: see tiny_tower.py
+    from torch import Tensor
+
+    from tests.parity.oracle import Oracle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -47,7 +49,7 @@ CONVERSATIONS = {
 class Stack:
     """A decoder and a gateway of one checkpoint, and its oracle."""
 
-    oracle: Oracle
+    oracle: "Oracle"
     decoder: Service
     gateway: Service
 
@@ -62,8 +64,12 @@ class Stack:
     def is_ready(self) -> bool:
         return asyncio.run(gateway_ready(self.gateway.host, self.gateway.port))
 
-    def expected(self, messages: list[dict[str, str]]) -> tuple[int, list[int], Tensor]:
+    def expected(self, messages: list[dict[str, str]]) -> "tuple[int, list[int], Tensor]":
         """HF's: length of the rendered prompt, greedy tokens, logits that they come from."""
+        from transformers import PreTrainedTokenizerFast
+
+        from tests.parity.oracle import Prompt
+
         directory = self.oracle.directory
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(directory / "tokenizer.json"), eos_token="<|im_end|>", bos_token=BOS
@@ -81,6 +87,8 @@ class Stack:
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
+    from tests.parity.text_oracle import CONFIGS, make_text_oracle
+
     directory = tmp_path_factory.mktemp("stack")
     config = CONFIGS[request.param]()
     config.vocab_size = vocab_size()

@@ -3,20 +3,21 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
-from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.e2e.browser import open_browser
 from tests.e2e.serve_command import ServeCommand, serve_command
 from tests.gateway_fixtures import asking, image_url
 from tests.noise import PATIENCE_S
-from tests.parity.oracle import Oracle, Prompt
-from tests.parity.text_oracle import make_text_oracle
 from tests.tiny_tokenizer import TEXT_CONFIG, vocab_size, write_conversation_files
 from triptych.demo import SAMPLES
+
+if TYPE_CHECKING:  # torch and transformers are imported where they are used: see tiny_tower.py
+    from tests.parity.oracle import Oracle
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +29,9 @@ NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> "Oracle":
+    from tests.parity.text_oracle import Qwen3Config, make_text_oracle
+
     directory = tmp_path_factory.mktemp("model") / "tiny-qwen3"
     config = Qwen3Config(
         **TEXT_CONFIG, vocab_size=vocab_size(), tie_word_embeddings=True, bos_token_id=None,
@@ -40,15 +43,19 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def command(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
+def command(oracle: "Oracle", tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
     options = ["--model", str(oracle.directory), "--device", "cpu", "--dtype", "float32"]
     with serve_command(tmp_path_factory.mktemp("serve"), options) as command:
         yield command
 
 
 @pytest.fixture(scope="module")
-def expected(oracle: Oracle) -> list[int]:
+def expected(oracle: "Oracle") -> list[int]:
     """HF's greedy token ids, from HF's rendering of the messages."""
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.parity.oracle import Prompt
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(oracle.directory / "tokenizer.json"), eos_token="<|im_end|>"
     )
@@ -81,7 +88,7 @@ def test_no_encoder_and_no_redis_run(command: ServeCommand) -> None:
 
 
 def test_whole_answer_equals_hf_greedy(
-    command: ServeCommand, oracle: Oracle, expected: list[int]
+    command: ServeCommand, oracle: "Oracle", expected: list[int]
 ) -> None:
     tokenizer = ModelTokenizer.from_directory(oracle.directory)
     choice = chat(command).json()["choices"][0]
@@ -126,7 +133,7 @@ def test_the_page_offers_no_images(
         assert page.console == []
 
 
-def test_encoder_options_are_refused(oracle: Oracle, tmp_path: Path) -> None:
+def test_encoder_options_are_refused(oracle: "Oracle", tmp_path: Path) -> None:
     from triptych import cli
 
     assert cli.main(["serve", "--model", str(oracle.directory), "--encoders", "1"]) == 2

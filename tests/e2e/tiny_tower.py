@@ -1,0 +1,70 @@
+"""A tiny checkpoint with a vision tower, and what the tower makes of an image in this process.
+
+Imports torch, which takes seconds: tests import it where they use it, for each process of the test
+run collects all files.
+"""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from services.common.families import read_spec
+from services.common.image_geometry import image_grid
+from services.common.model_spec import ModelSpec
+from services.common.nn.weights import Checkpoint, load_weights
+from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from services.encoder.preprocess import preprocess
+from tests.tower import cpu_ops, pack_patches
+
+CONFIG = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4,
+    "text_config": {
+        "vocab_size": 10, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    },
+    "vision_config": {
+        "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "in_channels": 3,
+        "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
+        "num_position_embeddings": 64, "out_hidden_size": 48, "deepstack_visual_indexes": [0, 1],
+    },
+}  # fmt: skip
+
+
+def write_model(directory: Path) -> None:
+    """A checkpoint with random weights."""
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    sizes = {"shortest_edge": 1024, "longest_edge": 262144}
+    (directory / "preprocessor_config.json").write_text(json.dumps({"size": sizes}))
+    tower = _build(read_spec(directory))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, parameter in tower.named_parameters():
+        shape = tower.weight_map.shapes.get(name, tuple(parameter.shape))
+        values = torch.randn(shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
+        tensors[tower.weight_map.checkpoint_name(name)] = values
+    save_file(tensors, directory / "model.safetensors")
+
+
+def _build(config: ModelSpec) -> Qwen3VLVisionModel:
+    tower = config.vision_part.tower
+    with torch.device("meta"):
+        return Qwen3VLVisionModel(tower, cpu_ops(tower))
+
+
+def expected(config: ModelSpec, data: bytes) -> np.ndarray:
+    """The same tower in this process, alone with the image."""
+    tower = _build(config)
+    checkpoint = Checkpoint.open(config.directory)
+    load_weights(tower, checkpoint, tower.weight_map, device="cpu", dtype=torch.float32)
+    with Image.open(io.BytesIO(data)) as image:
+        grid = image_grid(image.height, image.width, config.vision_part.limits)
+    pixels = preprocess(data, grid, config.vision_part.limits, max_source_pixels=1 << 24)
+    patches = pack_patches(pixels.reshape(-1), [grid], 16, 2, torch.float32)
+    with torch.inference_mode():
+        return tower(patches, tower.layout([grid])).numpy()
