@@ -38,12 +38,11 @@ $(DEV): $(PINS) | $(BIN)/python
 	$(BIN)/python $(PIP_INSTALL) --no-compile -e '.[dev]'
 	@touch $(RUNTIME) $@
 
-$(LIGHT): $(PINS) | $(BIN)/python
-	$(call say,installing the gateway without torch into $(LIGHT_VENV))
-	$(PYTHON) -m venv $(LIGHT_VENV)
+$(LIGHT): $(DEV)
+	$(call say,linking what the gateway needs into $(LIGHT_VENV))
+	$(PYTHON) -m venv --clear --without-pip $(LIGHT_VENV)
 	@echo '*' > $(LIGHT_VENV)/.gitignore
-	$(LIGHT_VENV)/bin/python $(PIP_INSTALL) --no-compile -e '.[gateway]' \
-		pillow pytest pytest-asyncio pytest-rerunfailures pytest-timeout hypothesis
+	$(BIN)/python scripts/light_environment.py $(LIGHT_VENV)
 	@touch $@
 
 .PHONY: setup
@@ -76,9 +75,9 @@ bench: $(DEV) ## measure a running server: make bench ARGS="--url URL --rows tex
 .PHONY: test
 # A test that fails is tried again, for the machine's sake; what needed it is printed (ADR 0010).
 test: export PYTEST_ADDOPTS = --reruns 2 --reruns-delay 2 -rfER
-test: system-test ## everything that must hold
-	@$(MAKE) --no-print-directory $(DEV)
-	@$(ALONGSIDE) test-light type lint proto-check
+# Programs are installed beside packages; what needs no stack begins when the packages are there.
+test: | $(BIN)/python ## everything that must hold
+	@$(ALONGSIDE) system-test test-light type lint proto-check
 	@$(MAKE) --no-print-directory e2e
 	@$(MAKE) --no-print-directory unit
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from closure import closure, own_requirements
 from packaging.requirements import Requirement
 
-_TESTS = ("hypothesis", "pillow", "pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout")
+_TESTS = (
+    "hypothesis", "pillow", "pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout",
+)  # fmt: skip
 _PROJECT = "triptych"  # installed in place: a file that says where
 
 Owners = dict[str, set[str]]  # by the path in `site`
