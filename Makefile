@@ -102,9 +102,10 @@ unit: $(DEV) ## all tests that start no stack
 		--ignore=tests/e2e --ignore=tests/gpu -m "not gpu and not e2e" $(ARGS)
 
 .PHONY: e2e
+# These, too: tests/e2e/conftest.py says which files share a process.
 e2e: $(DEV) ## tests that start real processes
 	$(call say,pytest: whole stacks)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n $(WORKERS) --dist loadfile \
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n $$(($(WORKERS) + 1)) --dist loadgroup \
 		--no-loadscope-reorder -m "e2e and not gpu" $(ARGS)
 
 .PHONY: test-light

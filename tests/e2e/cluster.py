@@ -46,14 +46,19 @@ class Service:
         self.port = free_port()
         self.metrics_port = free_port()
         self.log = log
-        prefix = kind.upper() + "_"
-        settings = {**settings, "metrics_port": self.metrics_port}
-        self._settings = {prefix + name.upper(): str(v) for name, v in settings.items()}
+        self._settings: dict[str, str] = {}
+        self.set(**settings, metrics_port=self.metrics_port)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
+
+    def set(self, **settings: object) -> bool:
+        """Settings of its next start; returns whether that changes any."""
+        prefix, before = self.kind.upper() + "_", dict(self._settings)
+        self._settings |= {prefix + name.upper(): str(v) for name, v in settings.items()}
+        return self._settings != before
 
     def start(self) -> None:
         prefix = self.kind.upper() + "_"

@@ -6,13 +6,21 @@ import pytest
 
 from tests.e2e.serve_command import ServeCommand, serve_command
 
-# Files that take longest, so that no process begins them last; then those that share `demo`, of
-# which a process has one.
-_FIRST = (
-    "test_trials", "test_handover", "test_cache_tiers", "test_attacks", "test_failures",
-    "test_text_families", "test_chaos", "test_serve_command", "test_encoder_process",
-    "test_structured_output", "test_clients", "test_chat_page", "test_agent_loop",
-)  # fmt: skip
+# With `-n`, the files of a line run in one process: they share `demo`, or an import that takes
+# seconds. The lines that take longest are first, so that no process begins them last.
+_LINES = (
+    ("test_handover",),
+    ("test_trials",),
+    ("test_cache_tiers",),
+    ("test_failures",),
+    ("test_attacks",),
+    ("test_text_families", "test_text_only_stack", "test_serve_qwen3_5"),
+    ("test_encoder_process", "test_image_bombs"),
+    ("test_structured_output", "test_clients", "test_chat_page", "test_agent_loop"),
+    ("test_serve_command",),
+    ("test_chaos",),
+)
+_PLACES = {file: place for place, files in enumerate(_LINES) for file in files}
 
 
 @pytest.fixture(scope="session")
@@ -23,11 +31,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest first. With `-n`, the tests of a file run in one process."""
+    """In the order of the lines; other files each are a line, after those."""
+    for item in items:
+        if item.path.parent.name == "e2e":
+            place = _PLACES.get(item.path.stem)
+            line = item.path.stem if place is None else _LINES[place][0]
+            item.add_marker(pytest.mark.xdist_group(line))
     items.sort(key=_place)
 
 
 def _place(item: pytest.Item) -> int:
     if item.path.parent.name != "e2e":
         return -1
-    return _FIRST.index(item.path.stem) if item.path.stem in _FIRST else len(_FIRST)
+    return _PLACES.get(item.path.stem, len(_LINES))

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,6 +108,13 @@ class Asker:
         self._model = model
         self.num_chunks: dict[int, int] = {}
 
+    def ask_alone(self, seeds: Sequence[int]) -> dict[int, Answer]:
+        """Undisturbed answers, one after the other."""
+        answers = {seed: self.ask(seed) for seed in seeds}
+        for seed, answer in answers.items():
+            assert not answer.error, (seed, answer.error)
+        return answers
+
     def ask(self, seed: int) -> Answer:
         answer, done = Answer(), False
         self.num_chunks[seed] = 0
@@ -191,15 +198,14 @@ def run(
     seeds: Sequence[int],
     *,
     at_once: int = 4,
+    undisturbed: Mapping[int, Answer] | None = None,
     report: Callable[[Result], None] = lambda _: None,
 ) -> Result:
     """Kills a decoder in mid-stream, again and again. With three decoders or more, the others
     serve while one starts again.
     """
     asker, result, rng = Asker(lambda: cluster.url), Result(), random.Random(7)
-    undisturbed = {seed: asker.ask(seed) for seed in seeds}
-    for seed, answer in undisturbed.items():
-        assert not answer.error, (seed, answer.error)
+    undisturbed = undisturbed or asker.ask_alone(seeds)
     starting: list[threading.Thread] = []
     with ThreadPoolExecutor(at_once) as pool:
         while result.num_kills < num_kills:

@@ -28,11 +28,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def hasty(tmp_path: Path) -> Iterator[Cluster]:
-    """With the default of Redis's timeout."""
-    usual: dict[str, object] = {"redis_timeout_s": 0.03}
-    with Cluster(tmp_path, encoder=usual, decoder=usual) as cluster:
-        yield cluster
+def hasty(cluster: Cluster) -> Cluster:
+    """With the default of Redis's timeout, and with Redis in use."""
+    if make_hasty(cluster):
+        cluster.restart(*cluster.encoders, *cluster.decoders)
+    seeds = itertools.count(200)
+
+    def is_used() -> bool:
+        before = num_events(cluster, "skipped")
+        for _ in range(4):
+            cluster.ask(QUESTION, png(next(seeds)), max_tokens=1)
+        return num_events(cluster, "skipped") == before
+
+    wait_until(is_used, PATIENCE_S, "the services use Redis")
+    return cluster
+
+
+def make_hasty(cluster: Cluster) -> bool:
+    """From the next start on; returns whether the services are not yet."""
+    services = *cluster.encoders, *cluster.decoders
+    return any([service.set(redis_timeout_s=0.03) for service in services])
 
 
 def test_second_request_with_the_same_image_encodes_nothing(cluster: Cluster) -> None:
@@ -137,6 +152,7 @@ def test_flushed_and_stopped_redis_change_no_answer(cluster: Cluster) -> None:
     assert cluster.ask(QUESTION, png(20)) == expected
     cluster.redis.stop()
     try:
+        make_hasty(cluster)  # which the next test needs, too
         cluster.restart(*cluster.encoders, *cluster.decoders)
         assert cluster.ask(QUESTION, png(20)) == expected
         assert cluster.ask(QUESTION, png(21))

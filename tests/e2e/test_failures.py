@@ -31,8 +31,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    """Restored after each test. Each test has images of its own."""
+    """Whole before each test. Each test has images of its own."""
     shared.restore()
+    return shared
+
+
+@pytest.fixture
+def worn(shared: Cluster) -> Cluster:
+    """What the tests before have left: for those that come last, and end what is left."""
+    if not any(decoder.is_running() for decoder in shared.decoders):
+        shared.restore()
     return shared
 
 
@@ -47,78 +55,22 @@ class Usage:
         return max(self._before, key=lambda s: s.metric(self._counter) - self._before[s])
 
 
-def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
-    encodes = Usage(cluster.encoders, "encoder_images_encoded_total")
-    expected = {seed: cluster.ask(QUESTION, png(seed)) for seed in (1, 2, 3, 4)}
-    cluster.redis.flush()
-    cluster.restart(*cluster.decoders)  # the embeddings are in the encoders alone
-    encoder = encodes.busiest()
-    encoder.freeze()  # requests that choose it hang inside it
-    with ThreadPoolExecutor(4) as pool:
-        asked = {seed: pool.submit(cluster.ask, QUESTION, png(seed)) for seed in expected}
-        time.sleep(0.5)
-        assert not all(answer.done() for answer in asked.values()), "no request uses it"
-        encoder.kill()
-        assert {seed: answer.result() for seed, answer in asked.items()} == expected
-
-
-def test_an_image_that_was_in_work_at_a_crash_goes_to_no_second_encoder(cluster: Cluster) -> None:
-    images = {e: e.metric("encoder_images_encoded_total") for e in cluster.encoders}
-    image = webp(6000, random.randrange(60_000))  # takes more than a second; new in each try
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(cluster.ask, QUESTION, image)
-        wait_until(
-            lambda: any(e.metric("encoder_queue_images") for e in images), PATIENCE_S, "an encoder"
-        )
-        (encoder,) = [e for e in images if e.metric("encoder_queue_images")]
-        time.sleep(0.2)
-        os.kill(encoder.engine_pid(), signal.SIGSEGV)
-        with pytest.raises(openai.BadRequestError) as refused:
-            asked.result()
-        assert refused.value.code == "invalid_image"
-    with pytest.raises(openai.BadRequestError):
-        cluster.ask(QUESTION, image)
-    (other,) = images.keys() - {encoder}
-    assert other.metric("encoder_images_encoded_total") == images[other]
-    assert cluster.ask(QUESTION, png(12))
-
-
-def test_without_encoders_images_are_refused_and_text_is_answered(cluster: Cluster) -> None:
-    for encoder in cluster.encoders:
-        encoder.kill()
-    with pytest.raises(openai.APIStatusError) as refused:
-        cluster.ask(QUESTION, png(11))
-    assert refused.value.status_code == 503
-    assert cluster.ask("Who are you?")
-
-
-def test_a_decoder_that_dies_mid_stream_is_an_error_not_an_end(cluster: Cluster) -> None:
+def test_sigterm_lets_running_streams_finish(cluster: Cluster) -> None:
     with cluster.client() as client:
         stream = client.chat.completions.create(
-            model="demo", messages=[message("Who are you?")], stream=True, max_tokens=400,
+            model="demo", messages=[message("Who are you?")], stream=True, max_tokens=200,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         chunks = iter(stream)
         next(chunks)
-        next(chunks)
-        for decoder in cluster.decoders:
-            decoder.kill()
-        with pytest.raises(openai.APIError):
-            for _ in chunks:
-                pass
-
-
-def test_a_decoder_that_dies_before_the_first_token_costs_a_retry(cluster: Cluster) -> None:
-    sequences = Usage(cluster.decoders, "decoder_sequences_total")
-    expected = {seed: cluster.ask(QUESTION, png(seed)) for seed in range(20, 26)}
-    decoder = sequences.busiest()
-    decoder.freeze()  # requests that choose it hang inside it
-    with ThreadPoolExecutor(6) as pool:
-        asked = {seed: pool.submit(cluster.ask, QUESTION, png(seed)) for seed in expected}
-        time.sleep(0.5)
-        assert not all(answer.done() for answer in asked.values()), "no request uses it"
-        decoder.kill()
-        assert {seed: answer.result() for seed, answer in asked.items()} == expected
+        cluster.gateway.signal(signal.SIGTERM)
+        with pytest.raises(OSError):
+            for _ in range(50):
+                with urllib.request.urlopen(f"{cluster.url}/ready", timeout=2):
+                    time.sleep(0.02)
+        ends = [c.choices[0].finish_reason for c in chunks if c.choices]
+        assert ends[-1] == "length"
+    assert cluster.gateway.wait() == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -146,19 +98,76 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_second(
     assert least(seconds, 1.0) <= 1.0
 
 
-def test_sigterm_lets_running_streams_finish(cluster: Cluster) -> None:
-    with cluster.client() as client:
+def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
+    encodes = Usage(cluster.encoders, "encoder_images_encoded_total")
+    expected = {seed: cluster.ask(QUESTION, png(seed)) for seed in range(40, 52)}
+    encoder = encodes.busiest()
+    encoder.freeze()  # requests that choose it hang inside it
+    new = {"cache_salt": "no cache has it"}
+    with ThreadPoolExecutor(len(expected)) as pool:
+        asked = {
+            seed: pool.submit(cluster.ask, QUESTION, png(seed), extra_body=new) for seed in expected
+        }
+        time.sleep(0.5)
+        assert not all(answer.done() for answer in asked.values()), "no request uses it"
+        encoder.kill()
+        assert {seed: answer.result() for seed, answer in asked.items()} == expected
+
+
+def test_an_image_that_was_in_work_at_a_crash_goes_to_no_second_encoder(cluster: Cluster) -> None:
+    images = {e: e.metric("encoder_images_encoded_total") for e in cluster.encoders}
+    image = webp(6000, random.randrange(60_000))  # takes more than a second; new in each try
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cluster.ask, QUESTION, image)
+        wait_until(
+            lambda: any(e.metric("encoder_queue_images") for e in images), PATIENCE_S, "an encoder"
+        )
+        (encoder,) = [e for e in images if e.metric("encoder_queue_images")]
+        time.sleep(0.2)
+        os.kill(encoder.engine_pid(), signal.SIGSEGV)
+        with pytest.raises(openai.BadRequestError) as refused:
+            asked.result()
+        assert refused.value.code == "invalid_image"
+    with pytest.raises(openai.BadRequestError):
+        cluster.ask(QUESTION, image)
+    (other,) = images.keys() - {encoder}
+    assert other.metric("encoder_images_encoded_total") == images[other]
+    assert cluster.ask(QUESTION, png(12))
+
+
+def test_a_decoder_that_dies_before_the_first_token_costs_a_retry(cluster: Cluster) -> None:
+    sequences = Usage(cluster.decoders, "decoder_sequences_total")
+    expected = {seed: cluster.ask(QUESTION, png(seed)) for seed in range(20, 26)}
+    decoder = sequences.busiest()
+    decoder.freeze()  # requests that choose it hang inside it
+    with ThreadPoolExecutor(6) as pool:
+        asked = {seed: pool.submit(cluster.ask, QUESTION, png(seed)) for seed in expected}
+        time.sleep(0.5)
+        assert not all(answer.done() for answer in asked.values()), "no request uses it"
+        decoder.kill()
+        assert {seed: answer.result() for seed, answer in asked.items()} == expected
+
+
+def test_without_encoders_images_are_refused_and_text_is_answered(worn: Cluster) -> None:
+    for encoder in worn.encoders:
+        encoder.stop()
+    with pytest.raises(openai.APIStatusError) as refused:
+        worn.ask(QUESTION, png(11))
+    assert refused.value.status_code == 503
+    assert worn.ask("Who are you?")
+
+
+def test_a_decoder_that_dies_mid_stream_is_an_error_not_an_end(worn: Cluster) -> None:
+    with worn.client() as client:
         stream = client.chat.completions.create(
-            model="demo", messages=[message("Who are you?")], stream=True, max_tokens=200,
+            model="demo", messages=[message("Who are you?")], stream=True, max_tokens=400,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         chunks = iter(stream)
         next(chunks)
-        cluster.gateway.signal(signal.SIGTERM)
-        with pytest.raises(OSError):
-            for _ in range(50):
-                with urllib.request.urlopen(f"{cluster.url}/ready", timeout=2):
-                    time.sleep(0.02)
-        ends = [c.choices[0].finish_reason for c in chunks if c.choices]
-        assert ends[-1] == "length"
-    assert cluster.gateway.wait() == 0
+        next(chunks)
+        for decoder in worn.decoders:
+            decoder.stop()
+        with pytest.raises(openai.APIError):
+            for _ in chunks:
+                pass

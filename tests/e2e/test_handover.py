@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e import handover
 from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.handover import Answer
 from tests.noise import PATIENCE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -23,20 +24,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_decoders_killed_in_mid_stream_are_not_noticed(cluster: Cluster) -> None:
-    result = handover.run(cluster, 2, range(5))
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> dict[int, Answer]:
+    """Of one seed for each kind of request."""
+    return handover.Asker(lambda: cluster.url).ask_alone(range(5))
+
+
+def test_decoders_killed_in_mid_stream_are_not_noticed(
+    cluster: Cluster, undisturbed: dict[int, Answer]
+) -> None:
+    result = handover.run(cluster, 2, range(5), undisturbed=undisturbed)
     assert not result.mistakes, result.mistakes[0]
     assert result.gaps_ms, "nothing was handed over"
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "engine stands still"])
-def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(cluster: Cluster, how: str) -> None:
+def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(
+    cluster: Cluster, undisturbed: dict[int, Answer], how: str
+) -> None:
     cluster.restore()
-    asker, seeds = handover.Asker(lambda: cluster.url), range(5)
-    undisturbed = {seed: asker.ask(seed) for seed in seeds}
-    asker.num_chunks.clear()
-    with ThreadPoolExecutor(len(seeds)) as pool:
-        asked = {seed: pool.submit(asker.ask, seed) for seed in seeds}
+    asker = handover.Asker(lambda: cluster.url)
+    with ThreadPoolExecutor(len(undisturbed)) as pool:
+        asked = {seed: pool.submit(asker.ask, seed) for seed in undisturbed}
         wait_until(lambda: sum(asker.num_chunks.values()) > 20, PATIENCE_S, "streams run")
         busiest = max(cluster.decoders, key=lambda d: d.metric("decoder_sequences_running"))
         started = time.monotonic()

@@ -48,7 +48,7 @@ def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) ->
     cluster = Cluster(tmp_path, **settings)  # type: ignore[arg-type]
     (encoder,), (decoder,) = cluster.encoders, cluster.decoders
     known = f"dns:///localhost:{encoder.port}"
-    decoder._settings["DECODER_ENCODER_ADDRESSES"] = known
+    decoder.set(encoder_addresses=known)
     with cluster:
         assert cluster.ask("What do you see?", png(1))
         assert decoder.metric("decoder_embedding_fetch_bytes_total", path="grpc") > 0
