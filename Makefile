@@ -10,6 +10,8 @@ DEV := $(VENV)/.dev-installed
 # Without torch: proves that the gateway and the scheduling code need none.
 LIGHT_VENV := .venv-gateway
 LIGHT := $(LIGHT_VENV)/.installed
+# The pip that a Python brings takes up to three times as long to resolve.
+PIP := pip==26.3
 PIP_INSTALL = -m pip install --disable-pip-version-check -c constraints.txt
 PINS := pyproject.toml constraints.txt
 WORKERS ?= 2
@@ -25,6 +27,7 @@ help: ## list the targets
 $(BIN)/python:
 	@PYTHON=$(PYTHON) scripts/ensure-system.sh venv
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) --quiet $(PIP)
 
 $(RUNTIME): $(PINS) | $(BIN)/python
 	$(call say,installing the services into $(VENV))
@@ -105,7 +108,7 @@ unit: $(DEV) ## all tests that start no stack
 # These, too: tests/e2e/conftest.py says which files share a process.
 e2e: $(DEV) ## tests that start real processes
 	$(call say,pytest: whole stacks)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n $$(($(WORKERS) + 1)) --dist loadgroup \
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n $$(($(WORKERS) + 1)) --dist loadfile \
 		--no-loadscope-reorder -m "e2e and not gpu" $(ARGS)
 
 .PHONY: test-light

@@ -1,13 +1,15 @@
 """What the tests of whole stacks share: one stack for those that change nothing in it."""
 
 from collections.abc import Iterator
+from pathlib import PurePath
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.e2e.serve_command import ServeCommand, serve_command
 
-# With `-n`, the files of a line run in one process: they share `demo`, or an import that takes
-# seconds. The lines that take longest are first, so that no process begins them last.
+# With `-n` and `--dist loadfile`, the files of a line run in one process: they share `demo`, or an
+# import that takes seconds. The lines that take longest are first, so that none begins last.
 _LINES = (
     ("test_handover",),
     ("test_trials",),
@@ -31,12 +33,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the order of the lines; other files each are a line, after those."""
-    for item in items:
-        if item.path.parent.name == "e2e":
-            place = _PLACES.get(item.path.stem)
-            line = item.path.stem if place is None else _LINES[place][0]
-            item.add_marker(pytest.mark.xdist_group(line))
+    """In the order of the lines; other files come last."""
     items.sort(key=_place)
 
 
@@ -44,3 +41,14 @@ def _place(item: pytest.Item) -> int:
     if item.path.parent.name != "e2e":
         return -1
     return _PLACES.get(item.path.stem, len(_LINES))
+
+
+class _ByLine(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        place = _PLACES.get(PurePath(file).stem)
+        return file if place is None else str(_LINES[place])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    return _ByLine(config, log) if config.getoption("dist") == "loadfile" else None
