@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import ssl
 
 import httpcore2
 import pytest
@@ -11,17 +10,6 @@ gc.disable()  # until all is imported and collected: millions of objects, none o
 
 # Reading the list of authorities takes a client 30 ms. Those of tests share what was read once.
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
-_create_context = ssl.create_default_context
-_default_context = functools.cache(_create_context)
-
-
-def _shared_context(*arguments: object, **options: object) -> ssl.SSLContext:
-    if arguments or options:  # of its own
-        return _create_context(*arguments, **options)
-    return _default_context()
-
-
-ssl.create_default_context = _shared_context
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
