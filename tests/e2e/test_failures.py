@@ -14,6 +14,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 
 from tests.attacks.images import webp
 from tests.e2e.cluster import Cluster, Service, message, png, wait_until
@@ -39,7 +40,8 @@ def cluster(shared: Cluster) -> Cluster:
 @pytest.fixture
 def worn(shared: Cluster) -> Cluster:
     """What the tests before have left: for those that come last, and end what is left."""
-    if not any(decoder.is_running() for decoder in shared.decoders):
+    decoders = any(decoder.is_running() for decoder in shared.decoders)
+    if not (decoders and shared.gateway.is_running()):
         shared.restore()
     return shared
 
@@ -55,13 +57,22 @@ class Usage:
         return max(self._before, key=lambda s: s.metric(self._counter) - self._before[s])
 
 
+def streamed(client: openai.OpenAI, max_tokens: int) -> Iterator[ChatCompletionChunk]:
+    """An answer of so many tokens."""
+    return iter(
+        client.chat.completions.create(
+            model="demo",
+            messages=[message("Who are you?")],
+            stream=True,
+            max_tokens=max_tokens,
+            extra_body={"ignore_eos": True},
+        )
+    )
+
+
 def test_sigterm_lets_running_streams_finish(cluster: Cluster) -> None:
     with cluster.client() as client:
-        stream = client.chat.completions.create(
-            model="demo", messages=[message("Who are you?")], stream=True, max_tokens=200,
-            extra_body={"ignore_eos": True},
-        )  # fmt: skip
-        chunks = iter(stream)
+        chunks = streamed(client, 200)
         next(chunks)
         cluster.gateway.signal(signal.SIGTERM)
         with pytest.raises(OSError):
@@ -159,11 +170,7 @@ def test_without_encoders_images_are_refused_and_text_is_answered(worn: Cluster)
 
 def test_a_decoder_that_dies_mid_stream_is_an_error_not_an_end(worn: Cluster) -> None:
     with worn.client() as client:
-        stream = client.chat.completions.create(
-            model="demo", messages=[message("Who are you?")], stream=True, max_tokens=400,
-            extra_body={"ignore_eos": True},
-        )  # fmt: skip
-        chunks = iter(stream)
+        chunks = streamed(client, 400)
         next(chunks)
         next(chunks)
         for decoder in worn.decoders:

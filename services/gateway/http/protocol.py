@@ -46,9 +46,9 @@ class HeadTurns:
         self._keyring = keyring
         self._turnstile = Turnstile(_HEADS_PER_PASS, for_all=True)
 
-    def has_room(self) -> bool:
-        """Whether a head may be parsed now."""
-        return self._turnstile.has_room()
+    def try_begin(self) -> bool:
+        """Whether a head may be parsed now; if so, it counts as parsed."""
+        return self._turnstile.try_begin()
 
     def wait(self, head: bytes, call: Callable[[object], None]) -> "asyncio.Future[None]":
         """Has `call` called in the turn of the head's tenant, unless the future is cancelled."""
@@ -97,7 +97,7 @@ class GatewayProtocol(H11Protocol):
             self._waiting += data
             if len(self._waiting) > _MAX_WAITING_BYTES:
                 self.flow.pause_reading()
-        elif self._is_head() and not self._heads.has_room():
+        elif self._is_head() and not self._heads.try_begin():
             self._unset_keepalive_if_required()
             self._waiting = data
             self._waiter = self._heads.wait(data, self._take_turn)

@@ -143,13 +143,13 @@ class Turnstile:
         waiter.set_result(None)
         self._schedule()
 
-    def has_room(self, cost: float = 1.0) -> bool:
-        """Whether nothing waits and this pass has room; the work then begins now, and nobody needs
-        to know whose it is.
+    def try_begin(self) -> bool:
+        """Begins work of cost 1 if nothing waits and this pass has room: then nobody needs to know
+        whose it is.
         """
         if self._line or self._spent >= self._per_pass:
             return False
-        self._spent += cost
+        self._spent += 1.0
         self._schedule()
         return True
 
