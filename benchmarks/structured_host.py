@@ -113,7 +113,7 @@ def measure(grammars: Grammars, end_id: int, free: int, constrained: int, steps:
     engine = Engine(runner, overlap=True)
     form = Grammar("json_schema", json.dumps(SCHEMA), (), (end_id,), stop_ids=())
     rows = MaskRows(free + constrained, grammars.num_mask_words)
-    engine.mask_rows = open_rows(rows.message)
+    engine.mask_rows[-1] = open_rows(rows.message)
     prompt = np.arange(64, dtype=np.int32).tobytes()
     matchers: dict[int, Matcher] = {}
     for number in range(free + constrained):

@@ -178,7 +178,9 @@ async def run_front(
             masks.rows_opened()
         if not isinstance(message, StepDone):
             continue
-        masks.tokens_arrived(message.events)
+        masks.tokens_arrived(
+            (e.sequence_id, e.token_ids) for e in message.events if e.token_ids and e.end is None
+        )
         now = time.monotonic()
         for event in message.events:
             if event.token_ids:

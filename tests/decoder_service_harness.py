@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from services.common.rpc import create_channel, create_server
 from services.decoder.embedding_fetch import EncoderFetcher
 from services.decoder.embeddings import EmbeddingSource
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.front import DecoderFront
+from services.decoder.front import DecoderFront, local_masks
 from services.decoder.grammar import Grammars
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.service import DecoderServicer
@@ -49,7 +50,8 @@ class Decoder:
         grammars = Grammars(
             model_directory or Path(), self.engine.ready.vocab_size, metrics.grammar_compile.observe
         )
-        self.front = DecoderFront(self.engine.ready, self.engine, self.source, grammars, metrics)
+        masks = partial(local_masks, grammars, self.engine.ready, self.engine, metrics)
+        self.front = DecoderFront(self.engine.ready, self.engine, self.source, masks, metrics)
         self.encoder = FakeFetchServicer()
         self.encoder_address = ""
         self._exit = contextlib.AsyncExitStack()

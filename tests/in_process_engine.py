@@ -58,7 +58,7 @@ class InProcessEngine:
             for message in inbox:
                 if isinstance(message, MaskMemory):
                     if opened := self.opens_masks:
-                        self.engine.mask_rows = open_rows(message)
+                        self.engine.mask_rows[message.link] = open_rows(message)
                     continue
                 if isinstance(message, ImageReady):
                     self.runner.arena[message.arena_offset] = message.key

@@ -48,9 +48,14 @@ class EngineChannel(Generic[Incoming]):
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
+        self._others: list[EngineChannel[Incoming]] = []
+
+    def join(self, other: "EngineChannel[Incoming]") -> None:
+        """Has `receive` return another channel's messages, too, until that one is closed."""
+        self._others.append(other)
 
     def receive(self, timeout_s: float | None, *, awake_s: float = 0.0) -> list[Incoming]:
-        """All complete messages that have arrived.
+        """All complete messages that have arrived, those of a channel in order.
 
         Args:
             timeout_s: how long to wait for the first; 0 polls, None waits without a limit.
@@ -65,12 +70,14 @@ class EngineChannel(Generic[Incoming]):
             timeout_s = 0.0
         elif awake_s:
             self._watch(awake_s)
-        while select.select([self._socket], [], [], timeout_s)[0]:
-            data = self._socket.recv(_READ_BYTES)
-            if not data:
-                raise ChannelClosed
-            self._buffer += data
-            messages += self._split()
+        while ready := select.select([self, *self._others], [], [], timeout_s)[0]:
+            for channel in ready:
+                try:
+                    messages += channel._read()
+                except ChannelClosed:
+                    if channel is self:
+                        raise
+                    self._others.remove(channel)
             timeout_s = 0.0 if messages else timeout_s
         return messages
 
@@ -86,10 +93,21 @@ class EngineChannel(Generic[Incoming]):
         except OSError as error:
             raise ChannelClosed from error
 
+    def fileno(self) -> int:
+        """Of the socket, to wait for."""
+        return self._socket.fileno()
+
     def _watch(self, duration_s: float) -> None:
-        end = time.monotonic() + duration_s
-        while time.monotonic() < end and not select.select([self._socket], [], [], 0.0)[0]:
+        end, channels = time.monotonic() + duration_s, [self, *self._others]
+        while time.monotonic() < end and not select.select(channels, [], [], 0.0)[0]:
             pass
+
+    def _read(self) -> list[Incoming]:
+        data = self._socket.recv(_READ_BYTES)
+        if not data:
+            raise ChannelClosed
+        self._buffer += data
+        return self._split()
 
     def _split(self) -> list[Incoming]:
         messages: list[Incoming] = []

@@ -1,10 +1,10 @@
 """Starting and stopping an engine process.
 
 A GPU service is two processes: the front (asyncio, gRPC) and the engine, which owns the device. The
-engine is spawned, not forked: it inherits two descriptors, its end of the channel and the arena,
-and reads its settings as JSON from standard input. `service_process` starts it, an `engine_main`
-calls `accept`. Its exit status is 0 after the front has closed the channel, `REFUSED` when it
-refuses settings or checkpoint, 1 after any other failure.
+engine is spawned, not forked: it inherits descriptors, its end of the channel, the arena and ends
+of links to other processes, and reads its settings as JSON from standard input. `service_process`
+starts it, an `engine_main` calls `accept`. Its exit status is 0 after the front has closed the
+channel, `REFUSED` when it refuses settings or checkpoint, 1 after any other failure.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import mmap
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -30,11 +31,13 @@ class EngineProcess(Generic[Incoming]):
     """The engine process, as its front sees it.
 
     Attributes:
+        links: ends of socket pairs whose others the engine has.
         has_hung: it was ended for that.
     """
 
     process: asyncio.subprocess.Process
     channel: FrontChannel[Incoming]
+    links: list[socket.socket]
     has_hung: bool = False
 
     @classmethod
@@ -44,22 +47,28 @@ class EngineProcess(Generic[Incoming]):
         settings_json: str,
         arena: Arena,
         incoming: Any,  # noqa: ANN401 - a type form
+        num_links: int = 0,
     ) -> "EngineProcess[Incoming]":
-        """Starts `python -m module` with its end of a channel and the arena."""
+        """Starts `python -m module` with its end of a channel, the arena and ends of links."""
         front_end, engine_end = create_socket_pair()
-        with engine_end:
+        links = [create_socket_pair() for _ in range(num_links)]
+        with ExitStack() as closing:
+            closing.enter_context(engine_end)
+            ends = [closing.enter_context(end).fileno() for _, end in links]
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", module,
                 "--channel-fd", str(engine_end.fileno()),
                 "--arena-fd", str(arena.fd),
                 "--arena-bytes", str(arena.size_bytes),
+                "--link-fds", ",".join(map(str, ends)),
                 stdin=asyncio.subprocess.PIPE,
-                pass_fds=(engine_end.fileno(), arena.fd),
+                pass_fds=(engine_end.fileno(), arena.fd, *ends),
             )  # fmt: skip
         assert process.stdin is not None
         process.stdin.write(settings_json.encode())
         process.stdin.close()
-        engine = cls(process, await FrontChannel[Incoming].open(front_end, incoming))
+        channel = await FrontChannel[Incoming].open(front_end, incoming)
+        engine = cls(process, channel, [link for link, _ in links])
         engine.channel.ended_by_itself = engine.ended_by_itself
         return engine
 
@@ -92,6 +101,7 @@ class EngineEnd:
     settings_json: str
     socket: socket.socket
     arena: mmap.mmap
+    links: list[socket.socket]
 
     def channel(self, incoming: Any) -> EngineChannel[Any]:  # noqa: ANN401 - a type form
         """The engine's end of the channel; `incoming` is the union of the front's messages."""
@@ -108,11 +118,13 @@ def accept() -> EngineEnd:
     parser = argparse.ArgumentParser()
     for name in ("channel-fd", "arena-fd", "arena-bytes"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--link-fds", default="")
     arguments = parser.parse_args()
     return EngineEnd(
         settings_json=sys.stdin.read(),
         socket=socket.socket(fileno=arguments.channel_fd),
         arena=mmap.mmap(arguments.arena_fd, arguments.arena_bytes),
+        links=[socket.socket(fileno=int(fd)) for fd in arguments.link_fds.split(",") if fd],
     )
 
 

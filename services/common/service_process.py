@@ -9,6 +9,7 @@ process ended by itself, 2 when settings or checkpoint are refused, by either pr
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -112,7 +113,9 @@ class GpuService(Generic[SettingsT]):
         settings: their type.
         arena_bytes: size of the embedding arena for this model; may refuse the model with
             ModelSpecError.
-        create_front: given settings, ready message, channel, arena and the service's credentials.
+        create_front: given settings, ready message, channel, arena, the service's credentials and
+            ends of the engine's links.
+        num_links: of the engine, to processes that the front starts.
     """
 
     name: str
@@ -124,8 +127,10 @@ class GpuService(Generic[SettingsT]):
     settings: type[SettingsT]
     arena_bytes: Callable[[SettingsT, ModelSpec], int]
     create_front: Callable[
-        [SettingsT, Any, "FrontChannel[Any]", Arena, Credentials], Awaitable[Front]
+        [SettingsT, Any, "FrontChannel[Any]", Arena, Credentials, list[socket.socket]],
+        Awaitable[Front],
     ]
+    num_links: Callable[[], int] = lambda: 0
 
 
 def run_service(service: GpuService[SettingsT]) -> int:
@@ -159,7 +164,11 @@ async def serve(
     engine = cast(
         "EngineProcess[Any]",
         await EngineProcess.start(
-            service.engine_module, settings.model_dump_json(), arena, service.engine_message
+            service.engine_module,
+            settings.model_dump_json(),
+            arena,
+            service.engine_message,
+            service.num_links(),
         ),
     )
     try:
@@ -167,7 +176,9 @@ async def serve(
         if ready is None:
             return 0
         await asyncio.to_thread(arena.prefault)
-        front = await service.create_front(settings, ready, engine.channel, arena, credentials)
+        front = await service.create_front(
+            settings, ready, engine.channel, arena, credentials, engine.links
+        )
         freeze_gc()
         watch = EngineWatch(engine, front.is_busy, on_gpu=ready.on_gpu)
         front.watch_silence(lambda: watch.silence_s)

@@ -8,7 +8,8 @@ the front.
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from msgspec import structs
@@ -27,6 +28,7 @@ from services.decoder.engine.messages import (
     KernelCalls,
     MaskMemory,
     MaskMemoryOpened,
+    NewTokens,
     Shutdown,
 )
 from services.decoder.engine.runner_factory import ModelRunner, RunnerOptions, create_runner
@@ -47,6 +49,7 @@ def run(
     engine: Engine,
     channel: EngineChannel[FrontMessage],
     kernel_calls: Callable[[], dict[str, int]],
+    links: Sequence[EngineChannel[FrontMessage]] = (),
     *,
     awake_s: float = 0.0,
 ) -> None:
@@ -56,12 +59,15 @@ def run(
         engine: of the model.
         channel: to the front.
         kernel_calls: the runner's counts, for the front's metrics.
+        links: to processes that fill masks.
         awake_s: see `EngineChannel.receive`.
 
     Raises:
         ChannelClosed: the front has exited.
     """
     reported_at = 0.0
+    for link in links:
+        channel.join(link)
     while True:
         if engine.waits_for_masks:
             messages = channel.receive(0.0, awake_s=_MASK_POLL_S)
@@ -76,27 +82,38 @@ def run(
                 channel.send(Pong())
                 continue
             if isinstance(message, MaskMemory):
-                open_mask_memory(engine, channel, message)
+                owner = channel if message.link < 0 else links[message.link]
+                open_mask_memory(engine, owner, message)
                 continue
             engine.handle(message)
         if engine.waits_for_masks:
             continue
         done = engine.step()
         if done is not None:
+            if links:
+                send_tokens(links, engine.masked_tokens(done.events))  # masks are waited for
             channel.send(done)
             if (now := time.monotonic()) - reported_at >= _KERNEL_CALLS_PERIOD_S:
                 reported_at = now
                 channel.send(KernelCalls(kernel_calls()))
 
 
+def send_tokens(links: Sequence[EngineChannel[FrontMessage]], tokens: NewTokens) -> None:
+    """Tells the processes that fill masks; without one of them, the front exits."""
+    if tokens.sequence_ids:
+        for link in links:
+            with suppress(ChannelClosed):
+                link.send(tokens)
+
+
 def open_mask_memory(
     engine: Engine, channel: EngineChannel[FrontMessage], message: MaskMemory
 ) -> None:
-    """Has the engine read masks from the front's memory, if this process may."""
+    """Has the engine read masks from another process's memory, if this one may."""
     try:
-        engine.mask_rows = open_rows(message)
+        engine.mask_rows[message.link] = open_rows(message)
     except NotReadable as error:
-        log.warning("token masks are sent, as the front's memory is closed: %s", error)
+        log.warning("token masks are sent, as their memory is closed: %s", error)
     else:
         channel.send(MaskMemoryOpened())
 
@@ -146,7 +163,8 @@ def main() -> int:
         freeze_gc()
         channel.send(ready_message(engine, runner, on_gpu=on_gpu))
         awake_s = _AWAKE_S if on_gpu else 0.0
-        run(engine, channel, lambda: runner.kernel_calls, awake_s=awake_s)
+        links = [EngineChannel[FrontMessage](link, FrontMessage) for link in end.links]
+        run(engine, channel, lambda: runner.kernel_calls, links, awake_s=awake_s)
     except ChannelClosed:
         log.info("the front has exited")
     except (ModelSpecError, ValueError) as error:

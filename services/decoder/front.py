@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 from array import array
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -41,7 +42,7 @@ from services.decoder.engine.messages import (
     StartOfSequence,
     StepDone,
 )
-from services.decoder.grammar import Grammars
+from services.decoder.grammar import Demands, Grammars
 from services.decoder.mask_rows import MaskRows
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.outbox import Outbox
@@ -66,6 +67,37 @@ class Channel(EngineSender, Protocol):
     async def receive(self) -> EngineMessage:
         """The next message; raises ChannelClosed."""
         ...
+
+
+class Masks(Protocol):
+    """The part of `token_masks.SequenceMasks` that the front uses."""
+
+    def rows_opened(self) -> None: ...
+
+    def add(self, number: int, demands: Demands, generated: list[int]) -> None: ...
+
+    def tokens_arrived(self, tokens: Iterable[tuple[int, list[int]]]) -> None: ...
+
+    def remove(self, number: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def num_mask_rows(engine: EngineInfo) -> int:
+    """The most sequences whose masks may be filled at once."""
+    return _max_live(engine) + _SPARE_MASK_ROWS
+
+
+def local_masks(
+    grammars: Grammars,
+    engine: EngineInfo,
+    channel: EngineSender,
+    metrics: DecoderMetrics,
+    failed: Callable[[int, TriptychError], None],
+) -> Masks:
+    """Token masks that are filled in this process."""
+    rows = MaskRows(num_mask_rows(engine), grammars.num_mask_words)
+    return SequenceMasks(grammars, rows, channel, metrics.token_mask.observe, failed)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +142,8 @@ class DecoderFront:
         engine: the engine's ready message.
         channel: to the engine.
         source: obtains embeddings.
-        grammars: compiles sequences' grammars; closed with the front.
+        masks: makes the owner of token masks, closed with the front, given what it calls with a
+            sequence's number when it cannot go on.
         metrics: of this service.
     """
 
@@ -119,21 +152,15 @@ class DecoderFront:
         engine: EngineInfo,
         channel: Channel,
         source: EmbeddingSource,
-        grammars: Grammars,
+        masks: Callable[[Callable[[int, TriptychError], None]], Masks],
         metrics: DecoderMetrics,
     ) -> None:
         self.engine = engine
         self._channel = channel
         self._images = SequenceImages(source, channel, self._input_failed)
         self._metrics = metrics
-        rows = engine.max_num_sequences
-        if not engine.on_gpu:
-            rows = max(rows, _LEAST_ROWS_ON_CPU)
-        self._max_live = (1 + QUEUE_FACTOR) * rows
-        mask_rows = MaskRows(self._max_live + _SPARE_MASK_ROWS, grammars.num_mask_words)
-        self._masks = SequenceMasks(
-            grammars, mask_rows, channel, metrics.token_mask.observe, self._input_failed
-        )
+        self._max_live = _max_live(engine)
+        self._masks = masks(self._input_failed)
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._streams: set[Stream] = set()
@@ -291,7 +318,11 @@ class DecoderFront:
     # Events.
 
     def _dispatch(self, done: StepDone) -> None:
-        self._masks.tokens_arrived(done.events)  # first: the engine waits for them
+        self._masks.tokens_arrived(  # first: the engine waits for them
+            (event.sequence_id, event.token_ids)
+            for event in done.events
+            if event.token_ids and event.end is None
+        )
         num_generated = 0
         touched: set[Stream] = set()
         for event in done.events:
@@ -445,6 +476,14 @@ class DecoderFront:
             self._fail(live, error)
 
 
+def _max_live(engine: EngineInfo) -> int:
+    """Sequences that the front accepts at once."""
+    rows = engine.max_num_sequences
+    if not engine.on_gpu:
+        rows = max(rows, _LEAST_ROWS_ON_CPU)
+    return (1 + QUEUE_FACTOR) * rows
+
+
 def _failed(error: TriptychError) -> pb.Failed:
     address = error.encoder_address if isinstance(error, EncoderFailed) else ""
     return pb.Failed(code=error.code, message=error.message, encoder_address=address)
@@ -458,4 +497,4 @@ def _fields(live: _Live) -> dict[str, Any]:
     return {"fields": _ids(live)}
 
 
-__all__ = ["DecoderFront", "Stream"]
+__all__ = ["DecoderFront", "Stream", "local_masks", "num_mask_rows"]

@@ -145,10 +145,15 @@ class Grammars:
         directory: of the model; its tokenizer.json is read by `preload` or the first grammar.
         vocab_size: of the model's head, at least the tokenizer's.
         observe_compile: called with the seconds that a compilation took.
+        num_threads: that fill masks; default: by cores.
     """
 
     def __init__(
-        self, directory: Path, vocab_size: int, observe_compile: Callable[[float], None]
+        self,
+        directory: Path,
+        vocab_size: int,
+        observe_compile: Callable[[float], None],
+        num_threads: int | None = None,
     ) -> None:
         self._file = directory / "tokenizer.json"
         self.vocab_size = vocab_size
@@ -159,7 +164,7 @@ class Grammars:
         self._reading = Lock()
         self._compilers = ThreadPoolExecutor(_COMPILE_THREADS, "grammar")
         self.maskers = ThreadPoolExecutor(1, "token-masks")
-        self._num_threads = max(1, min(_MAX_MASK_THREADS, num_cpus() // 2))
+        self._num_threads = num_threads or max(1, min(_MAX_MASK_THREADS, num_cpus() // 2))
         self._parallel: LLExecutor | None = None
         # One that is being compiled is in it, too, so that it is compiled once.
         self._cache: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
@@ -260,9 +265,10 @@ class Grammars:
                 continue
             if (state := matcher.filler()) is not None:
                 running.append((state, row))
-        if len(running) == 1:
-            state, row = running[0]
-            state.unsafe_compute_mask_ptr(rows[row].ctypes.data, rows[row].nbytes)
+        if len(running) == 1 or self._num_threads == 1:
+            first, num_bytes = rows.ctypes.data, rows.strides[0]
+            for state, row in running:
+                state.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
         elif running:
             if self._parallel is None:
                 self._parallel = LLExecutor(self._num_threads)

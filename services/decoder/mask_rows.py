@@ -22,15 +22,21 @@ class MaskRows:
     Attributes:
         array: `[num_rows, num_words]` int32.
         message: with which the engine finds it.
+
+    Args:
+        num_rows, num_words: of the array.
+        link: see `MaskMemory`.
     """
 
-    def __init__(self, num_rows: int, num_words: int) -> None:
+    def __init__(self, num_rows: int, num_words: int, link: int = -1) -> None:
         size_bytes = -(-4 * num_rows * num_words // PAGE_BYTES) * PAGE_BYTES
         self._fd, name = create_memory(size_bytes)
         memory = mmap.mmap(self._fd, size_bytes)
         self.array: Int32Array = np.frombuffer(memory, np.int32, num_rows * num_words)
         self.array = self.array.reshape(num_rows, num_words)
-        self.message = MaskMemory(os.getpid(), self._fd, name, size_bytes, num_rows, num_words)
+        self.message = MaskMemory(
+            os.getpid(), self._fd, name, size_bytes, num_rows, num_words, link
+        )
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take(self) -> int | None:

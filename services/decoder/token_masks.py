@@ -8,7 +8,7 @@ way when they are there.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
 from services.common.errors import (
@@ -19,7 +19,7 @@ from services.common.errors import (
     TriptychError,
 )
 from services.decoder.embeddings import EngineSender
-from services.decoder.engine.messages import SequenceEvent, TokenMask, TokenMasks
+from services.decoder.engine.messages import TokenMask, TokenMasks
 from services.decoder.grammar import Demands, Found, Grammars
 from services.decoder.mask_rows import MaskRows
 from services.decoder.matcher import Matcher, MatcherFailed, NothingAllowed, UnexpectedToken
@@ -72,6 +72,7 @@ class SequenceMasks:
         engine: gets the masks.
         observe: called with the seconds that the masks of a step took.
         failed: called with a sequence's number and an error when it cannot go on.
+        first: gets the first masks of sequences, instead of `engine`.
     """
 
     def __init__(
@@ -81,10 +82,12 @@ class SequenceMasks:
         engine: EngineSender,
         observe: Callable[[float], None],
         failed: Callable[[int, TriptychError], None],
+        first: EngineSender | None = None,
     ) -> None:
         self._grammars = grammars
         self._rows = rows
         self._engine = engine
+        self._first = first or engine
         self._observe = observe
         self._failed = failed
         self._sequences: dict[int, _Masked] = {}
@@ -112,18 +115,16 @@ class SequenceMasks:
         sequence = self._sequences[number] = _Masked(number, row, demands)
         self._start(self._begin(sequence, generated), [sequence])
 
-    def tokens_arrived(self, events: list[SequenceEvent]) -> None:
-        """Starts on the next masks of sequences that had tokens in a step."""
+    def tokens_arrived(self, tokens: Iterable[tuple[int, list[int]]]) -> None:
+        """Starts on the next masks of sequences that had tokens in a step and go on."""
         if not self._sequences:
             return
         work: list[_Work] = []
-        for event in events:
-            sequence = self._sequences.get(event.sequence_id)
-            if sequence is None or event.end is not None or not event.token_ids:
-                continue
-            if (matcher := sequence.matcher) is not None:
-                generated = matcher.num_generated + len(event.token_ids)
-                work.append((sequence, generated, matcher, event.token_ids))
+        for number, token_ids in tokens:
+            sequence = self._sequences.get(number)
+            if sequence is not None and (matcher := sequence.matcher) is not None:
+                generated = matcher.num_generated + len(token_ids)
+                work.append((sequence, generated, matcher, token_ids))
         if not work:
             return
         if len(work) * self._seconds_per_mask > _INLINE_S:
@@ -168,7 +169,7 @@ class SequenceMasks:
             log.exception("a grammar was not compiled")
             self._fail(number, InternalError("the grammar was not compiled"))
             return
-        self._send([(sequence, len(generated))], [mask])
+        self._send([(sequence, len(generated))], [mask], self._first)
 
     async def _send_masks(self, work: list[_Work]) -> None:
         started = time.monotonic()
@@ -189,14 +190,17 @@ class SequenceMasks:
             return [UnexpectedToken("token masks failed")] * len(work)
 
     def _send_filled(self, work: list[_Work], masks: list[Found]) -> None:
-        self._send([(sequence, generated) for sequence, generated, _, _ in work], masks)
+        places = [(sequence, generated) for sequence, generated, _, _ in work]
+        self._send(places, masks, self._engine)
 
     def _took(self, count: int, seconds: float) -> None:
         """Notes how long the masks of a step took."""
         self._seconds_per_mask += _NEWEST * (seconds / count - self._seconds_per_mask)
         self._observe(seconds)
 
-    def _send(self, places: list[tuple[_Masked, int]], masks: list[Found]) -> None:
+    def _send(
+        self, places: list[tuple[_Masked, int]], masks: list[Found], engine: EngineSender
+    ) -> None:
         numbers: list[int] = []
         counts: list[int] = []
         rows: list[int] = []
@@ -213,11 +217,11 @@ class SequenceMasks:
         if not numbers:
             return
         if self._engine_reads_rows:
-            self._engine.send(TokenMasks(numbers, counts, rows))
+            engine.send(TokenMasks(numbers, counts, rows, self._rows.message.link))
             return
         array = self._rows.array[:, : self._grammars.num_words]
         for number, count, row in zip(numbers, counts, rows, strict=True):
-            self._engine.send(TokenMask(number, count, array[row].tobytes() if row >= 0 else b""))
+            engine.send(TokenMask(number, count, array[row].tobytes() if row >= 0 else b""))
 
     def _renews(self, sequence: _Masked) -> bool:
         """Whether a sequence whose matcher has failed gets another one, because others' texts may

@@ -4,6 +4,7 @@
 exit status. `EncoderService` is the one place where the front's objects are created and closed.
 """
 
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -80,6 +81,7 @@ class EncoderService:
         channel: "FrontChannel[EngineMessage]",
         arena: Arena,
         credentials: Credentials,
+        _links: list[socket.socket],
     ) -> "EncoderService":
         """Wires them; connects to Redis."""
         metrics = EncoderMetrics()

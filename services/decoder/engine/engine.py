@@ -23,6 +23,7 @@ from services.decoder.engine.messages import (
     EngineStats,
     ImageReady,
     ImagesOf,
+    NewTokens,
     PromptLogprobs,
     SequenceEvent,
     StartOfSequence,
@@ -101,8 +102,8 @@ class Engine:
         self._computed_at = 0.0
         self._mask_deadline = MaskDeadline()
         num_words = -(-info.vocab_size // 32)
-        # Of the front's `MaskMemory`, once it is opened.
-        self.mask_rows: Int32Array = np.empty((0, num_words), np.int32)
+        # Of each `MaskMemory` that is opened, by its link.
+        self.mask_rows: dict[int, Int32Array] = {}
         self._nothing_allowed = np.zeros(num_words, np.int32)
         self._all_allowed = np.full(num_words, -1, np.int32)
         self._num_steps = 0
@@ -189,11 +190,11 @@ class Engine:
 
     def masks_ready(self, message: TokenMasks) -> None:
         """Masks of several sequences, in `mask_rows`."""
-        num_words = len(self._all_allowed)
+        num_words, rows = len(self._all_allowed), self.mask_rows[message.link]
         for number, num_generated, row in zip(
             message.sequence_ids, message.num_generated, message.rows, strict=True
         ):
-            mask = _NO_MASK if row < 0 else self.mask_rows[row, :num_words]
+            mask = _NO_MASK if row < 0 else rows[row, :num_words]
             self.mask_ready(number, num_generated, mask)
 
     def mask_ready(
@@ -280,6 +281,16 @@ class Engine:
             num_lacking_images=scheduler.num_lacking_images,
             busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._pending else 0.0),
         )
+
+    def masked_tokens(self, events: list[SequenceEvent]) -> NewTokens:
+        """The tokens of sequences with masks that go on."""
+        found = NewTokens([], [])
+        for event in events:
+            sequence = self._sequences.get(event.sequence_id)
+            if sequence is not None and sequence.token_masks and event.token_ids:
+                found.sequence_ids.append(event.sequence_id)
+                found.token_ids.append(event.token_ids)
+        return found
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the states of engine, scheduler and blocks agree."""

@@ -99,8 +99,8 @@ class TokenMask(msgspec.Struct, tag="mask"):
 
 
 class MaskMemory(msgspec.Struct, tag="mask_memory"):
-    """Memory of the front with rows of masks; sent once. The engine answers `MaskMemoryOpened` if
-    it can read it; without an answer, masks come as `TokenMask`.
+    """Memory with rows of masks, of the front or of a process with a link; sent once. The engine
+    answers `MaskMemoryOpened` if it can read it; without an answer, masks come as `TokenMask`.
 
     Attributes:
         pid, fd, name, size_bytes: where it is, see `common.shared_memory`.
@@ -113,16 +113,18 @@ class MaskMemory(msgspec.Struct, tag="mask_memory"):
     size_bytes: int
     num_rows: int
     num_words: int
+    link: int = -1  # of the engine, to the process; -1: the front's
 
 
 class TokenMasks(msgspec.Struct, tag="masks"):
-    """Masks of several sequences, as `TokenMask`, in rows of the `MaskMemory`; -1: every token is
-    allowed. A row stays as it is until the sequence's next token was sent.
+    """Masks of several sequences, as `TokenMask`, in rows of the `MaskMemory` of a link; -1: every
+    token is allowed. A row stays as it is until the sequence's next token was sent.
     """
 
     sequence_ids: list[int]
     num_generated: list[int]
     rows: list[int]
+    link: int = -1
 
 
 class AbortSequence(msgspec.Struct, tag="abort"):
@@ -281,7 +283,14 @@ class KernelCalls(msgspec.Struct, tag="kernels"):
 
 
 class MaskMemoryOpened(msgspec.Struct, tag="mask_memory_opened"):
-    """The engine reads masks from the front's `MaskMemory` from now on."""
+    """The engine reads masks from the receiver's `MaskMemory` from now on."""
+
+
+class NewTokens(msgspec.Struct, tag="tokens"):
+    """A step's tokens of sequences with masks that go on, to all processes that fill masks."""
+
+    sequence_ids: list[int]
+    token_ids: list[list[int]]
 
 
 EngineMessage = EngineInfo | StepDone | KernelCalls | MaskMemoryOpened | Pong

@@ -11,7 +11,7 @@ from llguidance import LLParserLimits
 from services.common.errors import Overloaded
 from services.decoder import grammar as grammar_module
 from services.decoder.compiled_grammar import CompiledGrammar
-from services.decoder.engine.messages import SequenceEvent, TokenMasks
+from services.decoder.engine.messages import TokenMasks
 from services.decoder.grammar import Demands, Grammar, Grammars
 from services.decoder.mask_rows import MaskRows, open_rows
 from services.decoder.matcher import MatcherFailed
@@ -114,7 +114,7 @@ async def test_a_lexer_at_its_limit_ends_no_other_sequence(tmp_path, monkeypatch
             assert count == len(ids[number])
             bits = np.unpackbits(opened[row].view(np.uint8), bitorder="little")[: vocab_size()]
             ids[number].append(chooser.choice(np.flatnonzero(bits).tolist()))
-            events.append(SequenceEvent(number, ids[number][-1:]))
+            events.append((number, ids[number][-1:]))
             lexers.add(masks._sequences[number].matcher.lexer_number)
         masks.tokens_arrived(events)
     assert not failures and len(lexers) == 2

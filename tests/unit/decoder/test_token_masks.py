@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from services.common.errors import Overloaded, TriptychError
-from services.decoder.engine.messages import MaskMemory, SequenceEvent, TokenMask, TokenMasks
+from services.decoder.engine.messages import MaskMemory, TokenMask, TokenMasks
 from services.decoder.mask_rows import MaskRows, open_rows
 from services.decoder.matcher import Matcher
 from services.decoder.token_masks import SequenceMasks
@@ -78,7 +78,7 @@ class Front:
         self.engine.sent.clear()
 
     async def step(self, *numbers: int) -> list[object]:
-        self.masks.tokens_arrived([SequenceEvent(number, [7]) for number in numbers])
+        self.masks.tokens_arrived([(number, [7]) for number in numbers])
         while self.masks._tasks:
             await asyncio.gather(*self.masks._tasks)
         sent, self.engine.sent = self.engine.sent, []
@@ -136,7 +136,7 @@ async def test_a_row_has_another_sequence_only_when_nobody_writes_to_it():
     await front.start(2)
     front.masks._seconds_per_mask = 1.0
     front.grammars.may_fill.clear()
-    front.masks.tokens_arrived([SequenceEvent(0, [7])])
+    front.masks.tokens_arrived([(0, [7])])
     await asyncio.sleep(0)
     front.masks.remove(0)
     front.masks.add(5, None, [])  # type: ignore[arg-type]
