@@ -93,6 +93,9 @@ class NullRunner:
         byte = int(mask.view(np.uint8)[place])
         return 8 * place + self.random.choice([bit for bit in range(8) if byte >> bit & 1])
 
+    def prepare(self, step: Step) -> None:
+        pass
+
     def execute(self, step: Step) -> NullPending:
         return NullPending(self, step)
 

@@ -122,6 +122,9 @@ class ClockRunner:
         byte = int(taken[place])
         return 8 * place + self.random.choice([bit for bit in range(8) if byte >> bit & 1])
 
+    def prepare(self, step: Step) -> None:
+        pass
+
     def execute(self, step: Step) -> ClockStep:
         work_for(self.launch_s)
         began = time.monotonic()

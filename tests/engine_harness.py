@@ -15,7 +15,7 @@ class Harness:
     """An engine, its output, and a front that holds image references and supplies token masks.
 
     Images that the engine requests again arrive `again_after` steps later; a token mask arrives
-    `mask_after` steps after the token before it.
+    `mask_after` steps after the token before it. With `plans`, the engine plans while it waits.
     """
 
     def __init__(
@@ -25,6 +25,7 @@ class Harness:
         prefix_caching: bool = True,
         again_after: int = 0,
         mask_after: int = 0,
+        plans: bool = False,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
@@ -52,6 +53,7 @@ class Harness:
         self.num_wanted = 0
         self.launches: list[set[int]] = []  # sequences in each step of the engine; may be none
         self._mask_after = mask_after
+        self._plans = plans
         self._masks: list[tuple[int, int, int]] = []  # step, sequence, tokens before
 
     def add(self, message: AddSequence, *, images_ready: bool = True) -> None:
@@ -104,6 +106,9 @@ class Harness:
                 self.ends[event.sequence_id] = event.end.reason
                 self.messages[event.sequence_id] = event.end.message
                 self._evict(self._held.pop(event.sequence_id, {}).values())
+        if self._plans:
+            self.engine.plan()
+            self.engine.check_integrity()
         self._serve_images(done)
         self._serve_masks()
 

@@ -224,6 +224,9 @@ class FakeRunner:
         default_factory=deque
     )
 
+    def prepare(self, step: Step) -> None:
+        """It executes what it is given."""
+
     def execute(self, step: Step) -> FakePending:
         step = Step.from_bytes(step.to_bytes())
         if self.on_execute is not None:

@@ -87,6 +87,7 @@ def run(
                 continue
             engine.handle(message)
         if engine.waits_for_masks:
+            engine.plan()
             continue
         done = engine.step()
         if done is not None:

@@ -34,7 +34,14 @@ from services.decoder.engine.messages import (
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, StateCheckpoints
-from services.decoder.engine.step import Int32Array, PendingStep, Runner, Scores, StepOutput
+from services.decoder.engine.step import (
+    Int32Array,
+    PendingStep,
+    Runner,
+    Scores,
+    Step,
+    StepOutput,
+)
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 # How long the device waits for late masks where no other row of the batch could be sampled.
@@ -97,8 +104,10 @@ class Engine:
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
-        # The last step that was launched, if it waits for late masks.
+        # The last step that was launched, if it waits for late masks, and the one that is planned
+        # to follow if none of them is missing.
         self._unsampled: tuple[Batch, PendingStep] | None = None
+        self._planned: tuple[Batch, Step] | None = None
         self._computed_at = 0.0
         self._mask_deadline = MaskDeadline()
         num_words = -(-info.vocab_size // 32)
@@ -152,6 +161,16 @@ class Engine:
         self._computed_at = self._computed_at or now
         return now - self._computed_at < _LONE_MASK_GRACE_S
 
+    def plan(self) -> None:
+        """Plans the next step while `waits_for_masks`, so that the device gets it sooner. Whatever
+        else the front sends takes part in it, so that it is then planned anew.
+        """
+        if self._planned is None and self._unsampled is not None and self._scheduler.is_steady:
+            batch = self._scheduler.schedule()
+            if batch.chunks:
+                self._planned = batch, batch.to_step()
+                self._runner.prepare(self._planned[1])
+
     def handle(
         self, message: AddSequence | ImageReady | TokenMask | TokenMasks | AbortSequence
     ) -> None:
@@ -171,6 +190,7 @@ class Engine:
 
     def add(self, message: AddSequence) -> None:
         """Queues a sequence; one that can never run fails at once."""
+        self._discard_plan()
         sequence = Sequence.from_message(message)
         sequence.received_at = time.monotonic()
         try:
@@ -186,6 +206,7 @@ class Engine:
     def image_ready(self, sequence_id: int, key: bytes, arena_offset: int) -> None:
         """An image is in the arena. Unknown sequences have ended already and are ignored."""
         if (sequence := self._sequences.get(sequence_id)) is not None:
+            self._discard_plan()
             self._scheduler.image_ready(sequence, key, arena_offset)
 
     def masks_ready(self, message: TokenMasks) -> None:
@@ -218,6 +239,8 @@ class Engine:
             problem = f"a token mask has {mask.nbytes} bytes, not {self._all_allowed.nbytes}"
             self._finish(sequence, "failed", problem)
         else:
+            if not sequence.plans_ahead:  # it is planned again
+                self._discard_plan()
             self._scheduler.mask_ready(sequence, mask.view(np.int32))
 
     def abort(self, sequence_id: int) -> None:
@@ -233,7 +256,7 @@ class Engine:
             if self._unsampled[1].is_computed():
                 self._mask_deadline.computed(began_at)
             self._sample_late(*self._unsampled)
-        batch = self._scheduler.schedule()
+        batch = self._planned[0] if self._planned is not None else self._scheduler.schedule()
         if batch.chunks:
             self._launch(batch)
             if began_at:
@@ -298,6 +321,8 @@ class Engine:
         sequences = self._scheduler.sequences()
         assert {s.sequence_id for s in sequences} == set(self._sequences)
         launched = [c.sequence for _, b, _ in self._pending for c in b.chunks if c.samples]
+        if self._planned is not None:
+            launched += [c.sequence for c in self._planned[0].chunks if c.samples]
         assert all(s.num_in_flight == launched.count(s) for s in sequences)
 
     def _launch(self, batch: Batch) -> None:
@@ -307,8 +332,10 @@ class Engine:
                 sequence.first_scheduled_at = now
         if not self._pending:
             self._busy_since = now
+        step = batch.to_step() if self._planned is None else self._planned[1]
+        self._planned = None
         try:
-            pending = self._runner.execute(batch.to_step())
+            pending = self._runner.execute(step)
         except self._out_of_memory as error:
             self._fail_largest(batch, error)
             return
@@ -329,6 +356,11 @@ class Engine:
     def _sample_late(self, batch: Batch, pending: PendingStep) -> None:
         """Samples the last step; a sequence whose mask has not arrived gets no token."""
         self._unsampled = None
+        for chunk in batch.late:
+            sequence = chunk.sequence
+            if sequence.state is not SequenceState.FINISHED and sequence.token_mask is None:
+                self._discard_plan()
+                break
         masks: list[Int32Array] = []
         for chunk in batch.late:
             sequence = chunk.sequence
@@ -342,6 +374,13 @@ class Engine:
             else:
                 masks.append(mask if len(mask) else self._all_allowed)
         pending.sample(masks)
+
+    def _discard_plan(self) -> None:
+        """To be called before a sequence leaves the planned step, or joins it."""
+        if self._planned is not None:
+            batch, _ = self._planned
+            self._planned = None
+            self._scheduler.roll_back(batch)
 
     def _fail_largest(self, batch: Batch, error: BaseException) -> None:
         """Fails one sequence of a step that did not fit into the device's memory."""
@@ -444,6 +483,7 @@ class Engine:
         poisoned: bool = False,
         event: SequenceEvent | None = None,
     ) -> None:
+        self._discard_plan()
         self._scheduler.finish(sequence, poisoned=poisoned)
         del self._sequences[sequence.sequence_id]
         self._end(sequence, reason, message, event)

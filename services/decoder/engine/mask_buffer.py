@@ -28,12 +28,15 @@ class MaskBuffer:
         self._turn = 0
 
     def device(self, count: int) -> Tensor:
-        """`[count, num_words]` int32, which the next `upload` fills. To be called when the step of
-        the last masks was sampled, and before the one that will read these is launched.
+        """`[count, num_words]` int32, which the next `upload` fills."""
+        return (self._device_side if self._events else self._hosts[0])[:count]
+
+    def mark_read(self) -> None:
+        """To be called when the step of the last masks was sampled, and before the one that reads
+        the next ones is launched.
         """
         if self._read is not None:
             self._read.record()
-        return (self._device_side if self._events else self._hosts[0])[:count]
 
     def upload(self, masks: Sequence[npt.NDArray[np.int32]]) -> None:
         """Enqueues the copy of the masks, in order, before what is launched next."""

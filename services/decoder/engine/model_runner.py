@@ -6,6 +6,7 @@ handle; a kind of step whose CUDA graphs cannot be captured runs eagerly.
 
 import logging
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -96,17 +97,34 @@ class DevicePendingStep:
         return found
 
 
+class PreparedStep(NamedTuple):
+    """A step whose arrays are staged and not uploaded.
+
+    Attributes:
+        step: of the engine.
+        inputs: padded for the graphs.
+        graphs: that run it; None: it runs eagerly.
+        sampling: of its samples.
+    """
+
+    step: Step
+    inputs: StepInputs
+    graphs: StepGraphs | None
+    sampling: SamplingInputs | MaskedRows | None
+
+
 @dataclass(slots=True)
 class UnsampledStep:
     """A launched step that waits for late masks; its logits stay until the next step.
 
     Attributes:
+        rows: of its samples, on the device, and perhaps padding.
         token_ids: greedy ones, if a graph has sampled them.
     """
 
     runner: "ModelRunner"
     step: Step
-    inputs: StepInputs
+    rows: Tensor
     logits: Tensor
     token_ids: Tensor | None
     sampling: SamplingInputs | MaskedRows
@@ -196,6 +214,7 @@ class ModelRunner:
         self._staging = Staging(_staging_bytes(info, max_blocks), state.device)
         self._dtype = state.kv_cache.dtype
         self.graphs: list[StepGraphs] = []  # captured kinds of steps, see graphs.py
+        self._prepared: PreparedStep | None = None
 
     @property
     def kernel_calls(self) -> dict[str, int]:
@@ -204,17 +223,24 @@ class ModelRunner:
         return {f"{operation}={name}": count for (operation, name), count in calls.items()}
 
     @torch.inference_mode()
+    def prepare(self, step: Step) -> None:
+        """Stages a step; see `step.Runner`. A row that is given to another sequence is the last
+        one's until the step before is sampled, so that such a step is not staged yet.
+        """
+        if not step.row_starts:
+            self._prepared = self._stage_all(step)
+
+    @torch.inference_mode()
     def execute(self, step: Step) -> DevicePendingStep | UnsampledStep | ScoredStep:
         """Launches a step; see `step.Runner`."""
-        if step.row_starts:
-            self._start_rows(step.row_starts)
-        self._table.update(step)
-        inputs = step_inputs.lay_out(step, self._table, self.info.block_size)
-        graphs = None
-        if len(step.scored) == 0:
-            graphs, inputs = self._graphs_for(inputs)
-        self._stage(inputs, graphs)
-        sampling = self._prepare_sampling(step)
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.step is not step:
+            if step.row_starts:
+                self._start_rows(step.row_starts)
+            prepared = self._stage_all(step)
+        _, inputs, graphs, sampling = prepared
+        if len(step.late):
+            self._masks.mark_read()
         self._staging.upload()
         if len(step.scored):
             return self._score(step, inputs, sampling)
@@ -262,7 +288,7 @@ class ModelRunner:
         """Launches the sampling of a step with late masks."""
         self._masks.upload([*unsampled.step.token_masks, *masks])
         return self._sample(
-            unsampled.inputs, unsampled.logits, unsampled.token_ids, unsampled.sampling
+            unsampled.rows, unsampled.logits, unsampled.token_ids, unsampled.sampling
         )
 
     def close(self) -> None:
@@ -355,6 +381,16 @@ class ModelRunner:
                 return graphs, padded
         return None, step
 
+    def _stage_all(self, step: Step) -> PreparedStep:
+        """Copies all of a step's arrays into the staging buffer."""
+        self._table.update(step)
+        inputs = step_inputs.lay_out(step, self._table, self.info.block_size)
+        graphs = None
+        if len(step.scored) == 0:
+            graphs, inputs = self._graphs_for(inputs)
+        self._stage(inputs, graphs)
+        return PreparedStep(step, inputs, graphs, self._prepare_sampling(step))
+
     def _stage(self, step: StepInputs, graphs: StepGraphs | None = None) -> StepInputs:
         """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""
         self._staging.begin()
@@ -425,13 +461,14 @@ class ModelRunner:
         token_ids: Tensor | None,
         sampling: SamplingInputs | MaskedRows | None,
     ) -> DevicePendingStep | UnsampledStep:
+        rows = self._staging.device(inputs.places.sampled_rows)
         if sampling is not None and len(step.late):
-            return UnsampledStep(self, step, inputs, logits, token_ids, sampling, self._mark())
-        return self._sample(inputs, logits, token_ids, sampling)
+            return UnsampledStep(self, step, rows, logits, token_ids, sampling, self._mark())
+        return self._sample(rows, logits, token_ids, sampling)
 
     def _sample(
         self,
-        step: StepInputs,
+        rows: Tensor,
         logits: Tensor,
         token_ids: Tensor | None,
         sampling: SamplingInputs | MaskedRows | None,
@@ -439,26 +476,26 @@ class ModelRunner:
         """Samples tokens, keeps them for the next step, copies them to the host.
 
         Args:
-            step: as it was uploaded.
+            rows: of its samples, and perhaps padding.
             logits: of its samples.
             token_ids: greedy ones that are kept already; None: the step was no graph's.
             sampling: of its samples.
         """
         if isinstance(sampling, SamplingInputs):
             sampled = self._sampler.sample(logits, sampling)
-            self._keep(step, sampled.token_ids)
+            self._keep(rows, sampled.token_ids)
             return self._copy_back(sampled, sampling)
         if token_ids is None:
             token_ids = self._model.ops.greedy(logits)
-            self._keep(step, token_ids)
+            self._keep(rows, token_ids)
         if sampling is not None:
             last_tokens = self._state.last_tokens
             self._model.ops.greedy_masked(logits, sampling, token_ids, last_tokens)
         return self._copy_back(Sampled(token_ids, None), None)
 
-    def _keep(self, step: StepInputs, token_ids: Tensor) -> None:
+    def _keep(self, rows: Tensor, token_ids: Tensor) -> None:
         """Writes a step's tokens where the next step reads them."""
-        rows = self._staging.device(step.places.sampled_rows)[: len(token_ids)]  # without padding
+        rows = rows[: len(token_ids)]  # without padding
         # A row that failed may be in the next step already, which then needs any valid id.
         self._state.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
 

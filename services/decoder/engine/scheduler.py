@@ -18,14 +18,14 @@ arrives. The few tokens before an image would cost a step of their own and save 
 Awaiting: a sequence that does not plan ahead, or any sequence where a step may yield several
 tokens, is not planned again before its last token has arrived, and its mask if it needs one. The
 others are planned every step meanwhile. With `late_masks`, a sequence with masks is planned ahead,
-too: its mask arrives while the step is computed; if it does not, the sequence loses that step's
-token and awaits.
+too: its mask arrives while the step is computed; if not, it loses that step's token and awaits.
 
 Any running sequence can be preempted: it loses its blocks and computes all its tokens again. Images
 that were released after they were read are requested again unless the prefix cache holds them.
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from services.decoder.engine.tenants import MIN_SHORT_CHUNK, Room, ShortSteps, T
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
 # smaller chunk before a missing image saves nothing.
 MIN_PARTIAL_TOKENS = 512
+_admission = attrgetter("priority", "admission")  # the greatest is preempted first
 
 
 class CannotSchedule(ValueError):
@@ -112,9 +113,7 @@ class Scheduler:
         self._admitted: list[Sequence] = []
         self._extended: list[Sequence] = []
         self._lacking_images: list[Sequence] = []
-        self.step = 0
-        self._arrivals = 0
-        self._admissions = 0
+        self.step = self._arrivals = self._admissions = 0
         # The head of the queue when it last did not fit, and the number of free blocks then.
         self._blocked: tuple[int, int] = (-1, 0)
         # The same, and free rows, when no tenant had to give way to it.
@@ -143,6 +142,12 @@ class Scheduler:
         waiting = len(self._tenants) and not self._admission_blocked
         return bool(self._decoding or self._ready or self._prefilling or waiting)
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next step has decodes alone, planned ahead, and nobody loses blocks by it."""
+        others = self._prefilling or self._ready or len(self._tenants)
+        return not others and len(self._decoding) <= self.blocks.num_free
+
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         groups = (*self._running, self._parked)
@@ -170,8 +175,7 @@ class Scheduler:
                 f"prompt and completion of up to {sequence.max_length} tokens need {needed} "
                 f"KV blocks; there are {self.blocks.num_blocks}"
             )
-        self._arrivals += 1
-        sequence.arrival = self._arrivals
+        sequence.arrival = self._arrivals = self._arrivals + 1
         if self._max_tokens_per_step > 1:
             sequence.plans_ahead = False  # how many tokens a step yields is not known in advance
         sequence.late_masks = sequence.late_masks and self._late_masks
@@ -196,8 +200,7 @@ class Scheduler:
         the sequence, which is planned again when its mask is there.
         """
         sequence.plans_ahead = False
-        number = sequence.sequence_id
-        self._awaiting[number] = self._decoding.pop(number)
+        self._awaiting[sequence.sequence_id] = self._decoding.pop(sequence.sequence_id)
 
     def tokens_arrived(self, sequence: Sequence, count: int) -> None:
         """The ids of a sequence that does not plan ahead were appended to it.
@@ -593,8 +596,3 @@ class Scheduler:
         self._rows.append(sequence.row)
         self._tenants.left(sequence)
         sequence.row = -1
-
-
-def _admission(sequence: Sequence) -> tuple[int, int]:
-    """The greatest is preempted first."""
-    return sequence.priority, sequence.admission

@@ -189,6 +189,12 @@ class Runner(Protocol):
         """Sizes and names; constant."""
         ...
 
+    def prepare(self, step: Step) -> None:
+        """Does what can be done of a step on the host before the one before it is sampled. It may
+        be executed next, or another one instead.
+        """
+        ...
+
     def execute(self, step: Step) -> PendingStep:
         """Launches one step and returns without waiting for the device.
 

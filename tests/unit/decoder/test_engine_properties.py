@@ -43,12 +43,13 @@ arrivals = st.lists(
     out_of_memory_at=st.none() | st.integers(0, 20),
     again_after=st.integers(0, 6),
     mask_after=st.integers(0, 6),
+    plans=st.booleans(),
     most=st.integers(1, 4),
     seed=st.integers(0, 2**16),
 )
 def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
     arrivals, overlap, prefix_caching, rows, budget, blocks, out_of_memory_at, again_after,
-    mask_after, most, seed,
+    mask_after, plans, most, seed,
 ):  # fmt: skip
     """No token lost or doubled, no block lost, whatever runs beside a sequence, and however many
     tokens a step yields, images and masks that arrive late, and preemptions.
@@ -56,7 +57,7 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
     harness = Harness(
         overlap=overlap, prefix_caching=prefix_caching, max_num_sequences=rows,
         max_batched_tokens=max(budget, rows * most), num_blocks=blocks, again_after=again_after,
-        mask_after=mask_after, max_tokens_per_step=most,
+        mask_after=mask_after, plans=plans, max_tokens_per_step=most,
     )  # fmt: skip
     harness.runner.random.seed(seed)
     todo: dict[int, list] = {}

@@ -17,9 +17,10 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
 
 
 @pytest.mark.parametrize("sampled", [SAMPLED, [SamplingParams()] * 4], ids=["any", "greedy"])
+@pytest.mark.parametrize("plans", [False, True])
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_tokens(
-    harness: Harness, delay: int, sampled: list[SamplingParams]
+    harness: Harness, delay: int, plans: bool, sampled: list[SamplingParams]
 ) -> None:
     """As if every mask had been there before its step was planned; penalties, seeds, logprobs."""
     chooser = np.random.default_rng(7)
@@ -46,6 +47,8 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
         harness._started.clear()
         now = 0
         while engine.has_work or due:
+            if plans:
+                engine.plan()
             for _, mask in [one for one in due if one[0] <= now]:
                 engine.handle(mask)
             due = [one for one in due if one[0] > now]
