@@ -99,13 +99,13 @@ class EngineEnd:
     """What an engine process inherits from its front."""
 
     settings_json: str
-    socket: socket.socket
+    end: socket.socket
     arena: mmap.mmap
     links: list[socket.socket]
 
     def channel(self, incoming: Any) -> EngineChannel[Any]:  # noqa: ANN401 - a type form
         """The engine's end of the channel; `incoming` is the union of the front's messages."""
-        return EngineChannel(self.socket, incoming)
+        return EngineChannel(self.end, incoming)
 
 
 def accept() -> EngineEnd:
@@ -122,7 +122,7 @@ def accept() -> EngineEnd:
     arguments = parser.parse_args()
     return EngineEnd(
         settings_json=sys.stdin.read(),
-        socket=socket.socket(fileno=arguments.channel_fd),
+        end=socket.socket(fileno=arguments.channel_fd),
         arena=mmap.mmap(arguments.arena_fd, arguments.arena_bytes),
         links=[socket.socket(fileno=int(fd)) for fd in arguments.link_fds.split(",") if fd],
     )

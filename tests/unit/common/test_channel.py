@@ -56,6 +56,32 @@ async def test_both_ways(pair: Pair) -> None:
     front.close()
 
 
+def test_a_joined_channel_is_heard_until_it_is_closed(pair: Pair) -> None:
+    others = [create_socket_pair() for _ in range(2)]
+    engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
+    front: EngineChannel[Message] = EngineChannel(pair[0], Message)
+    for _, end in others:
+        engine.join(EngineChannel(end, Message))
+    ends = [EngineChannel[Message](end, Message) for end, _ in others]
+    ends[1].send(Text(1))
+    assert engine.receive(5.0) == [Text(1)]
+    ends[0].send(Text(2))
+    ends[0].send(Text(3))
+    others[0][0].close()
+    front.send(Text(4))
+    found = [*engine.receive(5.0), *engine.receive(0.0)]
+    assert [message for message in found if message != Text(4)] == [Text(2), Text(3)]
+    assert Text(4) in found
+    ends[1].send(Text(5))
+    assert engine.receive(5.0) == [Text(5)]
+    pair[0].close()
+    with pytest.raises(ChannelClosed):
+        engine.receive(5.0)
+    for each in others:
+        for end in each:
+            end.close()
+
+
 async def test_a_message_larger_than_any_buffer(pair: Pair) -> None:
     front = await FrontChannel.open(pair[0], Message)
     engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
