@@ -18,6 +18,8 @@ def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It writes to the terminal from the background, which `stty tostop` would stop it for.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     if os.getppid() != parent:  # the parent ended before the call
         sys.exit(1)
     os.execvp(command[0], command)

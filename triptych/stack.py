@@ -184,7 +184,9 @@ def _spawn(spec: ChildSpec) -> _Child:
         stdin=subprocess.DEVNULL,
         stdout=log or sys.stderr.fileno(),
         stderr=log or sys.stderr.fileno(),
-        start_new_session=True,
+        # In this process's session: Linux shares the cores among sessions first (autogroups), and
+        # what gives way in one service would give way to that service alone.
+        process_group=0,
     )
     return _Child(spec, process, log)
 

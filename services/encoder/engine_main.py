@@ -34,6 +34,7 @@ from services.common.pod_limits import memory_limit_bytes, num_cpus
 from services.common.process_memory import freeze_gc
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
+from services.common.threads import give_way
 from services.encoder.decode import is_large
 from services.encoder.decode_pool import DecodePool
 from services.encoder.engine.engine import Engine, Prepare
@@ -51,6 +52,9 @@ from services.encoder.settings import EncoderSettings
 _MAX_DEFAULT_DECODERS = 16
 # With a smaller share of its memory, other processes are taken to use the GPU, too.
 _MEMORY_FRACTION_OF_SOLE_USER = 0.5
+# An image keeps a core busy for tens of milliseconds. Gateway, fronts and the decoder's engine on
+# the same cores, which every request needs, go first; images have a quarter of a core they share.
+_NICENESS_ON_CPU = 5
 
 log = logging.getLogger("services.encoder.engine")
 
@@ -132,7 +136,7 @@ def batch_budget(device: torch.device, settings: EncoderSettings) -> int:
 
 
 def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
-    """Settings of torch that hold for the whole process."""
+    """Settings that hold for the whole process, and for those that it starts from now on."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_per_process_memory_fraction(settings.memory_fraction)
@@ -140,6 +144,7 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
         torch.set_num_threads(1)
     else:
         torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_cpus()))
+        give_way(_NICENESS_ON_CPU)
 
 
 def create_decoders(settings: EncoderSettings) -> DecodePool:

@@ -70,6 +70,14 @@ async def test_start_returns_when_all_are_ready_and_stop_ends_them(tmp_path: Pat
     assert sorted(line.split(" ready")[0] for line in lines) == ["decoder-0", "encoder-0"]
 
 
+async def test_children_share_the_session_and_no_process_group(tmp_path: Path) -> None:
+    code = "import signal; assert signal.getsignal(signal.SIGTTOU) is signal.SIG_IGN; "
+    async with Stack(lambda _: None) as stack:
+        await stack.start([child("encoder-0", code + _READY_THEN_SLEEP, tmp_path)], 30)
+        pid = found_by_argument(tmp_path, "encoder-0").pid
+        assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
+
+
 async def test_a_child_that_dies_before_ready_is_named_with_its_last_words(tmp_path: Path) -> None:
     code = "import sys; print('no such checkpoint'); sys.exit(7)"
     async with Stack(lambda _: None) as stack:
