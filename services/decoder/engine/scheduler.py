@@ -243,7 +243,7 @@ class Scheduler:
         if self._tenants.are_several:
             self._make_room()
         if short is not None and short.takes_newcomers(several=self._tenants.are_several):
-            newcomers = self._first_of_others(self._tenants.with_rows(), make_room=True)
+            newcomers = self._first_of_others(self._tenants.settled(), make_room=True)
             num_tokens = self._fill(newcomers, self.max_batched_tokens, chunks)
             short.took(newcomers=bool(chunks))
         if not chunks:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from services.decoder.engine.sequence import Sequence
 
-_MUCH = 2.0  # times another tenant's use
+_MUCH = 2.0  # times what another tenant has
 _SHARED_STEPS = 100  # after the last one with several tenants
 _PROMPTS_SHARE = 4  # prompts have one token of so many of a short step
 # Each chunk of a long prompt reads all of its context, so on a CPU smaller ones cost more than they
@@ -82,9 +82,16 @@ class Tenants:
         """Whether more than one tenant has sequences."""
         return len(self._active) > 1
 
-    def with_rows(self) -> set[str]:
-        """The tenants with running sequences."""
-        return {name for name, tenant in self._active.items() if tenant.num_rows}
+    def settled(self) -> set[str]:
+        """The tenants that are no newcomers: those with running sequences, and those with many more
+        sequences than another, whose rows are all free for a moment while their images are encoded.
+        """
+        fewest = min((tenant.num_sequences for tenant in self._active.values()), default=0)
+        return {
+            name
+            for name, tenant in self._active.items()
+            if tenant.num_rows or tenant.num_sequences > _MUCH * fewest
+        }
 
     def arrived(self, sequence: Sequence) -> None:
         """Counts a new sequence; `wait` queues it."""

@@ -144,6 +144,14 @@ def test_first_chunks_of_other_tenants_have_every_second_step_for_themselves():
         assert ("flood" in tokens) == (number % 2 == 0)
 
 
+def test_a_flood_without_a_row_is_no_newcomer():
+    scheduler = scheduler_of(blocks=4096, rows=32, budget=64, short_steps=True)
+    add(scheduler, 1000, "late", length=10)
+    for number in range(10):
+        add(scheduler, number, "flood", length=40)  # as of images that are all ready at once
+    assert [run_step(scheduler) for _ in range(2)] == [Counter(late=10), Counter(late=1, flood=16)]
+
+
 def test_prompts_have_fewer_tokens_while_tenants_share_a_cpu():
     scheduler = scheduler_of(blocks=4096, rows=4, budget=64, length=4096, short_steps=True)
     add(scheduler, 0, "flood", length=4000)
