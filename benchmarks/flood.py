@@ -43,6 +43,7 @@ import uvloop
 from benchmarks import gateway
 from benchmarks.client import Connection, Sample, Target
 from benchmarks.workloads import WORDS, chat_fields, data_url, random_image
+from services.common.threads import give_way
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _TIMEOUT_S = 120.0
@@ -122,7 +123,8 @@ def run_flood(
     """Entry point: keeps `flood.streams` requests under way until told to stop; then puts how many
     were answered and refused.
     """
-    os.nice(19)  # on machines of its own it would take no time of the services
+    # On machines of its own it would take no time of the services, and delay none that wakes up.
+    give_way(19)
 
     async def run() -> list[Sample]:
         samples: list[Sample] = []
