@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from services.common.errors import InvalidImage
 from services.common.image_geometry import ImageLimits, image_grid
@@ -78,6 +78,34 @@ def test_sixteen_bits_keep_their_upper_eight() -> None:
     values = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
     found = pixels_of(encoded(Image.fromarray(values)))
     assert np.array_equal(found[..., 0], values >> 8)
+
+
+@pytest.mark.parametrize("after_pixels", [False, True])
+def test_texts_and_profiles_change_no_pixel_and_are_not_inflated(
+    after_pixels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, texts = make_image(), PngImagePlugin.PngInfo()
+    plain = encoded(image)
+    texts.add_text("Software", "a camera")
+    texts.add_text("transparency", "no colour", zip=True)
+    texts.add_itxt("XML:com.adobe.xmp", "<x:xmpmeta/>" * 1000, zip=True)
+    texts.add_text("Comment", "x" * (16 << 20), zip=True)
+    for _ in range(9):
+        texts.add_text("Bomb", "x" * (1 << 20), zip=True)
+    whole = encoded(image, pnginfo=texts, icc_profile=bytes(4000))
+    first, end = whole.index(b"iCCP") - 4, whole.index(b"IDAT") - 4
+    place = plain.index(b"IEND") - 4 if after_pixels else 33
+    data = plain[:place] + whole[first:end] + plain[place:]
+    monkeypatch.setattr(PngImagePlugin, "_safe_zlib_decompress", None)
+    assert np.array_equal(pixels_of(data), np.asarray(image))
+
+
+def test_a_text_whose_checksum_is_wrong_is_refused() -> None:
+    texts = PngImagePlugin.PngInfo()
+    texts.add_text("Software", "a camera")
+    damaged = encoded(make_image(), pnginfo=texts).replace(b"a camera", b"a kamera")
+    with pytest.raises(InvalidImage):
+        pixels_of(damaged)
 
 
 def test_cmyk_jpeg() -> None:
