@@ -88,8 +88,10 @@ class Decoder:
 class Gateway:
     """One Generate stream and what came over it."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, *, takes_bare_tokens: bool = True) -> None:
         self._decoder = decoder
+        self._takes_bare_tokens = takes_bare_tokens
+        self.num_bare_tokens = 0
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[pb.TokenLogprobs]] = {}
         self.prompt_logprobs: dict[int, list[pb.PromptLogprobs]] = {}
@@ -101,6 +103,8 @@ class Gateway:
 
     async def __aenter__(self) -> "Gateway":
         self.call = self._decoder.stub.Generate()
+        if self._takes_bare_tokens:
+            await self.call.write(pb.GenerateCommand(accept=pb.Accept(bare_tokens=True)))
         self._reader = asyncio.create_task(self._read())
         return self
 
@@ -131,6 +135,10 @@ class Gateway:
     async def _read(self) -> None:
         async for message in self.call:
             self.num_messages += 1
+            for number, token_id in zip(message.sequence_ids, message.token_ids, strict=True):
+                assert number in self.starts and number not in self.ends
+                self.num_bare_tokens += 1
+                self.tokens[number].append(token_id)
             for event in message.events:
                 number = event.sequence_id
                 assert number not in self.ends, "an event after the end"

@@ -173,10 +173,17 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
     async def Generate(self, request_iterator, context):
         events: asyncio.Queue[decoder_pb2.SequenceEvent | None] = asyncio.Queue()
         running: dict[int, asyncio.Task[None]] = {}
-        reader = asyncio.create_task(self._read(request_iterator, events, running))
+        accepted = decoder_pb2.Accept()
+        reader = asyncio.create_task(self._read(request_iterator, events, running, accepted))
         try:
             while (event := await events.get()) is not None:
-                await context.write(decoder_pb2.GenerateEvents(events=[event]))
+                bare = decoder_pb2.GenerateEvents(
+                    sequence_ids=[event.sequence_id], token_ids=event.token_ids
+                )
+                as_event = decoder_pb2.GenerateEvents(events=[event])
+                fields = {field.name for field, _ in event.ListFields()}
+                is_bare = len(event.token_ids) == 1 and fields == {"sequence_id", "token_ids"}
+                await context.write(bare if is_bare and accepted.bare_tokens else as_event)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
         finally:
             for task in (reader, *running.values()):
@@ -184,10 +191,12 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
             for sequence_id in running:
                 self.running.pop(sequence_id, None)
 
-    async def _read(self, commands, events, running) -> None:
+    async def _read(self, commands, events, running, accepted) -> None:
         with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             async for command in commands:
-                if command.HasField("submit"):
+                if command.HasField("accept"):
+                    accepted.CopyFrom(command.accept)
+                elif command.HasField("submit"):
                     submit = command.submit
                     self.submits.append(submit)
                     task = asyncio.create_task(self._run(submit, events))

@@ -329,17 +329,23 @@ class DecoderFront:
             live = self._live.get(event.sequence_id)
             if live is None:
                 continue
-            num_generated += len(event.token_ids)
-            live.num_generated += len(event.token_ids)
+            token_ids = event.token_ids
+            num_generated += len(token_ids)
+            live.num_generated += len(token_ids)
             if not live.reported:
-                touched.add(live.stream)
+                stream = live.stream
+                touched.add(stream)
+                if len(token_ids) == 1 and not (
+                    event.logprobs or event.end or event.start or event.prompt_logprobs
+                ):
+                    stream.outbox.add_token(live.sequence_id, token_ids[0])
+                    continue
                 if event.prompt_logprobs is not None:
-                    live.stream.outbox.add_prompt_logprobs(live.sequence_id, event.prompt_logprobs)
-                if event.token_ids:
-                    outbox = live.stream.outbox
-                    outbox.add_tokens(live.sequence_id, event.token_ids, event.logprobs)
+                    stream.outbox.add_prompt_logprobs(live.sequence_id, event.prompt_logprobs)
+                if token_ids:
+                    stream.outbox.add_tokens(live.sequence_id, token_ids, event.logprobs)
                     if event.start is not None:
-                        outbox.add_start(live.sequence_id, self._started(live, event.start))
+                        stream.outbox.add_start(live.sequence_id, self._started(live, event.start))
             if event.end is not None:
                 self._ended(live, event.end)
         for images in done.images_read:

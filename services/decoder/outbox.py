@@ -9,6 +9,7 @@ from services.decoder.engine.messages import Logprobs, PromptLogprobs
 MAX_WEIGHT = 32 << 20
 _EVENT_WEIGHT = 100
 _TOKEN_WEIGHT = 8
+_BARE_TOKEN_WEIGHT = 16
 _LOGPROBS_WEIGHT = 100
 
 
@@ -18,6 +19,9 @@ class Outbox:
     While the writer keeps up, each engine step becomes one message. While it does not, a sequence's
     tokens are merged into one event, so that the queue grows by a few bytes per token. The writer
     sees additions after `flush`.
+
+    Attributes:
+        takes_bare_tokens: the gateway reads tokens without an event, which cost a third.
     """
 
     def __init__(self, max_weight: int = MAX_WEIGHT) -> None:
@@ -25,13 +29,26 @@ class Outbox:
         self._weight = 0
         self._message = pb.GenerateEvents()
         self._open: dict[int, pb.SequenceEvent] = {}
+        self._bare: tuple[list[int], list[int]] = ([], [])  # sequence ids, their tokens
+        self._is_behind = False  # what was flushed is not taken
         self._wake = asyncio.Event()
         self._closed = False
+        self.takes_bare_tokens = False
 
     @property
     def is_full(self) -> bool:
         """Whether the gateway has left more unread than it may."""
         return self._weight > self._max_weight
+
+    def add_token(self, sequence_id: int, token_id: int) -> None:
+        """Adds a sequence's new token, about which there is nothing else to say."""
+        if not self.takes_bare_tokens or self._is_behind or sequence_id in self._open:
+            self.add_tokens(sequence_id, [token_id], [])
+            return
+        sequence_ids, token_ids = self._bare
+        sequence_ids.append(sequence_id)
+        token_ids.append(token_id)
+        self._weight += _BARE_TOKEN_WEIGHT
 
     def add_tokens(self, sequence_id: int, token_ids: list[int], logprobs: list[Logprobs]) -> None:
         """Adds a sequence's new tokens."""
@@ -85,11 +102,13 @@ class Outbox:
                 message.events.add(sequence_id=event.sequence_id, failed=failed)
         self._message = message
         self._open.clear()
+        self._bare = ([], [])
         self._weight = _EVENT_WEIGHT * len(message.events)
 
     def flush(self) -> None:
         """Wakes the writer."""
-        if self._message.events:
+        if self._has_news:
+            self._is_behind = True
             self._wake.set()
 
     def close(self) -> None:
@@ -99,15 +118,25 @@ class Outbox:
 
     async def take(self) -> pb.GenerateEvents | None:
         """Waits for events; returns all that are queued as one message, None at the end."""
-        while not self._message.events:
+        while not self._has_news:
             if self._closed:
                 return None
             self._wake.clear()
             await self._wake.wait()
         message, self._message = self._message, pb.GenerateEvents()
+        sequence_ids, token_ids = self._bare
+        if sequence_ids:
+            message.sequence_ids.extend(sequence_ids)
+            message.token_ids.extend(token_ids)
+            self._bare = ([], [])
         self._open.clear()
+        self._is_behind = False
         self._weight = 0
         return message
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._bare[0] or self._message.events)
 
     def _event(self, sequence_id: int) -> pb.SequenceEvent:
         event = self._open.get(sequence_id)

@@ -61,6 +61,8 @@ class DecoderServicer(pb_grpc.DecoderServicer):
                     self._front.submit(stream, command.submit)
                 case "cancel":
                     self._front.cancel(stream, command.cancel.sequence_id)
+                case "accept":
+                    stream.outbox.takes_bare_tokens = command.accept.bare_tokens
                 case _:  # of a newer gateway
                     pass
         self._front.half_close(stream)

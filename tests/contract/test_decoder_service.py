@@ -76,6 +76,21 @@ async def test_a_step_is_one_message_for_all_sequences():
         assert gateway.num_messages <= 22
 
 
+async def test_tokens_between_first_and_last_come_without_events_to_gateways_that_read_them():
+    expected = alone(prompt_of(1), max_tokens=8)
+    async with Decoder() as decoder:
+        async with Gateway(decoder) as gateway:
+            await gateway.submit(submit_of(1, prompt_of(1)))
+            await gateway.end(1)
+            assert gateway.tokens[1] == expected
+            assert gateway.num_bare_tokens > 0
+        async with Gateway(decoder, takes_bare_tokens=False) as older:
+            await older.submit(submit_of(1, prompt_of(1)))
+            await older.end(1)
+            assert older.tokens[1] == expected
+            assert older.num_bare_tokens == 0
+
+
 async def test_logprobs_of_a_prompt_cross_the_wire():
     prompt = prompt_of(1, 100)  # of two steps
     async with Decoder() as decoder, Gateway(decoder) as gateway:

@@ -37,12 +37,20 @@ class DescribeDecoderResponse(_message.Message):
     def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class GenerateCommand(_message.Message):
-    __slots__ = ("submit", "cancel")
+    __slots__ = ("submit", "cancel", "accept")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    accept: Accept
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ...) -> None: ...
+
+class Accept(_message.Message):
+    __slots__ = ("bare_tokens",)
+    BARE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    bare_tokens: bool
+    def __init__(self, bare_tokens: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("sequence_id", "request_id", "prompt_token_ids", "positions", "position_delta", "images", "sampling", "cache_salt", "timeout_s", "traceparent", "grammar", "generated_token_ids", "tenant", "tenant_weight", "priority")
@@ -176,10 +184,14 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateEvents(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "sequence_ids", "token_ids")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[SequenceEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
     __slots__ = ("sequence_id", "token_ids", "logprobs", "finished", "failed", "started", "prompt_logprobs", "leaving")

@@ -165,6 +165,7 @@ class DecoderPod(Pod):
     ) -> None:
         # `_read` sees the same failure and reports it.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await call.write(pb.GenerateCommand(accept=pb.Accept(bare_tokens=True)))
             while True:
                 await call.write(await commands.next())
 
@@ -182,6 +183,8 @@ class DecoderPod(Pod):
                         self._dispatch(event, event.started)
                     else:
                         following.append(event)
+                if message.token_ids:
+                    self._dispatch_bare(message.sequence_ids, message.token_ids)
                 for event in following:
                     self._dispatch(event, None)
         except grpc.aio.AioRpcError as failure:
@@ -196,6 +199,14 @@ class DecoderPod(Pod):
                 self.healthy = False
                 log.warning("%s: %s", self.address, error.message)
             self._fail_all(error)
+
+    def _dispatch_bare(self, sequence_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        sinks = self._sinks
+        for sequence_id, token_id in zip(sequence_ids, token_ids, strict=True):
+            entry = sinks.get(sequence_id)
+            if entry is not None:
+                choice, sink = entry
+                sink(TokenEvent(choice, (token_id,)))
 
     def _dispatch(self, event: pb.SequenceEvent, started: pb.Started | None) -> None:
         entry = self._sinks.get(event.sequence_id)
