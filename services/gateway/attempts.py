@@ -273,8 +273,8 @@ class Attempts:
             asyncio.create_task(self._encode(key, pod, index))
             for key, (pod, index) in calls.items()
         ]
-        # Lets the encode calls go out first: the prompt waits for the images.
-        await asyncio.sleep(0)
+        if self._encodes:  # they go out first: the prompt waits for the images
+            await asyncio.sleep(0)
         try:
             decoder = self._choose_decoder(self._excluded["decoder"])
         except Unavailable:

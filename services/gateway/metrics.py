@@ -85,7 +85,11 @@ class GatewayMetrics:
             "tenant", "kind",
         )  # fmt: skip
         stage = histogram("gateway_stage_seconds", "Time of a request in a stage", "stage")
-        self.stage: Callable[[str], Histogram] = cache(stage.labels)  # a look-up takes microseconds
+        # A look-up takes microseconds. The labels of tenants are those of the key file.
+        self.stage: Callable[[str], Histogram] = cache(stage.labels)
+        self.request_ended: Callable[[str], Counter] = cache(self.requests.labels)
+        self.tenant_request: Callable[[str, str], Counter] = cache(self.tenant_requests.labels)
+        self.used_by_tenant: Callable[[str, str], Counter] = cache(self.tenant_usage.labels)
         self.ttft = histogram("gateway_ttft_seconds", "Time to first token, from arrival")
         self.tpot = histogram(
             "gateway_tpot_seconds", "Mean time per output token of a request, after its first"

@@ -119,7 +119,7 @@ class Endpoint(ABC):
         finally:
             scope["state"]["outcome"] = outcome
             self._audit(scope, tenant, outcome, work)
-            self._metrics.requests.labels(outcome).inc()
+            self._metrics.request_ended(outcome).inc()
             self._metrics.request.observe(timings.since_arrival())
 
     async def collect(self, completion: Completion) -> list[list[Update]]:
@@ -137,7 +137,7 @@ class Endpoint(ABC):
         remaining_s = self._service.request_timeout_s - work.timings.since_arrival()
         try:
             try:
-                async with self._admission.until_ended(), asyncio.timeout(remaining_s):
+                async with self._admission.until_ended(remaining_s):
                     await self._admission.turn()
                     await self.answer(work, body)
                 return work.completions[0].choices[0].finish_reason or "internal_error"
@@ -166,10 +166,10 @@ class Endpoint(ABC):
             "completion_tokens": sum(usage.completion_tokens for usage in usages),
             "images": sum(len(completion.prepared.images) for completion in completions),
         }
-        self._metrics.tenant_requests.labels(tenant.name, outcome).inc()
+        self._metrics.tenant_request(tenant.name, outcome).inc()
         for kind, amount in amounts.items():
             if amount:
-                self._metrics.tenant_usage.labels(tenant.name, kind).inc(amount)
+                self._metrics.used_by_tenant(tenant.name, kind).inc(amount)
         who = {"tenant": tenant.name, "key": key_of(scope), "model": self._service.model_name}
         audit.info("%s", scope["path"], extra={"fields": {**who, **amounts, "outcome": outcome}})
 
@@ -178,9 +178,11 @@ class Endpoint(ABC):
         for stage, value in seconds.items():
             metrics.stage(stage).observe(value)
         metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.image_tokens.inc(completion.prepared.prompt.num_image_tokens)
         metrics.completion_tokens.inc(usage.completion_tokens)
-        metrics.cached_tokens.inc(completion.cached_tokens or 0)
+        if num_image_tokens := completion.prepared.prompt.num_image_tokens:
+            metrics.image_tokens.inc(num_image_tokens)
+        if completion.cached_tokens:
+            metrics.cached_tokens.inc(completion.cached_tokens)
         if "first_token" in seconds:
             metrics.ttft.observe(seconds["first_token"])
             num_later = usage.completion_tokens - len(completion.choices)

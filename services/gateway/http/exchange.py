@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -88,27 +89,39 @@ class Exchange:
         await JsonResponse(content)(self.scope, self.receive, self.send)
 
     async def while_connected(self, serving: Awaitable[Result]) -> Result:
-        """Runs `serving` in a task of its own, until it ends or the client disconnects.
+        """Runs `serving` until it ends or the client disconnects.
 
         Raises:
-            ClientDisconnect: the client disconnected first; the task is cancelled and has ended.
+            ClientDisconnect: the client disconnected first; `serving` was cancelled and has ended.
         """
-        work = asyncio.ensure_future(serving)
-        watch = asyncio.ensure_future(_disconnected(self.receive))
+        work = asyncio.current_task()
+        assert work is not None
+        was_cancelling, is_gone = work.cancelling(), False
+
+        def disconnected(_: object) -> None:
+            nonlocal is_gone
+            if not self.finished:
+                is_gone = True
+                work.cancel()
+
+        watch = asyncio.create_task(_disconnected(self.receive))
+        watch.add_done_callback(disconnected)
         try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-            if work.done() or self.finished:
-                return await work
-            raise ClientDisconnect
+            return await serving
+        except asyncio.CancelledError:
+            # As `asyncio.timeout` does: somebody else's cancellation goes on.
+            if is_gone and work.uncancel() <= was_cancelling:
+                raise ClientDisconnect from None
+            raise
         finally:
+            watch.remove_done_callback(disconnected)
             watch.cancel()
-            work.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    with suppress(Exception):  # of a connection that is lost
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
 
 async def read_body(

@@ -5,9 +5,9 @@ that a route lets through is logged here, after Starlette has answered with a 50
 """
 
 import logging
+import os
 import re
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -172,4 +172,4 @@ def _outcome(scope: Scope) -> dict[str, str]:
 def _request_id(given: bytes) -> str:
     """The client's id if it is safe in logs and metadata, else a new one."""
     text = given.decode("latin-1")
-    return text if _REQUEST_ID.fullmatch(text) else f"req-{uuid.uuid4().hex}"
+    return text if _REQUEST_ID.fullmatch(text) else f"req-{os.urandom(16).hex()}"
