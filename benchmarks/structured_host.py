@@ -52,21 +52,25 @@ class NullPending:
 
     runner: "NullRunner"
     step: Step
-    masks: list[Int32Array] = field(default_factory=list[Int32Array])
+    masks: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
 
     def is_computed(self) -> bool:
         return False
 
-    def sample(self, masks: list[Int32Array]) -> None:
-        self.runner.buffer.upload(masks)
-        self.masks = masks
+    def put_mask(self, index: int, mask: Int32Array) -> None:
+        self.runner.buffer.put(index, mask)
+        self.masks[index] = mask
+
+    def sample(self) -> None:
+        self.runner.buffer.upload(len(self.masks))
 
     def result(self) -> StepOutput:
         started = time.process_time()
         count = len(self.step.samples)
         ids = np.full((count, 1), _ANY_TOKEN, np.int32)
         places = [*self.step.masked.tolist(), *self.step.late.tolist()]
-        for place, mask in zip(places, [*self.step.token_masks, *self.masks], strict=True):
+        late = [self.masks[index] for index in range(len(self.masks))]
+        for place, mask in zip(places, [*self.step.token_masks, *late], strict=True):
             ids[place, 0] = self.runner.choose(mask)
         self.runner.excluded_s += time.process_time() - started
         return StepOutput(ids, np.ones(count, np.int32), {})

@@ -68,14 +68,17 @@ class ClockStep:
     step: Step
     computed_at: float
     done_at: float
-    masks: list[Int32Array] = field(default_factory=list[Int32Array])
+    masks: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
 
     def is_computed(self) -> bool:
         return time.monotonic() >= self.computed_at
 
-    def sample(self, masks: list[Int32Array]) -> None:
-        self.runner.buffer.upload([*self.step.token_masks, *masks])
-        self.masks = list(masks)
+    def put_mask(self, index: int, mask: Int32Array) -> None:
+        self.runner.buffer.put(len(self.step.token_masks) + index, mask)
+        self.masks[index] = mask
+
+    def sample(self) -> None:
+        self.runner.buffer.upload(len(self.step.token_masks) + len(self.masks))
         now = time.monotonic()
         self.runner.idle_s += max(0.0, now - self.computed_at)
         self.done_at = max(now, self.computed_at) + self.runner.masked_s
@@ -84,7 +87,8 @@ class ClockStep:
         step = self.step
         ids = np.full((len(step.samples), 1), _ANY_TOKEN, np.int32)
         places = [*step.masked.tolist(), *step.late.tolist()]
-        for place, mask in zip(places, [*step.token_masks, *self.masks], strict=True):
+        late = [self.masks[index] for index in range(len(self.masks))]
+        for place, mask in zip(places, [*step.token_masks, *late], strict=True):
             ids[place, 0] = self.runner.choose(mask)
         work_for(self.done_at - time.monotonic())
         return StepOutput(ids, np.ones(len(ids), np.int32), {})

@@ -171,17 +171,23 @@ class FakePending:
     step: Step
     output: StepOutput | None = None
     sampled: bool = False
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
 
     def is_computed(self) -> bool:
         return False  # it runs when its result is read
 
-    def sample(self, masks: list[np.ndarray]) -> None:
+    def put_mask(self, index: int, mask: np.ndarray) -> None:
+        assert not self.sampled and self.runner._queue[-1][0] is self.step
+        self.masks[index] = mask.copy()
+
+    def sample(self) -> None:
         step = self.step
         assert not self.sampled and self.runner._queue[-1][0] is step
-        assert len(masks) == len(step.late) > 0
+        assert set(self.masks) == set(range(len(step.late))) != set()
         self.sampled = True
         step.masked = np.concatenate((step.masked, step.late))
-        step.token_masks = np.stack([*step.token_masks, *masks])
+        late = [self.masks[index] for index in range(len(step.late))]
+        step.token_masks = np.stack([*step.token_masks, *late])
 
     def result(self) -> StepOutput:
         while self.output is None:

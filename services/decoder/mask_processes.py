@@ -32,8 +32,9 @@ from services.decoder.metrics import DecoderMetrics
 log = logging.getLogger(__name__)
 
 # Each process has the vocabulary, 150 MB. With fewer cores, the front fills the masks.
-_CORES_PER_PROCESS = 4
-_MAX_PROCESSES = 4
+_LEAST_CORES = 8
+_CORES_PER_PROCESS = 2
+_MAX_PROCESSES = 8
 _EXIT_S = 5.0
 
 Failed = Callable[[int, TriptychError], None]
@@ -41,8 +42,8 @@ Failed = Callable[[int, TriptychError], None]
 
 def num_mask_processes() -> int:
     """As many as this pod has cores for; 0: none."""
-    processes = num_cpus() // _CORES_PER_PROCESS
-    return 0 if processes < 2 else min(_MAX_PROCESSES, processes)
+    cores = num_cpus()
+    return 0 if cores < _LEAST_CORES else min(_MAX_PROCESSES, cores // _CORES_PER_PROCESS)
 
 
 @dataclass(slots=True, eq=False)

@@ -108,6 +108,8 @@ class Engine:
         # to follow if none of them is missing.
         self._unsampled: tuple[Batch, PendingStep] | None = None
         self._planned: tuple[Batch, Step] | None = None
+        # Of the step that waits for masks, each sequence's place among them.
+        self._places: dict[int, int] = {}
         self._computed_at = 0.0
         self._mask_deadline = MaskDeadline()
         num_words = -(-info.vocab_size // 32)
@@ -241,7 +243,11 @@ class Engine:
         else:
             if not sequence.plans_ahead:  # it is planned again
                 self._discard_plan()
-            self._scheduler.mask_ready(sequence, mask.view(np.int32))
+            words = mask.view(np.int32)
+            place = self._places.get(sequence_id)
+            if place is not None and self._unsampled is not None:
+                self._unsampled[1].put_mask(place, words if len(words) else self._all_allowed)
+            self._scheduler.mask_ready(sequence, words)
 
     def abort(self, sequence_id: int) -> None:
         """Ends a sequence; its blocks are free when this returns."""
@@ -343,6 +349,7 @@ class Engine:
         self._pending.append((self._scheduler.step, batch, pending))
         if batch.late:
             self._unsampled = batch, pending
+            self._places = {c.sequence.sequence_id: i for i, c in enumerate(batch.late)}
             self._computed_at = 0.0
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
@@ -361,19 +368,16 @@ class Engine:
             if sequence.state is not SequenceState.FINISHED and sequence.token_mask is None:
                 self._discard_plan()
                 break
-        masks: list[Int32Array] = []
-        for chunk in batch.late:
+        for place, chunk in enumerate(batch.late):
             sequence = chunk.sequence
             mask, sequence.token_mask = sequence.token_mask, None
             if sequence.state is SequenceState.FINISHED or mask is None:
-                masks.append(self._nothing_allowed)
+                pending.put_mask(place, self._nothing_allowed)
                 chunk.is_void = True
                 if sequence.state is not SequenceState.FINISHED:
                     self._num_late_masks += 1
                     self._scheduler.mask_missed(sequence)
-            else:
-                masks.append(mask if len(mask) else self._all_allowed)
-        pending.sample(masks)
+        pending.sample()
 
     def _discard_plan(self) -> None:
         """To be called before a sequence leaves the planned step, or joins it."""

@@ -1,7 +1,5 @@
 """Late token masks on their way to the device: one pinned copy for each step that has any."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -31,22 +29,23 @@ class MaskBuffer:
         """`[count, num_words]` int32, which the next `upload` fills."""
         return (self._device_side if self._events else self._hosts[0])[:count]
 
-    def mark_read(self) -> None:
-        """To be called when the step of the last masks was sampled, and before the one that reads
-        the next ones is launched.
+    def begin(self) -> None:
+        """Starts on the next step's masks. To be called when the step of the last ones was sampled,
+        and before the one that reads these is launched.
         """
+        self._turn = (self._turn + 1) % len(self._hosts)
         if self._read is not None:
+            self._events[self._turn].synchronize()  # long done
             self._read.record()
 
-    def upload(self, masks: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Enqueues the copy of the masks, in order, before what is launched next."""
-        self._turn = (self._turn + 1) % len(self._hosts)
-        if self._events:
-            self._events[self._turn].synchronize()  # long done
-        for target, mask in zip(self._arrays[self._turn], masks, strict=False):
-            target[:] = mask
+    def put(self, index: int, mask: npt.NDArray[np.int32]) -> None:
+        """Copies one of the step's masks."""
+        self._arrays[self._turn][index] = mask
+
+    def upload(self, count: int) -> None:
+        """Enqueues the copy of the first `count` masks before what is launched next."""
         if self._stream is not None and self._read is not None:
-            count, copied = len(masks), self._events[self._turn]
+            copied = self._events[self._turn]
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._read)
                 self._device_side[:count].copy_(self._hosts[self._turn][:count], non_blocking=True)

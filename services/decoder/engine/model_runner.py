@@ -62,7 +62,11 @@ class DevicePendingStep:
         """See `step.PendingStep`; every other step is sampled when it is launched."""
         return True
 
-    def sample(self, masks: list[Int32Array]) -> None:
+    def put_mask(self, index: int, mask: Int32Array) -> None:
+        """See `step.PendingStep`."""
+        raise RuntimeError("the step has no late masks")
+
+    def sample(self) -> None:
         """See `step.PendingStep`."""
         raise RuntimeError("the step has no late masks")
 
@@ -135,9 +139,13 @@ class UnsampledStep:
         """See `step.PendingStep`."""
         return self.computed is None or self.computed.query()
 
-    def sample(self, masks: list[Int32Array]) -> None:
+    def put_mask(self, index: int, mask: Int32Array) -> None:
         """See `step.PendingStep`."""
-        self._sampled = self.runner.sample_late(self, masks)
+        self.runner.masks.put(len(self.step.token_masks) + index, mask)
+
+    def sample(self) -> None:
+        """See `step.PendingStep`."""
+        self._sampled = self.runner.sample_late(self)
 
     def result(self) -> StepOutput:
         """The step's tokens, once they are there."""
@@ -158,9 +166,13 @@ class ScoredStep:
         """See `step.PendingStep`."""
         return self.step.is_computed()
 
-    def sample(self, masks: list[Int32Array]) -> None:
+    def put_mask(self, index: int, mask: Int32Array) -> None:
         """See `step.PendingStep`."""
-        self.step.sample(masks)
+        self.step.put_mask(index, mask)
+
+    def sample(self) -> None:
+        """See `step.PendingStep`."""
+        self.step.sample()
 
     def result(self) -> StepOutput:
         """The step's tokens and scores, once they are there."""
@@ -210,7 +222,7 @@ class ModelRunner:
         self._table.blocks[self._scratch_row] = info.num_blocks
         self._sampler = Sampler(info.max_num_sequences, info.vocab_size, state.device, model.ops)
         words = -(-info.vocab_size // 32)
-        self._masks = MaskBuffer(info.max_num_sequences, words, state.device)
+        self.masks = MaskBuffer(info.max_num_sequences, words, state.device)
         self._staging = Staging(_staging_bytes(info, max_blocks), state.device)
         self._dtype = state.kv_cache.dtype
         self.graphs: list[StepGraphs] = []  # captured kinds of steps, see graphs.py
@@ -240,7 +252,9 @@ class ModelRunner:
             prepared = self._stage_all(step)
         _, inputs, graphs, sampling = prepared
         if len(step.late):
-            self._masks.mark_read()
+            self.masks.begin()
+            for index, mask in enumerate(step.token_masks):
+                self.masks.put(index, mask)
         self._staging.upload()
         if len(step.scored):
             return self._score(step, inputs, sampling)
@@ -284,9 +298,9 @@ class ModelRunner:
         return ScoredStep(pending, runs, self._mark())
 
     @torch.inference_mode()
-    def sample_late(self, unsampled: UnsampledStep, masks: list[Int32Array]) -> DevicePendingStep:
+    def sample_late(self, unsampled: UnsampledStep) -> DevicePendingStep:
         """Launches the sampling of a step with late masks."""
-        self._masks.upload([*unsampled.step.token_masks, *masks])
+        self.masks.upload(len(unsampled.step.token_masks) + len(unsampled.step.late))
         return self._sample(
             unsampled.rows, unsampled.logits, unsampled.token_ids, unsampled.sampling
         )
@@ -447,7 +461,7 @@ class ModelRunner:
     def _prepare_sampling(self, step: Step) -> SamplingInputs | MaskedRows | None:
         late = late_masks = None
         if len(step.late):
-            late, late_masks = step.late, self._masks.device(len(step.masked) + len(step.late))
+            late, late_masks = step.late, self.masks.device(len(step.masked) + len(step.late))
         return self._sampler.prepare(
             step.rows[step.samples], step.generated, self._staging, step.masked, step.token_masks,
             late, late_masks,

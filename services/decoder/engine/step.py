@@ -170,9 +170,13 @@ class PendingStep(Protocol):
         """Whether the device has nothing left to do but to sample; for a step with late masks."""
         ...
 
-    def sample(self, masks: list[Int32Array]) -> None:
-        """Launches the sampling of a step with late masks, of which it takes one for each of
-        `Step.late`; before the next step is executed.
+    def put_mask(self, index: int, mask: Int32Array) -> None:
+        """Copies the mask of one of `Step.late`; the last one of each counts."""
+        ...
+
+    def sample(self) -> None:
+        """Launches the sampling of a step with late masks, all of which were put; before the next
+        step is executed.
         """
         ...
 
