@@ -54,7 +54,8 @@ class DecoderMetrics:
             "grammar_compile", "Compilation of a grammar that was not in the cache."
         )
         self.token_mask = Histogram(
-            "decoder_token_mask_seconds", "Token to mask, of all sequences in a step together.",
+            "decoder_token_mask_seconds",
+            "Token to mask, of all of a process's sequences in a step together.",
             registry=registry, buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.5),
         )  # fmt: skip
         self.fetch = seconds("embedding_fetch", "Fetch of one embedding from an encoder.")

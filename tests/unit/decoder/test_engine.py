@@ -1,5 +1,6 @@
 """The engine on a fake runner: events, images, masks, preemption and failures, case by case."""
 
+import numpy as np
 import pytest
 
 from services.decoder.engine import engine
@@ -453,6 +454,60 @@ def test_a_step_with_others_is_sampled_before_the_device_has_computed_it(monkeyp
     assert harness.engine.waits_for_masks
     now += 0.00006
     assert not harness.engine.waits_for_masks
+    harness.run()
+    harness.assert_all_as_alone()
+
+
+def waiting_engine(**options: int) -> Harness:
+    """Two sequences decode, one of them with masks, which are missing now."""
+    harness = Harness(mask_after=0, **options)
+    for number in (1, 2):
+        masked = number == 1
+        harness.add(add_message(number, prompt_of(1, 9), max_tokens=20, token_masks=masked))
+    for _ in range(6):
+        harness.step()
+    harness._mask_after = 3
+    while not harness.engine.waits_for_masks:
+        harness.step()
+    return harness
+
+
+def test_a_step_is_planned_and_prepared_while_masks_are_missing(monkeypatch):
+    harness = waiting_engine()
+    prepared, executed = [], []
+    monkeypatch.setattr(harness.runner, "prepare", prepared.append)
+    harness.runner.on_execute = executed.append
+    harness.engine.plan()
+    harness.engine.plan()
+    (step,) = prepared
+    harness.engine.mask_ready(1, harness.engine._sequences[1].num_generated, np.empty(0, np.int32))
+    harness._masks.clear()  # it has come
+    assert not harness.engine.waits_for_masks
+    harness.step()
+    assert [one.to_bytes() for one in executed] == [step.to_bytes()]
+
+
+@pytest.mark.parametrize("event", ["missing", "add", "abort"])
+def test_a_plan_is_made_anew_when_other_sequences_take_part(event):
+    harness = waiting_engine()
+    harness.engine.plan()
+    assert harness.engine._planned is not None
+    if event == "add":
+        harness.add(add_message(3, prompt_of(3, 9), max_tokens=4))
+    elif event == "abort":
+        harness.engine.abort(2)
+    harness.step()
+    ran = {"missing": {2}, "add": {2, 3}, "abort": set()}
+    assert harness.launches[-1] == ran[event]
+    harness.run()
+    harness.assert_all_as_alone()
+
+
+@pytest.mark.parametrize(("blocks", "plans"), [(8, True), (4, False)])
+def test_a_plan_takes_no_blocks_from_anybody(blocks, plans):
+    harness = waiting_engine(num_blocks=blocks, block_size=8)
+    harness.engine.plan()
+    assert (harness.engine._planned is not None) == plans
     harness.run()
     harness.assert_all_as_alone()
 

@@ -82,7 +82,7 @@ class Processes:
             link.send(MaskMemoryOpened())
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         await self.masks.close()
@@ -137,7 +137,7 @@ async def test_masks_of_processes_are_those_of_the_front(tmp_path):
                 break
             await asyncio.sleep(0.1)
         assert processes.registry.get_sample_value(compiled) == 2
-        assert processes.registry.get_sample_value("decoder_token_mask_seconds_count") > 0
+        assert processes.registry.get_sample_value("decoder_token_mask_seconds_count")
 
 
 async def test_a_grammar_that_is_none_fails_its_sequence(tmp_path):
