@@ -22,7 +22,7 @@ from services.common.model_spec import TextSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.layers import RMSNorm
 from services.common.nn.weights import load_dummy, materialize
-from services.decoder.kernels import plain
+from services.decoder.kernels import add_norm, plain
 from services.decoder.kernels.moe import MoEKernels
 from services.decoder.kernels.tuning import MoEGemvConfig
 
@@ -30,12 +30,8 @@ CHAIN = 24  # layers
 _CHECKED, _TIMED = 50, 12  # replays
 _WORKERS = 14
 _BASE = MoEGemvConfig()
-_NORM = replace(_BASE, fuses_norm=True)
 # Predicted µs per layer of the 30B-A3B for one token.
-VARIANTS: dict[str, tuple[MoEGemvConfig, float]] = {
-    "five kernels": (_BASE, 25.2),
-    "norm fused": (_NORM, 24.7),
-}
+VARIANTS: dict[str, tuple[MoEGemvConfig, float]] = {"five kernels": (_BASE, 25.2)}
 # Rows, columns and warps of gate and up; the same of down.
 _UPS = (
     (1, 2048, 2), (1, 2048, 4), (2, 2048, 4), (2, 512, 4), (2, 1024, 2), (4, 1024, 4),
@@ -50,9 +46,9 @@ _DOWNS = (
 def sweeps() -> Iterator[MoEGemvConfig]:
     """Other divisions."""
     for rows, columns, warps in _UPS:
-        yield replace(_NORM, up_rows=rows, up_columns=columns, up_warps=warps)
+        yield replace(_BASE, up_rows=rows, up_columns=columns, up_warps=warps)
     for rows, columns, warps in _DOWNS:
-        yield replace(_NORM, down_rows=rows, down_columns=columns, down_warps=warps)
+        yield replace(_BASE, down_rows=rows, down_columns=columns, down_warps=warps)
 
 
 class Variants:
@@ -88,9 +84,8 @@ class Variants:
     def layer(self, config: MoEGemvConfig, residual: Tensor, index: int, *, pdl: bool) -> None:
         """Adds a layer's output to the residual stream."""
         layer, norm = self.layers[index % len(self.layers)]
-        self.kernels[pdl].gemv(
-            residual, layer.router, layer.experts, residual, norm=norm, config=config
-        )  # fmt: skip
+        x = add_norm.rms_norm(residual, norm.weight, norm.eps, pdl=pdl)
+        self.kernels[pdl].gemv(x, layer.router, layer.experts, residual, config=config)
 
     def graph(self, config: MoEGemvConfig, count: int, *, pdl: bool) -> tuple[Tensor, object]:
         """The chain's residual stream, and the graph that fills it."""
@@ -212,11 +207,11 @@ def run(
     if not sweep:
         return
     for index, count in enumerate(counts):  # the best of each together
-        up = min((c for c in found if replace(_NORM, **_division(c, "up")) == c),
+        up = min((c for c in found if replace(_BASE, **_division(c, "up")) == c),
                  key=lambda config: found[config][index])  # fmt: skip
-        down = min((c for c in found if replace(_NORM, **_division(c, "down")) == c),
+        down = min((c for c in found if replace(_BASE, **_division(c, "down")) == c),
                    key=lambda config: found[config][index])  # fmt: skip
-        both = replace(_NORM, **_division(up, "up"), **_division(down, "down"))
+        both = replace(_BASE, **_division(up, "up"), **_division(down, "down"))
         if both not in found:
             found[both] = variants.row(f"best of T = {count}: {_shown(both)}", both, counts)
     for index, count in enumerate(counts):

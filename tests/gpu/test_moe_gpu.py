@@ -55,10 +55,23 @@ def test_every_implementation_agrees_with_its_twin(layer: Layer, name: str) -> N
         expected = residual + plain.moe(x, layer.router, layer.experts, residual)
         found = residual.clone()
         assert kernel(x, layer.router, layer.experts, found) is None
-        assert error(found - residual, expected - residual) <= 2 * TOLERANCE, count
+        clear = _is_clear(x, layer)
+        assert clear.sum() >= count // 2 - 2
+        if clear.any():
+            found_sum, expected_sum = (found - residual)[clear], (expected - residual)[clear]
+            assert error(found_sum, expected_sum) <= 2 * TOLERANCE, count
         again = residual.clone()
         kernel(x, layer.router, layer.experts, again)
         assert torch.equal(found, again), "not deterministic"
+
+
+def _is_clear(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """Whether each token's last expert has a better score than the next one by more than two units
+    in the last place: else the order of the scores' sums decides, which is a kernel's own.
+    """
+    scores = layer.router(x).float().topk(layer.router.top_k + 1).values
+    last, after = scores[:, -2], scores[:, -1]
+    return last - after > 2 * torch.finfo(x.dtype).eps * last.abs()
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (256, 8), (60, 4)])
@@ -101,16 +114,14 @@ def test_kernels_that_start_early_wait_for_their_input(weight_format: str) -> No
     """A chain of layers in a CUDA graph, where memory still has the values of the layer before,
     leaves bit for bit what it leaves without programmatic dependent launch.
     """
-    configs = [MoEGemvConfig(fuses_norm=fuses) for fuses in (False, True)]
-    counts = (1, 2, 4)
-    compile_ahead(TEXT, weight_format, counts, configs)
+    config, counts = MoEGemvConfig(), (1, 2, 4)
+    compile_ahead(TEXT, weight_format, counts, [config])
     variants = Variants(TEXT, weight_format, num_layers=3)
     weight = variants.layers[1][0].router.weight.data
     weight[1::2] = weight[::2]  # ties
-    for config in configs:
-        for count in counts:
-            assert variants.error(config, count) <= 2 * TOLERANCE, (config, count)
-            assert variants.is_exact(config, count), (config, count)
+    for count in counts:
+        assert variants.error(config, count) <= 2 * TOLERANCE, count
+        assert variants.is_exact(config, count), count
 
 
 @pytest.fixture(scope="module", params=["plain", "fp8_block"])

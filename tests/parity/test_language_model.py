@@ -204,16 +204,9 @@ def test_fused_norms_agree(pair: Pair, parts: tuple, monkeypatch: pytest.MonkeyP
     def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
         residual += plain.moe(x, router, experts, residual)
 
-    def norm_moe(
-        x: Tensor | None, residual: Tensor, norm: RMSNorm, router: Router, experts: Experts
-    ) -> tuple[None, Tensor]:
-        assert x is None
-        moe(plain.rms_norm(residual, norm.weight, norm.eps), router, experts, residual)
-        return None, residual
-
     with_kernels(
         pair, monkeypatch, norm_linear=norm_linear, norm_swiglu=norm_swiglu,
-        linear_residual=linear_residual, moe=moe, norm_moe=norm_moe,
+        linear_residual=linear_residual, moe=moe,
     )  # fmt: skip
     prompt = pair.oracle.prompt(*parts, seed=2)
     answer = pair.oracle.answer(prompt)

@@ -2,8 +2,7 @@
 
 | name         | tokens | how                                                             |
 |--------------|--------|-----------------------------------------------------------------|
-| gemv         | 1-4    | a GEMV for each token and each of its experts; it may normalise |
-|              |        | the residual stream besides                                     |
+| gemv         | 1-4    | a GEMV for each token and each of its experts                   |
 | grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
 | grouped_mm   | any    | the same by torch's grouped GEMM                                |
 | plain        | any    | `plain.moe`                                                     |
@@ -17,8 +16,7 @@ from torch import Tensor
 from services.common.model_spec import MoESpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
-from services.common.nn.layers import RMSNorm
-from services.decoder.kernels import add_norm, gemv, moe_gemm, moe_gemv, skinny_gemm, tuning
+from services.decoder.kernels import gemv, moe_gemm, moe_gemv, skinny_gemm, tuning
 from services.decoder.kernels.moe_routing import Routing, route
 from services.decoder.kernels.moe_weights import ExpertWeights
 from services.decoder.kernels.tuning import MoEGemvConfig, SkinnyConfig
@@ -48,33 +46,15 @@ class MoEKernels:
         experts: Experts,
         residual: Tensor,
         *,
-        norm: RMSNorm | None = None,
         config: MoEGemvConfig | None = None,
     ) -> None:
-        """Implements `plain.moe` for a few tokens; with `norm`, of x normalised by it."""
-        config = config or tuning.moe_gemv_config(len(x))
-        fuses = config.fuses_norm and router.is_plain and len(x) <= tuning.GEMV_TOKENS
-        if norm is not None and not fuses:
-            x = add_norm.rms_norm(x, norm.weight, norm.eps, pdl=self._pdl)
-            norm = None
-        routing = self._route(x, router, tile=0, norm=norm)
+        """Implements `plain.moe` for a few tokens."""
+        routing = self._route(x, router, tile=0)
         up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
         moe_gemv.experts(
-            x, routing, up, down, residual, config, norm=norm, pure=self._pure, pdl=self._pdl
+            x, routing, up, down, residual, config or MoEGemvConfig(), pure=self._pure,
+            pdl=self._pdl,
         )  # fmt: skip
-
-    def norm_gemv(
-        self, x: Tensor | None, residual: Tensor, norm: RMSNorm, router: Router, experts: Experts
-    ) -> tuple[None, Tensor]:
-        """Implements `StepKernels.norm_moe` for a few tokens."""
-        if x is None:
-            self.gemv(residual, router, experts, residual, norm=norm)
-        else:
-            normed, residual = add_norm.add_rms_norm(
-                x, residual, norm.weight, norm.eps, pdl=self._pdl
-            )
-            self.gemv(normed, router, experts, residual)
-        return None, residual
 
     def grouped_gemm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
         """Implements `plain.moe` for any number of tokens."""
@@ -91,16 +71,10 @@ class MoEKernels:
         up, down = (stack.weight for stack in experts.stacks.values())
         moe_gemm.library_experts(x, routing, up, down, residual, pdl=self._pdl)
 
-    def _route(
-        self, x: Tensor, router: Router, tile: int, *, norm: RMSNorm | None = None
-    ) -> Routing:
-        if norm is None:
-            logits = self._scores(x, router)
-        else:
-            logits = gemv.norm_linear(x, norm.weight, norm.eps, router.weight, pdl=self._pdl)
+    def _route(self, x: Tensor, router: Router, tile: int) -> Routing:
         return route(
-            logits, router.top_k, normalize=router.normalize, dtype=x.dtype, tile=tile,
-            pdl=self._pdl,
+            self._scores(x, router), router.top_k, normalize=router.normalize, dtype=x.dtype,
+            tile=tile, pdl=self._pdl,
         )  # fmt: skip
 
     def _scores(self, x: Tensor, router: Router) -> Tensor:

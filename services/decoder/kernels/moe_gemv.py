@@ -15,8 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.common.nn.layers import RMSNorm
-from services.decoder.kernels.gemv import normed
 from services.decoder.kernels.moe_routing import Routing
 from services.decoder.kernels.moe_weights import ExpertWeights, widen
 from services.decoder.kernels.silu_mul import swiglu
@@ -31,20 +29,18 @@ def experts(
     residual: Tensor,
     config: MoEGemvConfig,
     *,
-    norm: RMSNorm | None = None,
     pure: bool = False,
     pdl: bool,
 ) -> None:
     """Adds the experts' weighted outputs to the residual stream, in place.
 
     Args:
-        x: `[T, hidden]`; with `norm` it may be the residual stream.
+        x: `[T, hidden]`.
         routing: of the tokens.
         gate_up: `[E, 2 * I, hidden]`.
         down: `[E, hidden, I]`.
         residual: `[T, hidden]`.
         config: of both kernels.
-        norm: of x.
         pure: see `fp8_kernels.unpack`.
         pdl: see `DeviceFacts.supports_pdl`.
     """
@@ -52,11 +48,10 @@ def experts(
     top_k, size = routing.experts.shape[1], gate_up.num_rows // 2
     inner = x.new_empty(num_tokens * top_k, size)
     up_rows, down_rows = math.gcd(config.up_rows, size), math.gcd(config.down_rows, hidden)
-    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     _gate_up_kernel[(size // up_rows, num_tokens * top_k)](
-        x, weight, eps, gate_up.values, gate_up.scale, routing.experts, inner,
+        x, gate_up.values, gate_up.scale, routing.experts, inner,
         WIDTH=hidden, HEIGHT=size, TOP_K=top_k, ROWS=up_rows,
-        COLUMNS=min(config.up_columns, _padded(hidden)), NORM=norm is not None,
+        COLUMNS=min(config.up_columns, _padded(hidden)),
         **gate_up.constants, PURE=pure, PDL=pdl, num_warps=config.up_warps, launch_pdl=pdl,
     )  # fmt: skip
     _down_kernel[(hidden // down_rows, num_tokens)](
@@ -73,9 +68,9 @@ def _padded(size: int) -> int:
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, norm_ptr, eps, weight_ptr, scale_ptr, experts_ptr, out_ptr, WIDTH: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, experts_ptr, out_ptr, WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -85,14 +80,6 @@ def _gate_up_kernel(
         gdc_wait()
     expert = tl.load(experts_ptr + number).to(tl.int64)
     x_row = x_ptr + number // TOP_K * WIDTH
-    rms_scale = 1.0
-    if NORM:
-        squares = tl.zeros((COLUMNS,), tl.float32)
-        for at in tl.static_range(0, WIDTH, COLUMNS):
-            column = at + tl.arange(0, COLUMNS)
-            x = tl.load(x_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-            squares += x * x
-        rms_scale = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
     gates = weight_ptr + (expert * 2 * HEIGHT + row)[:, None] * WIDTH
     scales = expert * SCALE_ROWS * SCALE_COLUMNS
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -105,9 +92,6 @@ def _gate_up_kernel(
         gate_weight = tl.load(place, mask=inside[None, :], other=0.0)
         up_weight = tl.load(place + HEIGHT * WIDTH, mask=inside[None, :], other=0.0)
         x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
-            norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-            x = normed(x, norm, rms_scale, dtype)
         gate_x = x
         up_x = x
         if BLOCK_ROWS > 1:  # a CTA's rows have one row of scales

@@ -1,7 +1,8 @@
 """Which experts a step's tokens go to, and in which order the experts' kernels take the tokens.
 
-A CTA per token finds its experts; then rows are sorted by expert, by counting. Nothing waits for
-the host. The order is that of experts, then of tokens, so that no result depends on timing.
+A CTA per token finds its experts; then a CTA per expert finds its tokens, and the last one of them
+to finish lists the tiles. Nothing waits for the host. The order is that of experts, then of tokens,
+so that no result depends on timing.
 
 The plain twin of experts and weights is `services.decoder.kernels.plain.route`.
 """
@@ -16,9 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.decoder.kernels.skinny_gemm import load_reduced
 
-_ROWS, _MORE_ROWS = 128, 256  # that a CTA sorts: more where there are many
-_MANY_ROWS = 16384
-_FEW_CTAS = 4  # up to here each of them counts all rows
+_SORTED_TOKENS = 1024  # that a CTA holds at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +83,19 @@ def route(
         tiles=ints(3, max_tiles(rows, num_experts, max(1, tile))),
     )
     size = triton.next_power_of_2(num_experts)
+    counts = ints(num_experts + 1)  # and how many experts are counted
     _route_kernel[(num_tokens,)](
-        logits, routing.experts, routing.weights, num_experts, num_tokens * num_experts,
+        logits, routing.experts, routing.weights, counts, num_experts, num_tokens * num_experts,
         EXPERTS=size, TOP_K=top_k, SPLITS=len(logits) if logits.dim() == 3 else 0,
         NORMALIZE=normalize, HALF=_half(dtype), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     if tile:
-        held = _ROWS if rows <= _MANY_ROWS else _MORE_ROWS
-        ctas = triton.cdiv(rows, held)
-        counts = routing.ends  # not read
-        if ctas > _FEW_CTAS:
-            counts = ints(ctas, num_experts)
-            _count_kernel[(ctas,)](
-                routing.experts, counts, rows, num_experts, ROWS=held, EXPERTS=size, PDL=pdl,
-                num_warps=4, launch_pdl=pdl,
-            )  # fmt: skip
-        _sort_kernel[(ctas,)](
+        _sort_kernel[(num_experts,)](
             routing.experts, counts, routing.order, routing.places, routing.ends, routing.tiles,
-            rows, num_tokens, num_experts, routing.tiles.shape[1], ctas, ROWS=held, EXPERTS=size,
-            TILE=tile, CTAS=16, COUNTED=ctas > _FEW_CTAS, PDL=pdl,
-            num_warps=held // 16, launch_pdl=pdl,
+            num_tokens, routing.tiles.shape[1], TOP_K=top_k,
+            PADDED_K=triton.next_power_of_2(top_k),
+            TOKENS=min(triton.next_power_of_2(num_tokens), _SORTED_TOKENS), EXPERTS=size,
+            TILE=tile, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return routing
 
@@ -114,9 +106,9 @@ def _half(dtype: torch.dtype) -> tl.dtype:
 
 @triton.jit(do_not_specialize=["stride"])
 def _route_kernel(
-    logits_ptr, experts_ptr, weights_ptr, num_experts, stride, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, SPLITS: tl.constexpr, NORMALIZE: tl.constexpr, HALF: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, experts_ptr, weights_ptr, counts_ptr, num_experts, stride,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, NORMALIZE: tl.constexpr,
+    HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
@@ -143,82 +135,73 @@ def _route_kernel(
     row = token * TOP_K + tl.cumsum(chosen, axis=0) - 1
     tl.store(experts_ptr + row, expert, mask=chosen > 0)
     tl.store(weights_ptr + row, share.to(HALF).to(tl.float32), mask=chosen > 0)
+    if token == 0:
+        tl.store(counts_ptr + num_experts, 0)  # for the sort
+
+
+@triton.jit(do_not_specialize=["num_tokens", "widest"])
+def _sort_kernel(
+    experts_ptr, counts_ptr, order_ptr, places_ptr, ends_ptr, tiles_ptr, num_tokens, widest,
+    TOP_K: tl.constexpr, PADDED_K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The rows of one expert: their places are behind all rows of lower experts."""
+    expert, num_experts = tl.program_id(0), tl.num_programs(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    first, count = 0, 0
+    for at in range(0, num_tokens, TOKENS):
+        of_rows = _experts_of(experts_ptr, at, num_tokens, TOP_K, PADDED_K, TOKENS)
+        first += tl.sum((of_rows < expert).to(tl.int32))
+        count += tl.sum((of_rows == expert).to(tl.int32))
+    tl.store(ends_ptr + expert, first + count)
+    tl.store(counts_ptr + expert, count, cache_modifier=".cg")
+    place = first
+    for at in range(0, num_tokens, TOKENS):
+        of_rows = _experts_of(experts_ptr, at, num_tokens, TOP_K, PADDED_K, TOKENS)
+        is_here = (of_rows == expert).to(tl.int32)  # once in a token at most
+        has = tl.sum(is_here, axis=1)
+        column = tl.sum(is_here * tl.arange(0, PADDED_K)[None, :], axis=1)
+        row = (at + tl.arange(0, TOKENS)) * TOP_K + column
+        places = place + tl.cumsum(has, axis=0) - 1
+        tl.store(order_ptr + places, row, mask=has > 0)
+        tl.store(places_ptr + row, places, mask=has > 0)
+        place += tl.sum(has, axis=0)
+    tl.debug_barrier()
+    if tl.atomic_add(counts_ptr + num_experts, 1, sem="acq_rel") == num_experts - 1:
+        tl.debug_barrier()
+        _list_tiles(counts_ptr, tiles_ptr, num_experts, widest, EXPERTS, TILE)
 
 
 @triton.jit
-def _counts(experts_ptr, first, num_rows, expert, ROWS: tl.constexpr):
-    """`[EXPERTS]`: how many of ROWS rows from `first` on go to each expert."""
-    row = first + tl.arange(0, ROWS)
-    of_row = tl.load(experts_ptr + row, mask=row < num_rows, other=-1)
-    return tl.sum((of_row[:, None] == expert[None, :]).to(tl.int32), axis=0)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _count_kernel(
-    experts_ptr, counts_ptr, num_rows, num_experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
-    PDL: tl.constexpr,
+def _experts_of(
+    experts_ptr, first, num_tokens, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    counts = _counts(experts_ptr, number * ROWS, num_rows, expert, ROWS)
-    tl.store(counts_ptr + number * num_experts + expert, counts, mask=expert < num_experts)
+    """`[TOKENS, PADDED_K]`: the experts of tokens from `first` on; none are above all others."""
+    token, column = first + tl.arange(0, TOKENS)[:, None], tl.arange(0, PADDED_K)[None, :]
+    inside = (token < num_tokens) & (column < TOP_K)
+    return tl.load(experts_ptr + token * TOP_K + column, mask=inside, other=1 << 30)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "widest", "ctas"])
-def _sort_kernel(
-    experts_ptr, counts_ptr, order_ptr, places_ptr, ends_ptr, tiles_ptr, num_rows, num_tokens,
-    num_experts, widest, ctas, ROWS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr,
-    CTAS: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Sorts by counting: a row's place is behind the rows of lower experts, and behind those of its
-    own expert that come before it.
-    """
-    number = tl.program_id(0)
+@triton.jit
+def _list_tiles(
+    counts_ptr, tiles_ptr, num_experts, widest, EXPERTS: tl.constexpr, TILE: tl.constexpr
+):
     expert = tl.arange(0, EXPERTS)
-    is_expert = expert < num_experts
-    row = number * ROWS + tl.arange(0, ROWS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    counts = tl.zeros((EXPERTS,), tl.int32)
-    before = tl.zeros((EXPERTS,), tl.int32)  # rows of earlier CTAs
-    if COUNTED:
-        for first in range(0, ctas, CTAS):
-            cta = first + tl.arange(0, CTAS)
-            inside = (cta < ctas)[:, None] & is_expert[None, :]
-            of_ctas = counts_ptr + cta[:, None] * num_experts + expert[None, :]
-            part = tl.load(of_ctas, mask=inside, other=0)
-            counts += tl.sum(part, axis=0)
-            before += tl.sum(tl.where((cta < number)[:, None], part, 0), axis=0)
-    else:
-        for cta in range(0, ctas):
-            part = _counts(experts_ptr, cta * ROWS, num_rows, expert, ROWS)
-            counts += part
-            before += tl.where(cta < number, part, 0)
-    ends = tl.cumsum(counts, axis=0)
-    first = ends - counts
-    of_row = tl.load(experts_ptr + row, mask=row < num_rows, other=-1)
-    other = number * ROWS + tl.arange(0, ROWS)
-    of_other = tl.load(experts_ptr + other, mask=other < num_rows, other=-1)
-    earlier = (of_row[:, None] == of_other[None, :]) & (other[None, :] < row[:, None])
-    start = tl.where(of_row[:, None] == expert[None, :], (first + before)[None, :], 0)
-    place = tl.sum(start, axis=1) + tl.sum(earlier.to(tl.int32), axis=1)
-    tl.store(order_ptr + place, row, mask=row < num_rows)
-    tl.store(places_ptr + row, place, mask=row < num_rows)
+    # Past L1, which is not coherent between SMs.
+    counts = tl.load(counts_ptr + expert, mask=expert < num_experts, other=0, cache_modifier=".cg")
+    first = tl.cumsum(counts, axis=0) - counts
     of_expert = (counts + TILE - 1) // TILE
     last = tl.cumsum(of_expert, axis=0)
-    for index in range(number, tl.cdiv(num_tokens, TILE), ctas):
+    for index in range(0, tl.max(of_expert, axis=0)):
         tile = tiles_ptr + last - of_expert + index
         size = tl.minimum(counts - index * TILE, TILE)
         tl.store(tile, expert, mask=size > 0)
         tl.store(tile + widest, first + index * TILE, mask=size > 0)
         tl.store(tile + 2 * widest, size, mask=size > 0)
-    if number == 0:
-        tl.store(ends_ptr + expert, ends, mask=is_expert)
-        used = tl.sum(of_expert, axis=0)
-        for at in range(0, widest, EXPERTS):
-            tile = at + expert
-            tl.store(tiles_ptr + 2 * widest + tile, 0, mask=(tile >= used) & (tile < widest))
+    used = tl.sum(of_expert, axis=0)
+    for at in range(0, widest, EXPERTS):
+        tile = at + expert
+        tl.store(tiles_ptr + 2 * widest + tile, 0, mask=(tile >= used) & (tile < widest))

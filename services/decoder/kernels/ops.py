@@ -46,8 +46,6 @@ class StepKernels:
             residual stream; None: it has been added to `residual` in place.
         moe: (x `[T, hidden]`, router, experts, residual) → the layer's output, to be added to the
             residual stream, or None, as by `linear_residual`; see `plain.moe`.
-        norm_moe: (x or partials or None, residual, norm, router, experts) → the output of `moe` for
-            the norm of the hidden state, and the hidden state, as `norm_linear`.
         shared_gate: (output of a shared expert or partials, x, gate, residual) → as `moe`; see
             `plain.shared_gate`.
         qk_rope_cache: see `plain.qk_rope_cache`.
@@ -63,9 +61,6 @@ class StepKernels:
     norm_swiglu: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
     linear_residual: Callable[[Tensor, Linear, Tensor], Tensor | None]
     moe: Callable[[Tensor, Router, Experts, Tensor], Tensor | None]
-    norm_moe: Callable[
-        [Tensor | None, Tensor, RMSNorm, Router, Experts], tuple[Tensor | None, Tensor]
-    ]
     shared_gate: Callable[[Tensor, Tensor, Linear, Tensor], Tensor | None]
     qk_rope_cache: Callable[[ProjectedHeads, Tensor | None, Tensor | None], Tensor]
     output_gate: Callable[[Tensor, Tensor], Tensor]
@@ -126,13 +121,7 @@ class Ops:
         def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
             return made.project(x, layer)
 
-        def norm_moe(
-            x: Tensor | None, residual: Tensor, norm: RMSNorm, router: Router, experts: Experts
-        ) -> tuple[Tensor | None, Tensor]:
-            normed, residual = made.add_norm(x, residual, norm)
-            return made.moe(normed, router, experts, residual), residual
-
-        for composed in (norm_linear, norm_swiglu, linear_residual, norm_moe):
+        for composed in (norm_linear, norm_swiglu, linear_residual):
             if kernels[composed.__name__] is None:
                 kernels[composed.__name__] = composed
         made = StepKernels(**kernels)

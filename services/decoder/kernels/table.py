@@ -531,8 +531,6 @@ ROWS: Sequence[Row] = (
         _needs(_MOE, _unquantized, _grouped_mm),
     ),
     Row("moe", "plain", _plain(plain.moe)),
-    Row("norm_moe", "gemv", lambda facts: _moe(facts, "norm_gemv"), _MOE, _few_tokens),
-    Row("norm_moe", "unfused", _unfused),
     Row(
         "shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert, _one_rank)
     ),

@@ -159,7 +159,7 @@ def swiglu_gemm_config(device: DeviceFacts, num_columns: int) -> SwigluGemmConfi
 
 @dataclass(frozen=True, slots=True)
 class MoEGemvConfig:
-    """How the experts' GEMVs of a few tokens are divided, and what they do besides.
+    """How the experts' GEMVs of a few tokens are divided.
 
     Attributes:
         up_rows: rows of gate, and of up, that a CTA loads at once.
@@ -168,7 +168,6 @@ class MoEGemvConfig:
         down_rows: rows of each of a token's experts, per CTA.
         down_columns: as `up_columns`.
         down_warps: of a CTA.
-        fuses_norm: the router's GEMV and gate and up normalise the residual stream themselves.
     """
 
     up_rows: int = 2
@@ -177,7 +176,6 @@ class MoEGemvConfig:
     down_rows: int = 4
     down_columns: int = 256
     down_warps: int = 4
-    fuses_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +208,9 @@ ROUTER_SPLITS = 8  # of K, of the router's skinny GEMM
 _MOE_GEMM = (
     (12, MoEGemmConfig(16, 64, 128, 5, 4)),
     (24, MoEGemmConfig(32, 64, 128, 4, 4)),
-    (96, MoEGemmConfig(64, 128, 64, 4, 4)),
+    (40, MoEGemmConfig(64, 128, 64, 4, 4)),
     (None, MoEGemmConfig(128, 128, 64, 3, 8)),
 )
-
-
-def moe_gemv_config(num_tokens: int) -> MoEGemvConfig:
-    """For up to `MOE_GEMV_TOKENS` tokens."""
-    return MoEGemvConfig(fuses_norm=num_tokens == 1)
 
 
 def moe_gemm_config(device: DeviceFacts, num_tokens: int, moe: MoESpec) -> MoEGemmConfig:

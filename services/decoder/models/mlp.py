@@ -74,11 +74,9 @@ class MoE(nn.Module):
         self, x: Tensor | None, residual: Tensor, norm: RMSNorm, kernels: StepKernels
     ) -> tuple[Tensor | None, Tensor]:
         """The experts of the normed hidden state `x + residual`."""
-        if self.shared_expert is None:
-            out, residual = kernels.norm_moe(x, residual, norm, self.gate, self.experts)
-        else:
-            normed, residual = kernels.add_norm(x, residual, norm)
-            out = kernels.moe(normed, self.gate, self.experts, residual)
+        normed, residual = kernels.add_norm(x, residual, norm)
+        out = kernels.moe(normed, self.gate, self.experts, residual)
+        if self.shared_expert is not None:
             hidden = kernels.linear_swiglu(normed, self.shared_expert.gate_up_proj)
             shared = kernels.project(hidden, self.shared_expert.down_proj)
             gated = kernels.shared_gate(shared, normed, self.shared_expert_gate, residual)

@@ -1,7 +1,5 @@
 """The experts' kernels against their plain twins; a part of interpreted_kernels.py."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -9,7 +7,6 @@ from services.common.model_spec import MoESpec, QuantizationSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
 from services.common.nn.fp8 import E4M3, Fp8Linear
-from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.common.nn.weights import materialize
 from services.decoder.kernels import moe_gemm, plain, shared_gate
@@ -20,10 +17,8 @@ from services.decoder.kernels.tuning import MoEGemmConfig, MoEGemvConfig
 from tests.unit.interpreter import assert_close
 
 GEMV = MoEGemvConfig(up_rows=4, up_columns=64, down_rows=8, down_columns=64)
-FUSED = replace(GEMV, fuses_norm=True)
 # Several CTAs share a scale of 128 rows.
 FP8_GEMV = MoEGemvConfig(up_rows=16, up_columns=64, down_rows=64, down_columns=64)
-FP8_FUSED = replace(FP8_GEMV, fuses_norm=True)
 
 
 def made_experts(count: int, hidden: int, size: int, weight_format: str) -> Experts:
@@ -47,7 +42,7 @@ def made_experts(count: int, hidden: int, size: int, weight_format: str) -> Expe
 
 
 def check_routing(num_tokens: int, num_experts: int, top_k: int, tile: int, *, normalize: bool):
-    """One CTA or several; ties, and a row that is not finite."""
+    """Ties, and a row that is not finite."""
     logits = (torch.randn(num_tokens, num_experts) * 2).bfloat16()
     logits[0] = 1.0
     is_finite = torch.ones(num_tokens, dtype=torch.bool)
@@ -91,13 +86,8 @@ def check_experts(
         kernels = MoEKernels(
             DeviceFacts("cpu"), MoESpec(num_experts=count, top_k=top_k, intermediate_size=size)
         )
-        norm = RMSNorm(hidden, 1e-6) if config.fuses_norm else None
-        if norm is not None:
-            torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
-            x = residual
-        normed = x if norm is None else plain.rms_norm(x, norm.weight, norm.eps)
-        expected = residual + plain.moe(normed, router, experts, residual)
-        kernels.gemv(x, router, experts, residual, norm=norm, config=config)
+        expected = residual + plain.moe(x, router, experts, residual)
+        kernels.gemv(x, router, experts, residual, config=config)
     else:
         expected = residual + plain.moe(x, router, experts, residual)
         assert (expected - residual).std() > 0.1
@@ -127,18 +117,15 @@ def check_all() -> None:
         (64, 128, 8, 16),
         (70, 128, 8, 32),
         (150, 60, 4, 64),
+        (1100, 6, 2, 64),  # more than a CTA holds at once
     ):
         for normalize in (False, True) if case[0] <= 5 else (True,):  # of each row alone
             check_routing(*case, normalize=normalize)
     check_experts(1, (4, 64, 32, 2), "plain", GEMV)
     check_experts(2, (6, 96, 48, 3), "plain", GEMV)  # sizes and top_k are padded
-    check_experts(1, (4, 64, 32, 2), "plain", FUSED)
-    check_experts(2, (6, 96, 48, 3), "plain", FUSED)
-    check_experts(4, (6, 96, 48, 3), "plain", FUSED)  # the norm is a kernel of its own
     check_experts(9, (4, 64, 32, 2), "plain", MoEGemmConfig(16, 32, 32, 2, 4))
     check_experts(40, (6, 96, 48, 3), "plain", MoEGemmConfig(16, 32, 32, 2, 4))
     for weight_format in ("fp8_block", "fp8_channel"):
         check_experts(2, (3, 256, 128, 2), weight_format, FP8_GEMV)
-        check_experts(2, (3, 256, 128, 2), weight_format, FP8_FUSED)
         check_experts(20, (3, 256, 128, 2), weight_format, MoEGemmConfig(16, 64, 64, 2, 4))
     check_experts(2, (3, 128, 192, 2), "fp8_block", FP8_GEMV)  # scales of gate and up are repeated
