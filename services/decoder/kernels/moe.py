@@ -85,9 +85,9 @@ class MoEKernels:
         if num_tokens <= tuning.GEMV_TOKENS:
             return gemv.linear(x, router.weight, pdl=self._pdl)
         divides = router.out_features % _SCORE_ROWS == 0 and width % _SCORE_COLUMNS == 0
-        if num_tokens > tuning.SKINNY_TOKENS or not divides:
+        if num_tokens > tuning.ROUTER_TOKENS or not divides:
             return router(x)
-        splits = min(tuning.ROUTER_SPLITS, width // _SCORE_COLUMNS)
+        splits = min(tuning.router_splits(num_tokens), width // _SCORE_COLUMNS)
         return skinny_gemm.split_k_partials(
             x, router.weight, None, SkinnyConfig(_SCORE_ROWS, _SCORE_COLUMNS, 4, 1, 4, splits),
             shared_memory_bytes=self._device.shared_memory_bytes, pdl=self._pdl,

@@ -1,4 +1,5 @@
-"""Linear layers for up to 64 tokens, where reading the weights is most of the work.
+"""Linear layers for up to 64 tokens, where reading the weights is most of the work; for more, layers
+with few rows, whose GEMM has too few tiles to fill the device without split-K.
 
 cuBLAS fills the device by split-K and reduces the partials in a kernel of its own. Here the
 partials stay in float32 for the kernel that comes next anyway, a norm or a rotation, which reduces
@@ -17,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.decoder.kernels.silu_mul import swiglu
-from services.decoder.kernels.tuning import SkinnyConfig
+from services.decoder.kernels.tuning import SKINNY_TOKENS, SkinnyConfig
 
 _REDUCED = 1024  # elements of a CTA
 
@@ -60,8 +61,9 @@ def _launch(
 ) -> None:  # fmt: skip
     num_tokens, num_columns = x.shape
     num_rows, span = len(weight), config.span(num_columns)
-    padded = max(16, triton.next_power_of_2(num_tokens))
-    _skinny_gemm_kernel[(num_rows // config.rows, triton.cdiv(num_columns, span))](
+    padded = min(max(16, triton.next_power_of_2(num_tokens)), SKINNY_TOKENS)
+    grid = num_rows // config.rows, triton.cdiv(num_columns, span), triton.cdiv(num_tokens, padded)
+    _skinny_gemm_kernel[grid](
         x, weight, bias, out, num_tokens, num_rows, num_columns,
         TOKENS=padded, ROWS=config.rows, TILE=config.tile, SPAN=span,
         EVEN=num_columns % span == 0, STAGES=config.stages(padded, shared_memory_bytes),
@@ -83,7 +85,8 @@ def _skinny_gemm_kernel(
     else:
         row = tl.program_id(0) * ROWS + index
     split = tl.program_id(1)
-    token, column = tl.arange(0, TOKENS), split * SPAN + tl.arange(0, TILE)
+    token = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    column = split * SPAN + tl.arange(0, TILE)
     inside = (token < num_tokens)[:, None]
     weights = weight_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     inputs = x_ptr + token[:, None] * num_columns + column[None, :]

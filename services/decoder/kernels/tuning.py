@@ -203,7 +203,7 @@ class MoEGemmConfig:
 
 # Of a mixture of experts. `MoEGemvConfig`'s own are measured on an H200, the 30B-A3B's shape.
 MOE_GEMV_TOKENS = 4  # above, tokens share experts often enough
-ROUTER_SPLITS = 8  # of K, of the router's skinny GEMM
+ROUTER_TOKENS = 2048  # above, the router's GEMM is the library's
 # Mean number of rows per expert up to which a configuration serves.
 _MOE_GEMM = (
     (12, MoEGemmConfig(16, 64, 128, 5, 4)),
@@ -211,6 +211,11 @@ _MOE_GEMM = (
     (40, MoEGemmConfig(64, 128, 64, 4, 4)),
     (None, MoEGemmConfig(128, 128, 64, 3, 8)),
 )
+
+
+def router_splits(num_tokens: int) -> int:
+    """Of K, of the router's skinny GEMM: fewer where tiles of tokens fill the device."""
+    return 8 if num_tokens <= 512 else 4
 
 
 def moe_gemm_config(device: DeviceFacts, num_tokens: int, moe: MoESpec) -> MoEGemmConfig:
