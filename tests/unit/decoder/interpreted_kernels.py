@@ -211,6 +211,14 @@ def check_gemv(count: int, width: int, rows: int, config: GemvConfig | None) -> 
         close(out, twin)
 
 
+def check_tiles_of_tokens(count: int) -> None:
+    """More tokens than a CTA of the skinny GEMM has."""
+    x, weight = torch.randn(count, 256), torch.randn(64, 256) * 0.02
+    config, shared = SkinnyConfig(64, 64, 4, 1, 2, 2), KNOWN_DEVICES["h200"].shared_memory_bytes
+    partials = skinny_gemm.split_k_partials(x, weight, None, config, shared_memory_bytes=shared)
+    close(plain.reduce_split_k(partials, torch.float32), plain.linear(x, weight))
+
+
 def check_split_k(count: int, columns: int, rows: int, splits: int, dim: int) -> None:
     """Split-K partials, and what reduces them: norm and rotation, which may lack the q/k norm."""
     x, norm, bias = torch.randn(count, columns), torch.randn(rows), torch.randn(rows)
@@ -340,6 +348,7 @@ if __name__ == "__main__":
     check_fused([80], 4, 2, 32, FusedDecodeConfig(2, 4, 16, tensor_cores=True))
     for case in ((3, 512, 128, 4, 32), (17, 128, 128, 1, 32), (3, 320, 320, 3, 80)):
         check_split_k(*case)
+    check_tiles_of_tokens(70)
     check_paged([0, 15, 16, 7, 120], 16, 8, 16, 4)
     check_paged([33, 1, 98], 8, 8, 16, 40)  # more CTAs than units
     check_paged([60, 141], 32, 16, 16, 3)
