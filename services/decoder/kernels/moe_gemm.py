@@ -79,7 +79,7 @@ def combine(outputs: Tensor, routing: Routing, residual: Tensor, *, pdl: bool) -
     num_tokens, hidden = residual.shape
     top_k = routing.experts.shape[1]
     _combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_COLUMNS))](
-        outputs, routing.places, routing.weights, residual, hidden, TOP_K=top_k,
+        outputs, routing.places, routing.weights, residual, WIDTH=hidden, TOP_K=top_k,
         COLUMNS=_COMBINE_COLUMNS, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -167,14 +167,14 @@ def _grouped_gemm_kernel(
             tl.store(out + row[None, :], tl.trans(acc).to(dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit
 def _combine_kernel(
-    outputs_ptr, places_ptr, weights_ptr, residual_ptr, width, TOP_K: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    outputs_ptr, places_ptr, weights_ptr, residual_ptr, WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
+    inside = column < WIDTH
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -182,8 +182,8 @@ def _combine_kernel(
     for j in tl.static_range(TOP_K):
         place = tl.load(places_ptr + token * TOP_K + j).to(tl.int64)
         weight = tl.load(weights_ptr + token * TOP_K + j)
-        total += tl.load(outputs_ptr + place * width + column, mask=inside, other=0.0) * weight
-    residual = residual_ptr + token * width + column
+        total += tl.load(outputs_ptr + place * WIDTH + column, mask=inside, other=0.0) * weight
+    residual = residual_ptr + token * WIDTH + column
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
     found = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
     tl.store(residual, (found + total.to(dtype).to(tl.float32)).to(dtype), mask=inside)
