@@ -85,7 +85,7 @@ def route(
     size = triton.next_power_of_2(num_experts)
     counts = ints(num_experts + 1)  # and how many experts are counted
     _route_kernel[(num_tokens,)](
-        logits, routing.experts, routing.weights, counts, num_experts, num_tokens * num_experts,
+        logits, routing.experts, routing.weights, counts, num_experts, num_tokens,
         EXPERTS=size, TOP_K=top_k, SPLITS=len(logits) if logits.dim() == 3 else 0,
         NORMALIZE=normalize, HALF=_half(dtype), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
@@ -104,9 +104,9 @@ def _half(dtype: torch.dtype) -> tl.dtype:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    logits_ptr, experts_ptr, weights_ptr, counts_ptr, num_experts, stride,
+    logits_ptr, experts_ptr, weights_ptr, counts_ptr, num_experts, num_tokens,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, NORMALIZE: tl.constexpr,
     HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def _route_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    place = token * num_experts + expert
+    place, stride = token * num_experts + expert, num_tokens * num_experts
     logits = load_reduced(logits_ptr, place, inside, stride, SPLITS, HALF).to(tl.float32)
     logits = tl.where(inside, logits, float("-inf"))
     share = tl.exp(logits - tl.max(logits, axis=0))

@@ -67,5 +67,7 @@ def test_what_the_table_picks_compiles_and_fits(
     }  # fmt: skip
     for launch in launches:
         assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch.name
+        if launch.name == "_combine_kernel":
+            assert ".v4" in launch.ptx, "loads elements one by one"
         if launch.name == "_grouped_gemm_kernel" and facts.device.is_hopper:
             assert "wgmma" in launch.ptx
