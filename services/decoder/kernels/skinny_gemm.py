@@ -1,5 +1,5 @@
-"""Linear layers for up to 64 tokens, where reading the weights is most of the work; for more, layers
-with few rows, whose GEMM has too few tiles to fill the device without split-K.
+"""Linear layers for up to 64 tokens, where reading the weights is most of the work; for more,
+layers of few rows, whose GEMM has too few tiles to fill the device without split-K.
 
 cuBLAS fills the device by split-K and reduces the partials in a kernel of its own. Here the
 partials stay in float32 for the kernel that comes next anyway, a norm or a rotation, which reduces
