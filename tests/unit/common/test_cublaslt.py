@@ -125,6 +125,9 @@ def test_without_the_library_all_is_torchs(
         ((1008, 6144, 4096), 0),
         ((1008, 4096, 4096), 0),
         ((8064, 4096, 12288), 0),
+        # The 30B-A3B's q/k/v, of a lone prompt and of more.
+        ((1024, 5120, 2048), 0),
+        ((8064, 5120, 2048), 144),
     ],
 )
 def test_tiles_fill_the_sms(size: tuple[int, int, int], tile: int) -> None:
