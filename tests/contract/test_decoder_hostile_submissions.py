@@ -36,6 +36,9 @@ HOSTILE = {
     "no prompt": _bad(prompt_token_ids=b""),
     "half a token": _bad(prompt_token_ids=b"\0" * 6),
     "id beyond the vocabulary": _bad(prompt_token_ids=_ids(1, VOCAB_SIZE)),
+    "id beyond the vocabulary in a long prompt": _bad(
+        prompt_token_ids=_ids(*[1] * 300, VOCAB_SIZE)
+    ),
     "negative id": _bad(prompt_token_ids=_ids(1, 2**32 - 1)),
     "huge id": _bad(prompt_token_ids=_ids(1, 2**31)),
     "half a generated token": _bad(generated_token_ids=b"\0" * 6),

@@ -47,11 +47,8 @@ class _Line:
 
     def __init__(self) -> None:
         self._order = FairOrder()
-        self._heap: list[tuple[float, int, float, asyncio.Future[None]]] = []
+        self.heap: list[tuple[float, int, float, asyncio.Future[None]]] = []  # what waits
         self._arrivals = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
     def place(self, tenant: Tenant, cost: float) -> float:
         """Of a new piece of work."""
@@ -68,12 +65,12 @@ class _Line:
     def join(self, place: float, cost: float, waiter: "asyncio.Future[None]") -> None:
         """Adds a future that `call_next` completes."""
         self._arrivals += 1
-        heapq.heappush(self._heap, (place, self._arrivals, cost, waiter))
+        heapq.heappush(self.heap, (place, self._arrivals, cost, waiter))
 
     def call_next(self) -> float | None:
         """Completes the future that is next; returns the cost of its work. None: none waits."""
-        while self._heap:
-            place, _, cost, waiter = heapq.heappop(self._heap)
+        while self.heap:
+            place, _, cost, waiter = heapq.heappop(self.heap)
             self._order.served(place)
             if not waiter.done():
                 waiter.set_result(None)
@@ -110,6 +107,8 @@ class Turnstile:
         tenant = _tenant.get()
         if tenant is ANONYMOUS and not self._for_all:
             return
+        if self._begins_alone(tenant, cost):
+            return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.complete(waiter, tenant, cost)
         if not waiter.done():
@@ -120,15 +119,15 @@ class Turnstile:
         if tenant is ANONYMOUS and not self._for_all:
             waiter.set_result(None)
             return
+        if self._begins_alone(tenant, cost):
+            waiter.set_result(None)
+            return
         if tenant.name != self._latest:
             self._latest = tenant.name
             self._alone_at = asyncio.get_running_loop().time() + _ALONE_AFTER_S
             self._per_pass = self._shared
         line, spent, is_alone = self._line, self._spent, not self._alone_at
-        is_free = not line and spent < self._per_pass
-        if is_free and is_alone:  # nobody to be fair to: no place, which costs more than the rest
-            self._begin(waiter, cost)
-            return
+        is_free = not line.heap and spent < self._per_pass
         place = line.place(tenant, cost)
         is_owed = not is_alone and line.owes_nothing(place)
         if is_free or (is_owed and spent < _MAX_AHEAD * self._per_pass):
@@ -137,6 +136,19 @@ class Turnstile:
         else:
             line.join(place, cost, waiter)
             self._schedule()
+
+    def _begins_alone(self, tenant: Tenant, cost: float) -> bool:
+        """Begins work that has nobody to be fair to: without a place, which costs more than the
+        rest. False: it needs one.
+        """
+        if self._alone_at or self._spent >= self._per_pass or self._line.heap:
+            return False
+        if tenant.name != self._latest:
+            return False
+        self._spent += cost
+        if not self._is_scheduled:
+            self._schedule()
+        return True
 
     def _begin(self, waiter: "asyncio.Future[None]", cost: float) -> None:
         self._spent += cost
@@ -147,7 +159,7 @@ class Turnstile:
         """Begins work of cost 1 if nothing waits and this pass has room: then nobody needs to know
         whose it is.
         """
-        if self._line or self._spent >= self._per_pass:
+        if self._line.heap or self._spent >= self._per_pass:
             return False
         self._spent += 1.0
         self._schedule()
@@ -169,7 +181,7 @@ class Turnstile:
             if cost is None:
                 break
             self._spent += cost
-        if self._spent or self._line:
+        if self._spent or self._line.heap:
             self._schedule()
 
 
