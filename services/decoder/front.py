@@ -27,6 +27,7 @@ from services.common.errors import (
 from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import MAX_REQUEST_ID_CHARS
 from services.common.telemetry import bound_request_id
+from services.common.tenant_room import TenantRoom
 from services.common.tracing import Span, record_span, start_span
 from services.decoder.departure import Departure, Remaining
 from services.decoder.embedding_fetch import EncoderFailed
@@ -120,6 +121,7 @@ class _Live:
         first_token_at: as `time.time()`; 0: no token yet.
         num_generated, max_generated: tokens of this decoder, so far and at most.
         reported: its last event is in the outbox.
+        tenant: whose it is.
     """
 
     number: int
@@ -133,6 +135,7 @@ class _Live:
     max_generated: int = 0
     deadline: asyncio.TimerHandle | None = None
     reported: bool = False
+    tenant: str = ""
 
 
 class DecoderFront:
@@ -159,7 +162,7 @@ class DecoderFront:
         self._channel = channel
         self._images = SequenceImages(source, channel, self._input_failed)
         self._metrics = metrics
-        self._max_live = _max_live(engine)
+        self._room = TenantRoom(_max_live(engine))  # for sequences
         self._masks = masks(self._input_failed)
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}
@@ -215,7 +218,7 @@ class DecoderFront:
                 raise InvalidRequest(f"sequence_id {submit.sequence_id} is in use")
             if self._refusal:
                 raise Overloaded(self._refusal)
-            if len(self._live) >= self._max_live:
+            if not self._room.has_room(submit.tenant, 1):
                 raise Overloaded(f"{len(self._live)} sequences run or wait here already")
             message, images, demands = read_submit(submit, live.number, self.engine)
         except TriptychError as error:
@@ -453,6 +456,7 @@ class DecoderFront:
         if live.deadline is not None:
             live.deadline.cancel()
         del self._live[live.number]
+        self._room.give_back(live.tenant, 1)
         self._images.remove(live.number)
         self._masks.remove(live.number)
         if not self._live:
@@ -462,6 +466,8 @@ class DecoderFront:
         self, live: _Live, message: AddSequence, images: list[ImageRequest], timeout_s: float
     ) -> None:
         self._live[live.number] = live
+        live.tenant = message.tenant
+        self._room.take(live.tenant, 1)
         live.max_generated = self._most_tokens(message)
         self._empty.clear()
         self._images.add(message, images)

@@ -7,7 +7,7 @@ gRPC and no pixels are seen here. Errors are `TriptychError`s, and a failed enco
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +25,7 @@ from services.common.errors import (
 from services.common.fair_order import NOBODY, Share
 from services.common.shared_memory import MemoryAddress
 from services.common.single_flight import InFlight
+from services.common.tenant_room import TenantRoom
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier, Reading
 from services.encoder.metrics import EncoderMetrics
@@ -32,7 +33,6 @@ from services.encoder.redis_tier import Found, Lock, RedisTier
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
 _MAX_SOURCES_BYTES = 256 << 20
-_RESERVED = 4  # one queued patch of so many is for tenants with less than their share
 Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
 
 
@@ -115,13 +115,12 @@ class Embeddings:
         self._engine = engine
         self._redis = redis
         self._metrics = metrics
-        self._max_queued_patches = max_queued_patches
         self._max_queued_bytes = max_queued_bytes
         self._min_streamed_bytes = min_streamed_bytes
         self._sources = SourceStore(min(_MAX_SOURCES_BYTES, max_queued_bytes))
         self._encodes: dict[bytes, _Encode] = {}
-        self._queued_patches = self._queued_bytes = 0
-        self._patches_of: Counter[str] = Counter()  # by tenant, of those
+        self._patches = TenantRoom(max_queued_patches)  # in work
+        self._queued_bytes = 0
         self._s_per_patch = 0.0  # measured on the last image; 0: none yet
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
         metrics.backlog_seconds.set_function(self._backlog_s)
@@ -244,16 +243,15 @@ class Embeddings:
         entry: asyncio.Future[ArenaEntry] = asyncio.get_running_loop().create_future()
         encode = _Encode(key, image, grid, share, self.spec_of(grid), need_bytes, 0, entry)
         if (
-            self._queued_patches + encode.num_patches > self._room(share)
+            not self._patches.has_room(share.tenant, encode.num_patches)
             or self._queued_bytes + len(image) > self._max_queued_bytes
         ):
             retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         self._encodes[key] = encode
-        self._queued_patches += encode.num_patches
-        self._patches_of[share.tenant] += encode.num_patches
+        self._patches.take(share.tenant, encode.num_patches)
         self._queued_bytes += len(image)
-        encode.num_queued_patches = self._queued_patches
+        encode.num_queued_patches = self._patches.held
         encode.flight = InFlight(
             self._run(encode),
             on_end=lambda task: self._complete(encode, task),
@@ -266,27 +264,12 @@ class Embeddings:
                 requested.set_result(None)
         return encode
 
-    def _room(self, share: Share) -> int:
-        """Patches that may be in work in all when this tenant adds some: a part is for tenants that
-        have less than their share of them.
-        """
-        if not share.tenant:
-            return self._max_queued_patches
-        active = len(self._patches_of) + (share.tenant not in self._patches_of)
-        own = self._patches_of.get(share.tenant, 0)
-        reserved = self._max_queued_patches // _RESERVED
-        has_share = own * max(2, active) < self._max_queued_patches
-        return self._max_queued_patches - (0 if has_share else reserved)
-
     def _backlog_s(self) -> float:
         """How long what is in work will take, as far as the last image tells."""
-        return self._queued_patches * self._s_per_patch
+        return self._patches.held * self._s_per_patch
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
-        self._queued_patches -= encode.num_patches
-        self._patches_of[encode.share.tenant] -= encode.num_patches
-        if not self._patches_of[encode.share.tenant]:
-            del self._patches_of[encode.share.tenant]
+        self._patches.give_back(encode.share.tenant, encode.num_patches)
         self._queued_bytes -= len(encode.image)
         self._remove(encode)
         self._update_gauges()
@@ -299,7 +282,7 @@ class Embeddings:
 
     def _update_gauges(self) -> None:
         self._metrics.queue_images.set(len(self._encodes))
-        self._metrics.queue_patches.set(self._queued_patches)
+        self._metrics.queue_patches.set(self._patches.held)
         self._metrics.cache_bytes.set(self._memory.arena.used_bytes)
 
     async def _run(self, encode: _Encode) -> Encoded:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
@@ -108,7 +108,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     warm_up = _warm_up(service, warm_up_rounds, images=max_images > 0)
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         await service.start()
         warming_up = asyncio.create_task(warm_up.run())
         try:
@@ -171,9 +171,12 @@ def _served_model(spec: ModelSpec) -> ServedModel:
 
 
 def _application(
-    routes: list[BaseRoute], lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]]
-) -> Starlette:
-    return Starlette(
+    routes: list[BaseRoute], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastAPI:
+    return FastAPI(
+        # msgspec checks requests, so FastAPI's own document would be empty; `openapi` makes
+        # one from the same types.
+        openapi_url=None,
         routes=routes,
         exception_handlers={
             TriptychError: handle_triptych_error,

@@ -255,6 +255,24 @@ async def test_more_than_may_wait_are_refused_at_once():
             assert isinstance(await gateway.end(number), pb.Finished)
 
 
+async def test_a_part_of_the_places_is_for_tenants_with_less_than_their_share():
+    def submit(number: int, tenant: str) -> pb.Submit:
+        message = submit_of(number, prompt_of(number))
+        message.tenant = tenant
+        return message
+
+    async with Decoder(max_num_sequences=2, on_gpu=True) as decoder, Gateway(decoder) as gateway:
+        decoder.engine.running.clear()
+        for number in range(8):  # of all eight places
+            await gateway.submit(submit(number, "a"))
+        assert [(await gateway.end(n)).code for n in (6, 7)] == ["overloaded"] * 2
+        for number in (8, 9):
+            await gateway.submit(submit(number, "b"))
+        decoder.engine.running.set()
+        for number in (*range(6), 8, 9):
+            assert isinstance(await gateway.end(number), pb.Finished)
+
+
 async def test_a_gateway_that_does_not_read_is_bounded_and_then_cut():
     async with Decoder(max_model_len=4096, num_blocks=4096) as decoder, Gateway(decoder) as other:
         stream = decoder.front.open_stream()  # no writer takes from its outbox
