@@ -157,7 +157,11 @@ class Engine:
         now = time.monotonic()
         if missing + finished < len(batch.chunks):  # others need not wait
             deadline = self._mask_deadline.at
-            return (deadline is None or now < deadline) and not pending.is_computed()
+            if deadline is None:
+                return not pending.is_computed()
+            if len(batch.late) == len(batch.chunks):  # no free ones, who would gain nothing by it
+                return now < deadline + self._mask_deadline.patience_s(missing, len(batch.late))
+            return now < deadline and not pending.is_computed()
         if not pending.is_computed():
             return True
         self._computed_at = self._computed_at or now

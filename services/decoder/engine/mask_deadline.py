@@ -2,12 +2,15 @@
 
 The device must not wait for a mask: others in the batch would. So the host has to be through with
 this step's sampling and the next step's launch when the device has computed the step, and begins
-early enough, by what the last steps took.
+early enough, by what the last steps took. Where all rows have masks, a missing one costs its row
+two steps and waiting for it costs all rows a little, so that the device may wait a little.
 """
 
 _NEWEST = 0.2  # of the means
 _MARGIN_S = 5e-5
 _LEAST_SHARE = 0.5  # of a step, in which masks may always arrive
+_STEPS_PER_MISS = 2
+_MOST_PATIENCE = 0.1  # of a step; a mask that always takes longer costs the other rows no more
 
 
 class MaskDeadline:
@@ -27,6 +30,10 @@ class MaskDeadline:
             return None
         least = self._step_s - self._launch_s - _MARGIN_S
         return self._began_at + max(least, _LEAST_SHARE * self._step_s)
+
+    def patience_s(self, missing: int, rows: int) -> float:
+        """How long after the deadline a step whose rows all have masks waits for those missing."""
+        return self._step_s * min(_MOST_PATIENCE, _STEPS_PER_MISS * missing / rows)
 
     def began(self, now: float, *, decodes_only: bool) -> None:
         """The tokens of a step have arrived, so the device computes the next one.

@@ -512,6 +512,31 @@ def test_a_plan_takes_no_blocks_from_anybody(blocks, plans):
     harness.assert_all_as_alone()
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_rows_with_masks_alone_wait_a_little_longer(monkeypatch, free):
+    """Steps of 2 ms; the host turns in no time; one mask of 40 is late, for which 0.1 ms is due."""
+    now = 1.0
+    monkeypatch.setattr("services.decoder.engine.engine.time.monotonic", lambda: now)
+    harness = Harness(mask_after=0, max_num_sequences=40, max_batched_tokens=512, num_blocks=400)
+    for number in range(40):
+        masked = number > 0 or not free
+        harness.add(add_message(number, prompt_of(1, 9), max_tokens=20, token_masks=masked))
+    for _ in range(6):
+        now += 0.002
+        harness.step()
+    engine = harness.engine
+    while engine._unsampled is None:
+        now += 0.002
+        harness.step()
+    engine._sequences[39].token_mask = None
+    now += 0.00196
+    assert engine.waits_for_masks == (not free)
+    now += 0.00008
+    assert engine.waits_for_masks == (not free)
+    now += 0.00002
+    assert not engine.waits_for_masks
+
+
 def test_the_engine_waits_for_nothing_without_masks():
     harness = Harness()
     harness.add(add_message(1, prompt_of(1, 9), max_tokens=8))

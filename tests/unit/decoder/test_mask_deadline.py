@@ -19,6 +19,13 @@ def test_the_deadline_leaves_time_to_launch_the_next_step():
     assert deadline.at == pytest.approx(100.0 + 0.002 - 0.0003 - 0.00005)
 
 
+def test_rows_with_masks_wait_for_one_as_long_as_that_costs_less_than_its_miss():
+    deadline = of_steps(step_s=0.002, launch_s=0.0003)
+    assert deadline.patience_s(1, 64) == pytest.approx(2 * 0.002 / 64)
+    assert deadline.patience_s(8, 64) == pytest.approx(0.0002)
+    assert deadline.patience_s(1, 2) == pytest.approx(0.0002)
+
+
 def test_masks_may_always_arrive_in_half_of_a_step():
     assert of_steps(step_s=0.001, launch_s=0.004).at == pytest.approx(100.0005)
 
