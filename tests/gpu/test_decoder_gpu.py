@@ -180,12 +180,11 @@ def test_late_masks_are_sampled_under_without_waiting(dummy: Harness, eager: boo
         torch.cuda.set_sync_debug_mode("error")
         before = dummy.launch(*first)
         pending = dummy.launch(*second)
-        masks = []
         for index in range(4):
             allowed = np.zeros(dummy.runner.info.vocab_size, np.bool_)
             allowed[1000 + index] = True
-            masks.append(mask_of(allowed))
-        pending.sample(masks)
+            pending.put_mask(index, mask_of(allowed))
+        pending.sample()
         after = dummy.launch(*[dummy.chunk(s) for s in running])  # reads what was sampled
     finally:
         torch.cuda.set_sync_debug_mode("default")
