@@ -26,6 +26,9 @@ MAX_SEGMENTS = 256
 MAX_CHUNKS = 4096
 # Of a PNG, before its pixels. Real files have a colour profile and a handful of texts.
 MAX_COMPRESSED_TEXTS = 32
+# Of a JPEG: a decoder passes over all coefficients once a scan, even over an empty one. Real files
+# have up to some dozens.
+MAX_SCANS = 100
 _MAX_GIF_BLOCKS = 16_384  # of at most 255 bytes
 
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -36,6 +39,8 @@ _ORIENTATION = 0x0112
 _MAX_IFD_ENTRIES = 4096
 _MAX_KEYWORD = 79  # of a PNG's text
 _MARKER = re.compile(rb"\xff[\x01-\xfe]", re.DOTALL)  # neither stuffing nor padding
+# In entropy-coded data, what is neither a stuffed byte, nor a restart, nor padding.
+_SCAN_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]", re.DOTALL)
 # JPEG markers: frames that decoders know, frames and tables that they do not, none with a length.
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2, 0xC9, 0xCA))
 _PROGRESSIVE = frozenset((0xC2, 0xCA))
@@ -95,6 +100,35 @@ def read_header(data: bytes, *, max_source_pixels: int) -> ImageHeader:
             f"at most {max_source_pixels} are allowed"
         )
     return header
+
+
+def check_scans(data: bytes, header: ImageHeader, num_bytes: int = MAX_HEADER_BYTES) -> None:
+    """Counts the scans of a JPEG's first `num_bytes`. An encoder counts those of the whole file; a
+    gateway those of its beginning, so that a file of empty scans reaches no encoder.
+
+    Raises:
+        InvalidImage: there are more than `MAX_SCANS`.
+    """
+    if header.buffered and has_more_scans(data, MAX_SCANS, num_bytes):
+        raise InvalidImage(f"the image has more than {MAX_SCANS} scans")
+
+
+def has_more_scans(data: bytes, limit: int, num_bytes: int) -> bool:
+    """Whether a JPEG has more than `limit` scans that begin in its first `num_bytes`. Walks the
+    segments between them, too, of which there may be a few for each scan.
+    """
+    position, num_scans = 2, 0
+    for _ in range(8 * limit + 1024):
+        found = _SCAN_MARKER.search(data, position, num_bytes)
+        if found is None or data[found.end() - 1] == _END:
+            return False
+        marker, position = data[found.end() - 1], found.end()
+        num_scans += marker == _SCAN
+        if num_scans > limit:
+            return True
+        if marker >= 0xC0 and marker != 0xD8:
+            position += int.from_bytes(data[position : position + 2], "big")
+    return True
 
 
 def _read(data: bytes) -> ImageHeader:

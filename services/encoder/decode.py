@@ -7,7 +7,6 @@ image is large. Needs neither torch nor a device. Whatever is wrong with an imag
 """
 
 import io
-import re
 import warnings
 from collections.abc import Callable
 
@@ -16,7 +15,7 @@ import simplejpeg
 from PIL import Image, PngImagePlugin, WebPImagePlugin
 
 from services.common.errors import InvalidImage
-from services.common.image_header import ALLOWED_FORMATS, ImageHeader, read_header
+from services.common.image_header import ALLOWED_FORMATS, ImageHeader, check_scans, read_header
 
 # Pillow warns of damage beside the pixels, as in EXIF, and of sizes that we bound ourselves. Once
 # for the process: `catch_warnings` is not for threads, and images are opened in several.
@@ -37,9 +36,6 @@ def _passed_over(stream: PngImagePlugin.PngStream, position: int, length: int) -
 for _kind in ("tEXt", "zTXt", "iTXt", "iCCP"):
     setattr(PngImagePlugin.PngStream, f"chunk_{_kind}", _passed_over)
 
-# A decoder passes over all coefficients once a scan, even over an empty one. Real files have up to
-# some dozens.
-MAX_SCANS = 100
 LARGE_BYTES = 192 << 20  # of memory: a photo of 12 million pixels takes 100 to 180
 _BAND_PIXELS = 1 << 18
 _BASE_BYTES = 24 << 20  # of a band's conversions, tables
@@ -55,9 +51,6 @@ _AS_STORED: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     7: lambda pixels: pixels.transpose(1, 0, 2)[::-1, ::-1],
     8: lambda pixels: pixels.transpose(1, 0, 2)[:, ::-1],
 }
-# In entropy-coded data, what is neither a stuffed byte, nor a restart, nor padding.
-_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]", re.DOTALL)
-_SCAN, _END = 0xDA, 0xD9
 
 
 def decode(data: bytes, header: ImageHeader, out: np.ndarray) -> None:
@@ -72,8 +65,7 @@ def decode(data: bytes, header: ImageHeader, out: np.ndarray) -> None:
         InvalidImage: the data is truncated or corrupt, or has too many scans.
         MemoryError: the process may not allocate what the image takes.
     """
-    if header.buffered and has_more_scans(data, MAX_SCANS):
-        raise InvalidImage(f"the image has more than {MAX_SCANS} scans")
+    check_scans(data, header, len(data))
     stored = _AS_STORED[header.orientation](out)
     try:
         if not _decode_jpeg(data, header, stored):
@@ -107,24 +99,6 @@ def is_large(data: bytes, *, max_source_pixels: int) -> bool:
     except InvalidImage:
         return False
     return worst_case_bytes(header, len(data)) > LARGE_BYTES
-
-
-def has_more_scans(data: bytes, limit: int) -> bool:
-    """Whether a JPEG has more than `limit` scans. Walks the segments between them, too, of which
-    there may be a few for each scan.
-    """
-    position, num_scans = 2, 0
-    for _ in range(8 * limit + 1024):
-        found = _MARKER.search(data, position)
-        if found is None or data[found.end() - 1] == _END:
-            return False
-        marker, position = data[found.end() - 1], found.end()
-        num_scans += marker == _SCAN
-        if num_scans > limit:
-            return True
-        if marker >= 0xC0 and marker != 0xD8:
-            position += int.from_bytes(data[position : position + 2], "big")
-    return True
 
 
 def _decode_jpeg(data: bytes, header: ImageHeader, stored: np.ndarray) -> bool:

@@ -18,7 +18,7 @@ import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.common.image_geometry import ImageLimits, image_grid
-from services.common.image_header import read_header
+from services.common.image_header import check_scans, read_header
 from services.common.image_key import image_key
 from services.common.threads import INLINE_BYTES, num_threads
 from services.gateway.forms.json_body import LargeImages
@@ -167,6 +167,7 @@ class ImageReader:
 
     def _measure(self, data: bytes, param: str, limits: ImageLimits, max_patches: int) -> Image:
         header = read_header(data, max_source_pixels=self._max_source_pixels)
+        check_scans(data, header)
         grid = image_grid(*header.upright_size, limits)
         if grid[0] * grid[1] * grid[2] > max_patches:
             raise InvalidImage(

@@ -11,8 +11,8 @@ from PIL import Image, PngImagePlugin
 
 from services.common.errors import InvalidImage
 from services.common.image_geometry import ImageLimits, image_grid
-from services.common.image_header import read_header
-from services.encoder.decode import MAX_SCANS, decode, has_more_scans, to_rgb
+from services.common.image_header import MAX_SCANS, has_more_scans, read_header
+from services.encoder.decode import decode, to_rgb
 from services.encoder.preprocess import preprocess
 
 LIMITS = ImageLimits(16, 2, 1024, 1 << 20)
@@ -262,7 +262,8 @@ def with_empty_scans(num_scans: int) -> bytes:
 def test_a_jpeg_of_many_empty_scans_is_refused_before_it_is_decoded() -> None:
     whole = with_empty_scans(0)
     assert whole.count(b"\xff\xda") < 20
-    assert not has_more_scans(whole, MAX_SCANS) and has_more_scans(whole, 5)
+    assert not has_more_scans(whole, MAX_SCANS, len(whole))
+    assert has_more_scans(whole, 5, len(whole))
     with pytest.raises(InvalidImage, match="scans"):
         pixels_of(with_empty_scans(7000))
 
