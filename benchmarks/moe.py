@@ -212,7 +212,7 @@ class Bench:
             configs: list[MoEGemvConfig | MoEGemmConfig] = list(_gemm_configs(self.device, count))
             present = {str(tuning.moe_gemm_config(self.device, count, self.moe))}
             if count <= 8:
-                base = tuning.moe_gemv_config(count)
+                base = MoEGemvConfig()
                 configs += _gemv_configs(base)
                 present.add(str(base))
             for config in configs:
