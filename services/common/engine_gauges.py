@@ -18,14 +18,18 @@ class EngineGauges:
     Args:
         service: prefix of the names.
         registry: where they are exported, with `{service}_engine_silence_seconds`.
+        refresh: called at each scrape, before these and later metrics of `registry` are read.
 
     Attributes:
         silence_s: seconds since the engine last showed that it works.
     """
 
-    def __init__(self, service: str, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, service: str, registry: CollectorRegistry, refresh: Callable[[], None] = lambda: None
+    ) -> None:
         self.silence_s: Callable[[], float] = lambda: 0.0
         self._service = service
+        self._refresh = refresh
         self._gauges: list[Gauge] = []
         silence = Gauge(
             f"{service}_engine_silence_seconds",
@@ -43,6 +47,7 @@ class EngineGauges:
 
     def collect(self) -> Iterator[Metric]:
         """Called at each scrape."""
+        self._refresh()
         if self.silence_s() <= MAX_SILENCE_S:
             for gauge in self._gauges:
                 yield from gauge.collect()

@@ -1,5 +1,6 @@
 """The decoder's metrics, all recorded in its front process, from the engine's messages."""
 
+import threading
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -23,7 +24,6 @@ class DecoderMetrics:
                 f"decoder_{name}_seconds", text, registry=registry, buckets=LATENCY_BUCKETS
             )
 
-        self._engine = EngineGauges("decoder", registry)
         self._create_gauges(registry)
         self._totals = {
             "num_preemptions": counter(
@@ -83,6 +83,10 @@ class DecoderMetrics:
         self._kernel_calls_seen: dict[str, int] = {}
 
     def _create_gauges(self, registry: CollectorRegistry) -> None:
+        self._stats: EngineStats | None = None
+        self._reading = threading.Lock()  # scrapes have a thread each
+        self._engine = EngineGauges("decoder", registry, self._read_stats)
+
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return self._engine.gauge(name, text, *labels)
 
@@ -117,6 +121,17 @@ class DecoderMetrics:
 
     def engine_step(self, stats: EngineStats, num_generated: int) -> None:
         """Records one StepDone."""
+        self._stats = stats
+        if num_generated:
+            self.generated.inc(num_generated)
+
+    def _read_stats(self) -> None:
+        """Sets gauges and totals; at each scrape, because steps are a thousand times as many."""
+        with self._reading:
+            if (stats := self._stats) is not None:
+                self._record(stats)
+
+    def _record(self, stats: EngineStats) -> None:
         used = stats.num_blocks - stats.num_free_blocks
         self.running.set(stats.num_running)
         self.row_usage.set(stats.num_running / self.num_rows)
@@ -130,8 +145,6 @@ class DecoderMetrics:
             if total != self._seen[name]:
                 counter.inc(total - self._seen[name])
                 self._seen[name] = total
-        if num_generated:
-            self.generated.inc(num_generated)
 
     def embedding_found(self, tier: str) -> None:
         self._hits.labels(tier).inc()

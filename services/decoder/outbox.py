@@ -26,7 +26,7 @@ class Outbox:
 
     def __init__(self, max_weight: int = MAX_WEIGHT) -> None:
         self._max_weight = max_weight
-        self._weight = 0
+        self._weight = 0  # of what is queued; each event and token has some
         self._message = pb.GenerateEvents()
         self._open: dict[int, pb.SequenceEvent] = {}
         self._bare: tuple[list[int], list[int]] = ([], [])  # sequence ids, their tokens
@@ -107,7 +107,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Wakes the writer."""
-        if self._has_news:
+        if self._weight:
             self._is_behind = True
             self._wake.set()
 
@@ -118,7 +118,7 @@ class Outbox:
 
     async def take(self) -> pb.GenerateEvents | None:
         """Waits for events; returns all that are queued as one message, None at the end."""
-        while not self._has_news:
+        while not self._weight:
             if self._closed:
                 return None
             self._wake.clear()
@@ -133,10 +133,6 @@ class Outbox:
         self._is_behind = False
         self._weight = 0
         return message
-
-    @property
-    def _has_news(self) -> bool:
-        return bool(self._bare[0] or self._message.events)
 
     def _event(self, sequence_id: int) -> pb.SequenceEvent:
         event = self._open.get(sequence_id)

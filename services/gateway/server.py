@@ -53,6 +53,7 @@ class GatewayServer(uvicorn.Server):
                     partial(GatewayProtocol, heads=HeadTurns(gateway.keyring)),
                 ),
                 ws="none",
+                proxy_headers=False,
                 lifespan="on",
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_S,
