@@ -40,6 +40,7 @@ def runner_info(**overrides: int) -> EngineInfo:
     values = {
         "num_features": 2, "hidden": 8, "vocab_size": VOCAB_SIZE, "max_model_len": 256,
         "block_size": 4, "num_blocks": 64, "max_num_sequences": 8, "max_batched_tokens": 64,
+        "num_weight_tokens": 60,
     }  # fmt: skip
     return EngineInfo(model_name="fake", dtype="bfloat16", **(values | overrides))
 

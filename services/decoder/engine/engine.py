@@ -42,6 +42,7 @@ from services.decoder.engine.step import (
     Step,
     StepOutput,
 )
+from services.decoder.engine.tenants import ShortSteps
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 # How long the device waits for late masks where no other row of the batch could be sampled.
@@ -62,7 +63,8 @@ class Engine:
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         prefix_caching: share blocks of equal prefixes.
-        short_steps, min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
+        short_steps: where tenants share the device, see `tenants.ShortSteps`.
+        min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Engine:
             max_tokens_per_step=info.max_tokens_per_step,
             # A step without its mask is computed again, which recurrent states do not allow.
             late_masks=overlap and not info.has_states,
-            short_steps=short_steps,
+            short_steps=ShortSteps(info.num_weight_tokens) if short_steps else None,
             min_partial_tokens=min_partial_tokens,
             min_checkpoint_tokens=min_checkpoint_tokens,
         )

@@ -160,6 +160,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         max_num_sequences: rows 0 .. max_num_sequences - 1.
         max_batched_tokens: tokens of one step.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
+        num_weight_tokens: tokens whose keys and values have as many bytes as the weights.
         on_gpu: the engine computes on a GPU.
         has_states: rows have recurrent states, without which KV blocks cannot be shared.
         num_checkpoints: slots 0 .. num_checkpoints - 1 for states are the scheduler's.
@@ -176,6 +177,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_num_sequences: int
     max_batched_tokens: int
     max_tokens_per_step: int = 1
+    num_weight_tokens: int = 0
     on_gpu: bool = False
     has_states: bool = False
     num_checkpoints: int = 0

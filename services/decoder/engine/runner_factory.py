@@ -139,6 +139,7 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
                 num_blocks=num_blocks,
                 max_model_len=max_model_len,
                 num_checkpoints=num_checkpoints,
+                num_weight_tokens=_weight_bytes(model) * shape.block_size // shape.block_bytes,
             )
         )
         _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
@@ -205,6 +206,10 @@ def _weight_format(model: nn.Module) -> str:
     layers = model.get_submodule("layers")
     found = {part.weight_format for part in layers.modules() if isinstance(part, Linear)}
     return min(found - {UNQUANTIZED}, default=UNQUANTIZED)
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
 
 
 def _sizes(spec: ModelSpec, options: RunnerOptions, max_model_len: int) -> AttentionSizes:

@@ -58,7 +58,7 @@ class Scheduler:
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         late_masks: steps may be planned before the masks for their samples are there.
-        short_steps: where tenants share the device, see `tenants.ShortSteps`.
+        short_steps: of a device where tenants share steps that last longer with each token.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
         min_checkpoint_tokens: from one checkpoint of a recurrent state to the next.
     """
@@ -72,7 +72,7 @@ class Scheduler:
         max_model_len: int,
         max_tokens_per_step: int = 1,
         late_masks: bool = False,
-        short_steps: bool = False,
+        short_steps: ShortSteps | None = None,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
         min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
     ) -> None:
@@ -88,7 +88,7 @@ class Scheduler:
         self._max_tokens_per_step = max_tokens_per_step
         self._late_masks = late_masks and max_tokens_per_step == 1
         self._num_late_masks = 0  # sequences that have them
-        self._short_steps = ShortSteps() if short_steps else None
+        self._short_steps = short_steps
         self._least_behind = MIN_SHORT_CHUNK if short_steps else 1
         self._min_partial_tokens = min_partial_tokens
         self._min_checkpoint_tokens = min_checkpoint_tokens
@@ -321,6 +321,8 @@ class Scheduler:
         """
         # All their tokens but the last are computed: without those whose last one is in flight.
         decoding = [s for s in self._decoding.values() if s.num_computed_tokens + 1 < s.max_length]
+        if self._short_steps is not None:
+            decoding = self._short_steps.decodes(decoding, self._tenants)
         lacking = [s for s in decoding if s.num_computed_tokens == s.capacity]
         known = []
         if self._ready:

@@ -41,6 +41,8 @@ class Sequence:
             steps in flight are done.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_in_flight: steps that sample for the sequence and whose tokens have not arrived.
+        last_turn: when it last was among the decodes of a step that had no room for all; counts
+            turns of `ShortSteps`.
         checkpoint: slot of the recurrent state that the row starts from; -1: zero.
         checkpoints: after how many tokens the state is to be kept, ascending.
         num_sent_blocks: entries of the block table that were sent to the runner.
@@ -82,6 +84,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_in_flight: int = 0
+    last_turn: int = 0
     checkpoint: int = -1
     checkpoints: tuple[int, ...] = ()
     num_sent_blocks: int = 0

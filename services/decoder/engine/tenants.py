@@ -15,6 +15,7 @@ less. With one tenant all of this is a plain queue.
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from services.decoder.engine.sequence import Sequence
 
@@ -221,12 +222,19 @@ class ShortSteps:
     CPU. A GPU reads all weights in each step, however few its tokens.
 
     Tenants that hold no row have their first chunks in a step of their own, at most every second
-    one. In the others prompts have a part of the tokens, so that a newcomer waits for less; for
-    some time after the last newcomer, too, because the next one meets a step that is under way.
+    one. In the others prompts have a part of the tokens, and decodes a part of their contexts, so
+    that a newcomer waits for less; for some time after the last newcomer, too, because the next one
+    meets a step that is under way.
+
+    Args:
+        max_context: tokens of the contexts that the decodes of a step read. Reading as many bytes
+            as the weights have, it at most doubles the time of a step of few tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_context: int) -> None:
+        self._max_context = max_context
         self._left = 0  # short steps
+        self._turns = 0  # of decodes
         self._took_newcomers = False
 
     def takes_newcomers(self, *, several: bool) -> bool:
@@ -243,6 +251,22 @@ class ShortSteps:
     def prompt_tokens(self, room: int, max_batched_tokens: int) -> int:
         """Prompts' tokens of a step that has room for so many."""
         return min(room, max_batched_tokens // _PROMPTS_SHARE) if self._left else room
+
+    def decodes(self, sequences: list[Sequence], tenants: Tenants) -> list[Sequence]:
+        """Those of the decoding sequences that the step computes, one at least: tenants in turn,
+        within each those first whose last one is the longest ago.
+        """
+        left = self._max_context
+        if not self._left or sum([s.num_computed_tokens for s in sequences]) <= left:
+            return sequences
+        found: list[Sequence] = []
+        for sequence in tenants.take_turns(sorted(sequences, key=attrgetter("last_turn"))):
+            if left <= 0 and found:
+                break
+            left -= sequence.num_computed_tokens
+            sequence.last_turn = self._turns = self._turns + 1
+            found.append(sequence)
+        return found
 
 
 class _Usage:

@@ -8,6 +8,7 @@ from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.tenants import ShortSteps
 from tests.fake_runner import add_message
 
 KEY = b"k" * 32
@@ -20,7 +21,7 @@ def scheduler_of(
     budget: int = 32,
     length: int = 256,
     partial: int = 1,
-    short_steps: bool = False,
+    short_steps: ShortSteps | None = None,
 ):
     return Scheduler(
         BlockManager(blocks, 4),

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.tenants import ShortSteps
 from tests.engine_harness import Harness, prompt_of
 from tests.fake_runner import add_message
 from tests.unit.decoder.test_scheduler import scheduler_of
@@ -129,7 +130,7 @@ def test_the_end_of_a_long_prompt_takes_no_room_from_anothers_turn():
 
 
 def test_first_chunks_of_other_tenants_have_every_second_step_for_themselves():
-    scheduler = scheduler_of(blocks=4096, rows=32, budget=64, short_steps=True)
+    scheduler = scheduler_of(blocks=4096, rows=32, budget=64, short_steps=ShortSteps(1 << 20))
     for number in range(100):
         add(scheduler, number, "flood")
     for _ in range(10):
@@ -145,7 +146,7 @@ def test_first_chunks_of_other_tenants_have_every_second_step_for_themselves():
 
 
 def test_a_flood_without_a_row_is_no_newcomer():
-    scheduler = scheduler_of(blocks=4096, rows=32, budget=64, short_steps=True)
+    scheduler = scheduler_of(blocks=4096, rows=32, budget=64, short_steps=ShortSteps(1 << 20))
     add(scheduler, 1000, "late", length=10)
     for number in range(10):
         add(scheduler, number, "flood", length=40)  # as of images that are all ready at once
@@ -153,13 +154,42 @@ def test_a_flood_without_a_row_is_no_newcomer():
 
 
 def test_prompts_have_fewer_tokens_while_tenants_share_a_cpu():
-    scheduler = scheduler_of(blocks=4096, rows=4, budget=64, length=4096, short_steps=True)
+    scheduler = scheduler_of(
+        blocks=4096, rows=4, budget=64, length=4096, short_steps=ShortSteps(1 << 20)
+    )
     add(scheduler, 0, "flood", length=4000)
     assert run_step(scheduler) == Counter(flood=64)
     late = add(scheduler, 1, "late", length=10)
     assert [run_step(scheduler) for _ in range(2)] == [Counter(late=10), Counter(late=1, flood=16)]
     scheduler.finish(late)
     assert [run_step(scheduler)["flood"] for _ in range(100)][-2:] == [16, 64]
+
+
+def test_decodes_that_share_a_cpu_read_so_much_context_and_take_turns():
+    scheduler = scheduler_of(blocks=4096, rows=16, budget=64, short_steps=ShortSteps(100))
+    for number in range(10):
+        add(scheduler, number, "flood", length=24)
+    while scheduler.num_running < 10 or scheduler._prefilling:
+        run_step(scheduler)
+    assert run_step(scheduler) == Counter(flood=10)  # alone
+    add(scheduler, 1000, "late", length=10)
+    assert run_step(scheduler) == Counter(late=10)
+    before = {s.sequence_id: s.num_generated for s in scheduler._decoding.values()}
+    for _ in range(16):
+        tokens = run_step(scheduler)
+        assert tokens["late"] == 1  # its turn is in every step
+        assert 1 <= tokens["flood"] <= 4
+    after = {s.sequence_id: s.num_generated for s in scheduler._decoding.values()}
+    shares = [after[number] - before[number] for number in range(10)]
+    assert max(shares) - min(shares) <= 1 and sum(shares) >= 32
+
+
+def test_a_context_longer_than_a_step_is_decoded_all_the_same():
+    scheduler = scheduler_of(blocks=4096, rows=4, budget=64, short_steps=ShortSteps(0))
+    sequences = [add(scheduler, number, f"{number}", length=20) for number in range(3)]
+    for _ in range(60):
+        run_step(scheduler)
+    assert all(s.num_generated >= 15 for s in sequences)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
