@@ -21,7 +21,6 @@ from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
 from services.common.shared_memory import NotReadable
 from services.common.telemetry import setup_logging
-from services.common.threads import request_long_slices
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import (
     EngineInfo,
@@ -155,8 +154,6 @@ def main() -> int:
         on_gpu = settings.device.startswith("cuda") or (
             settings.device == "auto" and torch.cuda.is_available()
         )
-        if not on_gpu:
-            request_long_slices()  # a busy engine is preempted by whatever wakes up beside it
         runner = create_runner(runner_options(settings, on_gpu=on_gpu), end.arena)
         engine = Engine(
             runner,

@@ -2,9 +2,13 @@
 
 import json
 
+import httpx2
 import numpy as np
 import pytest
 
+from services.gateway.chat import ChatService
+from services.gateway.forms.parts import Text
+from services.gateway.forms.responses import Update
 from tests.gateway_stack import MODEL, GatewayStack
 
 PAGE = "https://page.example"
@@ -175,3 +179,27 @@ def test_a_body_declared_as_something_other_than_json_is_refused(stack, path, co
     assert response.status_code == status
     if status == 415:
         assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+def test_a_bug_before_the_answer_is_a_500_that_says_nothing_of_it(stack, monkeypatch, caplog):
+    async def fail(*_):
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(ChatService, "prepare", fail)
+    response = stack.chat()
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert response.headers["x-request-id"]
+    assert "secret" not in response.text and "a secret" in caplog.text
+
+
+def test_a_bug_in_mid_stream_ends_the_connection_without_the_answers_end(stack, monkeypatch):
+    async def fail(service, completion):
+        yield [Update(0, [Text("a")], None, None)]
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(ChatService, "answer", fail)
+    with pytest.raises(httpx2.RemoteProtocolError, match="incomplete"):
+        stack.chat(stream=True)
+    monkeypatch.undo()
+    assert stack.chat().status_code == 200

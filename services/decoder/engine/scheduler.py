@@ -35,7 +35,7 @@ from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, checkpoint_boundaries
-from services.decoder.engine.tenants import MIN_SHORT_CHUNK, Room, ShortSteps, Tenants
+from services.decoder.engine.tenants import Room, ShortSteps, Tenants
 
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
 # smaller chunk before a missing image saves nothing.
@@ -89,11 +89,9 @@ class Scheduler:
         self._late_masks = late_masks and max_tokens_per_step == 1
         self._num_late_masks = 0  # sequences that have them
         self._short_steps = short_steps
-        self._least_behind = MIN_SHORT_CHUNK if short_steps else 1
         self._min_partial_tokens = min_partial_tokens
         self._min_checkpoint_tokens = min_checkpoint_tokens
-        self.num_preemptions = 0
-        self.num_prefix_hit_tokens = 0
+        self.num_preemptions = self.num_prefix_hit_tokens = 0
         self._rows = list(range(max_num_sequences - 1, -1, -1))
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
@@ -239,20 +237,22 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plans one step."""
         self.step += 1
-        chunks, num_tokens, short = list[Chunk](), 0, self._short_steps
+        chunks, num_tokens, num_decodes, short = list[Chunk](), 0, 0, self._short_steps
         if self._tenants.are_several:
             self._make_room()
         if short is not None and short.takes_newcomers(several=self._tenants.are_several):
             newcomers = self._first_of_others(self._tenants.settled(), make_room=True)
-            num_tokens = self._fill(newcomers, self.max_batched_tokens, chunks)
+            self._fill(newcomers, self.max_batched_tokens, chunks)
             short.took(newcomers=bool(chunks))
         if not chunks:
             chunks, num_tokens = self._decode_chunks()
+            num_decodes = len(chunks)
             if self._prefilling or len(self._tenants):
                 budget = self.max_batched_tokens - num_tokens
                 if short is not None:
                     budget = short.prompt_tokens(budget, self.max_batched_tokens)
-                num_tokens += self._fill(self._prompts(), budget, chunks)
+                self._fill(self._prompts(), budget, chunks)
+        num_tokens += sum([chunk.length for chunk in chunks[num_decodes:]])
         batch = Batch(chunks, num_tokens, self._admitted, self._extended)
         if self._num_late_masks:
             batch.late = [c for c in chunks if c.from_device and c.sequence.late_masks]
@@ -407,25 +407,25 @@ class Scheduler:
             yield admitted
 
     def _fill(self, prompts: Iterator[Sequence], budget: int, chunks: list[Chunk]) -> int:
-        """Spends up to `budget` tokens on prompts in order; returns the tokens spent.
+        """Spends up to `budget` tokens on prompts in order; returns what was spent.
 
         A prompt that needs several steps leaves half of the budget, if worth it, to those behind.
         """
         spent = 0
         while spent < budget and (sequence := next(prompts, None)) is not None:
-            left = budget - spent
+            half = (budget - spent) // 2
             remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            if remaining > self.max_batched_tokens and left // 2 >= self._least_behind:
-                behind = self._fill(prompts, left // 2, chunks)
-                spent += behind
-                left -= behind
-            spent += self._prefill(sequence, left, chunks)
+            least = 1 if self._short_steps is None else self._short_steps.least(sequence)
+            if remaining > self.max_batched_tokens and half >= least:
+                spent += self._fill(prompts, half, chunks)
+            spent += self._prefill(sequence, budget - spent, chunks)
         return spent
 
     def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Appends the sequence's next chunk; returns its length."""
-        start = sequence.num_computed_tokens
-        length = min(self._chunk_limit(sequence, start) - start, budget)
+        """Appends the sequence's next chunk; returns what it takes of the budget."""
+        start, short = sequence.num_computed_tokens, self._short_steps
+        most, cost = (budget, 1) if short is None else short.chunk(start, budget)
+        length = min(self._chunk_limit(sequence, start) - start, most)
         end, checkpoint = start + length, -1
         if sequence.checkpoints:
             end, checkpoint = self._end_at_checkpoint(sequence, start, end)
@@ -447,7 +447,7 @@ class Scheduler:
             chunk = Chunk(sequence, start, length, False, samples, generated)
             chunk.checkpoint = checkpoint
             chunks.append(chunk)
-        return length
+        return min(length * cost, budget)
 
     def _end_at_checkpoint(self, sequence: Sequence, start: int, end: int) -> tuple[int, int]:
         """Where a chunk [start, end) ends so that a state can be kept, and the slot; -1: none."""

@@ -25,6 +25,9 @@ _PROMPTS_SHARE = 4  # prompts have one token of so many of a short step
 # Each chunk of a long prompt reads all of its context, so on a CPU smaller ones cost more than they
 # are worth.
 MIN_SHORT_CHUNK = 32
+# A prompt token's attention to all of a context takes so many times what its GEMMs take, if the
+# context has as many bytes as the weights: torch's attention has a fraction of a GEMM's rate.
+_ATTENTION = 6
 _NEWEST, _FIRST_GUESS = 0.1, 64.0  # of the mean length of completions
 
 
@@ -251,6 +254,21 @@ class ShortSteps:
     def prompt_tokens(self, room: int, max_batched_tokens: int) -> int:
         """Prompts' tokens of a step that has room for so many."""
         return min(room, max_batched_tokens // _PROMPTS_SHARE) if self._left else room
+
+    def chunk(self, start: int, budget: int) -> tuple[int, int]:
+        """The most tokens of a prompt's chunk that begins at `start`, and what each costs of a
+        step's budget: those behind a long context, to which they all attend, cost more, whether or
+        not tenants share.
+        """
+        cost = self._cost(start)
+        return max(budget // cost, min(budget, MIN_SHORT_CHUNK)), cost
+
+    def least(self, sequence: Sequence) -> int:
+        """The least budget that is worth a chunk of a sequence's prompt."""
+        return MIN_SHORT_CHUNK * self._cost(sequence.num_computed_tokens)
+
+    def _cost(self, start: int) -> int:
+        return 1 + _ATTENTION * start // max(1, self._max_context)
 
     def decodes(self, sequences: list[Sequence], tenants: Tenants) -> list[Sequence]:
         """Those of the decoding sequences that the step computes, one at least: tenants in turn,

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.tenants import ShortSteps
+from services.decoder.engine.tenants import MIN_SHORT_CHUNK, ShortSteps
 from tests.engine_harness import Harness, prompt_of
 from tests.fake_runner import add_message
 from tests.unit.decoder.test_scheduler import scheduler_of
@@ -182,6 +182,26 @@ def test_decodes_that_share_a_cpu_read_so_much_context_and_take_turns():
     after = {s.sequence_id: s.num_generated for s in scheduler._decoding.values()}
     shares = [after[number] - before[number] for number in range(10)]
     assert max(shares) - min(shares) <= 1 and sum(shares) >= 32
+
+
+def test_chunks_behind_long_contexts_are_small_and_all_prompts_go_on():
+    short = ShortSteps(600)
+    scheduler = scheduler_of(blocks=4096, rows=8, budget=256, length=2048, short_steps=short)
+    sequences = [add(scheduler, number, "long", length=1500) for number in range(4)]
+    assert run_step(scheduler) == Counter(long=256)  # at the beginning
+    num_steps = 0
+    while any(s.num_generated == 0 for s in sequences):
+        batch = scheduler.schedule()
+        assert batch.num_tokens == sum(chunk.length for chunk in batch.chunks)
+        assert all(chunk.length > 0 for chunk in batch.chunks)
+        for chunk in batch.chunks:
+            if chunk.samples:
+                chunk.sequence.num_in_flight -= 1
+                chunk.sequence.token_ids.append(1)
+            if chunk.start > 1200:
+                assert chunk.length <= MIN_SHORT_CHUNK  # a token there costs 13
+        num_steps += 1
+    assert num_steps < 200
 
 
 def test_a_context_longer_than_a_step_is_decoded_all_the_same():
