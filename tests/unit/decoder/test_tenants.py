@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.tenants import MIN_SHORT_CHUNK, ShortSteps
+from services.decoder.engine.tenants import ShortSteps
 from tests.engine_harness import Harness, prompt_of
 from tests.fake_runner import add_message
 from tests.unit.decoder.test_scheduler import scheduler_of
@@ -199,7 +199,7 @@ def test_chunks_behind_long_contexts_are_small_and_all_prompts_go_on():
                 chunk.sequence.num_in_flight -= 1
                 chunk.sequence.token_ids.append(1)
             if chunk.start > 1200:
-                assert chunk.length <= MIN_SHORT_CHUNK  # a token there costs 13
+                assert chunk.length <= 256 // 7
         num_steps += 1
     assert num_steps < 200
 
