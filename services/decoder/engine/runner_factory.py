@@ -32,7 +32,6 @@ from services.decoder.engine.model_runner import DeviceState, ModelRunner
 from services.decoder.kernels.ops import PlainOps, create_ops
 from services.decoder.kernels.states import StateCache
 from services.decoder.kernels.table import UNQUANTIZED
-from services.decoder.models.base import CausalLM
 from services.decoder.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ def _load(
     options: RunnerOptions,
     device: torch.device,
     dtype: torch.dtype,
-) -> CausalLM:
+) -> Transformer:
     with torch.device("meta"):
         model = Transformer(spec, backend, PlainOps())
     if options.load_format == "dummy":
