@@ -19,6 +19,7 @@ from tests.noise import PATIENCE_S
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 _SECONDS, _QUIET_S, _ROUNDS = 0.5, 0.3, 3
 _FLOOR_S = 0.5
+_MOST = 0.6  # of the memory
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def test_attack_ends_nothing_and_delays_nobody(stack: Stack, row: Row) -> None:
         )
         assert stack.num_deaths() == 0
         for kind, pod in stack.pods.items():
-            assert cost.peak_bytes[kind] < pod.limit_bytes, kind
+            # Longer attacks reach further: a row that had 966 MiB of 1,024 in five seconds.
+            assert cost.peak_bytes[kind] < _MOST * pod.limit_bytes, kind
         assert set(cost.statuses) <= row.statuses
         assert set(cost.during.statuses) <= {200, 503}
         if delay_s(cost.quiet, cost.during) <= _FLOOR_S:
