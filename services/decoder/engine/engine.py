@@ -63,7 +63,7 @@ class Engine:
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         prefix_caching: share blocks of equal prefixes.
-        short_steps: where tenants share the device, see `tenants.ShortSteps`.
+        short_steps: the device is a CPU, see `tenants.ShortSteps`.
         min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
     """
 

@@ -58,7 +58,7 @@ class Scheduler:
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         late_masks: steps may be planned before the masks for their samples are there.
-        short_steps: of a device where tenants share steps that last longer with each token.
+        short_steps: of a CPU, whose steps last longer with each token; None: of a GPU.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
         min_checkpoint_tokens: from one checkpoint of a recurrent state to the next.
     """

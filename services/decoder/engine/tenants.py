@@ -27,7 +27,7 @@ _PROMPTS_SHARE = 4  # prompts have one token of so many of a short step
 MIN_SHORT_CHUNK = 32
 # A prompt token's attention to a context with as many bytes as the weights takes so many times what
 # its GEMMs take (demonstration model, torch: 2.3). With 2 steps behind 5,000 tokens last 60 to 80
-# ms, with 3 45, and prompts take as long in all.
+# ms, with 3 45, and such prompts take as long in all.
 _ATTENTION = 3
 _NEWEST, _FIRST_GUESS = 0.1, 64.0  # of the mean length of completions
 
