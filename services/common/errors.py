@@ -22,7 +22,7 @@ Errors cross gRPC as a status code plus the trailing metadata of `services.commo
 code alone is never trusted, because gRPC itself sends the same ones.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class TriptychError(Exception):
@@ -49,6 +49,14 @@ class TriptychError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+
+    def without_frames(self) -> Self:
+        """This error without traceback and context, once nobody raises it any more. Their frames
+        hold a whole request, and often the error itself: a cycle, which only the garbage collector
+        would free.
+        """
+        self.__traceback__ = self.__context__ = None
+        return self
 
 
 class InvalidRequest(TriptychError):

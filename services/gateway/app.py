@@ -121,7 +121,9 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
     routes = Routes(service, warm_up, admission, metrics, spec.directory)
     app = _application([*routes.table(), warm_up.route], lifespan)
-    middleware: ASGIApp = Middleware(app, admission, keyring, quotas, warm_up.path)
+    middleware: ASGIApp = Middleware(
+        app, routes.endpoints, admission, keyring, quotas, warm_up.path
+    )
     if is_loopback(settings.host):
         middleware = SameSite(middleware, settings.cors_origins)
     return Gateway(

@@ -411,9 +411,10 @@ class Attempts:
                 raise InternalError("an encoder returned an embedding of the wrong size")
         except InvalidRequest as error:
             error.param = image.param
-            self._mailbox.put(error)
+            self._mailbox.put(error.without_frames())
         except TriptychError as error:
-            self._mailbox.put(_RetryableFailure(error, "encoder", pod.address))
+            failure = _RetryableFailure(error.without_frames(), "encoder", pod.address)
+            self._mailbox.put(failure)
         else:
             self._encoded[key] = pod.address
             self._metrics.encodes.labels(done.source).inc()

@@ -169,6 +169,7 @@ class EncoderPod(Pod):
             elif not answered.cancelled():
                 # Marks it as retrieved: asyncio would report it if the caller was cancelled.
                 answered.exception()
+            del answered  # it holds its error, whose traceback holds this frame
         return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
 
     async def has_ended(self) -> bool:

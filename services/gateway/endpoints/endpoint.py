@@ -9,12 +9,11 @@ subclass's: `chat_endpoint` for chat completions, one more for each other surfac
 import asyncio
 import logging
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -148,6 +147,7 @@ class Endpoint(ABC):
                 error.param = renamed(error.param, work.paths)
             if not work.exchange.started:
                 raise
+            error.without_frames()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
                     await work.exchange.write(self.error_event(work, error), last=True)
@@ -216,31 +216,11 @@ async def received(admission: Admission, request: Request) -> AsyncGenerator[tup
 
 @contextmanager
 def releasing(body: Body) -> Generator[None]:
-    """Frees a request's large memory at its end. An error's traceback is part of cycles that live
-    until the next collection: what its frames hold goes now.
-    """
+    """Frees a request's body at its end."""
     try:
         yield
-    except BaseException as error:
-        if len(body) > INLINE_BYTES:
-            _clear_frames(error)
-        raise
     finally:
         free(body)
-
-
-def _clear_frames(error: BaseException) -> None:
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        found = waiting.pop()
-        if found is None or id(found) in seen:
-            continue
-        seen.add(id(found))
-        traceback.clear_frames(found.__traceback__)
-        waiting += [found.__cause__, found.__context__]
-        if isinstance(found, BaseExceptionGroup):
-            waiting += cast("tuple[BaseException, ...]", found.exceptions)
 
 
 async def parse_body(

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from services.gateway.chat import ChatService
 from services.gateway.endpoints.chat_endpoint import ChatEndpoint
+from services.gateway.endpoints.endpoint import Endpoint
 from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, TokenCounter
 from services.gateway.endpoints.openapi import openapi_document
 from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
@@ -38,7 +39,11 @@ _PATIENCE_S = 10.0
 
 
 class Routes:
-    """The views of one gateway."""
+    """The views of one gateway.
+
+    Attributes:
+        endpoints: those that generate, by their paths.
+    """
 
     def __init__(
         self,
@@ -52,23 +57,25 @@ class Routes:
         self._tokenization = TokenizationRoutes(service, admission, model_directory)
         self._warm_up = warm_up
         self._admission = admission
-        self._metrics = metrics
         self._was_ready = False
         self._patient_until = time.monotonic() + _PATIENCE_S
         self._created = int(time.time())
         pages = Path(__file__).parents[1] / "static"
         self._page = (pages / "index.html").read_bytes()
         self._docs_page = (pages / "docs.html").read_bytes()
+        parts = service, admission, metrics
+        self.endpoints: dict[str, Endpoint] = {
+            "/v1/chat/completions": ChatEndpoint(*parts),
+            "/v1/completions": TextCompletionEndpoint(*parts),
+            "/v1/responses": ResponsesEndpoint(*parts),
+            "/v1/messages": MessagesEndpoint(*parts),
+        }
 
     def table(self) -> list[Route]:
         """Every route but the warm-up's."""
         counter = TokenCounter(self._service, self._admission)
-        parts = self._service, self._admission, self._metrics
         return [
-            Route("/v1/chat/completions", ChatEndpoint(*parts), methods=["POST"]),
-            Route("/v1/completions", TextCompletionEndpoint(*parts), methods=["POST"]),
-            Route("/v1/responses", ResponsesEndpoint(*parts), methods=["POST"]),
-            Route("/v1/messages", MessagesEndpoint(*parts), methods=["POST"]),
+            *[Route(path, found, methods=["POST"]) for path, found in self.endpoints.items()],
             Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),

@@ -186,8 +186,11 @@ async def read_body(
 
 
 async def handle_triptych_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler for our errors; every 503 has a Retry-After header."""
+    """The answer to our errors; every 503 has a Retry-After header. Nothing of the request is held
+    by the error afterwards.
+    """
     assert isinstance(error, TriptychError)
+    error.without_frames()
     headers: dict[str, str] = {}
     if error.http_status == 503 or error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))

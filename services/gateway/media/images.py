@@ -141,12 +141,18 @@ class ImageReader:
                     error.param = error.param or source.param
                     raise
 
+        tasks = [asyncio.create_task(read_one(source)) for source in sources]
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(read_one(source)) for source in sources]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
+        finally:
+            # A task holds its error, whose traceback holds this frame: without the list there is
+            # no cycle, and a failed request's images are freed at its end.
+            tasks.clear()
 
     def limits_for(self, source: ImageSource) -> ImageLimits:
         """The model's limits, narrowed by the request's.
