@@ -33,6 +33,7 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.short_steps import ShortSteps
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, StateCheckpoints
 from services.decoder.engine.step import (
     Int32Array,
@@ -42,7 +43,6 @@ from services.decoder.engine.step import (
     Step,
     StepOutput,
 )
-from services.decoder.engine.tenants import ShortSteps
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 # How long the device waits for late masks where no other row of the batch could be sampled.
@@ -63,7 +63,7 @@ class Engine:
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         prefix_caching: share blocks of equal prefixes.
-        short_steps: the device is a CPU, see `tenants.ShortSteps`.
+        short_steps: the device is a CPU, see `ShortSteps`.
         min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
     """
 

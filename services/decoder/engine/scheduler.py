@@ -34,8 +34,9 @@ from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf
 from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.short_steps import ShortSteps
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, checkpoint_boundaries
-from services.decoder.engine.tenants import Room, ShortSteps, Tenants
+from services.decoder.engine.tenants import Room, Tenants
 
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
 # smaller chunk before a missing image saves nothing.
@@ -148,8 +149,7 @@ class Scheduler:
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
-        groups = (*self._running, self._parked)
-        return [s for group in groups for s in group.values()] + list(self._tenants)
+        return [*self._all_running(), *self._parked.values(), *self._tenants]
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence.
@@ -297,7 +297,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless rows, blocks and states agree."""
-        running = [s for group in self._running for s in group.values()]
+        running = self._all_running()
         rows = [s.row for s in running]
         assert len(set(rows)) == len(rows) and not set(rows) & set(self._rows), "a row held twice"
         assert all(s.state is SequenceState.RUNNING for s in running)

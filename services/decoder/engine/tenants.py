@@ -15,20 +15,10 @@ less. With one tenant all of this is a plain queue.
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from services.decoder.engine.sequence import Sequence
 
 _MUCH = 2.0  # times what another tenant has
-_SHARED_STEPS = 100  # after the last one with several tenants
-_PROMPTS_SHARE = 4  # prompts have one token of so many of a short step
-# Each chunk of a long prompt reads all of its context, so on a CPU smaller ones cost more than they
-# are worth.
-MIN_SHORT_CHUNK = 32
-# A prompt token's attention to a context with as many bytes as the weights takes so many times what
-# its GEMMs take (demonstration model, torch: 2.3). With 2 steps behind 5,000 tokens last 60 to 80
-# ms, with 3 45, and such prompts take as long in all.
-_ATTENTION = 3
 _NEWEST, _FIRST_GUESS = 0.1, 64.0  # of the mean length of completions
 
 
@@ -219,73 +209,6 @@ class Tenants:
             assert tenant.num_rows == sum(s.row >= 0 for s in own)
             assert tenant.waiting == sorted(tenant.waiting, key=_place)
         assert self._num_waiting == sum(1 for _ in self)
-
-
-class ShortSteps:
-    """What several tenants change on a device whose steps last longer the more tokens they have: a
-    CPU. A GPU reads all weights in each step, however few its tokens.
-
-    Tenants that hold no row have their first chunks in a step of their own, at most every second
-    one. In the others prompts have a part of the tokens, and decodes a part of their contexts, so
-    that a newcomer waits for less; for some time after the last newcomer, too, because the next one
-    meets a step that is under way.
-
-    Args:
-        max_context: tokens of the contexts that the decodes of a step read. Reading as many bytes
-            as the weights have, it at most doubles the time of a step of few tokens.
-    """
-
-    def __init__(self, max_context: int) -> None:
-        self._max_context = max_context
-        self._left = 0  # short steps
-        self._turns = 0  # of decodes
-        self._took_newcomers = False
-
-    def takes_newcomers(self, *, several: bool) -> bool:
-        """Begins a step; whether it is the first chunks', if there are any."""
-        self._left = _SHARED_STEPS if several else max(0, self._left - 1)
-        found = several and not self._took_newcomers
-        self._took_newcomers = False
-        return found
-
-    def took(self, *, newcomers: bool) -> None:
-        """The step that has begun computes first chunks alone, or not."""
-        self._took_newcomers = newcomers
-
-    def prompt_tokens(self, room: int, max_batched_tokens: int) -> int:
-        """Prompts' tokens of a step that has room for so many."""
-        return min(room, max_batched_tokens // _PROMPTS_SHARE) if self._left else room
-
-    def chunk(self, start: int, budget: int) -> tuple[int, int]:
-        """The most tokens of a prompt's chunk that begins at `start`, and what each costs of a
-        step's budget: those behind a long context, to which they all attend, cost more, whether or
-        not tenants share.
-        """
-        cost = self._cost(start)
-        return max(budget // cost, min(budget, MIN_SHORT_CHUNK)), cost
-
-    def least(self, sequence: Sequence) -> int:
-        """The least budget that is worth a chunk of a sequence's prompt."""
-        return MIN_SHORT_CHUNK * self._cost(sequence.num_computed_tokens)
-
-    def _cost(self, start: int) -> int:
-        return 1 + _ATTENTION * start // max(1, self._max_context)
-
-    def decodes(self, sequences: list[Sequence], tenants: Tenants) -> list[Sequence]:
-        """Those of the decoding sequences that the step computes, one at least: tenants in turn,
-        within each those first whose last one is the longest ago.
-        """
-        left = self._max_context
-        if not self._left or sum([s.num_computed_tokens for s in sequences]) <= left:
-            return sequences
-        found: list[Sequence] = []
-        for sequence in tenants.take_turns(sorted(sequences, key=attrgetter("last_turn"))):
-            if left <= 0 and found:
-                break
-            left -= sequence.num_computed_tokens
-            sequence.last_turn = self._turns = self._turns + 1
-            found.append(sequence)
-        return found
 
 
 class _Usage:

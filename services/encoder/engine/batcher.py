@@ -3,13 +3,16 @@
 Images are in a fair order of their tenants; within a tenant it is that of arrival. The first image
 is always in the next batch, so nothing starves: an image waits for at most as many batches as there
 are images before it. Behind it, later images fill the budget in order, and one that does not fit is
-passed over. An image larger than the budget runs alone. A batch never waits to be filled. The
-engine's loop alone uses it.
+passed over. An image larger than the budget runs alone. A batch never waits to be filled. On a CPU,
+where a large image takes long, small ones of other tenants overtake it. The engine's loop alone
+uses it.
 """
 
 from bisect import bisect_left, insort
 
 from services.common.fair_order import NOBODY, FairOrder, Share
+
+_SMALL = 2  # at most one part in so many of the image that is overtaken
 
 
 class Batcher:
@@ -25,8 +28,10 @@ class Batcher:
         assert max_batch_patches > 0
         self._max_batch_patches = max_batch_patches
         self._order = FairOrder()
-        self._queue: list[tuple[float, int, int, int]] = []  # place, arrival, job id, patches
-        self._entries: dict[int, tuple[float, int, int, int]] = {}  # by job id
+        # Place, arrival, job id, patches, place of the tenant's next image.
+        self._queue: list[tuple[float, int, int, int, float]] = []
+        self._entries: dict[int, tuple[float, int, int, int, float]] = {}  # by job id
+        self._latest = (0.0, 0)  # of the last batch's first image: place of the next, patches
         self._arrivals = 0
         self._queued_patches = 0
 
@@ -43,7 +48,8 @@ class Batcher:
         assert num_patches > 0 and job_id not in self._entries
         self._arrivals += 1
         place = self._order.place(share.tenant, weight=share.weight, cost=num_patches)
-        entry = self._entries[job_id] = (place, self._arrivals, job_id, num_patches)
+        next_place = place + num_patches / share.weight
+        entry = self._entries[job_id] = (place, self._arrivals, job_id, num_patches, next_place)
         insort(self._queue, entry)
         self._queued_patches += num_patches
 
@@ -53,15 +59,17 @@ class Batcher:
         if entry is None:
             return False
         del self._queue[bisect_left(self._queue, entry)]
-        self._queued_patches -= entry[-1]
+        self._queued_patches -= entry[3]
         return True
 
     def next_batch(self) -> list[int]:
         """Takes out the next batch's job ids, in order; empty only if nothing is queued."""
         chosen: list[int] = []
         room = self._max_batch_patches
-        for place, _, job_id, num_patches in self._queue:
+        for place, _, job_id, num_patches, next_place in self._queue:
             if num_patches <= room or not chosen:
+                if not chosen:
+                    self._latest = next_place, num_patches
                 chosen.append(job_id)
                 self._order.served(place)
                 room -= num_patches
@@ -70,3 +78,19 @@ class Batcher:
         for job_id in chosen:
             self.remove(job_id)
         return chosen
+
+    def next_overtaking(self) -> int | None:
+        """Takes out the next image that may run before the rest of the last batch, which is one
+        image: at most half as large, and its tenant's turn comes before that image is paid for. So
+        a tenant's small images overtake a large one only until they are as much work together.
+        None: there is none.
+        """
+        end, num_patches = self._latest
+        for place, _, job_id, small, _ in self._queue:
+            if place >= end:
+                break
+            if small * _SMALL <= num_patches:
+                self._order.served(place)
+                self.remove(job_id)
+                return job_id
+        return None

@@ -223,10 +223,13 @@ class Engine:
             if len(self._batcher) > 0 and len(self._launched) < _MAX_LAUNCHED:
                 return
             item = self._mailbox.get()
+        self._take(item)
+        self._take_all()
+
+    def _take_all(self) -> None:
         with suppress(queue.Empty):
             while True:
-                self._take(item)
-                item = self._mailbox.get(block=False)
+                self._take(self._mailbox.get(block=False))
 
     def _take(self, item: "_Item") -> None:
         match item:
@@ -259,9 +262,20 @@ class Engine:
     def _launch_next(self) -> None:
         if len(self._launched) >= _MAX_LAUNCHED or self._stopping:
             return
-        chosen = self._batcher.next_batch()
-        if not chosen:
-            return
+        if chosen := self._batcher.next_batch():
+            if not self._launched:
+                self._busy_since = time.monotonic()
+            self._launch(chosen, self._let_small_ones_by)
+
+    def _let_small_ones_by(self) -> None:
+        """On a CPU, between two features of a large image: small ones of other tenants run."""
+        self._take_all()
+        while not self._stopping and (job_id := self._batcher.next_overtaking()) is not None:
+            self._launch([job_id])
+            self._finish_done()
+            self._take_all()
+
+    def _launch(self, chosen: Sequence[int], between: Callable[[], None] | None = None) -> None:
         now = time.monotonic()
         images: list[PreparedImage] = []
         for job_id in chosen:
@@ -269,11 +283,11 @@ class Engine:
             job.launched_at = now
             assert job.pixels is not None and job.arena_offset is not None
             images.append(PreparedImage(job_id, job.message.grid, job.pixels, job.arena_offset))
-        if not self._launched:
-            self._busy_since = now
         self._hold(*chosen)
         try:
-            batch = self._runner.launch(images)
+            batch = self._runner.launch(images, between)
+        except ChannelClosed:
+            raise
         except Exception:
             logging.exception("a batch of %d images failed; trying smaller ones", len(images))
             while self._launched:

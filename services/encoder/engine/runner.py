@@ -7,7 +7,7 @@ knows no queue and no messages. A launch that fails raises, and `recover` frees 
 import math
 import mmap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -104,15 +104,21 @@ class Runner:
             self._stream = torch.cuda.Stream(device)  # the default one cannot be captured
 
     @torch.inference_mode()
-    def launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
+    def launch(
+        self, images: Sequence[PreparedImage], between: Callable[[], None] | None = None
+    ) -> LaunchedBatch:
         """Enqueues a batch. On CUDA it does not wait for the device.
+
+        Args:
+            images: of the batch.
+            between: called on a CPU after each feature but the last; may launch other batches.
 
         Raises:
             torch.OutOfMemoryError: the batch does not fit. Copies enqueued before that write to
                 places of these images only, and before any copy of a later launch.
         """
         with self._on_stream():
-            return self._launch(images)
+            return self._launch(images, between)
 
     @property
     def kernel_calls(self) -> dict[str, int]:
@@ -208,7 +214,9 @@ class Runner:
         for images in batches:
             self.finish(self._launch(images))
 
-    def _launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
+    def _launch(
+        self, images: Sequence[PreparedImage], between: Callable[[], None] | None = None
+    ) -> LaunchedBatch:
         # Neighbours of one size share a call of `pack_patches` and of plain attention.
         images = sorted(images, key=lambda image: image.grid)
         grids = [image.grid for image in images]
@@ -225,13 +233,16 @@ class Runner:
         written: list[tuple[int, torch.cuda.Event]] = []
         spec = self._model.spec
         idle_s = self._throttle.idle_s(count_flops(spec, grids), spec.num_features)
-        for feature, rows in features:
+        last = spec.num_features - 1
+        for index, (feature, rows) in enumerate(features):
             event = self._writer.write(rows, tokens, offsets, feature)
             torch.linalg.vector_norm(rows, math.inf, 1, dtype=torch.float32, out=peaks[feature])
             if event is not None:
                 written.append((feature, event))
             if idle_s > 0:
                 self._throttle.insert_idle(torch.cuda.current_stream(), idle_s)
+            if between is not None and event is None and index < last:
+                between()
         return LaunchedBatch(images, *self._writer.seal(peaks), written[:-1])
 
     def _forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:

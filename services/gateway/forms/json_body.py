@@ -174,23 +174,29 @@ def _is_plain(body: Body, start: int, stop: int) -> bool:
     return body.count(b"\\", start, stop) == body.count(b"\\/", start, stop)
 
 
-def num_nodes(text: Body) -> int:
-    """How many strings, arrays and objects JSON has, and twice its members, which take longest to
-    parse. Numbers are hardly work. Mostly without the interpreter lock.
+def has_more_nodes(text: Body, limit: int) -> bool:
+    """Whether JSON has more than `limit` nodes: strings, arrays and objects, and twice its members,
+    which take longest to parse. Numbers are hardly work. Mostly without the interpreter lock.
 
     Args:
-        text: any bytes; what is not JSON gets some number.
+        text: any bytes; of what is not JSON some number is compared.
+        limit: of nodes.
     """
     if b"\\" in text:  # an escaped quote ends no string
         text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     letters = np.frombuffer(text, np.uint8)
-    quotes = letters == ord('"')
-    # The parity of the quotes before; sums of bytes wrap around at an even number.
-    outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == 0
-    opening = (letters == ord("[")) | (letters == ord("{"))
     count = np.count_nonzero
-    strings, members = count(quotes) // 2, count((letters == ord(":")) & outside)
-    return int(strings + count(opening & outside) + 2 * members)
+    quotes, colons = letters == ord('"'), letters == ord(":")
+    opening = (letters == ord("[")) | (letters == ord("{"))
+    strings = count(quotes) // 2
+    if strings > limit:
+        return True
+    if strings + count(opening) + 2 * count(colons) <= limit:
+        return False
+    # Without those within strings. The parity of the quotes before; sums of bytes wrap around at an
+    # even number.
+    outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == 0
+    return bool(strings + count(opening & outside) + 2 * count(colons & outside) > limit)
 
 
 def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: Body) -> Decoded:
@@ -201,12 +207,15 @@ def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: Body) -> Decoded
         InvalidRequest: not JSON, or a field has the wrong type; `param` names the field.
     """
     if len(body) > _MAX_UNCOUNTED_BYTES:
-        pieces = _beside_images(body, MAX_JSON_BYTES)
-        if pieces is None:
-            raise PayloadTooLarge(
-                f"the body has more than {MAX_JSON_BYTES} bytes beside its images"
-            )
-        if num_nodes(b"".join([body[start:stop] for start, stop in pieces])) > MAX_JSON_NODES:
+        text = body
+        if len(body) > MAX_JSON_BYTES:
+            pieces = _beside_images(body, MAX_JSON_BYTES)
+            if pieces is None:
+                raise PayloadTooLarge(
+                    f"the body has more than {MAX_JSON_BYTES} bytes beside its images"
+                )
+            text = b"".join([body[start:stop] for start, stop in pieces])
+        if has_more_nodes(text, MAX_JSON_NODES):
             raise PayloadTooLarge(
                 f"the body has more than {MAX_JSON_NODES} strings, arrays and members of objects"
             )

@@ -8,7 +8,7 @@ from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.tenants import ShortSteps
+from services.decoder.engine.short_steps import ShortSteps
 from tests.fake_runner import add_message
 
 KEY = b"k" * 32

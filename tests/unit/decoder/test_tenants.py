@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.tenants import ShortSteps
+from services.decoder.engine.short_steps import ShortSteps
 from tests.engine_harness import Harness, prompt_of
 from tests.fake_runner import add_message
 from tests.unit.decoder.test_scheduler import scheduler_of

@@ -56,14 +56,23 @@ class FakeRunner:
         self.device_done = threading.Event()  # cleared: batches are in flight
         self.device_done.set()
         self.features: list[int] = []  # that come before a batch is done
+        self.ended: list[list[int]] = []
+        self.until: Callable[[], bool] | None = None  # the batch is as long as this takes
 
-    def launch(self, images: Sequence[PreparedImage]) -> LaunchedBatch:
+    def launch(
+        self, images: Sequence[PreparedImage], between: Callable[[], None] | None = None
+    ) -> LaunchedBatch:
         self.may_run.wait(10)
         if sum(image.num_patches for image in images) > self.room:
             raise torch.OutOfMemoryError("no room")
         if any(image.job_id in self.poisoned for image in images):
             raise ValueError("poisoned")
         self.batches.append([image.job_id for image in images])
+        if between is not None and (until := self.until) is not None:
+            while not until():
+                between()
+                time.sleep(0.002)
+        self.ended.append([image.job_id for image in images])
         return LaunchedBatch(list(images), torch.zeros(1, 1), None)
 
     def wait(self, batch: LaunchedBatch) -> Iterator[int]:
@@ -328,6 +337,48 @@ def test_a_feature_is_announced_before_its_batch_is_done(running: Running) -> No
     assert front.features == [([1], 1), ([1], 2)] and not front.done
     running.runner.device_done.set()
     assert front.codes(1) == [""]
+
+
+LARGE = (1, 8, 8)
+
+
+def encode_for(front: Front, tenant: str, *job_ids: int, grid: tuple[int, int, int]) -> None:
+    for job_id in job_ids:
+        image = EncodeImage(job_id, b"%d" % job_id, grid, tenant=tenant)
+        front.send(image, PlaceImage(job_id, 0))
+
+
+def test_a_small_image_of_another_tenant_overtakes_a_large_one(running: Running) -> None:
+    runner, front = running.runner, running.front
+    runner.until = lambda: [3] in runner.ended
+    encode_for(front, "flood", 1, grid=LARGE)
+    wait_until(lambda: runner.batches == [[1]])
+    encode_for(front, "flood", 2, grid=GRID)  # stays behind its own
+    encode_for(front, "late", 3, grid=GRID)
+    assert front.codes(1, 2, 3) == [""] * 3
+    assert runner.ended == [[3], [1], [2]]
+    front.receive_until(lambda: front.stats.num_images == 3)
+    assert front.stats.num_patches == 64 + 2 * 16
+
+
+def test_a_small_image_that_fails_costs_no_large_one(running: Running) -> None:
+    runner, front = running.runner, running.front
+    runner.poisoned = {3}
+    runner.until = lambda: 3 in front.done or runner.recovered > 0
+    encode_for(front, "flood", 1, grid=LARGE)
+    wait_until(lambda: runner.batches == [[1]])
+    encode_for(front, "late", 3, grid=GRID)
+    assert front.codes(1, 3) == ["", "internal_error"]
+    assert runner.ended == [[1]]
+
+
+def test_the_front_may_go_while_an_image_is_overtaken(running: Running) -> None:
+    runner = running.runner
+    runner.until = lambda: running.engine._stopping
+    encode_for(running.front, "flood", 1, grid=LARGE)
+    wait_until(lambda: runner.batches == [[1]])
+    running.front.send(Shutdown())
+    assert running.front.codes(1) == [""]
 
 
 def test_the_loop_ends_when_the_front_closes_the_channel() -> None:

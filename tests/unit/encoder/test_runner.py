@@ -62,6 +62,28 @@ def test_each_image_lands_in_its_place(model: VisionModel) -> None:
         torch.testing.assert_close(read(arena, place), expected(model, place), atol=2e-5, rtol=0)
 
 
+def test_an_image_that_is_overtaken_is_the_same(model: VisionModel) -> None:
+    arena = mmap.mmap(-1, 1 << 20)
+    runner = Runner(model, CPU, torch.float32, arena)
+    images = [image(n, grid, n * 65536, seed=n) for n, grid in enumerate(GRIDS)]
+    alone: list[torch.Tensor] = []
+    for place in images:
+        assert runner.finish(runner.launch([place])) == [True]
+        alone.append(read(arena, place))
+    arena[:] = bytes(len(arena))
+    large, *small = images
+    finished: list[list[bool]] = []
+
+    def between() -> None:
+        finished.append(runner.finish(runner.launch([small.pop()])))
+
+    assert runner.finish(runner.launch([large], between)) == [True]
+    assert finished == [[True]] * (SPEC.num_features - 1)
+    for place, expected_rows in zip(images, alone, strict=True):
+        if place not in small:
+            assert torch.equal(read(arena, place), expected_rows)
+
+
 def test_nothing_else_is_written(model: VisionModel) -> None:
     arena = mmap.mmap(-1, 1 << 20)
     runner = Runner(model, CPU, torch.float32, arena)
