@@ -35,7 +35,7 @@ from benchmarks.workloads import WORDS, chat_fields
 _CONTEXT = multiprocessing.get_context("spawn")
 _STREAMS_PER_CLIENT = 16
 _TIMEOUT_S = 600.0
-# A table of so many records that the answer always fills its tokens.
+# A table with more records than an answer's tokens can hold.
 SCHEMA: dict[str, Any] = {
     "type": "array",
     "minItems": 100,

@@ -184,7 +184,7 @@ class _Service:
 
     @property
     def health_address(self) -> str:
-        """Where health is told to whoever asks."""
+        """The address of the health endpoint."""
         if "HEALTH_PORT" in self.variables:
             return f"{_LOOPBACK}:{self.variables['HEALTH_PORT']}"
         return self.address

@@ -1,9 +1,9 @@
 """Seals of entries in Redis: keyed BLAKE3 MACs that only our services can make.
 
-Whoever can write to Redis, but has no key, can delete entries and cannot change one: not its bytes,
-its shape or its dtype, nor may it stand under another key or answer for another model. A seal is
-two MACs: one of the body, and one of the header and the first. So a header can be trusted before
-its body is read.
+A client that can write to Redis, but has no key, can delete entries and cannot change one: not its
+bytes, its shape or its dtype, nor may it stand under another key or answer for another model. A
+seal is two MACs: one of the body, and one of the header and the first. So a header can be trusted
+before its body is read.
 
 The keys are in a mounted file, one a line, 32 bytes in hexadecimal. The first one seals, each one
 opens. To rotate: add the new key as the second line everywhere, move it to the first, drop the old

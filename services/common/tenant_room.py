@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-_RESERVED = 4  # one part of so many is for tenants with less than their share
+_RESERVED = 4  # a quarter is for tenants with less than their share
 
 
 class TenantRoom:
@@ -17,7 +17,7 @@ class TenantRoom:
         self.held = 0
 
     def has_room(self, tenant: str, amount: int) -> bool:
-        """Whether a tenant may take so much more."""
+        """Whether a tenant may take this much more."""
         most = self._most
         if tenant:
             active = len(self._held_by) + (tenant not in self._held_by)

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # CPU time of one image. 40 million pixels take 1 to 3 s in the slowest format.
 DECODE_CPU_S = 10.0
 _WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
-_SMALL_SHARE = 4  # one byte of so many is for images that need no more than these
+_SMALL_SHARE = 4  # a quarter of the bytes is for images that need no more than these
 _KEPT_BYTES = 48 << 20  # of a worker's shared memory between two images
 _START_S, _STOP_S = 30.0, 2.0
 # Of work on large images, which takes seconds.

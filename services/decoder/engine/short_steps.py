@@ -11,13 +11,13 @@ from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.tenants import Tenants
 
 _SHARED_STEPS = 100  # after the last one with several tenants
-_PROMPTS_SHARE = 4  # prompts have one token of so many of a short step
+_PROMPTS_SHARE = 4  # prompts have a quarter of a short step's tokens
 # Each chunk of a long prompt reads all of its context, so on a CPU smaller ones cost more than they
 # are worth.
 MIN_SHORT_CHUNK = 32
-# A prompt token's attention to a context with as many bytes as the weights takes so many times what
-# its GEMMs take (demonstration model, torch: 2.3). With 2 steps behind 5,000 tokens last 60 to 80
-# ms, with 3 45, and such prompts take as long in all.
+# The time of a prompt token's attention to a context with as many bytes as the weights, in times of
+# its GEMMs (demonstration model, torch: 2.3). With 2, steps behind 5,000 tokens last 60 to 80 ms;
+# with 3, 45 ms, and such prompts take as long in all.
 _ATTENTION = 3
 
 
@@ -53,7 +53,7 @@ class ShortSteps:
         self._took_newcomers = newcomers
 
     def prompt_tokens(self, room: int, max_batched_tokens: int) -> int:
-        """Prompts' tokens of a step that has room for so many."""
+        """How many of a step's `room` tokens prompts may have."""
         return min(room, max_batched_tokens // _PROMPTS_SHARE) if self._left else room
 
     def chunk(self, start: int, budget: int) -> tuple[int, int]:

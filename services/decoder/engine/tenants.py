@@ -221,7 +221,7 @@ class _Usage:
             self._blocks[sequence.tenant] += len(sequence.block_table)
 
     def of(self, name: str, more_rows: int = 0, more_blocks: int = 0) -> float:
-        """A tenant's, if it had so many more rows and blocks."""
+        """A tenant's use with `more_rows` and `more_blocks` beside what it has."""
         tenant, room = self._active[name], self._room
         rows = (tenant.num_rows + more_rows) / room.num_rows
         return max(rows, (self._blocks[name] + more_blocks) / room.num_blocks) / tenant.weight

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 
 from services.common.fair_order import NOBODY, FairOrder, Share
 
-_SMALL = 2  # at most one part in so many of the image that is overtaken
+_SMALL = 2  # an image overtakes one with at least twice its patches
 
 
 class Batcher:

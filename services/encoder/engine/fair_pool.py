@@ -16,7 +16,7 @@ LARGE_NICENESS = 10
 
 
 def num_large_workers(num_workers: int) -> int:
-    """How many of them, beside so many for all others."""
+    """Workers for large images, beside `num_workers` for all others."""
     return max(1, num_workers // 4)
 
 

@@ -123,7 +123,7 @@ class ImageReader:
             sources: as the request names them.
             hold: counts the bytes now held; may refuse.
             max_patches: of one image, before merging.
-            tenant: which of several asks; each fetches only so much at a time.
+            tenant: which of several asks; each has a limit of fetches at a time.
             large: images of the request's body that are not in the sources' URLs.
 
         Raises:

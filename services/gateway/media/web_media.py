@@ -39,7 +39,7 @@ _MAX_FETCHES_PER_HOST, _MAX_FETCHES_PER_TENANT = 8, 16
 # A body has this long to begin to arrive at the least rate, in bytes a second.
 _BODY_START_S, _MIN_BODY_RATE = 3.0, 32 << 10
 LOOKUP_TIMEOUT_S = 2.0
-# A look-up keeps its thread after its caller has left: a tenant keeps at most so many of them.
+# A look-up keeps its thread after its caller has left; this is a tenant's limit of threads.
 _LOOKUP_THREADS, _MAX_LOOKUPS, _MAX_LOOKUPS_PER_TENANT = 64, 256, 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRYABLE = (408, 429)

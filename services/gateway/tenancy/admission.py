@@ -28,8 +28,8 @@ _PROCESS_BYTES = 384 << 20
 _CONNECTION_BYTES = 64 << 10
 # Of a small request. A part of the memory is for such alone: large ones refuse none of them.
 _SMALL_BYTES = 4 << 20
-_RESERVED_BYTES = 16  # one byte of so many
-_RESERVED = 4  # one slot of so many is for tenants with less than their share
+_RESERVED_BYTES = 16  # a sixteenth of the bytes
+_RESERVED = 4  # a quarter of the slots is for tenants with less than their share
 
 
 def uncounted(num_bytes: int) -> None:

@@ -107,7 +107,7 @@ class Quota:
             )
 
     def check_at_a_time(self, name: str, number: int, more: int, limit: int | None) -> None:
-        """Raises RateLimited if so many more at a time are too many."""
+        """Raises RateLimited if this many more at a time are over the limit."""
         if limit is not None and number + more > limit:
             raise RateLimited(f"the limit of {limit} {name} at a time is reached", retry_after_s=1)
 
