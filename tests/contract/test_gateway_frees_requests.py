@@ -7,6 +7,7 @@ held but not counted, and a gateway that collects rarely holds hundreds of megab
 import base64
 import contextlib
 import gc
+import logging
 from collections import Counter
 
 import grpc.aio
@@ -24,8 +25,10 @@ from services.gateway.attempts import Attempts, PreparedRequest
 from services.gateway.endpoints.endpoint import Work
 from services.gateway.forms.json_body import LargeImages
 from services.gateway.media.images import Image
+from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.tenancy.admission import Slot
 from tests.attacks.images import small
+from tests.gateway_stack import MODEL
 
 KEPT = (Attempts, Image, LargeImages, PreparedRequest, Slot, Work)
 LARGE = 1 << 20
@@ -127,9 +130,10 @@ def test_failed(stack, name, stream):
 
 def test_abandoned(stack):
     stack.decoder.delay_s = 30.0
-    timed_out = contextlib.suppress(httpx2.TimeoutException)
-    with everything_is_freed(stack), stack.client() as client, timed_out:
-        client.post("/v1/chat/completions", json=GOOD | {"model": "tiny"}, timeout=0.5)
+    with everything_is_freed(stack), stack.client() as client:
+        with pytest.raises(httpx2.TimeoutException):
+            client.post("/v1/chat/completions", json=GOOD | {"model": MODEL}, timeout=0.5)
+        assert stack.decoder.submits
 
 
 def test_a_cycle_would_be_seen(stack):
@@ -137,3 +141,18 @@ def test_a_cycle_would_be_seen(stack):
         found = LargeImages()
         found.ranges["self"] = found  # type: ignore[assignment]
         del found
+
+
+@pytest.mark.parametrize("size", [1, 20_000])  # inline, and in a thread
+def test_ended_by_a_bug(stack, monkeypatch, size):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(PromptBuilder, "draft", fail)
+    logging.disable()  # pytest keeps records, and with them tracebacks
+    try:
+        with everything_is_freed(stack):
+            answer = stack.chat(**asking(image(small(1)), {"type": "text", "text": "x" * size}))
+            assert answer.status_code == 500
+    finally:
+        logging.disable(logging.NOTSET)

@@ -58,12 +58,14 @@ class Usage:
         return max(self._before, key=lambda s: s.metric(self._counter) - self._before[s])
 
 
-def cpu_s(processes: Sequence[psutil.Process]) -> float:
-    return sum(process.cpu_times().user for process in processes)
+def decoding_cpu_s(encoder: Service) -> float:
+    """Of the processes that decode its images."""
+    workers = psutil.Process(encoder.engine_pid()).children(recursive=True)
+    return sum(worker.cpu_times().user for worker in workers)
 
 
 def streamed(client: openai.OpenAI, max_tokens: int) -> Iterator[ChatCompletionChunk]:
-    """An answer of so many tokens."""
+    """An answer of `max_tokens` tokens."""
     return iter(
         client.chat.completions.create(
             model="demo",
@@ -133,15 +135,15 @@ def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
 def test_an_image_that_was_in_work_at_a_crash_goes_to_no_second_encoder(cluster: Cluster) -> None:
     images = {e: e.metric("encoder_images_encoded_total") for e in cluster.encoders}
     image = webp(6000, random.randrange(60_000))  # takes more than a second; new in each try
-    worked = {e: cpu_s(psutil.Process(e.engine_pid()).children(recursive=True)) for e in images}
+    before = {e: decoding_cpu_s(e) for e in images}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(cluster.ask, QUESTION, image)
         wait_until(
             lambda: any(e.metric("encoder_queue_images") for e in images), PATIENCE_S, "an encoder"
         )
         (encoder,) = [e for e in images if e.metric("encoder_queue_images")]
-        decoders = psutil.Process(encoder.engine_pid()).children(recursive=True)
-        wait_until(lambda: cpu_s(decoders) > worked[encoder] + 0.1, PATIENCE_S, "it is decoded")
+        in_work = before[encoder] + 0.1
+        wait_until(lambda: decoding_cpu_s(encoder) > in_work, PATIENCE_S, "it is decoded")
         os.kill(encoder.engine_pid(), signal.SIGSEGV)
         with pytest.raises(openai.BadRequestError) as refused:
             asked.result()

@@ -9,10 +9,21 @@ uses it.
 """
 
 from bisect import bisect_left, insort
+from typing import NamedTuple
 
 from services.common.fair_order import NOBODY, FairOrder, Share
 
 _SMALL = 2  # an image overtakes one with at least twice its patches
+
+
+class _Image(NamedTuple):
+    """A queued image; sorted as the queue is."""
+
+    place: float
+    arrival: int
+    job_id: int
+    num_patches: int
+    next_place: float  # of its tenant, once this image is paid for
 
 
 class Batcher:
@@ -28,10 +39,9 @@ class Batcher:
         assert max_batch_patches > 0
         self._max_batch_patches = max_batch_patches
         self._order = FairOrder()
-        # Place, arrival, job id, patches, place of the tenant's next image.
-        self._queue: list[tuple[float, int, int, int, float]] = []
-        self._entries: dict[int, tuple[float, int, int, int, float]] = {}  # by job id
-        self._latest = (0.0, 0)  # of the last batch's first image: place of the next, patches
+        self._queue: list[_Image] = []
+        self._entries: dict[int, _Image] = {}  # by job id
+        self._latest: _Image | None = None  # the first of the last batch
         self._arrivals = 0
         self._queued_patches = 0
 
@@ -49,7 +59,8 @@ class Batcher:
         self._arrivals += 1
         place = self._order.place(share.tenant, weight=share.weight, cost=num_patches)
         next_place = place + num_patches / share.weight
-        entry = self._entries[job_id] = (place, self._arrivals, job_id, num_patches, next_place)
+        entry = _Image(place, self._arrivals, job_id, num_patches, next_place)
+        self._entries[job_id] = entry
         insort(self._queue, entry)
         self._queued_patches += num_patches
 
@@ -59,20 +70,20 @@ class Batcher:
         if entry is None:
             return False
         del self._queue[bisect_left(self._queue, entry)]
-        self._queued_patches -= entry[3]
+        self._queued_patches -= entry.num_patches
         return True
 
     def next_batch(self) -> list[int]:
         """Takes out the next batch's job ids, in order; empty only if nothing is queued."""
         chosen: list[int] = []
         room = self._max_batch_patches
-        for place, _, job_id, num_patches, next_place in self._queue:
-            if num_patches <= room or not chosen:
+        for image in self._queue:
+            if image.num_patches <= room or not chosen:
                 if not chosen:
-                    self._latest = next_place, num_patches
-                chosen.append(job_id)
-                self._order.served(place)
-                room -= num_patches
+                    self._latest = image
+                chosen.append(image.job_id)
+                self._order.served(image.place)
+                room -= image.num_patches
             if room <= 0:
                 break
         for job_id in chosen:
@@ -85,12 +96,12 @@ class Batcher:
         a tenant's small images overtake a large one only until they are as much work together.
         None: there is none.
         """
-        end, num_patches = self._latest
-        for place, _, job_id, small, _ in self._queue:
-            if place >= end:
+        large = self._latest
+        for image in self._queue:
+            if large is None or image.place >= large.next_place:
                 break
-            if small * _SMALL <= num_patches:
-                self._order.served(place)
-                self.remove(job_id)
-                return job_id
+            if image.num_patches * _SMALL <= large.num_patches:
+                self._order.served(image.place)
+                self.remove(image.job_id)
+                return image.job_id
         return None

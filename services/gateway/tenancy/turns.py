@@ -219,7 +219,10 @@ class FairThreads:
 
         work = self._pool.submit(call, *arguments)
         work.add_done_callback(ended)
-        return await asyncio.wrap_future(work)
+        try:
+            return await asyncio.wrap_future(work)
+        finally:
+            del work  # it holds its error, whose traceback holds this frame
 
     def close(self) -> None:
         """Takes no more work. What runs is not waited for."""

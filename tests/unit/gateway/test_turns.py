@@ -191,9 +191,13 @@ async def test_a_request_that_leaves_the_turnstile_delays_nobody() -> None:
     await asyncio.sleep(0)
     for task in gone:
         task.cancel()
-    await asyncio.wait_for(of(B, turnstile.turn), 5)
+    passed = of(B, turnstile.turn)
+    await asyncio.wait([passed], timeout=5)
+    assert passed.done()
     await asyncio.gather(*gone, return_exceptions=True)
-    await asyncio.wait_for(of(A, turnstile.turn), 5)
+    passed = of(A, turnstile.turn)
+    await asyncio.wait([passed], timeout=5)
+    assert passed.done()
 
 
 class Gate:
