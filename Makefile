@@ -14,6 +14,8 @@ LIGHT := $(LIGHT_VENV)/.installed
 PIP := pip==26.3
 PIP_INSTALL = -m pip install --disable-pip-version-check -c constraints.txt
 PINS := pyproject.toml constraints.txt
+# All but torch, whose builds differ by index, is installed by its hash.
+DEV_LOCK := requirements-dev.lock
 WORKERS ?= 2
 ALONGSIDE = $(MAKE) --no-print-directory --jobs=$(WORKERS) --output-sync=target
 say = @printf '\n==> %s\n' "$(1)"
@@ -34,11 +36,12 @@ $(RUNTIME): $(PINS) | $(BIN)/python
 	$(BIN)/python $(PIP_INSTALL) -e '.[gateway,encoder,decoder,cli]'
 	@touch $@
 
-# Services and tools at once: two runs of pip would resolve twice. Most of the modules are never
-# imported, so each is compiled when it first is.
-$(DEV): $(PINS) | $(BIN)/python
+# Most of the modules are never imported, so each is compiled when it first is.
+$(DEV): $(PINS) $(DEV_LOCK) | $(BIN)/python
 	$(call say,installing services and development tools into $(VENV))
-	$(BIN)/python $(PIP_INSTALL) --no-compile -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) --no-compile --no-deps --require-hashes -r $(DEV_LOCK)
+	$(BIN)/python $(PIP_INSTALL) --no-compile torch
+	$(BIN)/python $(PIP_INSTALL) --no-compile --no-deps -e .
 	@touch $(RUNTIME) $@
 
 $(LIGHT): $(DEV)
@@ -147,7 +150,7 @@ constraints: $(DEV) ## write the versions of .venv into constraints.txt and cons
 	@mv constraints.new constraints.txt
 
 .PHONY: locks
-locks: $(DEV) ## write what the images install, with hashes, into services/*/requirements.lock
+locks: $(DEV) ## write what images and `make setup` install, with hashes, into *.lock
 	@$(BIN)/python scripts/lock.py
 
 .PHONY: sbom

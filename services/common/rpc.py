@@ -29,6 +29,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 _CODE = "triptych-code"
 _PARAM = "triptych-param"
 _RETRY_AFTER = "triptych-retry-after-s"
+_MESSAGE_BYTES = "triptych-message-bytes"
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID_CHARS = 256
 
@@ -77,10 +78,21 @@ def create_server(check: PeerCheck | None = None) -> grpc.aio.Server:
     )
 
 
-def outgoing_metadata() -> tuple[tuple[str, str], ...]:
-    """Metadata for a call made on behalf of the current request: its id and its trace."""
+def outgoing_metadata(num_bytes: int = 0) -> tuple[tuple[str, str], ...]:
+    """Metadata for a call made on behalf of the current request: its id and its trace.
+
+    Args:
+        num_bytes: of the call's message, for `message_bytes`; 0: they are not said.
+    """
     pairs = (REQUEST_ID, current_request_id()), (TRACEPARENT, traceparent())
-    return tuple(pair for pair in pairs if pair[1])
+    sizes = ((_MESSAGE_BYTES, str(num_bytes)),) if num_bytes else ()
+    return (*(pair for pair in pairs if pair[1]), *sizes)
+
+
+def message_bytes(context: grpc.aio.ServicerContext[Any, Any]) -> int:
+    """Size of a call's message as its caller says it; the largest possible where it does not."""
+    said = _text(dict(context.invocation_metadata() or ()).get(_MESSAGE_BYTES))
+    return min(int(said), MAX_MESSAGE_BYTES) if said.isdecimal() else MAX_MESSAGE_BYTES
 
 
 def adopt_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> str:

@@ -36,8 +36,8 @@ from services.encoder.redis_tier import RedisTier
 from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
 from services.encoder.settings import EncoderSettings
 
-# Files of images in work, which front and engine both hold: a sixteenth of the pod's memory, and at
-# least one image of the largest size that a call may have.
+# Files of images in work, which front and engine both hold, and as many that arrive: a sixteenth of
+# the pod's memory, and at least one image of the largest size that a call may have.
 _QUEUED_SHARE, _MIN_QUEUED_BYTES = 16, 64 << 20
 _WRITES_GRACE_S = 2.0
 _FAILED_CALLS_GRACE_S = 0.5  # for calls whose error is on its way when the engine has died
@@ -100,12 +100,13 @@ class EncoderService:
             metrics.registry.register(CacheCollector("encoder", cache.counters))
             redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
         description = replace(describe(ready, settings), fingerprint=fingerprint)
+        max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
         embeddings = Embeddings(
             like=description.like, merge_size=ready.merge_size, memory=memory, engine=engine,
             redis=redis, metrics=metrics, max_queued_patches=settings.max_queued_patches,
-            max_queued_bytes=max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE),
+            max_queued_bytes=max_bytes,
         )  # fmt: skip
-        servicer = EncoderServicer(description, embeddings, metrics)
+        servicer = EncoderServicer(description, embeddings, metrics, max_bytes)
         add_servicer = partial(add_to_server, servicer)
         return cls(engine, memory, redis, embeddings, servicer, add_servicer, metrics)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -18,9 +19,11 @@ import grpc.aio
 from services.common.arena import ArenaEntry
 from services.common.embedding import EmbeddingSpec
 from services.common.errors import (
+    DeadlineExceeded,
     InternalError,
     InvalidImage,
     InvalidRequest,
+    Overloaded,
     TriptychError,
     WrongImageKey,
 )
@@ -29,7 +32,7 @@ from services.common.fetch_wire import DTYPES, WireChunk, serialize
 from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import abort, adopt_metadata
+from services.common.rpc import MAX_MESSAGE_BYTES, abort, adopt_metadata, message_bytes
 from services.common.shared_memory import host_identity
 from services.common.threads import INLINE_BYTES
 from services.common.tracing import span
@@ -49,6 +52,7 @@ _MAX_READ_S = 10.0
 # that it drains, and decoders fetch what was encoded.
 _QUIET_S = 2.0
 _POLL_S = 0.05
+_MESSAGE_TIMEOUT_S = 30.0
 _SOURCES = {
     Origin.COMPUTED: pb.EncodeResponse.SOURCE_COMPUTED,
     Origin.MEMORY: pb.EncodeResponse.SOURCE_MEMORY,
@@ -73,8 +77,14 @@ class EncoderServicer(pb_grpc.EncoderServicer):
     """Translates and delegates."""
 
     def __init__(
-        self, description: Description, embeddings: Embeddings, metrics: EncoderMetrics
+        self,
+        description: Description,
+        embeddings: Embeddings,
+        metrics: EncoderMetrics,
+        max_read_bytes: int = 4 * MAX_MESSAGE_BYTES,
     ) -> None:
+        self._max_read_bytes = max_read_bytes
+        self._bytes_read = 0  # of messages that arrive
         self._description = description
         self._embeddings = embeddings
         self._metrics = metrics
@@ -93,6 +103,21 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             if not self._num_calls and now >= quiet_at:
                 return
             await asyncio.sleep(min(deadline, max(quiet_at, now + _POLL_S)) - now)
+
+    @contextmanager
+    def _reading(self, num_bytes: int) -> Generator[None]:
+        """Counts a message while it is read and hashed; then the embeddings' queue counts it.
+
+        Raises:
+            Overloaded: calls under way have too many bytes.
+        """
+        if self._bytes_read and self._bytes_read + num_bytes > self._max_read_bytes:
+            raise Overloaded("calls under way have too many bytes", retry_after_s=1)
+        self._bytes_read += num_bytes
+        try:
+            yield
+        finally:
+            self._bytes_read -= num_bytes
 
     @contextmanager
     def _call(self) -> Generator[None]:
@@ -117,15 +142,19 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             fingerprint=known.fingerprint,
         )
 
-    async def Encode(
-        self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.EncodeResponse:
+    async def Encode(self, request: object, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
+        """On the wire a call with one message; registered as one that reads its messages itself,
+        so that the message's bytes are counted before gRPC takes them from the connection.
+        """
         parent = adopt_metadata(context)
         try:
             with self._call(), span("encode", parent) as current:
-                grid = self._checked_grid(request.grid)
-                key = await self._recomputed_key(request, grid)
-                encoded = await self._embeddings.encode(key, request.image, grid, _share(request))
+                num_bytes = message_bytes(context)
+                with self._reading(num_bytes):
+                    message = await _message(context, num_bytes)
+                    grid = self._checked_grid(message.grid)
+                    key = await self._recomputed_key(message, grid)
+                encoded = await self._embeddings.encode(key, message.image, grid, _share(message))
                 num_tokens = self._embeddings.spec_of(grid).num_tokens
                 current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
             log.info(
@@ -247,6 +276,25 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         return await abort(context, error)
 
 
+async def _message(context: grpc.aio.ServicerContext, max_bytes: int) -> pb.EncodeRequest:
+    """A call's message.
+
+    Raises:
+        DeadlineExceeded: it does not arrive.
+        InvalidRequest: there is none, or it is longer than `max_bytes`.
+    """
+    try:
+        async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
+            request = cast("object", await context.read())
+    except TimeoutError:
+        raise DeadlineExceeded("the call's message did not arrive in time") from None
+    if not isinstance(request, pb.EncodeRequest):  # the end of the caller's messages
+        raise InvalidRequest("the call has no message")
+    if request.ByteSize() > max_bytes:
+        raise InvalidRequest("the message is longer than its caller said")
+    return request
+
+
 def _share(request: pb.EncodeRequest) -> Share:
     """For whom the image is.
 
@@ -297,13 +345,20 @@ def _header(entry: ArenaEntry) -> pb.FetchResponse:
 
 
 def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
-    """Registers the servicer as the generated function does, but with our serializer for Fetch."""
+    """Registers the servicer as the generated function does, but Encode reads its message itself,
+    and Fetch has our serializer.
+    """
     handlers = {
+        "Encode": grpc.stream_unary_rpc_method_handler(
+            servicer.Encode,
+            request_deserializer=pb.EncodeRequest.FromString,
+            response_serializer=pb.EncodeResponse.SerializeToString,
+        ),
         "Fetch": grpc.unary_stream_rpc_method_handler(
             servicer.Fetch,
             request_deserializer=pb.FetchRequest.FromString,
             response_serializer=serialize,
-        )
+        ),
     }
     pb_grpc.add_EncoderServicer_to_server(servicer, server)
     # The handler registered last takes precedence.

@@ -30,7 +30,7 @@ from services.gateway.endpoints.chat_endpoint import ChatEndpoint
 from services.gateway.endpoints.routes import Routes
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.http.middleware import Middleware, with_cors
-from services.gateway.http.same_site import SameSite, is_loopback
+from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.media.images import ImageReader, MediaLoader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
@@ -124,11 +124,18 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     middleware: ASGIApp = Middleware(
         app, routes.endpoints, admission, keyring, quotas, warm_up.path
     )
-    if is_loopback(settings.host):
-        middleware = SameSite(middleware, settings.cors_origins)
+    middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
     return Gateway(
         with_cors(middleware, settings.cors_origins), admission, keyring, service, metrics, warm_up
     )
+
+
+def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> ASGIApp:
+    is_served = served_hosts(settings.host, settings.served_hosts, needs_key=needs_key)
+    if is_served is None:
+        return app
+    origins = settings.cors_origins if is_loopback(settings.host) else None
+    return SameSite(app, is_served, origins)
 
 
 def _keyring(settings: GatewaySettings) -> Keyring:

@@ -40,6 +40,9 @@ class GatewaySettings(PeerSettings):
         api_keys: comma-separated; with none, and no file of them, requests need no key.
         api_keys_file: keys as digests, with their tenants and limits, see `tenancy/tenants.py`.
         allow_anonymous: serve without keys on an address that other machines reach.
+        allowed_hosts: comma-separated names under which requests are answered, besides addresses;
+            `.example.com`: all names under it. Empty: any name where keys are needed, else those
+            of this machine (on loopback) or of a local network.
         cors_allow_origins: comma-separated origins of web pages that may call, such as
             `https://example.com`, or `*`; empty: none.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
@@ -68,6 +71,7 @@ class GatewaySettings(PeerSettings):
     api_keys: SecretStr = SecretStr("")
     api_keys_file: Path | None = None
     allow_anonymous: bool = False
+    allowed_hosts: str = ""
     cors_allow_origins: str = ""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -86,6 +90,11 @@ class GatewaySettings(PeerSettings):
     def keys(self) -> tuple[str, ...]:
         """`api_keys`, split."""
         return split_list(self.api_keys.get_secret_value())
+
+    @property
+    def served_hosts(self) -> tuple[str, ...]:
+        """`allowed_hosts`, split."""
+        return split_list(self.allowed_hosts.lower())
 
     @property
     def cors_origins(self) -> tuple[str, ...]:

@@ -196,6 +196,7 @@ async def run_pod(
     max_queued_patches: int = 1 << 16,
     max_image_patches: int = 4096,
     redis_timeout_s: float = PATIENCE_S,
+    max_read_bytes: int = 256 << 20,
 ) -> AsyncIterator[Pod]:
     arena = Arena(arena_bytes)
     engine = FakeEngine(arena)
@@ -212,7 +213,7 @@ async def run_pod(
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = Description("tiny", PREFIX, LIKE, 2, max_image_patches)
-    servicer = EncoderServicer(description, embeddings, metrics)
+    servicer = EncoderServicer(description, embeddings, metrics, max_read_bytes)
     server, _ = await create_service_server(
         SERVICE, partial(add_to_server, servicer), with_reflection=True
     )

@@ -264,6 +264,33 @@ async def test_overload_is_refused_before_any_work() -> None:
         assert (await pod.encode(b"fourth")).source == Response.SOURCE_COMPUTED
 
 
+async def test_a_message_is_counted_before_it_is_read() -> None:
+    async with run_pod(max_read_bytes=100 << 10) as pod:
+        begin = pod.channel.stream_unary(
+            "/triptych.v1.Encoder/Encode",
+            request_serializer=pb.EncodeRequest.SerializeToString,
+            response_deserializer=Response.FromString,
+        )
+        said = (("triptych-message-bytes", str(90 << 10)),)
+        silent = begin(metadata=said, timeout=PATIENCE_S)  # its message never comes
+        await until(lambda: pod.servicer._bytes_read == 90 << 10)
+        small = (("triptych-message-bytes", str(10 << 10)),)
+        request = pb.EncodeRequest(
+            image_key=key_of(b"x", GRID), image=b"x", grid=pb.Grid(t=1, h=8, w=8)
+        )
+        assert (await pod.stub.Encode(request, metadata=small)).num_tokens
+        assert isinstance(await failure(pod.stub.Encode(request, metadata=said)), errors.Overloaded)
+        # A caller that does not say counts as the largest message.
+        assert isinstance(await failure(pod.stub.Encode(request)), errors.Overloaded)
+        lie = (("triptych-message-bytes", "1"),)
+        assert isinstance(
+            await failure(pod.stub.Encode(request, metadata=lie)), errors.InvalidRequest
+        )
+        silent.cancel()
+        await until(lambda: not pod.servicer._bytes_read)
+        assert (await pod.stub.Encode(request)).num_tokens  # alone, whatever its size
+
+
 async def test_a_part_of_the_queue_is_for_tenants_with_less_than_their_share() -> None:
     async with run_pod(max_queued_patches=200) as pod:
         pod.engine.gate.clear()

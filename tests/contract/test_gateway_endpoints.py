@@ -1,6 +1,7 @@
 """Small endpoints, CORS, and fields of answers that OpenAI does not have."""
 
 import json
+import socket
 
 import httpx2
 import numpy as np
@@ -10,6 +11,7 @@ from services.gateway.chat import ChatService
 from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import Update
 from tests.gateway_stack import MODEL, GatewayStack
+from tests.noise import PATIENCE_S
 
 PAGE = "https://page.example"
 
@@ -56,6 +58,32 @@ def test_bad_tokens_are_refused_by_place(stack, body, param):
     response = post(stack, "/detokenize", body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_no_more_tokens_than_the_context_become_text(stack):
+    context = post(stack, "/tokenize", {"prompt": "x"}).json()["max_model_len"]
+    assert len(post(stack, "/detokenize", {"tokens": [0] * context}).json()["prompt"]) == context
+    response = post(stack, "/detokenize", {"tokens": [0] * (context + 1)})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"
+
+
+def test_a_text_keeps_its_slot_and_its_bytes_until_it_is_read(stack, monkeypatch):
+    """Answers to clients that do not read are bounded as requests are."""
+    # More than sockets and transports buffer.
+    monkeypatch.setattr(stack.gateway.service.tokenizer, "token_bytes", lambda token: b"x" * 10_000)
+    context = post(stack, "/tokenize", {"prompt": "x"}).json()["max_model_len"]
+    body = json.dumps({"tokens": [0] * context}).encode()
+    admission = stack.gateway.admission
+    before = admission.held_bytes
+    with socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S) as client:
+        head = b"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        client.sendall(head % len(body) + body)
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
+        assert admission.num_running == 1
+        assert admission.held_bytes - before > 3 * 10_000 * context
+    stack.wait(lambda: not admission.num_running)
+    assert admission.held_bytes == before
 
 
 def test_token_strings_are_the_vocabularys(stack):

@@ -130,6 +130,22 @@ def test_bad_http_is_survived(stack, head):
     assert stack.chat().status_code == 200
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: b\nC: d\r\n\r\n",
+    ],
+)
+def test_a_bare_line_feed_ends_no_line_of_a_head(stack, head):
+    """A proxy in front may take two requests for what we take for one."""
+    answer = raw_request(stack, head)
+    assert b" 400 " in answer.split(b"\r\n")[0]
+    assert b" 200 " in raw_request(stack, head.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"))
+
+
 def test_a_request_with_two_lengths_is_the_last_of_its_connection(stack):
     """What follows it may be another request to a proxy in front, and part of this one to us."""
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"

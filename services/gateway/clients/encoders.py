@@ -140,7 +140,8 @@ class EncoderPod(Pod):
             tenant=share.tenant,
             tenant_weight=share.weight,
         )
-        call = self._encode(request, timeout=timeout_s, metadata=outgoing_metadata())
+        metadata = outgoing_metadata(request.ByteSize())
+        call = self._encode(request, timeout=timeout_s, metadata=metadata)
         lost = asyncio.ensure_future(self._lost.wait())
         answered = asyncio.ensure_future(_answer(call))
         self.num_in_flight += 1

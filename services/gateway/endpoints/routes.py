@@ -120,9 +120,11 @@ class Routes:
             self._was_ready = True
         return JsonResponse({"status": status, **self._left_out()}, 200 if self._was_ready else 503)
 
-    def _left_out(self) -> dict[str, dict[str, str]]:
-        """Pods that are healthy but serve another model, if there are any."""
-        found = {**self._service.encoders.misfits(), **self._service.decoders.misfits()}
+    def _left_out(self) -> dict[str, int]:
+        """How many pods are healthy but serve another model, if any; the log has their addresses,
+        which a caller without a key is not told.
+        """
+        found = len(self._service.encoders.misfits()) + len(self._service.decoders.misfits())
         return {"left_out": found} if found else {}
 
     async def page(self, request: Request) -> Response:

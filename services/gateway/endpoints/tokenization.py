@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.common.model_spec import read_json
@@ -19,12 +20,17 @@ from services.gateway.chat import ChatService
 from services.gateway.endpoints.endpoint import parse_body, received
 from services.gateway.forms.json_body import decode_json
 from services.gateway.forms.openai import MAX_MESSAGES, ChatRequest, Message, check_chat_request
+from services.gateway.forms.responses import encode_json
 from services.gateway.forms.tools import MAX_TOOLS, Tool
-from services.gateway.http.exchange import JsonResponse
+from services.gateway.http.exchange import Exchange, JsonResponse
 from services.gateway.prompts.chat_template import read_template
 from services.gateway.tenancy.admission import Admission
 
+# Also where no decoder has said yet how long a text may be.
 MAX_TOKENS = 1 << 20
+# A text takes this many times its bytes: as bytes, as characters and as JSON.
+_TEXT_COPIES = 3
+_SEND_TIMEOUT_S = 30.0
 _TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 
 
@@ -74,13 +80,13 @@ class TokenizationRoutes:
     def __init__(self, service: ChatService, admission: Admission, directory: Path) -> None:
         self._service = service
         self._admission = admission
-        self._directory = directory
+        self._info = _tokenizer_info(directory)
 
     def table(self) -> list[Route]:
         """Every route."""
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/detokenize", Detokenizer(self._service, self._admission), methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
         ]
 
@@ -115,21 +121,57 @@ class TokenizationRoutes:
             answer.token_strs = [service.tokenizer.token_string(token) for token in tokens]
         return JsonResponse(answer)
 
-    async def detokenize(self, request: Request) -> Response:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        async with received(self._admission, request) as (slot, body):
-            parsed = await parse_body(
-                self._service.parsers, partial(decode_json, _detokenize_decoder), body, slot
-            )
-            if parsed.model is not None:
-                self._service.check_model(parsed.model)
-            self._service.check_token_ids(parsed.tokens, "tokens")
-            token_bytes = self._service.tokenizer.token_bytes
-            text = b"".join([token_bytes(token) for token in parsed.tokens])
-        return JsonResponse(DetokenizeResponse(text.decode(errors="replace")))
-
     async def tokenizer_info(self, request: Request) -> Response:
         """tokenizer_config.json and the chat template."""
-        path = self._directory / "tokenizer_config.json"
-        config: dict[str, Any] = read_json(path) if path.exists() else {}
-        return JsonResponse({**config, "chat_template": read_template(self._directory)})
+        return Response(self._info, media_type="application/json")
+
+
+class Detokenizer:
+    """POST /detokenize as an ASGI application, which keeps its slot until the answer is read."""
+
+    def __init__(self, service: ChatService, admission: Admission) -> None:
+        self._service = service
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            TriptychError: before the response has started; becomes an HTTP error.
+            ClientDisconnect: the client reads too slowly.
+        """
+        service = self._service
+        async with received(self._admission, Request(scope, receive)) as (slot, body):
+            parsed = await parse_body(
+                service.parsers, partial(decode_json, _detokenize_decoder), body, slot
+            )
+            if parsed.model is not None:
+                service.check_model(parsed.model)
+            if len(parsed.tokens) > (service.max_model_len() or MAX_TOKENS):
+                raise InvalidRequest(
+                    f"more than {service.max_model_len()} tokens, the model's context",
+                    param="tokens",
+                )
+            service.check_token_ids(parsed.tokens, "tokens")
+            text = await service.parsers.run(len(parsed.tokens), self._text_of, parsed.tokens)
+            slot.hold(_TEXT_COPIES * len(text))
+            answer = await service.parsers.run(len(text), _detokenized, text)
+            try:
+                async with self._admission.until_ended(_SEND_TIMEOUT_S):
+                    await Exchange(scope, receive, send).write_slowly(answer)
+            except TimeoutError:
+                raise ClientDisconnect from None
+
+    def _text_of(self, token_ids: list[int]) -> bytes:
+        token_bytes = self._service.tokenizer.token_bytes
+        return b"".join([token_bytes(token) for token in token_ids])
+
+
+def _detokenized(text: bytes) -> bytes:
+    return encode_json(DetokenizeResponse(text.decode(errors="replace")))
+
+
+def _tokenizer_info(directory: Path) -> bytes:
+    path = directory / "tokenizer_config.json"
+    config: dict[str, Any] = read_json(path) if path.exists() else {}
+    return encode_json({**config, "chat_template": read_template(directory)})

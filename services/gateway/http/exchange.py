@@ -36,6 +36,7 @@ _MIN_BODY_RATE = 16 << 10  # bytes a second
 # decoded from base64, in the call to an encoder.
 MEMORY_PER_BODY_BYTE = 4
 _LONG_BODY_BYTES = 256 << 10
+_PIECE_BYTES = 64 << 10  # of a long answer
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -87,6 +88,19 @@ class Exchange:
         """Sends the whole response."""
         self.started = self.finished = True
         await JsonResponse(content)(self.scope, self.receive, self.send)
+
+    async def write_slowly(self, body: bytes) -> None:
+        """Sends the whole response, a piece at a time: waits while the client reads too slowly."""
+        headers = [
+            (b"content-type", _JSON),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        self.started = True
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        for first in range(0, max(1, len(body)), _PIECE_BYTES):
+            piece, more = body[first : first + _PIECE_BYTES], first + _PIECE_BYTES < len(body)
+            await self.send({"type": "http.response.body", "body": piece, "more_body": more})
+        self.finished = True
 
     async def while_connected(self, serving: Awaitable[Result]) -> Result:
         """Runs `serving` until it ends or the client disconnects.

@@ -1,7 +1,8 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol, with four things that it lacks.
+"""HTTP/1.1 on one connection: uvicorn's protocol, with five things that it lacks.
 
 A request head that has not arrived after some seconds ends its connection. A client that closes
-only its sending side gets its answer. A request with two lengths is its connection's last. A few
+only its sending side gets its answer. A request with two lengths is its connection's last. A head
+with a bare line feed is refused: a proxy in front may read another request in it. A few
 heads are parsed in each pass of the event loop, tenants in turn: hundreds that arrive at once would
 keep it for a tenth of a second.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -33,6 +35,27 @@ _TIMEOUT_RESPONSE = (
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Seconds between probes. The first draws the reset, the next finds it; some clients accept five.
 _PROBE_DELAYS_S = (0.02, 0.2, 2.0)
+
+
+class _StrictLines(ReceiveBuffer):
+    """h11's buffer of what has arrived; lines of heads and trailers end with CR LF alone (RFC 9112,
+    2.2; h11 0.16 also takes a bare LF).
+    """
+
+    _are_lines = False
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        self._are_lines = True
+        try:
+            return super().maybe_extract_lines()
+        finally:
+            self._are_lines = False
+
+    def _extract(self, count: int) -> bytearray:
+        found = super()._extract(count)
+        if self._are_lines and found.count(b"\n") != found.count(b"\r\n"):
+            raise h11.RemoteProtocolError("a bare line feed in a request head")
+        return found
 
 
 class HeadTurns:
@@ -86,6 +109,7 @@ class GatewayProtocol(H11Protocol):
         heads: HeadTurns,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn._receive_buffer = _StrictLines()  # pyright: ignore[reportPrivateUsage]
         self._heads = heads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -11,12 +11,13 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))
-from lock import SERVICES, lock_path, pins_of  # noqa: E402  # pyright: ignore
+from closure import GPU_PINS  # noqa: E402  # pyright: ignore
+from lock import DEV_LOCK, GPU_SERVICES, SERVICES, lock_path, pins_of  # noqa: E402  # pyright: ignore
 
 # The least version without the faults that SECURITY.md names.
 FLOORS = {
-    "grpcio": "1.80", "h11": "0.16", "jinja2": "3.1.6", "pillow": "13.0", "redis": "7",
-    "starlette": "1.0.1",
+    "grpcio": "1.80", "h11": "0.16", "jinja2": "3.1.6", "llguidance": "1.9.1",
+    "pillow": "13.0", "redis": "7", "starlette": "1.0.1",
 }  # fmt: skip
 
 
@@ -49,13 +50,48 @@ def test_nor_is_it_pinned(name: str) -> None:
     assert all(Version(version) >= Version(FLOORS[name]) for version in versions)
 
 
+def check_hashes(lock: str) -> None:
+    """Each entry is one version with the hashes of its wheels."""
+    for entry in re.split(r"\n(?=[a-z0-9])", lock.split("\n", 1)[1].strip()):
+        assert re.fullmatch(r"\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64}){1,4}", entry), entry
+
+
+@pytest.mark.parametrize("service", GPU_SERVICES)
+def test_gpu_images_install_what_was_measured_by_its_hash(service: str) -> None:
+    path = lock_path(service, "requirements-gpu")
+    check_hashes(path.read_text())
+    locked = pins(path)
+    constraints = pins(ROOT / "constraints-gpu.txt")
+    assert locked["torch"] == GPU_PINS["torch"] and locked["triton"] == GPU_PINS["triton"]
+    assert not locked.keys() & pins(lock_path(service)).keys()
+    assert all(constraints.get(name, pin) == pin for name, pin in locked.items())
+    wanted = {r.name: r for r in requirements() if r.name == "flashinfer-python"}
+    assert service != "decoder" or all(locked[n] in r.specifier for n, r in wanted.items())
+    dockerfile = (ROOT / "services" / service / "Dockerfile").read_text()
+    assert f"-r services/{service}/requirements-gpu.lock" in dockerfile
+
+
+def test_development_installs_the_pinned_versions_by_their_hashes() -> None:
+    assert pins(DEV_LOCK) == pins_of("dev"), "run: make locks"
+    check_hashes(DEV_LOCK.read_text())
+    assert "--require-hashes -r $(DEV_LOCK)" in (ROOT / "Makefile").read_text()
+
+
+def test_licences_of_others_are_named() -> None:
+    """Those that ask for a notice: what is not MIT, BSD, Apache or the like."""
+    notice = (ROOT / "NOTICE").read_text()
+    for name in ("certifi", "tqdm"):  # MPL-2.0, locked
+        assert name in notice
+    assert "!NOTICE" in (ROOT / ".dockerignore").read_text()
+    for service in SERVICES:
+        assert "LICENSE NOTICE" in (ROOT / "services" / service / "Dockerfile").read_text()
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_images_install_the_pinned_versions_by_their_hashes(service: str) -> None:
     text = lock_path(service).read_text()
-    assert pins(lock_path(service)) == pins_of(service), "run: make locks"
-    entries = re.split(r"\n(?=[a-z0-9])", text.split("\n", 1)[1].strip())
-    for entry in entries:
-        assert re.fullmatch(r"\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64}){1,2}", entry), entry
+    assert pins(lock_path(service)) == pins_of(service, "tracing"), "run: make locks"
+    check_hashes(text)
     dockerfile = " ".join((ROOT / "services" / service / "Dockerfile").read_text().split())
     assert f"--no-deps --require-hashes \\ -r services/{service}/requirements.lock" in dockerfile
 
@@ -70,7 +106,7 @@ def test_a_base_image_can_be_pinned(service: str) -> None:
 
 def test_the_licence_is_stated() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE", "NOTICE"])
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert "!LICENSE" in (ROOT / ".dockerignore").read_text()
     for service in SERVICES:

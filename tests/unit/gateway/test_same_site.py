@@ -4,7 +4,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from services.gateway.http.same_site import SameSite, is_loopback
+from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,9 @@ def test_loopback(host: str, expected: bool) -> None:
 
 
 async def status(host: str, origin: str | None = None, allowed: tuple[str, ...] = ()) -> int:
-    app = SameSite(PlainTextResponse("x"), allowed)
+    is_served = served_hosts("127.0.0.1", (), needs_key=False)
+    assert is_served is not None
+    app = SameSite(PlainTextResponse("x"), is_served, allowed)
     headers = {"host": host} | ({} if origin is None else {"origin": origin})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
         return (await client.post("http://x/", headers=headers)).status_code
@@ -43,3 +45,28 @@ async def status(host: str, origin: str | None = None, allowed: tuple[str, ...] 
 )
 async def test_foreign_hosts_and_sites_are_refused(host, origin, allowed, expected) -> None:
     assert await status(host, origin, allowed) == expected
+
+
+@pytest.mark.parametrize(
+    ("listens_on", "allowed", "needs_key", "served", "refused"),
+    [
+        ("127.0.0.1", (), False, ["localhost", "127.0.0.1"], ["evil.example", "10.0.0.1", "host"]),
+        ("127.0.0.1", ("api.example",), True, ["localhost", "api.example"], ["b.example"]),
+        # Without keys, names that a stranger can register are refused.
+        ("0.0.0.0", (), False,
+         ["10.0.0.1", "::1", "gateway", "gateway.triptych.svc.cluster.local", "box.lan"],
+         ["evil.example", "10.0.0.1.evil.example"]),
+        ("0.0.0.0", ("api.example", ".corp.example"), False,
+         ["10.0.0.1", "api.example", "a.corp.example"],
+         ["evil.example", "gateway", "corp.example.evil.example", "x.api.example"]),
+    ],
+)  # fmt: skip
+def test_hosts_that_are_answered(listens_on, allowed, needs_key, served, refused) -> None:
+    is_served = served_hosts(listens_on, allowed, needs_key=needs_key)
+    assert is_served is not None
+    assert all(map(is_served, served))
+    assert not any(map(is_served, refused))
+
+
+def test_with_keys_any_host_is_answered_off_loopback() -> None:
+    assert served_hosts("0.0.0.0", (), needs_key=True) is None
