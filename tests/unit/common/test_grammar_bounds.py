@@ -1,0 +1,265 @@
+"""Bounds on grammars: what is just within them passes, what is just beyond is refused by name."""
+
+import json
+import time
+
+import pytest
+
+from services.common import grammar_bounds, grammar_counts, schema_bounds
+from services.common.errors import InvalidGrammar
+from services.common.grammar_bounds import check_grammar
+
+
+def chain(links, wrap, end=None):
+    """`links` references, one behind the other."""
+    definitions = {f"d{i}": wrap({"$ref": f"#/$defs/d{i + 1}"}) for i in range(links - 1)}
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{links - 1}": end or {}}}
+
+
+def cycle(links, wrap):
+    return {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{i}": wrap({"$ref": f"#/$defs/d{(i + 1) % links}"}) for i in range(links)},
+    }
+
+
+def nested(levels, schema=None):
+    schema = schema or {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+def rules(links, form="{}: {}", first="start", name="r"):
+    lines = [form.format(first, f"{name}0")]
+    lines += [form.format(f"{name}{i}", f"{name}{i + 1}") for i in range(links - 1)]
+    return "\n".join([*lines, form.format(f"{name}{links - 1}", '"a"')])
+
+
+WRAPPED = {
+    "bare": lambda r: r,
+    "items": lambda r: {"type": "array", "items": r},
+    "prefixItems": lambda r: {"prefixItems": [r]},
+    "properties": lambda r: {"properties": {"a": r}},
+    "patternProperties": lambda r: {"patternProperties": {"a": r}},
+    "additionalProperties": lambda r: {"additionalProperties": r},
+    "anyOf": lambda r: {"anyOf": [r, {"type": "null"}]},
+    "oneOf": lambda r: {"oneOf": [r]},
+    "allOf": lambda r: {"allOf": [r]},
+    "not": lambda r: {"not": r},
+    "unknown keyword": lambda r: {"later": {"deep": r}},
+    "property named const": lambda r: {"properties": {"const": r}},
+    "$dynamicRef": lambda r: {"items": {"$dynamicRef": r["$ref"]}},
+    "absolute": lambda r: {"items": {"$ref": f"http://x.y/root.json{r['$ref']}"}},
+}
+
+
+def refused(kind, text, word):
+    with pytest.raises(InvalidGrammar) as caught:
+        check_grammar(kind, text if isinstance(text, str) else json.dumps(text))
+    assert word in caught.value.message
+    assert len(caught.value.message) < 200
+
+
+def accepted(kind, text):
+    check_grammar(kind, text if isinstance(text, str) else json.dumps(text))
+
+
+@pytest.mark.parametrize("place", WRAPPED)
+def test_a_chain_of_references_is_bounded_in_every_position(place):
+    wrap = WRAPPED[place]
+    identified = {"$id": "http://x.y/root.json"}
+    accepted("json_schema", {**identified, **chain(64, wrap)})
+    refused("json_schema", {**identified, **chain(65, wrap)}, "64 references")
+
+
+def test_a_chain_by_anchors_and_by_ids_is_bounded():
+    for keyword, mark in (("$anchor", "#d{}"), ("$id", "http://x.y/d{}")):
+        for links, is_within in ((64, True), (65, False)):
+            definitions = {
+                f"d{i}": {
+                    keyword: mark.format(i).lstrip("#"),
+                    "items": {"$ref": mark.format(i + 1)},
+                }
+                for i in range(links - 1)
+            }
+            last = {keyword: mark.format(links - 1).lstrip("#")}
+            schema = {"$ref": mark.format(0), "$defs": {**definitions, "last": last}}
+            if is_within:
+                accepted("json_schema", schema)
+            else:
+                refused("json_schema", schema, "64 references")
+
+
+def test_nesting_counts_along_references():
+    accepted("json_schema", chain(5, lambda r: nested(50, r)))
+    refused("json_schema", chain(20, lambda r: nested(50, r)), "512 levels")
+
+
+def test_a_cycle_is_no_endless_chain():
+    accepted("json_schema", cycle(3, WRAPPED["items"]))
+    accepted("json_schema", cycle(100, WRAPPED["properties"]))
+    refused("json_schema", cycle(400, WRAPPED["properties"]), "512 levels")
+    accepted("json_schema", {"type": "array", "items": {"$ref": "#"}})
+
+
+def test_a_reference_to_nothing_is_refused_by_name():
+    refused("json_schema", {"$ref": "#/$defs/a"}, "'#/$defs/a'")
+    refused("json_schema", {"items": {"$ref": "http://x.y/z"}}, "'http://x.y/z'")
+    accepted("json_schema", {"const": {"$ref": "#/$defs/a"}})
+    accepted("json_schema", {"properties": {"$ref": {"type": "string"}}})
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 40_000, "[" * 10**5 + "]" * 10**5])
+def test_deep_json_is_refused(text):
+    refused("json_schema", text, "nested too deeply")
+    refused("choice", text, "nested too deeply")
+    refused("grammar", f"start: %json {text}", "nested too deeply")
+
+
+def test_nesting_of_one_text_is_bounded():
+    accepted("json_schema", nested(100))
+    refused("json_schema", nested(101), "100 levels")
+    refused("json_schema", {"const": json.loads("[" * 101 + "]" * 101)}, "100 levels")
+
+
+def properties(count, prefix="p"):
+    return {"properties": {f"{prefix}{i}": {"type": "string"} for i in range(count)}}
+
+
+WITHIN = {
+    "properties of an object": ("json_schema", properties(1000), properties(1001), "1000 prop"),
+    "required": (
+        "json_schema", {"required": [str(i) for i in range(1000)]},
+        {"required": [str(i) for i in range(1001)]}, "1000 prop",
+    ),
+    "properties in all": (
+        "json_schema", {"allOf": [properties(1000, f"{i}_") for i in range(5)]},
+        {"allOf": [properties(900, f"{i}_") for i in range(6)]}, "5000 prop",
+    ),
+    "patternProperties": (
+        "json_schema", {"patternProperties": {f"^a{i}": {} for i in range(64)}},
+        {"patternProperties": {f"^a{i}": {} for i in range(65)}}, "64 patternProperties",
+    ),
+    "const": (
+        "json_schema", {"const": "x" * (2**16 - 2)}, {"const": "x" * (2**16 - 1)}, "65536 bytes",
+    ),
+    "enum": ("json_schema", {"enum": ["x"] * 5000}, {"enum": ["x"] * 5001}, "5000 values"),
+    "pattern": (
+        "json_schema", {"pattern": "x" * 2**15}, {"pattern": "x" * (2**15 + 1)}, "32768 char",
+    ),
+    "patterns in all": (
+        "json_schema", {"allOf": [{"pattern": "x" * 2**14}] * 2},
+        {"allOf": [{"pattern": "x" * 2**14}] * 3}, "32768 char",
+    ),
+    "repeats of a pattern": (
+        "json_schema", {"pattern": "(a{100}b){1000}"}, {"pattern": "(a{100}b){1001}"}, "100000",
+    ),
+    "minItems": (
+        "json_schema", {"minItems": 1000, "items": {"minItems": 100}},
+        {"minItems": 1001, "items": {"minItems": 100}}, "100000",
+    ),
+    "minLength": ("json_schema", {"minLength": 100_000}, {"minLength": 100_001}, "100000"),
+    "maxLength": ("json_schema", {"maxLength": 2**31, "maxItems": 2**31}, None, ""),
+    "counted lists": (
+        "json_schema", {"anyOf": [{"minItems": 1, "maxItems": 2}] * 500},
+        {"anyOf": [{"minItems": 1, "maxItems": 2}] * 501}, "1000 counted",
+    ),
+    "multipleOf": ("json_schema", {"multipleOf": 0.01}, {"multipleOf": 99991}, "multipleOf"),
+    "common multiple": (
+        "json_schema", {"allOf": [{"multipleOf": 97}, {"multipleOf": 101}]},
+        {"allOf": [{"multipleOf": 997}, {"multipleOf": 101}]}, "multipleOf",
+    ),
+    "choice": ("choice", ["x"] * 5000, ["x"] * 5001, "5000 values"),
+    "bytes of a choice": ("choice", ["é" * 32764], ["é" * 32767], "65536 bytes"),
+    "regex": ("regex", "x" * 2**15, "x" * (2**15 + 1), "32768 char"),
+    "repeats": ("regex", "a{100000}", "a{100001}", "100000"),
+    "repeats within repeats": ("regex", "((a{10}b?){0,100}c){100}", "(a{400}){2,300}", "100000"),
+    "repeats of repeats": ("regex", "a{100}{1000}", "(?:a{101}+){1000}", "100000"),
+    "repeats beside others": ("regex", r"a{90000}b{90000}[(]\({90000}", "a{9}{99999}", "100000"),
+    "an endless number": ("regex", "a{1,}", "a{" + "9" * 400 + "}", "100000"),
+    "rules in a chain": ("grammar", rules(64), rules(65), "64 references"),
+    "terminals in a chain": ("grammar", rules(64, name="R"), rules(65, name="R"), "64 references"),
+    "GBNF in a chain": (
+        "grammar", rules(64, "{} ::= {}", "root"), rules(65, "{} ::= {}", "root"), "64 references",
+    ),
+    "inlined rules in a chain": (
+        "grammar", rules(64, "?{}: {}").replace("?start", "start"),
+        rules(65, "?{}: {}").replace("?start", "start"), "64 references",
+    ),
+    "grammars within grammars": (
+        "grammar", 'start: %lark {\n' * 63 + 'start: "a"\n' + "}\n" * 63,
+        'start: %lark {\n' * 65 + 'start: "a"\n' + "}\n" * 65, "64 references",
+    ),
+    "a chain behind a nested grammar": (
+        "grammar", 'start: %lark {\nstart: "a"\n}\n| r0\n' + rules(63).partition("\n")[2],
+        'start: %lark {\nstart: "a"\n}\n| r0\n' + rules(65).partition("\n")[2], "64 references",
+    ),
+    "rules": (
+        "grammar", "start:\n" + "\n".join(f'r{i}: "a"' for i in range(3998)),
+        "start:\n" + "\n".join(f'r{i}: "a"' for i in range(4000)), "4000 rules",
+    ),
+    "groups in rules": (
+        "grammar", f"start: {'(' * 900}a{')' * 900}", f"start: {'(' * 1100}a{')' * 1100}", "1024",
+    ),
+    "intersections": (
+        "grammar", "start: A\nA: " + " & ".join("/.*a.*/" for _ in range(9)),
+        "start: A\nA: B & B\nB: C & C\nC: D & D\nD: E & E", "8 intersections",
+    ),
+    "strings": ("grammar", f'start: "{"x" * 65534}"', f'start: "{"x" * 65535}"', "65536 bytes"),
+    "expressions": ("grammar", f"start: /{'x' * 32766}/", f"start: /{'x' * 32768}/", "32768 char"),
+    "repeats of rules": (
+        "grammar", "start: r{1000}\nr: s~1..100\ns: /a/", "start: r{1000}\nr: s~101\ns: /a/",
+        "100000",
+    ),
+    "repeats in GBNF": (
+        "grammar", "root ::= (r{10} [{]){100}\nr ::= [a]{1,100}",
+        "root ::= (r{10}){101}\nr ::= [a]{100}", "100000",
+    ),
+    "schemas in a grammar": (
+        "grammar", "start: " + "%json {} | " * 1000, "start: " + "%json {} | " * 1001, "1000 sch",
+    ),
+    "a schema in a grammar": (
+        "grammar", f"start: %json {json.dumps(chain(64, WRAPPED['items']))}",
+        f"start: %json {json.dumps(chain(65, WRAPPED['items']))}", "64 references",
+    ),
+    "blanks": ("grammar", 'start:"a"' + "\n" * 256, 'start:"a"' + "\n" * 257, "256 blanks"),
+    "GBNF": ("grammar", "root ::= a" + " a" * 32_000, "root ::= a" + " a" * 33_000, "of GBNF"),
+    "all": ("grammar", "start: a" + " a" * 131_000, "start: a" + " a" * 131_100, "262144 char"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", WITHIN)
+def test_each_bound_is_where_it_is_said_to_be(bound):
+    kind, within, beyond, word = WITHIN[bound]
+    accepted(kind, within)
+    if beyond is not None:
+        refused(kind, beyond, word)
+
+
+@pytest.mark.parametrize(
+    "part",
+    ['"', "/", "<", '"\\', "[", "(", "{", "#", "~", "a", "\n", "%lark {\n", "%json ", "\\", "|"],
+)
+def test_hostile_texts_take_linear_time(part):
+    started = time.process_time()
+    for kind, start, size in (
+        ("grammar", "start: a\n", 2**18), ("grammar", "root ::= a ", 2**16), ("regex", "", 2**15),
+    ):  # fmt: skip
+        try:
+            check_grammar(kind, (start + part * size)[:size])
+        except InvalidGrammar as error:
+            assert len(error.message) < 200
+    assert time.process_time() - started < 5
+
+
+def test_what_is_no_json_is_refused():
+    for text in ("", "{", "NaN", "1" * 5000):
+        refused("json_schema", text, "not JSON")
+        refused("choice", text, "not JSON")
+    refused("choice", "{}", "not a list")
+
+
+def test_bounds_are_named_in_one_place():
+    assert grammar_bounds.MAX_CHAIN == schema_bounds.MAX_CHAIN == 64
+    assert grammar_counts.MAX_REPEATS == 100_000
