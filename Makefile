@@ -79,8 +79,6 @@ bench: $(DEV) ## measure a running server: make bench ARGS="--url URL --rows tex
 # --- checking ---------------------------------------------------------------------------------
 
 .PHONY: test
-# A test that fails is tried again, for the machine's sake; what needed it is printed (ADR 0010).
-test: export PYTEST_ADDOPTS = --reruns 2 --reruns-delay 2 -rfER
 # Programs are installed beside packages; what needs no stack begins when the packages are there.
 test: | $(BIN)/python ## everything that must hold
 	@$(ALONGSIDE) system-test test-light type lint proto-check
@@ -105,14 +103,24 @@ type: $(DEV) ## static types
 unit: $(DEV) ## all tests that start no stack
 	$(call say,pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist worksteal \
-		--ignore=tests/e2e --ignore=tests/gpu -m "not gpu and not e2e" $(ARGS)
+		--ignore=tests/e2e --ignore=tests/gpu -m "not gpu and not e2e and not nightly" $(ARGS)
 
 .PHONY: e2e
 # These, too: tests/e2e/conftest.py says which files share a process.
 e2e: $(DEV) ## tests that start real processes
 	$(call say,pytest: whole stacks)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n $$(($(WORKERS) + 1)) --dist loadfile \
-		--no-loadscope-reorder -m "e2e and not gpu" $(ARGS)
+		--no-loadscope-reorder -m "e2e and not gpu and not nightly" $(ARGS)
+
+.PHONY: nightly
+# In turn: these measure latencies and memory beside attacks, floods and failures.
+nightly: system-test $(DEV) ## trials of minutes that `make test` has one of each of
+	$(call say,pytest: nightly trials)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and not gpu" $(ARGS)
+
+.PHONY: quick
+quick: $(DEV) ## what a change is checked with in less than a minute
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/quick.py
 
 .PHONY: test-light
 test-light: $(LIGHT) ## gateway and scheduling in an environment without torch

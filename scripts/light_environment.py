@@ -15,7 +15,7 @@ from closure import closure, own_requirements
 from packaging.requirements import Requirement
 
 _TESTS = (
-    "hypothesis", "pillow", "pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout",
+    "hypothesis", "pillow", "pytest", "pytest-asyncio", "pytest-timeout",
 )  # fmt: skip
 _PROJECT = "triptych"  # installed in place: a file that says where
 

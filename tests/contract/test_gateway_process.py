@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import pytest
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.gateway_stack import MODEL
 from tests.noise import PATIENCE_S, least
+from tests.ports import free_port
 from tests.tiny_tokenizer import vocab_size, write_model_directory
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -34,9 +34,7 @@ def fakes(loop_thread):
 @contextmanager
 def gateway(fakes, directory, **settings):
     encoder, decoder = fakes
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {
         "PATH": os.environ["PATH"],
         "GATEWAY_MODEL": str(write_model_directory(directory / MODEL)),
