@@ -1,21 +1,23 @@
-"""A checkpoint's safetensors files, read by name without mapping them into memory.
+"""A checkpoint's safetensors files, read by name and by slice through the `safetensors` package.
 
-Bytes go from the file straight into the memory they are meant for: mapped pages would count twice.
-`weights` reads through it; what a tensor means is not known here. A malformed file is a
-`CheckpointError`.
+The package maps a file and checks its header; a slice is a view of the mapped file, so that nothing
+is held twice but what the kernel can drop. What a tensor means is not known here. A malformed file
+is a `CheckpointError` that names it.
 """
 
 import json
-import math
-import os
+import logging
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -23,9 +25,10 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_MAX_HEADER_BYTES = 100 << 20
-_READ_BYTES = 1 << 30  # per system call; Linux caps one at 2 GiB
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HASH_BYTES = 16 << 20
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
@@ -34,13 +37,11 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies."""
+    """What a file's header says of one tensor."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-    size_bytes: int
 
 
 class Checkpoint:
@@ -48,7 +49,7 @@ class Checkpoint:
 
     Attributes:
         directory: where the files lie.
-        tensors: name → place, in name order.
+        tensors: name → what its file says of it, in name order.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
@@ -57,31 +58,33 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path | str) -> "Checkpoint":
-        """Reads the headers of `model.safetensors`, or of the files its index names.
+        """Reads the headers of `model.safetensors`, or of the files that the index names: the
+        order of transformers. Weight files that are not used are logged.
 
         Raises:
             CheckpointError: a file is missing or malformed.
         """
         directory = Path(directory)
-        index_path = directory / "model.safetensors.index.json"
-        if not index_path.exists():
-            return cls(directory, _read_header(directory / "model.safetensors"))
-        try:
-            index: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{index_path} is not a safetensors index: {error!r}") from None
+        index = directory / _INDEX
+        names = [_WHOLE]
+        if not (directory / _WHOLE).exists() and index.exists():
+            names = _shards(index)
         tensors: dict[str, TensorInfo] = {}
-        for name in sorted(set(index.values())):
-            if Path(name).name != name:
-                raise CheckpointError(f"{index_path}: {name!r} is not a file name")
+        for name in names:
             tensors |= _read_header(directory / name)
-        if absent := sorted(set(index) - set(tensors)):
-            raise CheckpointError(f"{index_path} names tensors no file has: {listed(absent)}")
+        unused = {path.name for path in directory.glob("*.safetensors")} - set(names)
+        if names == [_WHOLE] and index.exists():
+            unused.add(_INDEX)
+        if unused:
+            log.warning(
+                "%s: weights are read from %s; not used: %s",
+                directory, listed(names), listed(sorted(unused)),
+            )  # fmt: skip
         return cls(directory, tensors)
 
     @contextmanager
     def reader(self) -> Iterator["Reader"]:
-        """Opens the files for reading, once each."""
+        """Reads tensors, with one file open at a time."""
         reader = Reader(self)
         try:
             yield reader
@@ -90,50 +93,46 @@ class Checkpoint:
 
 
 class Reader:
-    """Open files of a checkpoint."""
+    """The open file of a checkpoint. Fastest if tensors are asked for file by file."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._files: dict[Path, int] = {}
+        self._path: Path | None = None
+        self._file: Any = None
 
-    def read_into(self, name: str, target: memoryview, skip_bytes: int = 0) -> None:
-        """Fills `target` with the tensor's bytes, from `skip_bytes` on.
+    def read(self, name: str, cut: tuple[int | slice, ...] = ()) -> Tensor:
+        """A tensor, or the part of it that `cut` indexes: a view of the mapped file, not to be
+        written to.
 
         Raises:
-            CheckpointError: the file ends early.
+            CheckpointError: the file has changed.
         """
-        info = self._checkpoint.tensors[name]
-        file = self._files.get(info.path)
-        if file is None:
-            file = self._files[info.path] = os.open(info.path, os.O_RDONLY | os.O_CLOEXEC)
-        offset, done = info.offset + skip_bytes, 0
-        while done < len(target):
-            count = os.preadv(file, [target[done : done + _READ_BYTES]], offset + done)
-            if count == 0:
-                raise CheckpointError(f"{info.path} ends within tensor {name}")
-            done += count
+        path = self._checkpoint.tensors[name].path
+        if path != self._path:
+            self.close()
+            self._file, self._path = _opened(path), path
+        try:
+            return self._file.get_slice(name)[cut] if cut else self._file.get_tensor(name)
+        except (SafetensorError, RuntimeError, IndexError) as error:
+            raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from None
 
     def close(self) -> None:
-        """Closes the files."""
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        """Unmaps the file once its views are gone."""
+        self._file = self._path = None
 
 
 def fingerprint(checkpoint: Checkpoint, prefix: str = "") -> str:
     """BLAKE3 (hex) over name, dtype, shape and bytes of each tensor whose name has the prefix."""
     hasher = blake3(max_threads=blake3.AUTO)
-    buffer = memoryview(bytearray(_HASH_BYTES))
     with checkpoint.reader() as reader:
         for name, info in checkpoint.tensors.items():
             if not name.startswith(prefix):
                 continue
-            head = json.dumps([name, str(info.dtype), info.shape, info.size_bytes]).encode()
+            values = reader.read(name).reshape(-1).view(torch.uint8)
+            head = json.dumps([name, str(info.dtype), info.shape, values.numel()]).encode()
             hasher.update(struct.pack("<Q", len(head)) + head)
-            for done in range(0, info.size_bytes, _HASH_BYTES):
-                piece = buffer[: min(_HASH_BYTES, info.size_bytes - done)]
-                reader.read_into(name, piece, done)
-                hasher.update(piece)
+            for piece in values.split(_HASH_BYTES):
+                hasher.update(piece.numpy().data)
     return hasher.hexdigest()
 
 
@@ -143,33 +142,35 @@ def listed(names: list[str], limit: int = 20) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def _read_header(path: Path) -> dict[str, TensorInfo]:
-    """Header of a safetensors file: 8 bytes of length, JSON, then the tensors' bytes."""
+def _shards(index: Path) -> list[str]:
+    """The files that an index names."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise CheckpointError(f"{path} is not a safetensors file")
-            header = json.loads(file.read(length))
-            file_bytes = os.fstat(file.fileno()).st_size
-        header.pop("__metadata__", None)
-        tensors = {
-            name: _tensor_info(path, entry, 8 + length, file_bytes)
-            for name, entry in header.items()
-        }
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name:
+                raise CheckpointError(f"{index}: {name!r} is not a file name")
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from None
+    return names
+
+
+def _opened(path: Path) -> Any:  # noqa: ANN401 - the package's
+    try:
+        return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (struct.error, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError,
-            AttributeError) as error:  # fmt: skip
-        raise CheckpointError(f"{path} is not a safetensors file: {error!r}") from None
-    return tensors
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
 
-def _tensor_info(path: Path, entry: Mapping, base: int, file_bytes: int) -> TensorInfo:
-    start, end = entry["data_offsets"]
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    if end - start != math.prod(shape) * dtype.itemsize or start < 0:
-        raise CheckpointError(f"{path}: a tensor's size does not match its shape {shape}")
-    if base + end > file_bytes:
-        raise CheckpointError(f"{path} is truncated")
-    return TensorInfo(path, dtype, shape, base + start, end - start)
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    file, found = _opened(path), dict[str, TensorInfo]()
+    for name in file.keys():  # noqa: SIM118 - not a mapping
+        header = file.get_slice(name)
+        kind = header.get_dtype()
+        if kind not in DTYPES:
+            raise CheckpointError(f"{path}: tensor {name} has dtype {kind}, which is not supported")
+        found[name] = TensorInfo(path, DTYPES[kind], tuple(header.get_shape()))
+    return found

@@ -33,7 +33,7 @@ class ExpertTensor:
         stack: the parameter's layer: `gate_up_proj` or `down_proj`.
         layout: of the parameter.
         place: index of the parameter's part that is filled.
-        item: index of the tensor that fills it; None: all of it.
+        cut: index of the file's tensor that fills it; empty: all of it.
         transposed: the tensor's last two axes are those of the part the other way round.
     """
 
@@ -42,7 +42,7 @@ class ExpertTensor:
     stack: str
     layout: TensorLayout
     place: tuple[int | slice, ...]
-    item: int | None = None
+    cut: tuple[int | slice, ...] = ()
     transposed: bool = False
 
 
@@ -141,4 +141,4 @@ def _fused(
     shape = (count, *(reversed(shape) if transposed else shape))
     suffix = layout.name.removeprefix("weight")
     for expert in range(count):
-        yield ExpertTensor(f"{name}{suffix}", shape, name, layout, (expert,), expert, transposed)
+        yield ExpertTensor(f"{name}{suffix}", shape, name, layout, (expert,), (expert,), transposed)

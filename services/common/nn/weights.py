@@ -90,7 +90,7 @@ class _Source:
     place: tuple[int | slice, ...]  # index of the parameter
     shape: tuple[int, ...]  # in the file
     stored: tuple[torch.dtype, ...]  # dtypes that the file may hold
-    item: int | None = None  # index of the tensor; None: all of it
+    cut: tuple[int | slice, ...] = ()  # index of the file's tensor; empty: all of it
     transposed: bool = False  # the last two axes are swapped in the file
 
 
@@ -124,8 +124,8 @@ def load_weights(
 ) -> None:
     """Materializes the module and fills it.
 
-    Peak host memory on the CPU: the model and one tensor more, of a fused tensor of experts one
-    expert's part. On a GPU: two tensors.
+    Peak host memory besides the mapped file: on the CPU the model and one tensor more, of a fused
+    tensor of experts one expert's part; on a GPU two tensors.
 
     Args:
         module: built on `meta`.
@@ -149,8 +149,8 @@ def load_weights(
     materialize(module, device, dtype)
     parameters = dict(module.named_parameters())
     with checkpoint.reader() as reader:
-        copier = _Copier(checkpoint, reader, torch.device(device))
-        for source in sources:
+        copier = _Copier(reader, torch.device(device))
+        for source in sorted(sources, key=lambda each: checkpoint.tensors[each.name].path):
             copier.fill(parameters[source.parameter].data[source.place], source)
         copier.finish()
     _process(module)
@@ -315,8 +315,7 @@ def _part_path(path: str, part: str) -> str:
 class _Copier:
     """Moves tensors from files to parameters with as little memory as can be."""
 
-    def __init__(self, checkpoint: Checkpoint, reader: Reader, device: torch.device) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, reader: Reader, device: torch.device) -> None:
         self._reader = reader
         self._device = device
         self._staging = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
@@ -324,31 +323,22 @@ class _Copier:
         self._turn = 0
 
     def fill(self, target: Tensor, source: _Source) -> None:
-        """Fills a part of a parameter with its tensor."""
-        info, size = self._checkpoint.tensors[source.name], target.numel()
-        size_bytes = size * info.dtype.itemsize
-        if size == 0:
-            return
-        skip_bytes = 0 if source.item is None else source.item * size_bytes
-        is_direct = self._device.type == "cpu" and target.is_contiguous()
-        if is_direct and info.dtype == target.dtype and not source.transposed:
-            self._reader.read_into(source.name, _bytes_of(target), skip_bytes)
-            return
-        staging = self._stage(size_bytes)
-        self._reader.read_into(source.name, _bytes_of(staging), skip_bytes)
+        """Fills a part of a parameter with its tensor, or a part of it."""
+        values = self._reader.read(source.name, source.cut)
         if source.transposed:
             target = target.mT
-        values = staging.view(info.dtype).view(target.shape)
-        if self._device.type == "cuda":
-            # Cast and transposed on the device: the bus carries the file's bytes.
-            if values.dtype != target.dtype or source.transposed:
-                values = values.to(self._device, non_blocking=True)
-            target.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-            self._events[self._turn] = event
-        else:
+        values = values.view(target.shape) if values.is_contiguous() else values
+        if self._device.type != "cuda":
             target.copy_(values)
+            return
+        # Cast and transposed on the device: the bus carries the file's bytes.
+        values = self._staged(values)
+        if values.dtype != target.dtype or source.transposed:
+            values = values.to(self._device, non_blocking=True)
+        target.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._events[self._turn] = event
 
     def finish(self) -> None:
         """Waits for the last copies."""
@@ -357,23 +347,17 @@ class _Copier:
                 event.synchronize()
         self._staging.clear()
 
-    def _stage(self, size: int) -> Tensor:
-        if self._device.type == "cuda":
-            self._turn ^= 1  # one buffer is read from the file while the other is copied
-        event = self._events[self._turn]
+    def _staged(self, values: Tensor) -> Tensor:
+        """The values in pinned memory: one buffer is filled while the other is copied."""
+        self._turn ^= 1
+        event, size = self._events[self._turn], values.numel() * values.itemsize
         if event is not None:
             event.synchronize()
         if self._staging[self._turn].numel() < size:
             self._staging[self._turn] = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._staging[self._turn] = torch.empty(
-                size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-            )
-        return self._staging[self._turn][:size]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+            self._staging[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        staged = self._staging[self._turn][:size].view(values.dtype).view(values.shape)
+        return staged.copy_(values)
 
 
 def _sources(
@@ -388,7 +372,7 @@ def _sources(
                 parameter = f"{path}.{tensor.stack}.{tensor.layout.parameter}"
                 yield _Source(
                     f"{prefix}.{tensor.name}", parameter, tensor.place, tensor.shape,
-                    tensor.layout.stored, tensor.item, tensor.transposed,
+                    tensor.layout.stored, tensor.cut, tensor.transposed,
                 )  # fmt: skip
             continue
         if isinstance(child, StackedLinear):
