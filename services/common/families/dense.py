@@ -63,24 +63,19 @@ def read_model(
         architecture=config["architectures"][0],
         text=text,
         vision=vision,
-        checkpoint=replace(
-            checkpoint or text_checkpoint(text), quantization=read_quantization(config)
-        ),
+        checkpoint=replace(checkpoint or text_checkpoint(), quantization=read_quantization(config)),
         eos_token_ids=_eos_token_ids(generation, config, section),
         generation=generation,
         conversation=conversation or ConversationSpec(),
     )
 
 
-def text_checkpoint(
-    text: TextSpec, prefix: str = "model.", vision_prefix: str = ""
-) -> CheckpointSpec:
+def text_checkpoint(prefix: str = "model.", vision_prefix: str = "") -> CheckpointSpec:
     """Names of the language model's tensors, and of those that older files carry needlessly."""
-    tied = ("lm_head.weight",) if text.tie_word_embeddings else ()
     return CheckpointSpec(
         text_prefix=prefix,
         vision_prefix=vision_prefix,
-        ignored=(*tied, r"re:.*\.rotary_emb\.inv_freq$"),
+        ignored=(r"re:.*\.rotary_emb\.inv_freq$",),
     )
 
 

@@ -31,7 +31,7 @@ _KINDS = ("full_attention", "linear_attention")
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     text = read_hybrid_text(config)
-    vision, checkpoint = read_parts(directory, config, text)
+    vision, checkpoint = read_parts(directory, config)
     return read_model(
         directory, config, text, vision=vision, checkpoint=checkpoint,
         conversation=QWEN_CONVERSATION,
@@ -39,15 +39,15 @@ def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
 
 
 def read_parts(
-    directory: Path, config: Mapping[str, Any], text: TextSpec
+    directory: Path, config: Mapping[str, Any]
 ) -> tuple[VisionSpec | None, CheckpointSpec]:
     """The tower, if the architecture has one, and the names of tensors."""
     if "text_config" not in config:
-        names = text_checkpoint(text)
+        names = text_checkpoint()
         return None, replace(names, ignored=(*names.ignored, _MTP, "model.visual."))
     if config["vision_config"].get("deepstack_visual_indexes"):
         raise UnsupportedOption("deepstack_visual_indexes is not supported; supported: none")
-    names = text_checkpoint(text, "model.language_model.", "model.visual.")
+    names = text_checkpoint("model.language_model.", "model.visual.")
     return read_vision(directory, config, ()), replace(names, ignored=(*names.ignored, _MTP))
 
 

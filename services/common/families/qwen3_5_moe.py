@@ -13,7 +13,7 @@ def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     section: Mapping[str, Any] = config.get("text_config") or config
     moe = read_moe(section, has_shared_expert=True)
     text = read_hybrid_text(config, num_kv_heads=2, moe=moe)
-    vision, checkpoint = read_parts(directory, config, text)
+    vision, checkpoint = read_parts(directory, config)
     return read_model(
         directory, config, text, vision=vision, checkpoint=checkpoint,
         conversation=QWEN_CONVERSATION,

@@ -42,7 +42,7 @@ def read_vision_language(
         config,
         text,
         vision=read_vision(directory, config, taps),
-        checkpoint=text_checkpoint(text, "model.language_model.", "model.visual."),
+        checkpoint=text_checkpoint("model.language_model.", "model.visual."),
         conversation=QWEN_CONVERSATION,
     )
 

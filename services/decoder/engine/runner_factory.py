@@ -32,6 +32,7 @@ from services.decoder.engine.model_runner import DeviceState, ModelRunner
 from services.decoder.kernels.ops import PlainOps, create_ops
 from services.decoder.kernels.states import StateCache
 from services.decoder.kernels.table import UNQUANTIZED
+from services.decoder.models.stored import as_stored
 from services.decoder.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -172,21 +173,24 @@ def _load(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Transformer:
+    checkpoint = None
+    if options.load_format == "auto":
+        checkpoint = Checkpoint.open(spec.directory)
+        spec = as_stored(spec, checkpoint)
+    elif options.load_format != "dummy":
+        raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
     with torch.device("meta"):
         model = Transformer(spec, backend, PlainOps())
-    if options.load_format == "dummy":
+    if checkpoint is None:
         load_dummy(
             model, options.seed, device=device, dtype=dtype,
             weight_map=model.weight_map, quantization=spec.checkpoint.quantization,
         )  # fmt: skip
-    elif options.load_format == "auto":
-        checkpoint = Checkpoint.open(spec.directory)
+    else:
         check_all_claimed(checkpoint, model.weight_map, spec.checkpoint)
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
-    else:
-        raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
     # Which kernels can read the weights is known once these are loaded.
     model.ops = create_ops(
         device,

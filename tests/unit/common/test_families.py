@@ -262,11 +262,6 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN2, {}, eos_token_id=None).eos_token_ids == ()
 
 
-def test_tensors_that_may_be_left_over(tmp_path: Path) -> None:
-    assert "lm_head.weight" in read(tmp_path, QWEN3).checkpoint.ignored
-    assert "lm_head.weight" not in read(tmp_path, QWEN2).checkpoint.ignored
-
-
 def test_quantization_is_read_for_text_models_too(tmp_path: Path) -> None:
     given = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     quantization = read(tmp_path, QWEN3, quantization_config=given).checkpoint.quantization
