@@ -4,9 +4,9 @@ import itertools
 import os
 import socket
 
-# Below those that the kernel gives to clients (`ip_local_port_range`): between the choice and the
-# server's start no connection of another test takes one.
-_FIRST, _NUM = 10_000, 22_000
+# Below those of `triptych serve` and of clients (`ip_local_port_range`):
+# between the choice and the server's start no connection of another test takes one.
+_FIRST, _NUM = 10_000, 11_000
 _numbers = itertools.count(os.getpid() * 97)  # processes begin at places of their own
 _claims: list[socket.socket] = []
 

@@ -4,7 +4,9 @@ Nothing is started here, so tests can check every variable against the services'
 and `demo` hand the plan to `stack`. What cannot be served is a `StackError`.
 """
 
+import contextlib
 import functools
+import random
 import socket
 import sys
 from collections.abc import Mapping
@@ -297,17 +299,34 @@ def _addresses(services: list[_Service], kind: str) -> str:
 
 
 class _Ports:
-    """Finds free ports; keeps each bound until all are known, so that all differ."""
+    """Finds free ports; keeps each bound until all are known, so that all differ.
+
+    Those that it chooses lie below the ones that the kernel gives to clients
+    (`ip_local_port_range`), since a child takes seconds to bind its own. They begin at a random
+    one, so that two stacks that start at once choose different ones.
+    """
+
+    _FIRST, _NUM = 21_000, 11_000
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
+        self._next = random.randrange(self._NUM)
 
     def claim(self, host: str, port: int) -> int:
         """The port, or any free one for 0.
 
         Raises:
-            StackError: another process listens there.
+            StackError: another process listens there, or no port is free.
         """
+        if port:
+            return self._bind(host, port)
+        for _ in range(self._NUM):
+            self._next = (self._next + 1) % self._NUM
+            with contextlib.suppress(StackError):
+                return self._bind(host, self._FIRST + self._next)
+        raise StackError(f"no port of {host} is free", 2)
+
+    def _bind(self, host: str, port: int) -> int:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         held = socket.socket(family, socket.SOCK_STREAM)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -317,7 +336,7 @@ class _Ports:
             held.close()
             raise StackError(f"cannot listen on {host}:{port}: {error.strerror}", 2) from error
         self._held.append(held)
-        return held.getsockname()[1]
+        return port
 
     def release(self) -> None:
         """Closes the sockets, so that the children can bind the ports."""

@@ -320,15 +320,14 @@ def port_owner(port: int, pids: list[int]) -> int | None:
 
     Takes about a millisecond a process, so it is asked while a fault is on, not before.
     """
-    inode = _inode_of(port)
-    if not inode:
+    names = {f"socket:[{inode}]" for inode in _inodes_of(port)}
+    if not names:
         return None
-    name = f"socket:[{inode}]"
     for pid in pids:
         directory = Path(f"/proc/{pid}/fd")
         try:
             for entry in directory.iterdir():
-                if _target(entry) == name:
+                if _target(entry) in names:
                     return pid
         except OSError:
             continue
@@ -342,12 +341,15 @@ def _target(entry: Path) -> str:
         return ""
 
 
-def _inode_of(port: int) -> str:
-    """Of the client's end of a connection to this proxy; gRPC's sockets are those of IPv6."""
+def _inodes_of(port: int) -> set[str]:
+    """Of the client's end of a connection to this proxy; gRPC's sockets are those of IPv6. Sockets
+    of other addresses may have the same port, and those that wait for late packets have no inode.
+    """
     local = re.compile(rf"^\s*\d+: [0-9A-F]+:{port:04X} .*$", re.MULTILINE)
+    found: set[str] = set()
     for table in ("tcp6", "tcp"):
         for line in local.findall(Path(f"/proc/net/{table}").read_text()):
             fields = line.split()
-            if fields[3] != "0A":  # listening
-                return fields[9]
-    return ""
+            if fields[3] != "0A" and fields[9] != "0":  # listening
+                found.add(fields[9])
+    return found

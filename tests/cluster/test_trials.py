@@ -16,7 +16,7 @@ from tests.e2e.trials import Clients
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not is_possible(), reason="needs kubectl and KUBECONFIG"),
 ]

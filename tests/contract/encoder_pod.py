@@ -159,17 +159,21 @@ class Pod:
         call = self.stub.Fetch(pb.FetchRequest(image_key=key_of(image, grid)), timeout=timeout_s)
         header = trailer = None
         data = bytearray()
-        async for part in call:
-            match part.WhichOneof("part"):
-                case "header":
-                    header = part.header
-                case "chunk":
-                    assert header is not None
-                    end = part.chunk.offset + len(part.chunk.data)
-                    data.extend(bytes(max(0, end - len(data))))
-                    data[part.chunk.offset : end] = part.chunk.data
-                case "trailer":
-                    trailer = part.trailer
+        try:
+            async for part in call:
+                match part.WhichOneof("part"):
+                    case "header":
+                        header = part.header
+                    case "chunk":
+                        assert header is not None
+                        end = part.chunk.offset + len(part.chunk.data)
+                        data.extend(bytes(max(0, end - len(data))))
+                        data[part.chunk.offset : end] = part.chunk.data
+                    case "trailer":
+                        trailer = part.trailer
+        finally:
+            # gRPC does not, when the reader is cancelled just as the request has been sent.
+            call.cancel()
         assert header is not None and trailer is not None
         assert header.image_key == key_of(image, grid)
         assert len(data) == header.num_features * header.num_tokens * header.hidden * 4

@@ -33,6 +33,7 @@ from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
 
 pytestmark = pytest.mark.e2e
+_NIGHTLY = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,8 +196,10 @@ async def test_the_fronts_death_ends_the_engine(model_dir: Path) -> None:
     [
         ({"prot": 1}, 2, "ENCODER_PROT"),
         ({"model": "/nowhere"}, 2, "/nowhere/config.json is missing"),
-        ({"kernels": "ragged_attention=hopper"}, 2, "it runs on CUDA"),
-        ({"kernels": "rotary=magic"}, 2, "rotary=magic: there is no such implementation"),
+        pytest.param({"kernels": "ragged_attention=hopper"}, 2, "it runs on CUDA", marks=_NIGHTLY),
+        pytest.param(
+            {"kernels": "rotary=magic"}, 2, "there is no such implementation", marks=_NIGHTLY
+        ),
     ],
 )
 async def test_a_start_that_fails_says_why(

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 FLOOD = replace(flood.KINDS["n8"], fields={"max_tokens": 8, "n": 8, "temperature": 1.0})
 
 
+@pytest.mark.nightly
 def test_forty_requests_of_eight_answers_cost_another_tenant_few_steps(tmp_path: Path) -> None:
     seeds = itertools.count(1 << 30)
 

@@ -30,7 +30,7 @@ from tests.e2e.test_encoder_process import (
 )
 from tests.noise import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 POD_BYTES = 3 << 30
 SIDE = 6300  # 39.7 million pixels

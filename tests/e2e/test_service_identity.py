@@ -24,7 +24,7 @@ from tests.ports import free_port
 from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
 from triptych.probes import grpc_ready
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 
 async def _status(address: str, shown: Credentials = NO_CREDENTIALS) -> grpc.StatusCode:

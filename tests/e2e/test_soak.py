@@ -9,7 +9,7 @@ import pytest
 from benchmarks import soak
 from tests.e2e.cluster import Cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 def test_requests_of_all_kinds_end_as_they_should(

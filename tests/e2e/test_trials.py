@@ -28,7 +28,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield fleet, Clients(fleet, num_streams=3, num_tokens=110, num_askers=1)
 
 
-@pytest.mark.parametrize("kind", trials.KINDS)
+_KINDS = [
+    kind if kind == "decoder" else pytest.param(kind, marks=pytest.mark.nightly)
+    for kind in trials.KINDS
+]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
 def test_pods_scale_down_and_roll_out(running: Running, kind: str) -> None:
     """Two become one, and that one is replaced."""
     for trial in (trials.scale_down, trials.roll_out):
@@ -36,11 +42,13 @@ def test_pods_scale_down_and_roll_out(running: Running, kind: str) -> None:
         assert not outcome.mistakes, f"{outcome}: {outcome.mistakes[0]}"
 
 
+@pytest.mark.nightly
 def test_redis_restarts(running: Running) -> None:
     outcome = trials.lose_cache(*running)
     assert not outcome.mistakes, f"{outcome}: {outcome.mistakes[0]}"
 
 
+@pytest.mark.nightly
 def test_decoders_scale_to_zero_and_back(running: Running) -> None:
     fleet, clients = running
     assert not fleet.scale("decoder", 0)  # the name has no address any more

@@ -17,9 +17,16 @@ from services.decoder.kernels.table import KernelFacts
 from tests.gpu_compiler import compiled_launches
 
 CASES = [
-    *(("h100", shape) for shape in TEXT_SHAPES if shape != "4b"),  # between the 2B and the 8B
-    ("a100", "8b"), ("l40s", "8b"), ("b200", "8b"), ("rtx-pro-6000", "32b"),
-]  # fmt: skip
+    *(
+        pytest.param("h100", shape, marks=() if shape == "8b" else pytest.mark.nightly)
+        for shape in TEXT_SHAPES
+        if shape != "4b"  # between the 2B and the 8B
+    ),
+    ("a100", "8b"),
+    ("l40s", "8b"),
+    pytest.param("b200", "8b", marks=pytest.mark.nightly),
+    pytest.param("rtx-pro-6000", "32b", marks=pytest.mark.nightly),
+]
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -33,6 +40,7 @@ def linear(rows: int, columns: int) -> Linear:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "shape"), CASES)
 def test_a_layers_kernels_compile_and_fit(device: str, shape: str) -> None:
