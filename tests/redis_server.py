@@ -15,8 +15,6 @@ import redis
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
 
-_START_TIMEOUT_S = 10.0
-
 
 class RedisServer:
     """One redis-server on a free port of 127.0.0.1, without persistence.
@@ -51,7 +49,7 @@ class RedisServer:
              "--appendonly", "no", "--dir", str(self._directory), "--logfile", "redis.log",
              "--enable-debug-command", "yes", *self._arguments],
         )  # fmt: skip
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 with self.client() as client:

@@ -102,7 +102,7 @@ async def test_many_callers_one_job(pod: Pod) -> None:
 async def test_draining_waits_for_running_encodes_and_for_their_fetches(
     pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "_QUIET_S", 0.3)
+    monkeypatch.setattr(service, "_QUIET_S", 2.0)  # in which a reader begins
     pod.engine.gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image"))
     await until(lambda: pod.engine.jobs)

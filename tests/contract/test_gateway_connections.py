@@ -76,11 +76,11 @@ def test_late_head_ends_the_connection(stack, drip, monkeypatch):
 
 
 def test_late_second_head_ends_the_connection(stack, monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 1.0)
     with connect(stack) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 200 " in connection.recv(4096)
-        time.sleep(0.5)  # kept alive while it is silent
+        time.sleep(1.5)  # kept alive while it is silent
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
         data = read_all(connection)
         assert b" 200 " in data
@@ -88,10 +88,10 @@ def test_late_second_head_ends_the_connection(stack, monkeypatch):
 
 
 def test_slow_body_is_no_late_head(stack, monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 1.0)  # in which this process sends a head
     with connect(stack) as connection:
         data = request()
         connection.sendall(data[:-5])
-        time.sleep(0.3)
+        time.sleep(1.5)
         connection.sendall(data[-5:])
         assert b" 200 " in connection.recv(4096)

@@ -209,7 +209,7 @@ async def test_a_start_that_fails_says_why(
         sys.executable, "-m", "services.encoder", cwd=ROOT, stderr=asyncio.subprocess.PIPE,
         env=environment(model_dir, **settings),
     )  # fmt: skip
-    _, log = await asyncio.wait_for(process.communicate(), 30)
+    _, log = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode == status and text in log.decode()
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,13 +47,11 @@ def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(
         asked = {seed: pool.submit(asker.ask, seed) for seed in undisturbed}
         wait_until(lambda: sum(asker.num_chunks.values()) > 20, PATIENCE_S, "streams run")
         busiest = max(cluster.decoders, key=lambda d: d.metric("decoder_sequences_running"))
-        started = time.monotonic()
         if how == "SIGTERM":  # the grace is shorter than the answers
             assert busiest.terminate() == 0
         else:
             os.kill(busiest.engine_pid(), signal.SIGSTOP)
             assert busiest.wait() == 1
-            assert time.monotonic() - started < 30  # 10 on a machine that has time
         answers = {seed: future.result() for seed, future in asked.items()}
     for seed, answer in answers.items():
         assert not (difference := answer.differs_from(undisturbed[seed])), difference

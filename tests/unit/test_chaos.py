@@ -19,6 +19,7 @@ from benchmarks.chaos.questions import questions
 from benchmarks.chaos.report import add_up, text
 from benchmarks.chaos.stack import Pod
 from benchmarks.client import Sample
+from tests.noise import PATIENCE_S
 from tests.ports import free_port
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -111,7 +112,7 @@ def test_delayed_bytes_stay_in_order() -> None:
         for value in expected:
             streams[1].write(bytes([value]))
             await asyncio.sleep(0.0005)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert await streams[0].readexactly(len(expected)) == expected
         streams[1].close()
         await link.stop()
