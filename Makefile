@@ -17,6 +17,8 @@ PINS := pyproject.toml constraints.txt
 # All but torch, whose builds differ by index, is installed by its hash.
 DEV_LOCK := requirements-dev.lock
 WORKERS ?= 2
+# Each module is compiled once, not by each of hundreds of processes (torch: 1.5 s of 3).
+unexport PYTHONDONTWRITEBYTECODE
 ALONGSIDE = $(MAKE) --no-print-directory --jobs=$(WORKERS) --output-sync=target
 say = @printf '\n==> %s\n' "$(1)"
 

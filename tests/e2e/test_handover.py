@@ -37,7 +37,9 @@ def test_decoders_killed_in_mid_stream_are_not_noticed(
     assert result.gaps_ms, "nothing was handed over"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "engine stands still"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("SIGTERM", marks=pytest.mark.nightly), "engine stands still"]
+)
 def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(
     cluster: Cluster, undisturbed: dict[int, Answer], how: str
 ) -> None:
