@@ -232,6 +232,7 @@ class QuantizationSpec:
         ignored: modules that stay unquantized: checkpoint names of modules or of their parents,
             or `re:` patterns.
         targets: modules that are quantized, in the same words; empty: every linear layer.
+        others: of further groups of modules, where a checkpoint mixes formats.
     """
 
     format: Literal["fp8_block", "fp8_channel"]
@@ -239,6 +240,16 @@ class QuantizationSpec:
     scale_name: str = "weight_scale_inv"
     ignored: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    others: tuple["QuantizationSpec", ...] = ()
+
+    @property
+    def groups(self) -> tuple["QuantizationSpec", ...]:
+        """Those of all groups, in order of precedence."""
+        return (self, *self.others)
+
+    def of(self, module: str) -> "QuantizationSpec | None":
+        """What quantizes a linear layer of that checkpoint name; None: nothing does."""
+        return next((group for group in self.groups if group.applies_to(module)), None)
 
     def applies_to(self, module: str) -> bool:
         """Whether a linear layer of that checkpoint name should be quantized."""

@@ -6,6 +6,7 @@ linear layers. A format that is not implemented is an `UnsupportedOption` that n
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from services.common.model_spec import QuantizationSpec, UnsupportedOption
@@ -65,23 +66,28 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     for absent in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if config.get(absent):
             raise UnsupportedOption(f"quantization_config: {absent} is not supported")
-    schemes: set[_Format] = {_scheme(*group, config.get("format")) for group in groups.items()}
-    if len(schemes) > 1:
-        raise UnsupportedOption(
-            "quantization_config: groups of different schemes are not supported"
+    targets: dict[_Format, list[str]] = {}
+    for name, group in groups.items():
+        given = _names(f"config_groups.{name}.targets", group.get("targets") or ("Linear",))
+        targets.setdefault(_scheme(name, group, config.get("format")), []).extend(given)
+    ignored = _names("ignore", config.get("ignore") or ())
+    found = [
+        QuantizationSpec(
+            format=scheme,
+            block_size=_BLOCK,
+            scale_name="weight_scale",
+            ignored=ignored,
+            targets=() if "Linear" in names else tuple(names),
         )
-    targets = [
-        target
-        for name, group in groups.items()
-        for target in _names(f"config_groups.{name}.targets", group.get("targets") or ("Linear",))
+        for scheme, names in targets.items()
     ]
-    return QuantizationSpec(
-        format=schemes.pop(),
-        block_size=_BLOCK,
-        scale_name="weight_scale",
-        ignored=_names("ignore", config.get("ignore") or ()),
-        targets=() if "Linear" in targets else tuple(targets),
-    )
+    if sum(not group.targets for group in found) > 1:
+        raise UnsupportedOption(
+            "quantization_config: groups of different schemes for all linear layers are not "
+            "supported"
+        )
+    first, *others = sorted(found, key=lambda group: not group.targets)  # names before "Linear"
+    return replace(first, others=tuple(others))
 
 
 def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> _Format:

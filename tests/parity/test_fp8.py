@@ -18,8 +18,9 @@ from services.common.families import read_spec
 from services.common.nn import fp8
 from services.common.nn.checkpoint import CheckpointError
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from services.common.nn.formats import rows_of
 from services.common.nn.layers import rms_norm, silu_and_mul
-from services.decoder.kernels import plain, table
+from services.decoder.kernels import table
 from services.decoder.kernels.ops import Ops
 from services.decoder.kernels.table import KernelFacts, Row
 from tests.decoder_harness import Harness
@@ -184,7 +185,6 @@ def test_fused_operations_agree(
     """
     pytest.importorskip("triton")
     from services.common.nn import fp8_kernels
-    from services.decoder.kernels import gemv
 
     called = []
 
@@ -210,7 +210,6 @@ def test_fused_operations_agree(
         fp8_kernels, "split_k_partials",
         lambda x, weight, bias: fp8.weight_only_linear(x, weight)[None].float(),
     )  # fmt: skip
-    twin(gemv, "linear_residual", plain.linear_residual)
     directory, meant = untied.write(
         name, modules=lambda module: "layers" in module and "visual" not in module
         and "layers.1.mlp.down_proj" not in module,
@@ -223,7 +222,11 @@ def test_fused_operations_agree(
         torch.bfloat16,
         "fp8_channel" if "channel" in name else "fp8_block",
     )
-    fused = [row for row in table.ROWS if row.name.startswith("fp8")]
+    fused = [
+        row
+        for row in rows_of(facts.weight_format)[facts.weight_format]
+        if row.operation in table.LAYER_ARGUMENT
+    ]
     assert {row.operation for row in fused} == {
         "norm_linear", "norm_swiglu", "linear_residual", "project"
     }  # fmt: skip
@@ -235,11 +238,12 @@ def test_fused_operations_agree(
             if row.operation in chosen
         ]
         on_cpu = replace(facts, device=DeviceFacts("cpu"), dtype=torch.float32)
-        harness.runner._model.ops = Ops(table.resolve(on_cpu, rows=[*rows, *table.ROWS]))
+        formats = {"plain": (), facts.weight_format: rows}  # a layer is unquantized
+        ops = Ops(table.resolve(on_cpu, formats=formats), formats)
+        harness.runner._model.ops = ops
         called.clear()
         assert error(untied.run(harness), expected) < TOLERANCE
-        assert ("linear_residual" in called) == ("linear_residual" in chosen)
-        assert len(set(called)) == len(chosen) + (chosen != ["project"])
+        assert len(set(called)) == len(chosen)
 
 
 # With activations quantized, as a GPU does for many tokens.

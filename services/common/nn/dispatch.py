@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
@@ -118,8 +119,11 @@ def parse_overrides(text: str) -> dict[str, str]:
 class Resolved:
     """An implementation that can run, and how often it did."""
 
-    def __init__(self, operation: str, name: str, tokens: TokenRange, create: Kernel) -> None:
+    def __init__(
+        self, operation: str, name: str, tokens: TokenRange, create: Kernel, key: str
+    ) -> None:
         self.operation = operation
+        self.key = key  # in the table
         self.name = name
         self.tokens = tokens
         self.num_calls = 0
@@ -183,6 +187,7 @@ class KernelTable(Generic[FactsT]):
         implementations: Sequence[Implementation[FactsT]],
         facts: FactsT,
         overrides: Mapping[str, str] | None = None,
+        by_format: Mapping[str, tuple[FactsT, Sequence[Implementation[FactsT]]]] | None = None,
     ) -> "KernelTable[FactsT]":
         """Keeps the implementations that can run.
 
@@ -190,7 +195,10 @@ class KernelTable(Generic[FactsT]):
             implementations: in order of preference; each operation's last one is its specification.
             facts: of the device and the model.
             overrides: as from `parse_overrides`; an implementation that is named there is used for
-                any number of tokens.
+                any number of tokens. Where weight formats have operations of their own, it is one
+                of any of them.
+            by_format: weight format → facts and implementations of the operations that depend on
+                it, see `choose`.
 
         Raises:
             UnknownOverride: an operation or an implementation does not exist, or cannot run.
@@ -198,32 +206,50 @@ class KernelTable(Generic[FactsT]):
         table = cls(facts)
         overrides = dict(overrides or {})
         everything = overrides.pop("*", None)
-        last = {entry.operation: entry.name for entry in implementations}
-        if unknown := set(overrides) - set(last):
-            raise UnknownOverride(
-                f"no operation {', '.join(sorted(unknown))}; there are: {', '.join(sorted(last))}"
-            )
-        for entry in implementations:
-            wanted = overrides.get(entry.operation, everything)
-            if wanted == PLAIN:
-                wanted = last[entry.operation]
-            found = table._operations.setdefault(entry.operation, [])
+        groups = {"": (facts, implementations), **(by_format or {})}
+        there_are = {entry.operation for _, entries in groups.values() for entry in entries}
+        if unknown := set(overrides) - there_are:
+            known = ", ".join(sorted(there_are))
+            raise UnknownOverride(f"no operation {', '.join(sorted(unknown))}; there are: {known}")
+        refused: dict[str, str] = {}  # operation → why its override does not hold
+        held: set[str] = set()
+        for weight_format, (of_format, entries) in groups.items():
+            for operation in dict.fromkeys(entry.operation for entry in entries):
+                rows = [entry for entry in entries if entry.operation == operation]
+                wanted = overrides.get(operation, everything)
+                wanted = rows[-1].name if wanted == PLAIN else wanted
+                key = _key(operation, weight_format)
+                if table._add(key, rows, of_format, wanted):
+                    held.add(operation)
+                    continue
+                why = table.rejected.get((key, str(wanted)), "there is no such implementation")
+                refused[operation] = f"{operation}={wanted}: {why}"
+                table._add(key, rows, of_format, None)
+        if failed := refused.keys() - held:
+            raise UnknownOverride(refused[min(failed)])
+        return table
+
+    def _add(
+        self,
+        key: str,
+        entries: Sequence[Implementation[FactsT]],
+        facts: FactsT,
+        wanted: str | None,
+    ) -> list[Resolved]:
+        """Keeps those of one operation's implementations that can run, or the wanted one alone."""
+        found: list[Resolved] = []
+        for entry in entries:
+            self.rejected.pop((key, entry.name), None)
             if wanted is not None and entry.name != wanted:
-                table.rejected[entry.operation, entry.name] = f"overridden by {wanted}"
+                self.rejected[key, entry.name] = f"overridden by {wanted}"
             elif why := entry.obstacle(facts):
-                table.rejected[entry.operation, entry.name] = why
+                self.rejected[key, entry.name] = why
             else:
                 tokens = entry.tokens(facts) if wanted is None else TokenRange()
-                create = entry.create
-                found.append(
-                    Resolved(entry.operation, entry.name, tokens, lambda of=create: of(facts))
-                )
-        for operation, found in table._operations.items():
-            if not found:
-                wanted = overrides.get(operation, str(everything))
-                why = table.rejected.get((operation, wanted), "there is no such implementation")
-                raise UnknownOverride(f"{operation}={wanted}: {why}")
-        return table
+                create = partial(entry.create, facts)
+                found.append(Resolved(entry.operation, entry.name, tokens, create, key))
+        self._operations[key] = found
+        return found
 
     def include(self, other: "KernelTable[Any]") -> None:
         """Shows and counts another table's operations with this one's, which are others; both warm
@@ -242,9 +268,12 @@ class KernelTable(Generic[FactsT]):
         """Implementations of an operation that can run here, in order of preference."""
         return list(self._operations[operation])
 
-    def choose(self, operation: str, num_tokens: int) -> Resolved:
-        """The first implementation that fits this number of tokens."""
-        for entry in self._operations[operation]:
+    def choose(self, operation: str, num_tokens: int, weight_format: str = "") -> Resolved:
+        """The first implementation that fits this number of tokens, of layers of that weight
+        format if the operation has implementations by format.
+        """
+        own = self._operations.get(_key(operation, weight_format))
+        for entry in self._operations[operation] if own is None else own:
             if entry.tokens.has(num_tokens, captured=self.is_captured):
                 return entry
         raise LookupError(f"no implementation of {operation} fits {num_tokens} tokens")
@@ -276,7 +305,7 @@ class KernelTable(Generic[FactsT]):
         """
         if isinstance(error, torch.OutOfMemoryError) or _is_capturing():
             return False
-        found = self._operations[entry.operation]
+        found = self._operations[entry.key]
         if entry not in found:  # dropped meanwhile, by a call that it made itself
             return True
         if entry is found[-1]:
@@ -287,7 +316,7 @@ class KernelTable(Generic[FactsT]):
             entry.operation, entry.name, found[found.index(entry) + 1].name, why,
         )  # fmt: skip
         found.remove(entry)
-        self.rejected[entry.operation, entry.name] = f"failed: {why}"
+        self.rejected[entry.key, entry.name] = f"failed: {why}"
         return True
 
     @contextmanager
@@ -322,7 +351,7 @@ class KernelTable(Generic[FactsT]):
             yield held
         for entry in self._entries():
             if count := entry.num_calls - before[entry]:
-                held.calls[entry.operation, entry.name] = count
+                held.calls[entry.operation, entry.name] += count
                 entry.num_calls = before[entry]
         self._graphs.append(held)
 
@@ -340,9 +369,9 @@ class KernelTable(Generic[FactsT]):
 
     def calls(self) -> Counter[tuple[str, str]]:
         """(operation, implementation) → calls so far, those of replayed graphs included."""
-        total = Counter(
-            {(e.operation, e.name): e.num_calls for e in self._entries() if e.num_calls}
-        )
+        total: Counter[tuple[str, str]] = Counter()
+        for entry in self._entries():
+            total[entry.operation, entry.name] += entry.num_calls
         for graph in self._graphs:
             for key, count in graph.calls.items():
                 total[key] += count * graph.num_replays
@@ -378,6 +407,10 @@ class KernelTable(Generic[FactsT]):
     def _entries(self) -> Iterator[Resolved]:
         for found in self._operations.values():
             yield from found
+
+
+def _key(operation: str, weight_format: str) -> str:
+    return f"{operation}[{weight_format}]" if weight_format else operation
 
 
 def _is_capturing() -> bool:

@@ -18,7 +18,7 @@ from typing import Literal
 from torch import nn
 
 from services.common.nn.checkpoint import CheckpointError, TensorInfo
-from services.common.nn.linear import Linear, StackedLinear, TensorLayout
+from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout
 
 FileLayout = Literal["per expert", "fused", "transposed"]
 
@@ -85,6 +85,11 @@ class Experts(nn.Module):
         """By name."""
         return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
 
+    @property
+    def weight_format(self) -> str:
+        """Of the matrices, for dispatch tables; both formats where they differ."""
+        return "+".join(dict.fromkeys(stack.weight_format for stack in self.stacks.values()))
+
     def file_layout(self, prefix: str, tensors: Mapping[str, TensorInfo]) -> FileLayout:
         """How the tensors under `prefix` are laid out."""
         found = [tensors.get(f"{prefix}.{name}") for name in self.stacks]
@@ -121,8 +126,7 @@ def _of_experts(
 ) -> Iterator[ExpertTensor]:
     for expert in range(count):
         for part, shape, (start, stop) in stack.regions(layout):
-            axis = layout.merged_axis
-            rows = () if axis is None else (*[slice(None)] * axis, slice(start, stop))
+            rows = (*[slice(None)] * layout.merged_axis, slice(start, stop))
             source = f"{expert}.{part}.{layout.name}"
             yield ExpertTensor(source, shape, name, layout, (expert, *rows))
 
@@ -130,7 +134,7 @@ def _of_experts(
 def _fused(
     count: int, name: str, stack: StackedLinear, layout: TensorLayout, transposed: bool
 ) -> Iterator[ExpertTensor]:
-    axes = [axis for axis in layout.axes if axis is not None and axis.dimension == "out"]
+    axes = [axis for axis in layout.axes if isinstance(axis, Axis) and axis.dimension == "out"]
     parts = list(stack.parts.values())
     if any(rows % axis.per for axis in axes for rows in parts[:-1]):
         raise CheckpointError(

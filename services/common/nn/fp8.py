@@ -25,6 +25,7 @@ from services.common.model_spec import QuantizationSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
 from services.common.nn.fp8_weight import BLOCK, Fp8Weight, dequantize
+from services.common.nn.layers import RMSNorm, reduce_split_k
 from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout
 
 E4M3 = torch.float8_e4m3fn
@@ -93,10 +94,7 @@ def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Impleme
     """
 
     def triton(facts: Any) -> str:  # noqa: ANN401 - the table's
-        device = device_of(facts)
-        if device.kind != "cuda" or not device.has_triton:
-            return "needs a GPU and Triton"
-        return "" if device.capability >= (8, 0) else "needs compute capability 8.0"
+        return _triton(device_of(facts))
 
     def fp8_cores(facts: Any) -> str:  # noqa: ANN401
         return triton(facts) or (
@@ -140,6 +138,85 @@ def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Impleme
     return rows
 
 
+def _triton(device: DeviceFacts) -> str:
+    if device.kind != "cuda" or not device.has_triton:
+        return "needs a GPU and Triton"
+    return "" if device.capability >= (8, 0) else "needs compute capability 8.0"
+
+
+def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
+    """Rows of the operations of the decoder's layers, whose facts these are."""
+
+    def fits(facts: Any) -> str:  # noqa: ANN401 - the decoder's
+        if why := _triton(facts.device):
+            return why
+        if facts.dtype.itemsize != 2:  # tensor cores would round float32
+            return f"needs bfloat16 or float16, not {facts.dtype}"
+        text = facts.text
+        sizes = [text.hidden_size, facts.query_size, text.intermediate_size]
+        if weight_format == "fp8_block":  # rows, too; of q, k, v, gate and up one by one
+            sizes.append(text.num_kv_heads * text.head_dim)
+        odd = [size for size in sizes if size % BLOCK]
+        return f"{odd[0]} is not a multiple of {BLOCK}" if odd else ""
+
+    def adds(facts: Any) -> str:  # noqa: ANN401
+        alone = "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
+        return fits(facts) or alone
+
+    def few(facts: Any) -> TokenRange:  # noqa: ANN401
+        return TokenRange(1, GEMV_TOKENS)
+
+    def several(facts: Any) -> TokenRange:  # noqa: ANN401
+        return TokenRange(1, skinny_tokens(f"{weight_format}_linear", facts.device))
+
+    return (
+        Implementation("norm_linear", "fp8_gemv", partial(_norm_gemv, "norm_gemv"), fits, few),
+        Implementation(
+            "norm_swiglu", "fp8_gemv", partial(_norm_gemv, "norm_swiglu_gemv"), fits, few
+        ),
+        Implementation("linear_residual", "fp8_gemv", _gemv_add, adds, few),
+        Implementation("project", "fp8_skinny_gemm", _split_k, fits, several),
+    )
+
+
+def _norm_gemv(name: str, facts: Any) -> Kernel:  # noqa: ANN401
+    from services.common.nn import fp8_kernels
+
+    fused, pdl = getattr(fp8_kernels, name), facts.device.supports_pdl
+
+    def norm_linear(
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        if x is not None:
+            residual = residual + reduce_split_k(x, residual.dtype)
+        weight = layer.method.weight(layer)
+        return fused(residual, norm.weight, norm.eps, weight, layer.bias, pdl=pdl), residual
+
+    return norm_linear
+
+
+def _gemv_add(facts: Any) -> Kernel:  # noqa: ANN401
+    from services.common.nn import fp8_kernels
+
+    pdl = facts.device.supports_pdl
+
+    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
+        weight = layer.method.weight(layer)
+        return fp8_kernels.gemv_add(x, weight, layer.bias, residual, pdl=pdl)
+
+    return linear_residual
+
+
+def _split_k(facts: Any) -> Kernel:  # noqa: ANN401
+    from services.common.nn import fp8_kernels
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        weight = layer.method.weight(layer)
+        return fp8_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
+
+    return project
+
+
 class Fp8Linear:
     """Method of a linear layer: `weight` e4m3 `[N, K]`, `weight_scale` float32, see `Fp8Weight`."""
 
@@ -180,7 +257,6 @@ class Fp8Linear:
         layer.weight_scale = nn.Parameter(torch.cat(scales, -2), requires_grad=False)
 
     def weight(self, layer: Linear) -> Fp8Weight:
-        """The layer's matrix, for an operation that is fused with its neighbours."""
         columns = layer.in_features
         if self._spec.format == "fp8_block":
             columns = self._spec.block_size[1]
@@ -198,6 +274,11 @@ class Fp8Linear:
 
     def apply_one(self, stack: StackedLinear, index: int, x: Tensor) -> Tensor:
         return weight_only_linear(x, self.weight(stack)[index])
+
+    def rows(self) -> Sequence[Implementation[Any]]:
+        linear = implementations(lambda facts: facts.device)
+        own = [row for row in linear if row.operation == self.operation]
+        return (*_fused_rows(self.weight_format), *own)
 
     def _block_rows(self, layer: Linear) -> int:
         if self._spec.format == "fp8_channel":

@@ -37,6 +37,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def reduce_split_k(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """A GEMM's output `[T, N]`: as it is, or summed from its split-K partials `[S, T, N]` float32
+    and rounded to `dtype`.
+    """
+    return output if output.dim() == 2 else output.sum(0).to(dtype)
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm over the last axis.
 

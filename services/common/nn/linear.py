@@ -5,15 +5,15 @@ From that layout a layer makes its parameters, the loader fills them, and `shard
 tensor parallelism. Layers and models do not change. A layer's parameters are filled by `weights`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.common.nn.dispatch import KernelTable
+from services.common.nn.dispatch import Implementation, KernelTable
 
 Dimension = Literal["out", "in"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -41,12 +41,13 @@ class Axis:
 class TensorLayout:
     """A tensor that a checkpoint holds for each module of a format, and the parameter it fills.
 
-    A merged layer's parameter holds the modules' tensors one after the other along the `out` axis.
+    A merged layer's parameter holds the modules' tensors one after the other along the `out` axis;
+    where there is none, along the first.
 
     Attributes:
         name: what follows the module's name in the files, such as `weight_scale_inv`.
         parameter: of the layer.
-        axes: of the tensor; None: a dimension of size 1.
+        axes: of the tensor; a number is a size that does not depend on the matrix; None: 1.
         stored: dtypes that the files may hold.
         dtype: of the parameter; None: the model's.
         dummy: mean and standard deviation of random values.
@@ -54,7 +55,7 @@ class TensorLayout:
 
     name: str
     parameter: str
-    axes: tuple[Axis | None, ...]
+    axes: tuple[Axis | int | None, ...]
     stored: tuple[torch.dtype, ...] = FLOATS
     dtype: torch.dtype | None = None
     dummy: tuple[float, float] = (0.0, 0.02)
@@ -62,13 +63,19 @@ class TensorLayout:
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """The shape of one module's tensor."""
         sizes: dict[Dimension, int] = {"out": out_features, "in": in_features}
-        return tuple(1 if axis is None else axis.count(sizes[axis.dimension]) for axis in self.axes)
+        return tuple(
+            axis.count(sizes[axis.dimension]) if isinstance(axis, Axis) else axis or 1
+            for axis in self.axes
+        )
 
     @property
-    def merged_axis(self) -> int | None:
-        """The tensor's dimension that runs along `out`; None: there is none."""
-        found = [i for i, axis in enumerate(self.axes) if axis and axis.dimension == "out"]
-        return found[0] if found else None
+    def merged_axis(self) -> int:
+        """The tensor's dimension along which the parts of a merged layer follow each other."""
+        found = [
+            i for i, axis in enumerate(self.axes)
+            if isinstance(axis, Axis) and axis.dimension == "out"
+        ]  # fmt: skip
+        return found[0] if found else 0
 
     def shard(
         self, shape: tuple[int, ...], size: int, split: Dimension, rank: int, world: int
@@ -90,7 +97,7 @@ class TensorLayout:
         """
         cuts = [slice(0, length) for length in shape]
         for index, axis in enumerate(self.axes):
-            if axis is None or axis.dimension != split:
+            if not isinstance(axis, Axis) or axis.dimension != split:
                 continue
             if size % world or (size // world) % axis.per:
                 raise ValueError(
@@ -106,7 +113,7 @@ class LinearMethod(Protocol):
     """How a linear layer's weights are stored and applied. One value may serve many layers.
 
     Attributes:
-        weight_format: for dispatch tables: `plain`, `fp8_block` or `fp8_channel`.
+        weight_format: for dispatch tables: `plain`, or a key of `formats.METHODS`.
         operation: the dispatch table's name of a multiplication by such weights.
         kernels: the model's dispatch table, if it has rows for `operation`.
     """
@@ -129,6 +136,17 @@ class LinearMethod(Protocol):
 
     def apply_one(self, stack: "StackedLinear", index: int, x: Tensor) -> Tensor:
         """`apply` with one matrix of a stack, in plain torch."""
+        ...
+
+    def weight(self, layer: "Linear") -> Any:  # noqa: ANN401 - the format's
+        """The layer's matrix as its kernels take it."""
+        ...
+
+    def rows(self) -> Sequence[Implementation[Any]]:
+        """The rows that the format brings to a dispatch table: of `operation`, and of operations
+        that fuse a multiplication with its neighbours. They come before the table's own, and are
+        chosen for layers of this format alone.
+        """
         ...
 
 
@@ -156,6 +174,12 @@ class UnquantizedLinear:
 
     def apply_one(self, stack: "StackedLinear", index: int, x: Tensor) -> Tensor:
         return F.linear(x, stack.weight[index])
+
+    def weight(self, layer: "Linear") -> Tensor:
+        return layer.weight
+
+    def rows(self) -> Sequence[Implementation[Any]]:
+        return ()  # the table's own
 
 
 class Linear(nn.Module):
@@ -197,10 +221,9 @@ class Linear(nn.Module):
         self.method: LinearMethod = method
         for layout in self.layouts():
             shape = list(layout.shape(self.out_features, self.in_features))
-            if layout.merged_axis is not None:
-                shape[layout.merged_axis] = sum(
-                    stop - start for _, _, (start, stop) in self.regions(layout)
-                )
+            shape[layout.merged_axis] = sum(
+                stop - start for _, _, (start, stop) in self.regions(layout)
+            )
             shape = [*self.stack, *shape]
             made = torch.empty(shape, dtype=layout.dtype or torch.float32)
             self.register_parameter(layout.parameter, nn.Parameter(made, requires_grad=False))
@@ -220,7 +243,7 @@ class Linear(nn.Module):
         start = 0
         for part, rows in self.parts.items():
             shape = layout.shape(rows, self.in_features)
-            stop = start + (1 if layout.merged_axis is None else shape[layout.merged_axis])
+            stop = start + shape[layout.merged_axis]
             yield part, shape, (start, stop)
             start = stop
 

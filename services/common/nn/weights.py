@@ -18,7 +18,7 @@ dtype it gives them (rope frequencies must stay float32 in a bf16 model).
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
 from services.common.nn.experts import Experts, FileLayout
-from services.common.nn.fp8 import Fp8Linear
+from services.common.nn.formats import methods_of
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import (
     FLOATS,
     Linear,
-    LinearMethod,
     StackedLinear,
     UnquantizedLinear,
 )
@@ -42,10 +41,6 @@ __all__ = [
     "load_weights", "materialize",
 ]  # fmt: skip
 
-METHODS: Mapping[str, Callable[[QuantizationSpec], LinearMethod]] = {
-    "fp8_block": Fp8Linear,
-    "fp8_channel": Fp8Linear,
-}
 DUMMY_FINGERPRINT = "dummy"
 _DUMMY_ROWS = 8192  # at a time: values of other dtypes are drawn in float32
 
@@ -142,8 +137,7 @@ def load_weights(
     spec = spec or CheckpointSpec(text_prefix="")
     quantization = spec.quantization
     if quantization is not None:
-        method = METHODS[quantization.format](quantization)
-        _set_methods(module, checkpoint, weight_map, quantization, method)
+        _set_methods(module, checkpoint, weight_map, quantization)
     sources = list(_sources(module, weight_map, checkpoint))
     _check(sources, checkpoint, weight_map, spec)
     materialize(module, device, dtype)
@@ -180,11 +174,12 @@ def load_dummy(
     """
     if quantization is not None:
         assert weight_map is not None
-        method = METHODS[quantization.format](quantization)
+        methods = methods_of(quantization)
         for path, layer in _replaceable(module):
             modules = _checkpoint_modules(module, path, layer, weight_map)
-            if all(quantization.applies_to(name) for name in modules):
-                layer.set_method(method)
+            group = quantization.of(next(iter(modules)))
+            if group is not None and all(quantization.of(name) == group for name in modules):
+                layer.set_method(methods[group])
     materialize(module, device, dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
     dummies = {
@@ -206,8 +201,17 @@ def load_dummy(
                 wide.normal_(mean, deviation, generator=generator)
                 rows.copy_(wide.clamp_(-limit, limit))
         else:
-            raise CheckpointError(f"no dummy values for {name} of dtype {parameter.dtype}")
+            low, high = _range_of(parameter.dtype)
+            parameter.data.random_(low, high, generator=generator)
     _process(module)
+
+
+def _range_of(dtype: torch.dtype) -> tuple[int, int]:
+    """First and last + 1 value; of 64 bits the last is left out."""
+    if dtype == torch.bool:
+        return 0, 2
+    info = torch.iinfo(dtype)
+    return info.min, min(info.max + 1, torch.iinfo(torch.int64).max)
 
 
 def check_all_claimed(checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec) -> None:
@@ -239,35 +243,63 @@ def _set_methods(
     checkpoint: Checkpoint,
     weight_map: WeightMap,
     quantization: QuantizationSpec,
-    method: LinearMethod,
 ) -> None:
     """Gives each linear layer the method that its tensors in the files call for."""
-    plain: list[str] = []
+    methods = methods_of(quantization)
+    unlisted: list[str] = []
     problems: list[str] = []
     for path, layer in _replaceable(module):
         named = _checkpoint_modules(module, path, layer, weight_map, checkpoint)
         modules = list(named)
-        wanted = [quantization.applies_to(name) for name in modules]
-        infos = [checkpoint.tensors.get(weight) for weight in named.values()]
-        is_plain = [  # a missing weight is as it should be: `_check` names it
-            not is_wanted if info is None else info.dtype in FLOATS
-            for info, is_wanted in zip(infos, wanted, strict=True)
+        wanted = [quantization.of(name) for name in modules]
+        names = {each.name for method in methods.values() for each in method.layouts(layer)}
+        # What is missing is as it should be: `_check` names it.
+        is_plain = [
+            group is None if found is None else found
+            for group, found in zip(
+                wanted, (_is_plain(checkpoint, *each, names) for each in named.items()), strict=True
+            )
         ]
         if all(is_plain):
-            plain += [name for name, is_wanted in zip(modules, wanted, strict=True) if is_wanted]
+            unlisted += [name for name, group in zip(modules, wanted, strict=True) if group]
         elif any(is_plain):
             problems.append(f"{listed(modules)} are one layer, and not all are quantized")
-        elif not all(wanted):
+        elif None in wanted:
             problems.append(f"{listed(modules)}: quantized, which the configuration denies")
+        elif len(set(wanted)) > 1:
+            problems.append(f"{listed(modules)} are one layer, in different formats")
         else:
-            layer.set_method(method)
+            assert wanted[0] is not None
+            layer.set_method(methods[wanted[0]])
     if problems:
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
-    if plain:
+    if unlisted:
         log.warning(
             "%s: %d modules are not quantized though quantization_config does not say so: %s",
-            checkpoint.directory, len(plain), listed(plain),
+            checkpoint.directory, len(unlisted), listed(unlisted),
         )  # fmt: skip
+
+
+def _is_plain(
+    checkpoint: Checkpoint, module: str, weight: str, quantized: Collection[str]
+) -> bool | None:
+    """Whether a module's weight is stored as it is; None: the files hold nothing of it.
+
+    Args:
+        checkpoint: the files.
+        module: its name there.
+        weight: the name of an unquantized weight.
+        quantized: what follows the names of modules in the names of quantized tensors.
+    """
+    info = checkpoint.tensors.get(weight)
+    if info is not None:
+        return info.dtype in FLOATS
+    # Scales of a fused tensor of experts follow its name, see `experts`.
+    fused = weight == module
+    found = (
+        module + name.removeprefix("weight") if fused else f"{module}.{name}" for name in quantized
+    )
+    return False if any(name in checkpoint.tensors for name in found) else None
 
 
 def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
@@ -397,9 +429,7 @@ def _sources(
             layout = layouts[name]
             for part, part_shape, (start, stop) in child.regions(layout):
                 source = weight_map.checkpoint_name(f"{_part_path(path, part)}.{layout.name}")
-                axis, place = layout.merged_axis, ()
-                if axis is not None:
-                    place = (*[slice(None)] * axis, slice(start, stop))
+                place = (*[slice(None)] * layout.merged_axis, slice(start, stop))
                 yield _Source(source, full, place, part_shape, layout.stored)
 
 

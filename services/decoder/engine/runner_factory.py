@@ -19,7 +19,8 @@ from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import parse_overrides
-from services.common.nn.linear import Linear, set_kernels
+from services.common.nn.formats import rows_of_layers
+from services.common.nn.linear import set_kernels
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
@@ -31,7 +32,6 @@ from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.model_runner import DeviceState, ModelRunner
 from services.decoder.kernels.ops import PlainOps, create_ops
 from services.decoder.kernels.states import StateCache
-from services.decoder.kernels.table import UNQUANTIZED
 from services.decoder.models.stored import as_stored
 from services.decoder.models.transformer import Transformer
 
@@ -196,19 +196,12 @@ def _load(
         device,
         spec.text,
         dtype,
-        weight_format=_weight_format(model),
+        formats=rows_of_layers(model.layers),
         overrides=options.kernels,
         attention=backend.table,
     )
     set_kernels(model, model.ops.table)
     return model.eval()
-
-
-def _weight_format(model: nn.Module) -> str:
-    """The format of the decoder layers' projections; unquantized only if all of them are."""
-    layers = model.get_submodule("layers")
-    found = {part.weight_format for part in layers.modules() if isinstance(part, Linear)}
-    return min(found - {UNQUANTIZED}, default=UNQUANTIZED)
 
 
 def _weight_bytes(model: nn.Module) -> int:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.fp8_kernels import unpack
+from services.common.nn.fp8_weight import Fp8Weight
 from services.common.nn.linear import StackedLinear
 
 
@@ -30,9 +30,9 @@ class ExpertWeights:
     @classmethod
     def of(cls, stack: StackedLinear) -> "ExpertWeights":
         """Those of a loaded layer."""
-        if not isinstance(stack.method, Fp8Linear):
-            return cls(stack.weight)
-        weight = stack.method.weight(stack)
+        weight: Tensor | Fp8Weight = stack.method.weight(stack)
+        if isinstance(weight, Tensor):
+            return cls(weight)
         values = weight.values.view(torch.uint8) if weight.values.is_cuda else weight.values
         return cls(values, weight.scale, weight.block_rows)
 

@@ -4,7 +4,7 @@ Models and the sampler call them, and know no kernel. An implementation that fai
 warm up is replaced by the next one; a later failure is the caller's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,6 +16,7 @@ from services.common.model_spec import TextSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import CapturedCalls, KernelTable, Resolved, parse_overrides
 from services.common.nn.experts import Experts, Router
+from services.common.nn.formats import Rows
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.kernels import table
@@ -76,15 +77,28 @@ class StepKernels:
 _LAYER_OPERATIONS = tuple(field.name for field in fields(StepKernels))
 
 
+def _of_layer(by_format: Mapping[str, Callable[..., Any]], position: int) -> Callable[..., Any]:
+    """Calls the kernel of the format of the layer, which is the argument in that position."""
+
+    def call(*arguments: Any) -> Any:  # noqa: ANN401 - the kernel's
+        return by_format[arguments[position].weight_format](*arguments)
+
+    return call
+
+
 class Ops:
     """A model's operations.
 
     Args:
         kernel_table: resolved for the model and the device.
+        formats: weight formats of the model's layers; empty: one, that of the table.
     """
 
-    def __init__(self, kernel_table: KernelTable[KernelFacts]) -> None:
+    def __init__(
+        self, kernel_table: KernelTable[KernelFacts], formats: Collection[str] = ()
+    ) -> None:
         self.table = kernel_table
+        self._formats = formats or ("",)
         self._kept: dict[tuple[int, bool], StepKernels] = {}
 
     def for_tokens(self, num_tokens: int) -> StepKernels:
@@ -97,13 +111,6 @@ class Ops:
         return found
 
     def _made(self, num_tokens: int) -> StepKernels:
-        kernels: dict[str, Any] = {}
-        for operation in _LAYER_OPERATIONS:
-            entry = self.table.choose(operation, num_tokens)
-            kernel = entry.kernel
-            if kernel is not None and self.table.is_warming_up:
-                kernel = self._guarded(entry, kernel, num_tokens)
-            kernels[operation] = kernel
         made: StepKernels
 
         def norm_linear(
@@ -121,9 +128,22 @@ class Ops:
         def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
             return made.project(x, layer)
 
-        for composed in (norm_linear, norm_swiglu, linear_residual):
-            if kernels[composed.__name__] is None:
-                kernels[composed.__name__] = composed
+        composed = {each.__name__: each for each in (norm_linear, norm_swiglu, linear_residual)}
+        kernels: dict[str, Callable[..., Any]] = {}
+        for operation in _LAYER_OPERATIONS:
+            by_format: dict[str, Callable[..., Any]] = {}
+            formats = self._formats if operation in table.LAYER_ARGUMENT else ("",)
+            for weight_format in formats:
+                entry = self.table.choose(operation, num_tokens, weight_format)
+                kernel = entry.kernel or composed[operation]
+                if entry.kernel is not None and self.table.is_warming_up:
+                    kernel = self._guarded(entry, entry.kernel, num_tokens)
+                by_format[weight_format] = kernel
+            kernels[operation] = (
+                _of_layer(by_format, table.LAYER_ARGUMENT[operation])
+                if len(by_format) > 1
+                else kernel
+            )
         made = StepKernels(**kernels)
         return made
 
@@ -276,7 +296,7 @@ def create_ops(
     text: TextSpec,
     dtype: torch.dtype,
     *,
-    weight_format: str = table.UNQUANTIZED,
+    formats: Rows | None = None,
     overrides: str = "",
     attention: KernelTable[Any] | None = None,
 ) -> Ops:
@@ -286,21 +306,21 @@ def create_ops(
         device: of the model.
         text: its sizes and options.
         dtype: of weights, activations and the KV cache.
-        weight_format: of the linear layers, see `LinearMethod`.
+        formats: of the model's layers, see `formats.rows_of_layers`; None: unquantized.
         overrides: see `dispatch.parse_overrides`.
         attention: the attention backend's table, to be shown and counted with this one.
 
     Raises:
         UnknownOverride: an override names what does not exist or cannot run here.
     """
-    facts = KernelFacts(DeviceFacts.of(device), text, dtype, weight_format)
+    facts = KernelFacts(DeviceFacts.of(device), text, dtype)
     others = () if attention is None else attention.operations
     chosen = {of: name for of, name in parse_overrides(overrides).items() if of not in others}
-    resolved = table.resolve(facts, chosen)
+    resolved = table.resolve(facts, chosen, formats=formats)
     if attention is not None:
         resolved.include(attention)
     resolved.log_rows()
-    return Ops(resolved)
+    return Ops(resolved, formats or ())
 
 
 class PlainOps(Ops):

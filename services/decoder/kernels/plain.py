@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from services.common.nn import layers
 from services.common.nn.experts import Experts, Router
-from services.common.nn.layers import rms_norm, silu_and_mul
+from services.common.nn.layers import reduce_split_k, rms_norm, silu_and_mul
 from services.common.nn.linear import Linear
 from services.decoder.kernels.heads import ProjectedHeads, Rotary, kv_rows, write_kv
 
@@ -53,13 +53,6 @@ def rope_and_rows(
 
 
 # GEMMs with what is before and after them.
-
-
-def reduce_split_k(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A GEMM's output `[T, N]`: as it is, or summed from its split-K partials `[S, T, N]` float32
-    and rounded to `dtype`.
-    """
-    return output if output.dim() == 2 else output.sum(0).to(dtype)
 
 
 def split_k_partials(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ printed for any device, without a GPU and without Triton.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.model_spec import RopeSpec, TextSpec
-from services.common.nn import cublaslt, fp8, layers
+from services.common.nn import cublaslt, fp8_weight, layers
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
-from services.common.nn.fp8 import Fp8Linear
+from services.common.nn.formats import Rows, rows_of
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.kernels import attention_tuning, delta_rule, plain, sampling, tuning
@@ -68,17 +69,6 @@ def _unquantized(facts: KernelFacts) -> str:
     return "" if found == UNQUANTIZED else f"needs unquantized weights, not {found}"
 
 
-def _fp8(facts: KernelFacts) -> str:
-    if facts.weight_format not in ("fp8_block", "fp8_channel"):
-        return f"needs FP8 weights, not {facts.weight_format}"
-    text = facts.text
-    sizes = [text.hidden_size, facts.query_size, text.intermediate_size]
-    if facts.weight_format == "fp8_block":  # rows, too; of q, k, v, gate and up one by one
-        sizes.append(text.num_kv_heads * text.head_dim)
-    odd = [size for size in sizes if size % fp8.BLOCK]
-    return f"{odd[0]} is not a multiple of {fp8.BLOCK}" if odd else ""
-
-
 def _one_rank(facts: KernelFacts) -> str:
     """An all-reduce comes between the GEMM and the residual addition."""
     return "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
@@ -105,7 +95,7 @@ def _even_head(facts: KernelFacts) -> str:
 
 def _experts(facts: KernelFacts) -> str:
     """Tiles of the kernels divide the experts' matrices; blocks of scales do."""
-    moe, unit = facts.text.moe, 64 if facts.weight_format == UNQUANTIZED else fp8.BLOCK
+    moe, unit = facts.text.moe, 64 if facts.weight_format == UNQUANTIZED else fp8_weight.BLOCK
     if moe is None:
         return "needs experts"
     odd = [size for size in (facts.text.hidden_size, moe.intermediate_size) if size % unit]
@@ -162,10 +152,6 @@ def _swiglu_gemm_tokens(facts: KernelFacts) -> TokenRange:
     )
 
 
-def _fp8_skinny_tokens(facts: KernelFacts) -> TokenRange:
-    return TokenRange(1, fp8.skinny_tokens(f"{facts.weight_format}_linear", facts.device))
-
-
 def _fused_decode_sequences(facts: KernelFacts) -> TokenRange:
     contexts = attention_tuning.size_class(attention_facts(facts)).fused_max_context
     limits = ", ".join(str(limit) for limit in contexts)
@@ -216,53 +202,6 @@ def _gemv_residual(facts: KernelFacts) -> Kernel:
         gemv.linear_residual(x, layer.weight, layer.bias, residual, pdl=supported)
 
     return linear_residual
-
-
-def _fp8_norm_linear(facts: KernelFacts, name: str) -> Kernel:
-    from services.common.nn import fp8_kernels
-
-    fused, supported = getattr(fp8_kernels, f"{name}_gemv"), facts.device.supports_pdl
-    operation = {"norm": "norm_linear", "norm_swiglu": "norm_swiglu"}[name]
-    unquantized = _gemv_norm_linear(facts, operation)
-
-    def norm_linear(
-        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
-    ) -> tuple[Tensor, Tensor]:
-        if not isinstance(layer.method, Fp8Linear):  # the checkpoint has it unquantized
-            return unquantized(x, residual, norm, layer)
-        if x is not None:
-            residual = residual + plain.reduce_split_k(x, residual.dtype)
-        weight = layer.method.weight(layer)
-        found = fused(residual, norm.weight, norm.eps, weight, layer.bias, pdl=supported)
-        return found, residual
-
-    return norm_linear
-
-
-def _fp8_residual(facts: KernelFacts) -> Kernel:
-    from services.common.nn import fp8_kernels
-
-    unquantized, supported = _gemv_residual(facts), facts.device.supports_pdl
-
-    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
-        if not isinstance(layer.method, Fp8Linear):
-            return unquantized(x, layer, residual)
-        weight = layer.method.weight(layer)
-        return fp8_kernels.gemv_add(x, weight, layer.bias, residual, pdl=supported)
-
-    return linear_residual
-
-
-def _fp8_project(facts: KernelFacts) -> Kernel:
-    from services.common.nn import fp8_kernels
-
-    def project(x: Tensor, layer: Linear) -> Tensor:
-        if not isinstance(layer.method, Fp8Linear):
-            return layer(x)
-        weight = layer.method.weight(layer)
-        return fp8_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
-
-    return project
 
 
 def _gemv_logits(facts: KernelFacts) -> Kernel:
@@ -454,7 +393,6 @@ def _unfused(_: KernelFacts) -> None:
 
 
 _FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
-_FUSED_FP8 = _needs(_triton, _half_precision, _fp8)
 _SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
 _MOE = _needs(_experts, _triton, _half_precision, _one_rank)
 _few_tokens = _tokens(1, tuning.MOE_GEMV_TOKENS)
@@ -472,18 +410,10 @@ ROWS: Sequence[Row] = (
         "norm_linear", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_linear"),
         _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
     ),
-    Row(
-        "norm_linear", "fp8_gemv", lambda facts: _fp8_norm_linear(facts, "norm"),
-        _FUSED_FP8, _tokens(1, fp8.GEMV_TOKENS),
-    ),
     Row("norm_linear", "unfused", _unfused),
     Row(
         "norm_swiglu", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_swiglu"),
         _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
-    ),
-    Row(
-        "norm_swiglu", "fp8_gemv", lambda facts: _fp8_norm_linear(facts, "norm_swiglu"),
-        _FUSED_FP8, _tokens(1, fp8.GEMV_TOKENS),
     ),
     Row("norm_swiglu", "unfused", _unfused),
     Row(
@@ -495,17 +425,10 @@ ROWS: Sequence[Row] = (
         _needs(_triton, _half_precision, _unquantized, _one_rank),
         _tokens(tuning.RESIDUAL_GEMM_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
     ),
-    Row(
-        "linear_residual", "fp8_gemv", _fp8_residual, _needs(_FUSED_FP8, _one_rank),
-        _tokens(1, fp8.GEMV_TOKENS),
-    ),
     Row("linear_residual", "unfused", _unfused),
     Row(
         "project", "skinny_gemm", _skinny_project,
         _needs(_SKINNY, _skinny_projections), _tokens(1, tuning.SKINNY_TOKENS),
-    ),
-    Row(
-        "project", "fp8_skinny_gemm", _fp8_project, _FUSED_FP8, _fp8_skinny_tokens,
     ),
     Row("project", "linear", _plain(lambda x, layer: layer(x))),
     Row(
@@ -567,21 +490,48 @@ ROWS: Sequence[Row] = (
 )  # fmt: skip
 
 
+# Operations of layers' weights, and the position of the layer among their arguments. They are
+# resolved by weight format.
+LAYER_ARGUMENT = {
+    "norm_linear": 3, "norm_swiglu": 3, "linear_residual": 1, "project": 1, "linear_swiglu": 1,
+    "moe": 2,
+}  # fmt: skip
+
+
 def resolve(
-    facts: KernelFacts, overrides: Mapping[str, str] | None = None, rows: Sequence[Row] = ROWS
+    facts: KernelFacts,
+    overrides: Mapping[str, str] | None = None,
+    rows: Sequence[Row] = ROWS,
+    formats: Rows | None = None,
 ) -> KernelTable[KernelFacts]:
     """The table for a model on a device.
+
+    Args:
+        facts: that decide.
+        overrides: see `dispatch.parse_overrides`.
+        rows: the table's own.
+        formats: of the model's layers, with the rows that they bring; None: that of the facts.
 
     Raises:
         UnknownOverride: see `dispatch.parse_overrides`.
     """
-    operation = f"{facts.weight_format}_linear"
-    linear = [row for row in fp8.implementations(_device) if row.operation == operation]
-    return KernelTable.resolve((*rows, *linear), facts, overrides)
-
-
-def _device(facts: KernelFacts) -> DeviceFacts:
-    return facts.device
+    formats = rows_of(facts.weight_format) if formats is None else formats
+    if len(formats) == 1:
+        ((weight_format, brought),) = formats.items()
+        alone = replace(facts, weight_format=weight_format)
+        return KernelTable.resolve((*brought, *rows), alone, overrides)
+    shared = [row for row in rows if row.operation not in LAYER_ARGUMENT]
+    shared += [row for rows in formats.values() for row in rows
+               if row.operation not in LAYER_ARGUMENT]  # fmt: skip
+    of_layers = [row for row in rows if row.operation in LAYER_ARGUMENT]
+    by_format = {
+        weight_format: (
+            replace(facts, weight_format=weight_format),
+            [*(row for row in brought if row.operation in LAYER_ARGUMENT), *of_layers],
+        )
+        for weight_format, brought in formats.items()
+    }
+    return KernelTable.resolve(shared, facts, overrides, by_format)
 
 
 def plain_facts() -> KernelFacts:

@@ -12,7 +12,7 @@ from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn import fp8
 from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.linear import Axis, Linear, MergedLinear, TensorLayout, UnquantizedLinear
-from services.common.nn.weights import WeightMap, load_weights
+from services.common.nn.weights import WeightMap, load_dummy, load_weights
 from tests.fp8_checkpoints import E4M3, quantize, unpack
 
 BLOCK = QuantizationSpec(format="fp8_block")
@@ -179,3 +179,60 @@ def test_a_format_may_pack_outputs_in_the_second_dimension(tmp_path: Path) -> No
     checkpoint = Checkpoint.open(tmp_path)
     load_weights(model, checkpoint, WeightMap({"": ""}), device="cpu", dtype=torch.bfloat16)
     assert model.merged.weight.equal(torch.cat(list(words.values()), 1))
+
+
+class PackedAlongInputs(UnquantizedLinear):
+    """As compressed-tensors packs four bits: no `weight`, and tensors that no dimension of the
+    matrix runs along.
+    """
+
+    weight_format = "packed"
+
+    def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
+        words = (torch.int32,)
+        return (
+            TensorLayout(
+                name="weight_packed", parameter="weight", axes=(Axis("out"), Axis("in", 8)),
+                stored=words, dtype=torch.int32,
+            ),
+            TensorLayout(
+                name="weight_shape", parameter="weight_shape", axes=(2,),
+                stored=(torch.int64,), dtype=torch.int64,
+            ),
+            TensorLayout(
+                name="weight_g_idx", parameter="g_idx", axes=(Axis("in"),), stored=words,
+                dtype=torch.int32,
+            ),
+        )  # fmt: skip
+
+
+def packed(parts: dict[str, int]) -> tuple[nn.Module, dict[str, Tensor]]:
+    files: dict[str, Tensor] = {}
+    for name, rows in parts.items():
+        files[f"{name}.weight_packed"] = torch.randint(-(1 << 30), 1 << 30, (rows, 3)).int()
+        files[f"{name}.weight_shape"] = torch.tensor([rows, 24])
+        files[f"{name}.weight_g_idx"] = torch.arange(24).int() // 8
+    with torch.device("meta"):
+        model = Model(parts, 24, bias=False)
+        model.merged.set_method(PackedAlongInputs())
+    return model, files
+
+
+def test_a_format_may_have_tensors_of_literal_sizes(tmp_path: Path) -> None:
+    model, files = packed({"a": 2, "b": 3})
+    save_file(files, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    load_weights(model, checkpoint, WeightMap({"": ""}), device="cpu", dtype=torch.float32)
+    assert model.merged.weight.equal(torch.cat([files[f"{s}.weight_packed"] for s in "ab"]))
+    assert model.merged.weight_shape.tolist() == [2, 24, 3, 24]
+    assert model.merged.g_idx.tolist() == 2 * files["a.weight_g_idx"].tolist()
+
+
+def test_dummy_integers_use_all_bits() -> None:
+    made = []
+    for _ in range(2):
+        model, _ = packed({"a": 64, "b": 64})
+        load_dummy(model, 3, device="cpu", dtype=torch.float32)
+        made.append(model.merged.weight)
+    assert made[0].equal(made[1]) and made[0].dtype == torch.int32
+    assert made[0].min() < -(1 << 30) and made[0].max() > 1 << 30

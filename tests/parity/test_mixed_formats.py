@@ -1,0 +1,152 @@
+"""Checkpoints whose layers are stored in different formats: our logits are those of Hugging Face's
+model with dequantized weights, and each layer gets the kernels of its own format. Float32, CPU;
+tolerance as in test_fp8.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.nn.checkpoint import CheckpointError
+from tests.decoder_harness import Harness
+from tests.fp8_checkpoints import FP8_BLOCK, compressed, write
+from tests.parity.oracle import EOS_ID, VOCAB_SIZE, Oracle
+from tests.parity.oracle import largest_difference as error
+from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
+from tests.parity.test_moe_fp8 import Model as ExpertsModel
+from tests.parity.text_oracle import make_text_oracle
+
+# isort: split
+from transformers import Qwen3Config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+TWO_GROUPS = compressed() | {
+    "format": "mixed-precision",
+    "config_groups": {
+        "mlp": compressed("block")["config_groups"]["group_0"]
+        | {"targets": [r"re:.*mlp\..*"], "format": "float-quantized"},
+        "rest": compressed()["config_groups"]["group_0"] | {"format": "float-quantized"},
+    },
+}
+
+
+def among(*endings: str) -> Callable[[str], bool]:
+    return lambda module: "layers" in module and module.endswith(endings)
+
+
+def ignoring(*modules: str) -> dict:
+    return FP8_BLOCK | {"modules_to_not_convert": ["lm_head", *modules]}
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=320, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
+        eos_token_id=EOS_ID, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    return make_text_oracle(config, tmp_path_factory.mktemp("model"))
+
+
+def expected(oracle: Oracle, meant: dict[str, Tensor]) -> Tensor:
+    original = {name: tensor.clone() for name, tensor in oracle.model.state_dict().items()}
+    oracle.model.load_state_dict(meant)
+    logits = oracle.answer(oracle.prompt(40)).logits
+    oracle.model.load_state_dict(original)
+    return logits
+
+
+def check(oracle: Oracle, directory: Path, meant: dict[str, Tensor], formats: set[str]) -> None:
+    harness = Harness(directory)
+    ids = oracle.prompt(40).token_ids
+    for chunk_size in (None, 1):
+        found = harness.prompt_logits(harness.start(ids), chunk_size)
+        assert error(found, expected(oracle, meant)) < TOLERANCE
+    table = harness.runner._model.ops.table
+    assert {name for name in table.operations if name.startswith("project")} == {
+        f"project[{each}]" for each in formats
+    }
+
+
+@pytest.mark.parametrize("quantized", [ATTENTION, MLP, ("gate_proj", "up_proj"), ("o_proj",)])
+def test_unquantized_layers_beside_fp8(
+    oracle: Oracle, tmp_path: Path, quantized: tuple[str, ...]
+) -> None:
+    left = [name for name in ATTENTION + MLP if name not in quantized]
+    meant = write(
+        oracle.directory, tmp_path / "mixed", "fp8-block", modules=among(*quantized),
+        config=ignoring(*left),
+    )  # fmt: skip
+    check(oracle, tmp_path / "mixed", meant, {"plain", "fp8_block"})
+
+
+def test_blocks_and_channels_in_one_checkpoint(oracle: Oracle, tmp_path: Path) -> None:
+    first = write(oracle.directory, tmp_path / "blocks", "compressed-block", modules=among(*MLP))
+    meant = write(
+        tmp_path / "blocks", tmp_path / "mixed", "compressed-channel", modules=among(*ATTENTION),
+        config=TWO_GROUPS,
+    )  # fmt: skip
+    meant = {name: tensor for name, tensor in meant.items() if not name.endswith("_scale")}
+    meant |= {name: first[name] for name in meant if "mlp" in name}
+    check(oracle, tmp_path / "mixed", meant, {"fp8_block", "fp8_channel"})
+    swapped = dict(meant)
+    for name in meant:  # the check would see a scale of another layer
+        if name.endswith("layers.0.mlp.gate_proj.weight"):
+            swapped[name] = meant[name] * 1.5
+    assert error(expected(oracle, swapped), expected(oracle, meant)) > CLEARLY_WRONG
+
+
+def test_parts_of_a_layer_in_two_formats_are_refused(oracle: Oracle, tmp_path: Path) -> None:
+    groups = {
+        "q": TWO_GROUPS["config_groups"]["mlp"] | {"targets": [r"re:.*q_proj$"]},
+        "rest": TWO_GROUPS["config_groups"]["rest"],
+    }
+    write(
+        oracle.directory, tmp_path / "mixed", "compressed-channel",
+        modules=among(*ATTENTION, *MLP), config=TWO_GROUPS | {"config_groups": groups},
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"q_proj, .*k_proj, .* in different formats"):
+        Harness(tmp_path / "mixed")
+
+
+def test_quantized_tensors_without_a_weight_are_found(oracle: Oracle, tmp_path: Path) -> None:
+    """The configuration denies them, and no tensor is called `weight`."""
+    write(
+        oracle.directory, tmp_path / "mixed", "fp8-block", modules=among(*MLP),
+        config=ignoring("down_proj"),
+        change=lambda name, tensor: None if name.endswith("0.mlp.down_proj.weight") else tensor,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"0\.mlp\.down_proj.*which the configuration denies"):
+        Harness(tmp_path / "mixed")
+
+
+@pytest.mark.parametrize("part", ["experts", "attention", "gate and up"])
+def test_experts_in_another_format(tmp_path: Path, part: str) -> None:
+    model = ExpertsModel(tmp_path, 128)
+    chosen = {
+        "experts": lambda module: ".experts." in module,
+        "attention": lambda module: "self_attn" in module,
+        "gate and up": lambda module: ".experts." in module and "down" not in module,
+    }[part]
+    left = {
+        "experts": ["self_attn", "layers.1.mlp"],
+        "attention": ["mlp"],
+        "gate and up": ["self_attn", "layers.1.mlp", r"re:.*down_proj"],
+    }[part]
+    left = [f"re:.*{name}.*" if not name.startswith("re:") else name for name in left]
+    config = FP8_BLOCK | {"modules_to_not_convert": ["lm_head", "re:.*mlp.gate$", *left]}
+    meant = model.write(modules=chosen, config=config)
+    found = model.ours()
+    assert error(found, model.expected(meant)) < TOLERANCE
+    harness = Harness(model.directory)
+    experts = harness.runner._model.layers[0].mlp.experts
+    assert experts.weight_format == {
+        "experts": "fp8_block", "attention": "plain", "gate and up": "fp8_block+plain"
+    }[part]  # fmt: skip
+    assert f"moe[{experts.weight_format}]" in harness.runner._model.ops.table.operations
+    assert not torch.equal(found, torch.zeros_like(found))
