@@ -8,7 +8,6 @@ import socket
 # between the choice and the server's start no connection of another test takes one.
 _FIRST, _NUM = 10_000, 11_000
 _numbers = itertools.count(os.getpid() * 97)  # processes begin at places of their own
-_claims: list[socket.socket] = []
 
 
 def free_port() -> int:
@@ -17,11 +16,11 @@ def free_port() -> int:
         port = _FIRST + next(_numbers) % _NUM
         claim = socket.socket(socket.AF_UNIX)
         try:
-            claim.bind(f"\0triptych-test-port-{port}")  # kept until this process ends
+            claim.bind(f"\0triptych-test-port-{port}")
         except OSError:
             claim.close()
             continue
-        _claims.append(claim)
+        claim.detach()  # open until this process ends
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -16,7 +16,7 @@ from services.common.embedding_cache import CacheCollector, RedisCache
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel
+from services.common.rpc import create_channel, outgoing_metadata
 from services.common.service_process import create_service_server
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
@@ -150,7 +150,9 @@ class Pod:
             grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]),
             tenant=tenant,
         )
-        return self.stub.Encode(request, timeout=PATIENCE_S)
+        # Calls that do not say their size count as the largest.
+        said = outgoing_metadata(request.ByteSize())
+        return self.stub.Encode(request, timeout=PATIENCE_S, metadata=said)
 
     async def fetch(
         self, image: bytes, grid: tuple[int, int, int] = (1, 8, 8), timeout_s: float = PATIENCE_S

@@ -27,7 +27,7 @@ from services.common.image_key import image_key
 from services.common.model_spec import ModelSpec
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel, error_from_rpc
+from services.common.rpc import create_channel, error_from_rpc, outgoing_metadata
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
@@ -68,7 +68,9 @@ class Encoder:
     async def embedding(self, data: bytes) -> np.ndarray:
         """Asks for both at once, as gateway and decoder do."""
         request = self.request(data)
-        encoding = self.stub.Encode(request, timeout=PATIENCE_S)
+        encoding = self.stub.Encode(
+            request, timeout=PATIENCE_S, metadata=outgoing_metadata(request.ByteSize())
+        )
         parts = [
             part
             async for part in self.stub.Fetch(
@@ -151,7 +153,7 @@ async def test_images_of_many_sizes_at_once(model_dir: Path) -> None:
         assert await encoder.num_encoded() == len(images)
         assert await encoder.num_batches() == len(images)  # on a CPU each runs alone
         encoder.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(encoder.process.wait(), 20) == 0
+        assert await asyncio.wait_for(encoder.process.wait(), PATIENCE_S) == 0
 
 
 async def failure(encoder: Encoder, data: bytes) -> errors.TriptychError:

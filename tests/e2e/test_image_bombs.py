@@ -20,6 +20,7 @@ from services.common.image_geometry import image_grid
 from services.common.image_header import MAX_COMPRESSED_TEXTS, read_header
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
+from services.common.rpc import outgoing_metadata
 from tests.e2e.test_encoder_process import (
     Encoder,
     error_from_rpc,
@@ -30,7 +31,7 @@ from tests.e2e.test_encoder_process import (
 )
 from tests.noise import PATIENCE_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 POD_BYTES = 3 << 30
 SIDE = 6300  # 39.7 million pixels
@@ -71,7 +72,10 @@ def request(encoder: Encoder, data: bytes) -> pb.EncodeRequest:
 
 async def outcome(encoder: Encoder, data: bytes) -> str:
     try:
-        await encoder.stub.Encode(request(encoder, data), timeout=PATIENCE_S)
+        message = request(encoder, data)
+        await encoder.stub.Encode(
+            message, timeout=3 * PATIENCE_S, metadata=outgoing_metadata(message.ByteSize())
+        )
     except grpc.aio.AioRpcError as failure:
         return error_from_rpc(failure, "encoder").code
     return "ok"

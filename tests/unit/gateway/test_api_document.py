@@ -11,6 +11,7 @@ from services.gateway.endpoints.routes import Routes
 from services.gateway.forms import generation, openai
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from tests.tiny_tokenizer import write_model_directory
 
 SCHEMAS = openapi_document("1")["components"]["schemas"]
 REQUESTS = [s for s in SCHEMAS.values() if s.get("additionalProperties") is False]
@@ -36,8 +37,9 @@ def test_error_is_described(code):
     assert f"| {BY_CODE[code].http_status} |" in TEXT
 
 
-def test_routes_are_described():
-    for route in Routes(None, None, None, GatewayMetrics(), None).table():
+def test_routes_are_described(tmp_path):
+    directory = write_model_directory(tmp_path / "model")
+    for route in Routes(None, None, None, GatewayMetrics(), directory).table():
         (method,) = route.methods - {"HEAD"}
         assert f"`{method} {route.path.replace(':path', '')}`" in TEXT
 
