@@ -131,19 +131,28 @@ def test_requests_that_outlast_the_grace_or_a_second_signal_end_with_an_error(
     _, decoder = fakes
     with gateway(fakes, tmp_path, GATEWAY_SHUTDOWN_GRACE_S=grace_s) as (process, client):
         decoder.reply, decoder.delay_s = [40] * 1000, 0.05
-        answers = {}
+        answers, begun = {}, threading.Event()
 
-        def ask(stream: bool) -> None:
+        def ask() -> None:
             with httpx2.Client(base_url=client.base_url, timeout=PATIENCE_S) as other:
-                body = {**BODY, "stream": stream}
-                answers[stream] = other.post("/v1/chat/completions", json=body)
+                answers["whole"] = other.post("/v1/chat/completions", json=BODY)
 
-        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+        def read() -> None:
+            with (
+                httpx2.Client(base_url=client.base_url, timeout=PATIENCE_S) as other,
+                other.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as got,
+            ):
+                texts = got.iter_text()
+                first = next(texts)
+                begun.set()
+                answers["stream"] = first + "".join(texts)
+
+        threads = [threading.Thread(target=work) for work in (ask, read)]
         for thread in threads:
             thread.start()
         while len(decoder.submits) < 2:
             time.sleep(0.01)
-        time.sleep(0.2)
+        assert begun.wait(PATIENCE_S)
         process.send_signal(signal.SIGTERM)
         if grace_s == "60":
             while client.get("/ready").status_code == 200:
@@ -151,12 +160,12 @@ def test_requests_that_outlast_the_grace_or_a_second_signal_end_with_an_error(
             process.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join()
-        last = json.loads(answers[True].text.split("\n\n")[-2].removeprefix("data: "))
+        last = json.loads(answers["stream"].split("\n\n")[-2].removeprefix("data: "))
         assert last["error"]["code"] == "unavailable"
-        assert "[DONE]" not in answers[True].text
-        assert answers[False].status_code == 503
-        assert answers[False].headers["retry-after"] == "1"
-        assert answers[False].json()["error"]["code"] == "unavailable"
+        assert "[DONE]" not in answers["stream"]
+        assert answers["whole"].status_code == 503
+        assert answers["whole"].headers["retry-after"] == "1"
+        assert answers["whole"].json()["error"]["code"] == "unavailable"
         assert process.wait(PATIENCE_S) == 0
 
 
