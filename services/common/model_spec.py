@@ -7,7 +7,7 @@ three services use them.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -81,6 +81,14 @@ class LinearAttentionSpec:
     def value_size(self) -> int:
         """Elements of all values."""
         return self.num_value_heads * self.value_head_dim
+
+    def part(self, num_ranks: int) -> "LinearAttentionSpec":
+        """The sizes of one of several ranks, which divide the heads."""
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // num_ranks,
+            num_value_heads=self.num_value_heads // num_ranks,
+        )
 
     @property
     def num_channels(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from services.common.model_spec import MoESpec, RopeSpec, TextSpec
 from services.common.nn.checkpoint import CheckpointError
+from services.common.nn.collectives import ALONE
 from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.weights import materialize
@@ -276,7 +277,7 @@ def shared_pair(hidden: int, **changes: object) -> tuple[nn.Module, MoE]:
         max_position_embeddings=8, tie_word_embeddings=True,
     )  # fmt: skip
     moe = MoESpec(num_experts=7, top_k=3, intermediate_size=24, shared_intermediate_size=40)
-    ours = MoE(text, replace(moe, **changes), None)
+    ours = MoE(text, replace(moe, **changes), ALONE)
     materialize(ours, "cpu", torch.float32)
     theirs = block.state_dict()
     ours.gate.weight.copy_(theirs["gate.weight"])

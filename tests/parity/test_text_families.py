@@ -232,7 +232,7 @@ def test_a_checkpoint_may_carry_its_head_and_its_frequencies(tmp_path: Path) -> 
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     assert "lm_head.weight" not in tensors
-    tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(tensors, path)
     assert Pair(oracle).error(oracle.prompt(23)) < TOLERANCE

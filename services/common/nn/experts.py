@@ -18,7 +18,8 @@ from typing import Literal
 from torch import nn
 
 from services.common.nn.checkpoint import CheckpointError, TensorInfo
-from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout
+from services.common.nn.collectives import Share
+from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout, pieces_of
 
 FileLayout = Literal["per expert", "fused", "transposed"]
 
@@ -68,17 +69,15 @@ class Experts(nn.Module):
     Args:
         count: of the experts, E.
         hidden_size: H.
-        intermediate_size: I.
+        intermediate_size: I, or a rank's share of it.
     """
 
-    def __init__(self, count: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, count: int, hidden_size: int, intermediate_size: int | Share) -> None:
         super().__init__()
         self.count = count
         size = intermediate_size
         self.gate_up_proj = StackedLinear(count, hidden_size, {"gate_proj": size, "up_proj": size})
-        self.gate_up_proj.split = "out"
         self.down_proj = StackedLinear(count, size, {"down_proj": hidden_size})
-        self.down_proj.split = "in"
 
     @property
     def stacks(self) -> dict[str, StackedLinear]:
@@ -96,7 +95,7 @@ class Experts(nn.Module):
         if not any(found):
             return "per expert"
         for info, stack in zip(found, self.stacks.values(), strict=True):
-            rows, columns = stack.out_features, stack.in_features
+            rows, columns = sum(each.size for each in stack.rows.values()), stack.columns.size
             if rows != columns and info is not None and info.shape[1:] == (columns, rows):
                 return "transposed"
         return "fused"
@@ -125,24 +124,27 @@ def _of_experts(
     count: int, name: str, stack: StackedLinear, layout: TensorLayout, _: bool
 ) -> Iterator[ExpertTensor]:
     for expert in range(count):
-        for part, shape, (start, stop) in stack.regions(layout):
-            rows = (*[slice(None)] * layout.merged_axis, slice(start, stop))
-            source = f"{expert}.{part}.{layout.name}"
-            yield ExpertTensor(source, shape, name, layout, (expert, *rows))
+        for piece in stack.pieces(layout):
+            source = f"{expert}.{piece.part}.{layout.name}"
+            place = (expert, *piece.place)
+            yield ExpertTensor(source, piece.shape, name, layout, place, piece.cut)
 
 
 def _fused(
     count: int, name: str, stack: StackedLinear, layout: TensorLayout, transposed: bool
 ) -> Iterator[ExpertTensor]:
     axes = [axis for axis in layout.axes if isinstance(axis, Axis) and axis.dimension == "out"]
-    parts = list(stack.parts.values())
+    parts = [rows.size for rows in stack.rows.values()]
     if any(rows % axis.per for axis in axes for rows in parts[:-1]):
         raise CheckpointError(
             f"{name}: scales of {axes[0].per} rows are not supported where gate and up are one "
             f"tensor of {parts[0]} rows each"
         )
-    shape = layout.shape(stack.out_features, stack.in_features)
-    shape = (count, *(reversed(shape) if transposed else shape))
-    suffix = layout.name.removeprefix("weight")
-    for expert in range(count):
-        yield ExpertTensor(f"{name}{suffix}", shape, name, layout, (expert,), (expert,), transposed)
+    source = f"{name}{layout.name.removeprefix('weight')}"
+    way = -1 if transposed else 1
+    for piece in pieces_of("", layout, Share.joined([*stack.rows.values()]), stack.columns):
+        shape = (count, *piece.shape[::way])
+        for expert in range(count):
+            cut = (expert, *piece.cut[::way])
+            place = (expert, *piece.place)
+            yield ExpertTensor(source, shape, name, layout, place, cut, transposed)

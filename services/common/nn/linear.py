@@ -1,8 +1,8 @@
 """Linear layers. How weights are stored and multiplied is the business of a layer's method.
 
 A weight format is one `LinearMethod`: it lays out the tensors that a checkpoint holds for a module.
-From that layout a layer makes its parameters, the loader fills them, and `shard` cuts them for
-tensor parallelism. Layers and models do not change. A layer's parameters are filled by `weights`.
+From that layout a layer makes its parameters, and the loader fills them, with a rank's part of the
+files where ranks share a model. Layers and models do not change.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from services.common.nn.collectives import Share
 from services.common.nn.dispatch import Implementation, KernelTable
 
 Dimension = Literal["out", "in"]
@@ -77,36 +78,63 @@ class TensorLayout:
         ]  # fmt: skip
         return found[0] if found else 0
 
-    def shard(
-        self, shape: tuple[int, ...], size: int, split: Dimension, rank: int, world: int
-    ) -> tuple[slice, ...]:
-        """What one of `world` ranks holds of a module's tensor.
-
-        Args:
-            shape: of the whole tensor.
-            size: matrix rows (`split` "out") or columns ("in") of the whole module.
-            split: the matrix dimension that is divided among the ranks.
-            rank: of the shard, from 0.
-            world: number of shards.
-
-        Returns:
-            A slice per dimension; a tensor without that dimension is whole on each rank.
+    def cuts(self, rows: Share, columns: Share, what: str) -> list[tuple[slice, ...]]:
+        """What a layer that holds these rows and columns of a module reads of its tensor, in the
+        order in which the pieces follow each other along `merged_axis`; an empty index is all.
 
         Raises:
-            ValueError: shards would not be equal, or would cut through a block.
+            ValueError: a piece would cut through a block; names `what`.
         """
-        cuts = [slice(0, length) for length in shape]
-        for index, axis in enumerate(self.axes):
-            if not isinstance(axis, Axis) or axis.dimension != split:
-                continue
-            if size % world or (size // world) % axis.per:
-                raise ValueError(
-                    f"{self.name}: {size} {'rows' if split == 'out' else 'columns'} cannot be "
-                    f"divided among {world} ranks in blocks of {axis.per}"
-                )
-            length = size // world // axis.per
-            cuts[index] = slice(rank * length, (rank + 1) * length)
-        return tuple(cuts)
+        if rows.is_whole and columns.is_whole:
+            return [()]
+        found: list[list[slice]] = [[]]
+        for axis in self.axes:
+            if isinstance(axis, Axis):
+                share = rows if axis.dimension == "out" else columns
+                pieces = share.elements(axis.per, what)
+            else:
+                pieces = [slice(None)]
+            found = [[*before, piece] for piece in pieces for before in found]
+        return [tuple(cut) for cut in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A module's tensor, or a rank's piece of it.
+
+    Attributes:
+        part: the module, see `Linear.parts`.
+        shape: of the tensor in the file.
+        cut: index of the tensor; empty: all of it.
+        place: index of the parameter's part that it fills.
+    """
+
+    part: str
+    shape: tuple[int, ...]
+    cut: tuple[slice, ...]
+    place: tuple[slice, ...]
+
+
+def pieces_of(
+    part: str, layout: TensorLayout, rows: Share, columns: Share, start: int = 0
+) -> Iterator[Piece]:
+    """The pieces of one module's tensor.
+
+    Args:
+        part: the module.
+        layout: of the tensor.
+        rows, columns: what is held of the module.
+        start: where the module begins along the parameter's merged axis.
+
+    Raises:
+        ValueError: a piece would cut through a block.
+    """
+    axis, whole = layout.merged_axis, layout.shape(rows.size, columns.size)
+    for cut in layout.cuts(rows, columns, f"{part}.{layout.name}".lstrip(".")):
+        indices = range(whole[axis])[cut[axis]] if cut else range(whole[axis])
+        stop = start + len(indices)
+        yield Piece(part, whole, cut, (*[slice(None)] * axis, slice(start, stop)))
+        start = stop
 
 
 class LinearMethod(Protocol):
@@ -190,10 +218,11 @@ class Linear(nn.Module):
             that is not merged has one, named "".
         method: of storing and applying the weights; the loader may change it before the parameters
             have memory (`set_method`).
-        split: what ranks divide among them; None: each has the whole layer.
+        rows: by part, what the layer holds of the module's rows.
+        columns: what it holds of the modules' columns. Where that is not all, its output is a term
+            of a sum over ranks, and the bias is the first rank's.
     """
 
-    split: Dimension | None = None
     stack: tuple[int, ...] = ()  # leading sizes of its parameters
     weight: nn.Parameter  # its dtype and shape are the method's
     weight_scale: nn.Parameter  # where the method has one
@@ -201,16 +230,18 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features: int | Share,
+        out_features: int | Share,
         bias: bool = False,
         method: LinearMethod | None = None,
-        parts: Mapping[str, int] | None = None,
+        parts: Mapping[str, int | Share] | None = None,
     ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.parts = dict(parts or {"": out_features})
+        given = parts or {"": out_features}
+        self.rows = {part: Share.of(size) for part, size in given.items()}
+        self.columns = Share.of(in_features)
+        self.parts = {part: share.count for part, share in self.rows.items()}
+        self.in_features, self.out_features = self.columns.count, sum(self.parts.values())
         self._has_bias = bias
         self.set_method(method or UnquantizedLinear())
 
@@ -246,6 +277,15 @@ class Linear(nn.Module):
             stop = start + shape[layout.merged_axis]
             yield part, shape, (start, stop)
             start = stop
+
+    def pieces(self, layout: TensorLayout) -> "Iterator[Piece]":
+        """What fills the parameter: the parts' tensors, or a rank's pieces of them.
+
+        Raises:
+            ValueError: a piece would cut through a block.
+        """
+        for part, _, (start, _) in self.regions(layout):
+            yield from pieces_of(part, layout, self.rows[part], self.columns, start)
 
     @property
     def float32_parameters(self) -> frozenset[str]:
@@ -285,12 +325,12 @@ class MergedLinear(Linear):
 
     def __init__(
         self,
-        in_features: int,
-        parts: Mapping[str, int],
+        in_features: int | Share,
+        parts: Mapping[str, int | Share],
         bias: bool = False,
         method: LinearMethod | None = None,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias, method, parts)
+        super().__init__(in_features, 0, bias, method, parts)
 
 
 class StackedLinear(MergedLinear):
@@ -299,7 +339,9 @@ class StackedLinear(MergedLinear):
     It is not called: an operation reads the matrices that its tokens need.
     """
 
-    def __init__(self, count: int, in_features: int, parts: Mapping[str, int]) -> None:
+    def __init__(
+        self, count: int, in_features: int | Share, parts: Mapping[str, int | Share]
+    ) -> None:
         self.stack = (count,)
         super().__init__(in_features, parts)
 

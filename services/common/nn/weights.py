@@ -26,14 +26,18 @@ from torch import Tensor, nn
 
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
+from services.common.nn.collectives import Share
 from services.common.nn.experts import Experts, FileLayout
 from services.common.nn.formats import methods_of
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import (
     FLOATS,
+    Axis,
     Linear,
     StackedLinear,
+    TensorLayout,
     UnquantizedLinear,
+    pieces_of,
 )
 
 __all__ = [
@@ -87,6 +91,7 @@ class _Source:
     stored: tuple[torch.dtype, ...]  # dtypes that the file may hold
     cut: tuple[int | slice, ...] = ()  # index of the file's tensor; empty: all of it
     transposed: bool = False  # the last two axes are swapped in the file
+    is_zero: bool = False  # the part is zeros: the first rank has the tensor
 
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -138,7 +143,10 @@ def load_weights(
     quantization = spec.quantization
     if quantization is not None:
         _set_methods(module, checkpoint, weight_map, quantization)
-    sources = list(_sources(module, weight_map, checkpoint))
+    try:
+        sources = list(_sources(module, weight_map, checkpoint))
+    except ValueError as error:  # ranks would cut through a block
+        raise CheckpointError(f"{checkpoint.directory}: {error}") from None
     _check(sources, checkpoint, weight_map, spec)
     materialize(module, device, dtype)
     parameters = dict(module.named_parameters())
@@ -356,6 +364,9 @@ class _Copier:
 
     def fill(self, target: Tensor, source: _Source) -> None:
         """Fills a part of a parameter with its tensor, or a part of it."""
+        if source.is_zero:
+            target.zero_()
+            return
         values = self._reader.read(source.name, source.cut)
         if source.transposed:
             target = target.mT
@@ -414,6 +425,7 @@ def _sources(
             if isinstance(child, Linear)
             else {}
         )
+        shares: Mapping[str, Share] = getattr(child, "shares", {})
         for name, parameter in child.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
@@ -422,15 +434,23 @@ def _sources(
             stored_shape = weight_map.shapes.get(full, shape)
             assert math.prod(stored_shape) == parameter.numel(), full
             if name not in layouts or full in weight_map.shapes:
+                rows = shares.get(name, Share.of(shape[0]))
+                layout = TensorLayout(name=name, parameter=name, axes=(Axis("out"),))
+                stored_shape = (rows.size, *shape[1:]) if name in shares else stored_shape
                 source = weight_map.checkpoint_name(full)
-                yield _Source(source, full, (), stored_shape, FLOATS)
+                for piece in pieces_of("", layout, rows, Share.of(1)):
+                    place = piece.place if piece.cut else ()
+                    yield _Source(source, full, place, stored_shape, FLOATS, piece.cut)
                 continue
             assert isinstance(child, Linear)
             layout = layouts[name]
-            for part, part_shape, (start, stop) in child.regions(layout):
-                source = weight_map.checkpoint_name(f"{_part_path(path, part)}.{layout.name}")
-                place = (*[slice(None)] * layout.merged_axis, slice(start, stop))
-                yield _Source(source, full, place, part_shape, layout.stored)
+            is_term = layout.parameter == "bias" and child.columns.ranges[0][0] > 0
+            for piece in child.pieces(layout):
+                part = f"{_part_path(path, piece.part)}.{layout.name}"
+                yield _Source(
+                    weight_map.checkpoint_name(part), full, piece.place, piece.shape,
+                    layout.stored, piece.cut, is_zero=is_term,
+                )  # fmt: skip
 
 
 def _check(

@@ -4,10 +4,19 @@ import torch
 from torch import Tensor, nn
 
 from services.common.model_spec import TextSpec
+from services.common.nn.collectives import Ranks, Share
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, MergedLinear
 from services.decoder.kernels.states import DeltaInputs
 from services.decoder.models.base import StepContext
+
+
+class _Convolution(nn.Conv1d):
+    """Causal, each channel alone, over a rank's share of the channels."""
+
+    def __init__(self, channels: Share, width: int) -> None:
+        super().__init__(channels.count, channels.count, width, groups=channels.count, bias=False)
+        self.shares = {"weight": channels}
 
 
 class GatedDeltaNet(nn.Module):
@@ -16,6 +25,7 @@ class GatedDeltaNet(nn.Module):
     Args:
         spec: of the model.
         layer: index among the linear attention layers.
+        ranks: that share the model, by heads.
         merge_gates: `in_proj` has the gates' rows, too. Quantized checkpoints leave them
             unquantized, in a layer of their own.
     """
@@ -23,22 +33,26 @@ class GatedDeltaNet(nn.Module):
     name = "linear_attn"
     float32_parameters = frozenset({"A_log"})  # some checkpoints hold it in bfloat16
 
-    def __init__(self, spec: TextSpec, layer: int, *, merge_gates: bool) -> None:
+    def __init__(self, spec: TextSpec, layer: int, ranks: Ranks, *, merge_gates: bool) -> None:
         super().__init__()
-        sizes = spec.linear_attention
-        assert sizes is not None
-        self.sizes, self.layer = sizes, layer
-        heads = sizes.num_value_heads
-        wide = {"in_proj_qkv": sizes.num_channels, "in_proj_z": sizes.value_size}
+        whole = spec.linear_attention
+        assert whole is not None
+        self.sizes, self.layer = whole.part(ranks.count), layer
+        names = "linear_num_key_heads", "linear_num_value_heads"
+        key = ranks.share(whole.num_key_heads, names[0], whole.key_head_dim)
+        value = ranks.share(whole.num_value_heads, names[1], whole.value_head_dim)
+        heads = ranks.share(whole.num_value_heads, names[1])
+        channels = Share.joined([key, key, value])
+        wide = {"in_proj_qkv": channels, "in_proj_z": value}
         gates = {"in_proj_b": heads, "in_proj_a": heads}
         self.in_proj = MergedLinear(spec.hidden_size, wide | gates if merge_gates else wide)
         self.gate_proj = None if merge_gates else MergedLinear(spec.hidden_size, gates)
-        channels = sizes.num_channels
-        self.conv1d = nn.Conv1d(channels, channels, sizes.conv_width, groups=channels, bias=False)
-        self.A_log = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.norm = RMSNorm(sizes.value_head_dim, spec.rms_norm_eps)
-        self.out_proj = Linear(sizes.value_size, spec.hidden_size)
+        self.conv1d = _Convolution(channels, whole.conv_width)
+        self.A_log = nn.Parameter(torch.empty(heads.count), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(heads.count), requires_grad=False)
+        self.shares = {"A_log": heads, "dt_bias": heads}
+        self.norm = RMSNorm(whole.value_head_dim, spec.rms_norm_eps)
+        self.out_proj = Linear(value, spec.hidden_size)
 
     @property
     def output(self) -> Linear:

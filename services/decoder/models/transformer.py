@@ -6,20 +6,20 @@ data in `TextSpec`: sizes, layer kinds, biases, rope, tied embeddings. With M-Ro
 three axes; with image embeddings the vision tower's DeepStack features are added to the visual
 tokens after the first decoder layers.
 
-Tensor parallelism. `Linear.split` says how a layer is divided among ranks: q, k, v, gate and up
-each by rows (heads, for attention), the output and down projections by columns, the head by
-vocabulary; norms, routers and the embedding table are whole on each rank. A rank's `o_proj` and
-`down_proj` give a term of a sum, and `row_parallel` is where the all-reduce belongs: between the
-GEMM and the residual addition. The engine runs one rank today.
+Tensor parallelism. A rank holds heads (of attention and of linear attention), a share of each MLP's
+and expert's intermediate size, and a part of the vocabulary; norms, routers and the embedding table
+are whole on each. Layers say which rows or columns of the files they hold (`collectives.Share`). A
+rank's `o_proj` and `down_proj` give a term of a sum, and `row_parallel` is where the all-reduce
+belongs: between the GEMM and the residual addition. The engine runs one rank today.
 """
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from services.common.model_spec import ModelSpec, TextSpec
+from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.layers import RMSNorm, embedding
 from services.common.nn.linear import Linear, MergedLinear
 from services.common.nn.weights import WeightMap
@@ -29,7 +29,7 @@ from services.decoder.kernels.heads import HeadTransform
 from services.decoder.kernels.ops import Ops
 from services.decoder.models.base import StepContext, VisualInput
 from services.decoder.models.gated_delta_net import GatedDeltaNet
-from services.decoder.models.mlp import AllReduce, create_mlp, row_parallel
+from services.decoder.models.mlp import create_mlp, row_parallel
 from services.decoder.models.rope import RotaryEmbedding
 
 
@@ -40,24 +40,22 @@ class Attention(nn.Module):
         spec: of the model.
         backend: that attends.
         layer: index among the full attention layers, whose keys and values are cached.
+        ranks: that share the model, by heads.
     """
 
     name = "self_attn"
 
-    def __init__(self, spec: TextSpec, backend: AttentionBackend, layer: int) -> None:
+    def __init__(self, spec: TextSpec, backend: AttentionBackend, layer: int, ranks: Ranks) -> None:
         super().__init__()
         self.backend, self.layer = backend, layer
         self.head_dim, self.gated = spec.head_dim, spec.output_gate
-        query_size = spec.num_heads * spec.head_dim
-        kv_size = spec.num_kv_heads * spec.head_dim
-        self.qkv_proj = MergedLinear(
-            spec.hidden_size,
-            {"q_proj": query_size * (1 + self.gated), "k_proj": kv_size, "v_proj": kv_size},
-            bias=spec.qkv_bias,
-        )
-        self.qkv_proj.split = "out"
-        self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.o_bias)
-        self.o_proj.split = "in"
+        rows = spec.head_dim * (1 + self.gated)  # of a head's query, and of its gate after it
+        query = ranks.share(spec.num_heads, "num_heads", rows)
+        heads = ranks.share(spec.num_heads, "num_heads", spec.head_dim)
+        kv = ranks.share(spec.num_kv_heads, "num_kv_heads", spec.head_dim, replicated=True)
+        parts = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=spec.qkv_bias)
+        self.o_proj = Linear(heads, spec.hidden_size, bias=spec.o_bias)
         self.eps = spec.rms_norm_eps
         self.q_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
         self.k_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
@@ -127,15 +125,15 @@ class DecoderLayer(nn.Module):
         spec: TextSpec,
         layer: int,
         mixer: Attention | GatedDeltaNet,
-        all_reduce: AllReduce | None,
+        ranks: Ranks,
     ) -> None:
         super().__init__()
-        self.all_reduce = all_reduce
+        self.ranks = ranks
         self.input_layernorm = norm_of(spec, spec.hidden_size)
         self._mixer_name = mixer.name
         self.add_module(mixer.name, mixer)
         self.post_attention_layernorm = norm_of(spec, spec.hidden_size)
-        self.mlp = create_mlp(spec, layer, all_reduce)
+        self.mlp = create_mlp(spec, layer, ranks)
 
     @property
     def mixer(self) -> Attention | GatedDeltaNet:
@@ -157,7 +155,7 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             mixed, residual = mixed[rows], residual[rows]
             kernels = step.ops.for_tokens(len(rows))
-        x = row_parallel(mixed, mixer.output, residual, kernels, self.all_reduce)
+        x = row_parallel(mixed, mixer.output, residual, kernels, self.ranks)
         return self.mlp(x, residual, self.post_attention_layernorm, kernels)
 
 
@@ -167,10 +165,8 @@ class Transformer(nn.Module):
     Args:
         spec: of the whole model.
         backend: for this rank's heads.
-        ops: resolved for `num_ranks`.
-        num_ranks: that share the model by tensor parallelism.
-        all_reduce: returns the sum of all ranks' tensors; None: there is one rank. `logits` are
-            those of the rank's part of the vocabulary.
+        ops: resolved for the number of ranks.
+        ranks: that share the model; `logits` are those of the rank's part of the vocabulary.
     """
 
     def __init__(
@@ -179,31 +175,32 @@ class Transformer(nn.Module):
         backend: AttentionBackend,
         ops: Ops,
         *,
-        num_ranks: int = 1,
-        all_reduce: AllReduce | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         text = spec.text
-        part = rank_spec(text, num_ranks)
+        rank_spec(text, ranks)  # or refuses
         self.ops = ops
         self.embed_tokens = embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
         merge_gates = spec.checkpoint.quantization is None
         mixers: dict[int, Attention | GatedDeltaNet] = {}
         for number, index in enumerate(text.attention_layers):
-            mixers[index] = Attention(part, backend, number)
+            mixers[index] = Attention(text, backend, number, ranks)
         for number, index in enumerate(text.linear_layers):
-            mixers[index] = GatedDeltaNet(part, number, merge_gates=merge_gates)
+            mixers[index] = GatedDeltaNet(text, number, ranks, merge_gates=merge_gates)
         self.layers = nn.ModuleList(
-            DecoderLayer(part, layer, mixers[layer], all_reduce) for layer in range(text.num_layers)
+            DecoderLayer(text, layer, mixers[layer], ranks) for layer in range(text.num_layers)
         )
         self.norm = norm_of(text, text.hidden_size)
         tied = text.tie_word_embeddings
         self.lm_head: Linear | None = None
-        if not tied or num_ranks > 1:
-            self.lm_head = Linear(text.hidden_size, text.vocab_size // num_ranks)
-            self.lm_head.split = "out"
-        head: dict[str, str] = {} if tied else {"lm_head.": "lm_head."}
+        head: dict[str, str] = {}
+        if not tied or ranks.count > 1:
+            rows = ranks.share(text.vocab_size, "vocab_size")
+            self.lm_head = Linear(text.hidden_size, rows)
+            table = f"{spec.checkpoint.text_prefix}embed_tokens."
+            head = {"lm_head.": table if tied else "lm_head."}
         self.weight_map = WeightMap(
             prefixes={"": spec.checkpoint.text_prefix} | head,
             ignored=frozenset({"lm_head.weight"}) if tied else frozenset(),
@@ -254,58 +251,31 @@ class Transformer(nn.Module):
         return found if out is None else out.copy_(found)
 
 
-def rank_spec(text: TextSpec, num_ranks: int) -> TextSpec:
-    """What one of several ranks has of the layers.
+def rank_spec(text: TextSpec, ranks: Ranks) -> TextSpec:
+    """What one of several ranks has of the layers: the sizes of its kernels and caches.
 
     Raises:
-        ValueError: heads, MLP or vocabulary cannot be divided equally.
+        ValueError: heads, MLP, experts or vocabulary cannot be divided equally.
     """
-    if num_ranks == 1:
+    if ranks.count == 1:
         return text
-    if text.linear_layers or text.output_gate:
-        raise ValueError("linear attention and output gates cannot be divided among ranks")
 
-    def share(of: object, name: str) -> int:
-        size = getattr(of, name)
-        if size % num_ranks:
-            raise ValueError(f"{name} {size} cannot be divided by {num_ranks} ranks")
-        return size // num_ranks
+    def share(of: object, name: str, *, replicated: bool = False) -> int:
+        return len(ranks.part(getattr(of, name), name, replicated=replicated))
 
     share(text, "vocab_size")
-    moe = text.moe
+    moe, linear = text.moe, text.linear_attention
     if moe is not None:
         sizes = ("intermediate_size", "shared_intermediate_size")
         moe = replace(moe, **{name: share(moe, name) for name in sizes})
-    sizes = ("num_heads", "num_kv_heads", "intermediate_size")
-    return replace(text, moe=moe, **{name: share(text, name) for name in sizes})
-
-
-def shard(model: Transformer, rank: int, num_ranks: int) -> dict[str, Tensor]:
-    """A rank's parameters of a loaded model, by their names in the rank's model.
-
-    A bias that follows a sum over ranks is the first rank's; the others have zeros.
-
-    Raises:
-        ValueError: a layer cannot be divided equally, or not without cutting a block of its format.
-    """
-    found: dict[str, Tensor] = dict(model.named_parameters())
-    for path, layer in model.named_modules():
-        if not isinstance(layer, Linear) or layer.split is None:
-            continue
-        for layout in layer.layouts():
-            name, axis = f"{path}.{layout.parameter}", layout.merged_axis
-            whole, depth = found[name], len(layer.stack)
-            axis = None if axis is None else depth + axis
-            if layout.parameter == "bias" and layer.split == "in":
-                found[name] = torch.zeros_like(whole) if rank else whole
-                continue
-            parts: list[Tensor] = []
-            for part, shape, (start, stop) in layer.regions(layout):
-                region = whole if axis is None else whole.narrow(axis, start, stop - start)
-                size = layer.parts[part] if layer.split == "out" else layer.in_features
-                cuts = layout.shard(shape, size, layer.split, rank, num_ranks)
-                parts.append(region[(slice(None),) * depth + cuts])
-            found[name] = parts[0] if axis is None else torch.cat(parts, dim=axis)
-    if model.lm_head is None:
-        found["lm_head.weight"] = model.embed_tokens.weight.chunk(num_ranks)[rank]
-    return found
+    if linear is not None:
+        share(linear, "num_key_heads")
+        linear = linear.part(ranks.count)
+    return replace(
+        text,
+        moe=moe,
+        linear_attention=linear,
+        num_heads=share(text, "num_heads"),
+        num_kv_heads=share(text, "num_kv_heads", replicated=True),
+        intermediate_size=share(text, "intermediate_size"),
+    )

@@ -1,5 +1,6 @@
 """FP8 layers: how values and scales are stored, cut for ranks, and multiplied in plain torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from torch.nn import functional as F
 
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn import fp8
-from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.checkpoint import Checkpoint, CheckpointError
+from services.common.nn.collectives import Ranks, Share
 from services.common.nn.linear import Axis, Linear, MergedLinear, TensorLayout, UnquantizedLinear
 from services.common.nn.weights import WeightMap, load_dummy, load_weights
 from tests.fp8_checkpoints import E4M3, quantize, unpack
@@ -21,7 +23,7 @@ FORMATS = {"block": (BLOCK, (128, 128)), "channel": (CHANNEL, (1, None)), "plain
 
 
 class Model(nn.Module):
-    def __init__(self, rows: dict[str, int], columns: int, bias: bool) -> None:
+    def __init__(self, rows: Mapping[str, int | Share], columns: int | Share, bias: bool) -> None:
         super().__init__()
         self.merged = MergedLinear(columns, rows, bias)
 
@@ -43,7 +45,10 @@ def make(directory: Path, rows: dict[str, int], columns: int, name: str) -> dict
     return files
 
 
-def load(directory: Path, rows: dict[str, int], columns: int, name: str, dtype: torch.dtype):
+def load(
+    directory: Path, rows: Mapping[str, int | Share], columns: int | Share, name: str,
+    dtype: torch.dtype,
+):  # fmt: skip
     with torch.device("meta"):
         model = Model(rows, columns, bias=True)
     spec = CheckpointSpec(text_prefix="", quantization=FORMATS[name][0])
@@ -108,51 +113,57 @@ def test_activations_are_quantized_by_the_largest_of_a_block(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_shards_of_ranks_add_up_to_the_layer(tmp_path: Path, name: str, world: int) -> None:
+def test_ranks_read_their_parts_of_the_files(tmp_path: Path, name: str, world: int) -> None:
     """Divided by rows, outputs are concatenated; by columns, they are added."""
     rows, columns = {"gate": 768, "up": 768}, 768
-    files = make(tmp_path, rows, columns, name)
-    whole = load(tmp_path, rows, columns, name, torch.float32)
+    make(tmp_path, rows, columns, name)
     x = torch.randn(3, columns)
-    expected = whole(x)
-    by_rows, by_columns = [], []
-    for rank in range(world):
-        parts = {s: rows[s] // world for s in rows}
-        _cut(files, tmp_path / f"out{rank}", whole, "out", rank, world)
-        outputs = load(tmp_path / f"out{rank}", parts, columns, name, torch.float32)(x)
-        by_rows.append(outputs.split(list(parts.values()), -1))
-        _cut(files, tmp_path / f"in{rank}", whole, "in", rank, world)
-        layer = load(tmp_path / f"in{rank}", rows, columns // world, name, torch.float32)
-        by_columns.append(layer(x.chunk(world, -1)[rank]) - layer.bias)
+    whole = load(tmp_path, rows, columns, name, torch.float32)
+    expected, by_rows, total = whole(x), [], torch.zeros(3, 1536)
+    for ranks in (Ranks(rank, world) for rank in range(world)):
+        share = ranks.share(768, "size")
+        parts = dict.fromkeys(rows, share)
+        outputs = load(tmp_path, parts, columns, name, torch.float32)(x)
+        by_rows.append(outputs.chunk(2, -1))
+        total += load(tmp_path, rows, share, name, torch.float32)(x.chunk(world, -1)[ranks.rank])
     found = torch.cat([torch.cat(of_part, -1) for of_part in zip(*by_rows, strict=True)], -1)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-5)
-    total = torch.stack(by_columns).sum(0) + whole.bias
-    torch.testing.assert_close(total, expected, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(total, expected, atol=1e-3, rtol=1e-5)  # one of them has the bias
 
 
-def _cut(
-    files: dict[str, Tensor], directory: Path, layer: Linear, split, rank: int, world: int
-) -> None:
-    """Writes what a rank holds."""
-    cut = {}
-    for layout in layer.layouts():
-        for part, shape, _ in layer.regions(layout):
-            key = f"{part}.{layout.name}"
-            size = layer.parts[part] if split == "out" else layer.in_features
-            cut[key] = files[key][layout.shard(shape, size, split, rank, world)].contiguous()
-    directory.mkdir()
-    save_file(cut, directory / "model.safetensors")
+def test_parts_of_a_module_are_cut_one_by_one(tmp_path: Path) -> None:
+    """As of queries, keys and values in one module, of which a rank has heads of each."""
+    files = make(tmp_path, {"qkv": 512}, 256, "block")
+    query, value = Share(128, ((0, 128),)), Share(256, ((128, 256),))
+    share = Share.joined([query, Share(128, ((0, 128),)), value])
+    assert share == Share(512, ((0, 256), (384, 512)))
+    layer = load(tmp_path, {"qkv": share}, 256, "block", torch.float32)
+    held = [*range(256), *range(384, 512)]
+    assert layer.bias.equal(files["qkv.bias"][held])
+    whole = meant(files, "qkv", "block")[held]
+    assert fp8.dequantize(layer.method.weight(layer), torch.float32).equal(whole)
 
 
-def test_blocks_must_not_be_cut() -> None:
-    with torch.device("meta"):
-        layer = Linear(768, 768, method=fp8.Fp8Linear(BLOCK))
-    weight, scale = layer.layouts()
-    assert weight.shard((768, 768), 768, "out", 1, 4) == (slice(192, 384), slice(0, 768))
-    with pytest.raises(ValueError, match="768 rows cannot be divided among 4 ranks in blocks of 1"):
-        scale.shard((6, 6), 768, "out", 1, 4)
-    with pytest.raises(ValueError, match="weight: 768 columns cannot be divided among 5 ranks"):
-        weight.shard((768, 768), 768, "in", 0, 5)
+def test_blocks_must_not_be_cut(tmp_path: Path) -> None:
+    make(tmp_path, {"gate": 768, "up": 768}, 768, "block")
+    quarter = Ranks(1, 4).share(768, "size")
+    for rows, columns in (
+        ({"gate": quarter, "up": quarter}, 768),
+        ({"gate": 768, "up": 768}, quarter),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"gate\.weight_scale_inv: 192 of 768 cut through a"
+        ):
+            load(tmp_path, rows, columns, "block", torch.float32)
+    with pytest.raises(ValueError, match="size 768 cannot be divided by 5 ranks"):
+        Ranks(0, 5).share(768, "size")
+
+
+def test_few_units_are_replicated() -> None:
+    parts = [Ranks(rank, 8).part(2, "num_kv_heads", replicated=True) for rank in range(8)]
+    assert parts == 4 * [range(1)] + 4 * [range(1, 2)]
+    with pytest.raises(ValueError, match="num_kv_heads 3 cannot be divided by 8 ranks"):
+        Ranks(0, 8).part(3, "num_kv_heads", replicated=True)
 
 
 class PackedAlongOutputs(UnquantizedLinear):

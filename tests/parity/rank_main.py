@@ -1,0 +1,96 @@
+"""One of several ranks, run by test_ranks.py: computes a prompt's logits of each checkpoint.
+
+    python -m tests.parity.rank_main STORE RANK COUNT DIRECTORY...
+
+Writes `logits-RANK.safetensors` to each directory, or `refused-RANK` with the message.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.common.families import read_spec
+from services.common.nn.collectives import Ranks
+from services.common.nn.device import DeviceFacts
+from services.common.nn.weights import Checkpoint, load_weights
+from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.attention.sdpa import SdpaBackend
+from services.decoder.kernels import table
+from services.decoder.kernels.kernel_facts import KernelFacts
+from services.decoder.kernels.ops import Ops
+from services.decoder.kernels.states import StateCache, StateLayout
+from services.decoder.models.transformer import Transformer, rank_spec
+
+CPU, BLOCK_SIZE, TOKENS = torch.device("cpu"), 4, 23
+BLOCKS = -(-TOKENS // BLOCK_SIZE)
+
+
+def loaded(directory: Path, ranks: Ranks) -> Transformer:
+    spec = read_spec(directory)
+    part = rank_spec(spec.text, ranks)
+    sizes = AttentionSizes(part.num_heads, part.num_kv_heads, part.head_dim, BLOCK_SIZE, 4, 8)
+    facts = KernelFacts(DeviceFacts("cpu"), part, torch.float32, num_ranks=ranks.count)
+    with torch.device("meta"):
+        model = Transformer(spec, SdpaBackend(sizes), Ops(table.resolve(facts)), ranks=ranks)
+    load_weights(
+        model, Checkpoint.open(directory), model.weight_map, device=CPU, dtype=torch.float32,
+        spec=spec.checkpoint,
+    )  # fmt: skip
+    return model
+
+
+@torch.no_grad()
+def logits(directory: Path, ranks: Ranks) -> Tensor:
+    """`[TOKENS, vocabulary of the rank]`, of a prompt in one chunk."""
+    model, text = loaded(directory, ranks), rank_spec(read_spec(directory).text, ranks)
+    lens, total = np.array([0, TOKENS], np.int32), np.array([TOKENS], np.int32)
+    seq_lens = torch.tensor([TOKENS], dtype=torch.int32)
+    metadata = AttentionMetadata(
+        num_decodes=0, cu_query_lens=lens, seq_lens=total, slot_mapping=torch.arange(TOKENS),
+        block_ids=torch.arange(BLOCKS, dtype=torch.int32), seq_lens_device=seq_lens,
+    )  # fmt: skip
+    if text.linear_attention is not None:
+        layers = len(text.linear_layers)
+        states = StateCache.allocate(text.linear_attention, layers, 2, torch.float32, CPU)
+        metadata.states = StateLayout(
+            states, 0, lens, total, torch.zeros(1, dtype=torch.int64), torch.from_numpy(lens),
+            seq_lens,
+        )  # fmt: skip
+    attention = model.layers[text.attention_layers[0]].mixer
+    metadata.plan = attention.backend.plan(metadata)
+    shape = BLOCKS + 1, 2, BLOCK_SIZE, text.num_kv_heads, text.head_dim
+    pool = torch.zeros(len(text.attention_layers), *shape)
+    ids, positions = torch.arange(TOKENS) * 7 % 300, torch.arange(TOKENS).expand(3, TOKENS)
+    return model.logits(model.forward(ids, positions, pool, metadata))
+
+
+class Silent(Ranks):
+    """A control: each rank goes on with its own term."""
+
+    def all_reduce(self, term: Tensor) -> Tensor:
+        return term
+
+
+def main(store: str, rank: int, count: int, directories: list[str]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count
+    )
+    for directory in map(Path, directories):
+        kind = Silent if (directory / "silent").exists() else Ranks
+        try:
+            found = logits(directory, kind(rank, count))
+        except ValueError as error:
+            (directory / f"refused-{rank}").write_text(str(error))
+        else:
+            save_file({"logits": found.contiguous()}, directory / f"logits-{rank}.safetensors")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

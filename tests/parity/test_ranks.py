@@ -1,0 +1,143 @@
+"""Ranks that read their parts of a checkpoint give the whole model's logits: processes over gloo,
+float32, CPU. Tolerance 2e-4, where logits are of the order of 60: each projection back is a sum of
+partial sums instead of one.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from services.common.nn.collectives import ALONE
+from tests.fp8_checkpoints import FP8_BLOCK, write
+from tests.parity import rank_main
+from tests.parity.oracle import EOS_ID, EXPERTS, VOCAB_SIZE, Tiny, largest_difference, make_oracle
+from tests.parity.qwen3_5_oracle import EXPERTS as SHARED_EXPERTS
+from tests.parity.qwen3_5_oracle import Tiny as Hybrid
+from tests.parity.qwen3_5_oracle import make_qwen3_5
+from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
+from tests.parity.text_oracle import DEFAULT, _config, make_text_oracle
+
+# isort: split
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+WIDE = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "eos_token_id": EOS_ID,
+    "max_position_embeddings": 2048, "rope_parameters": DEFAULT,
+}  # fmt: skip
+WIDE_MOE = WIDE | {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+    "mlp_only_layers": [1], "norm_topk_prob": True,
+}  # fmt: skip
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "qwen3": lambda path: make_text_oracle(_config(Qwen3Config, 8, 4, 64, head_dim=16), path),
+    "qwen3-one-kv-head-tied": lambda path: make_text_oracle(
+        _config(Qwen3Config, 4, 1, 64, head_dim=32, tie_word_embeddings=True), path
+    ),
+    "qwen2-biases": lambda path: make_text_oracle(_config(Qwen2Config, 4, 2, 64), path),
+    "llama-biases": lambda path: make_text_oracle(
+        _config(LlamaConfig, 4, 4, 64, attention_bias=True, mlp_bias=True), path
+    ),
+    "qwen3-moe": lambda path: make_text_oracle(
+        _config(Qwen3MoeConfig, 4, 2, 64, head_dim=16, norm_topk_prob=True, **MOE), path
+    ),
+    "qwen3-vl": lambda path: make_oracle(
+        Tiny(4, 2, 32, (6, 5, 5), (0, 2), True), path
+    ),
+    "qwen3-vl-moe-transposed": lambda path: make_oracle(
+        Tiny(4, 2, 32, (6, 5, 5), (0, 2), False, experts=EXPERTS), path
+    ),
+    "qwen3.5": lambda path: make_qwen3_5(Hybrid(4, 2, 32, (2, 1, 1), 2, 4, 16, 16, True), path),
+    "qwen3.5-one-kv-head": lambda path: make_qwen3_5(
+        Hybrid(2, 1, 64, (3, 3, 2), 2, 2, 16, 24, False, partial=0.25), path
+    ),
+    "qwen3.5-moe": lambda path: make_qwen3_5(
+        Hybrid(4, 2, 32, (2, 1, 1), 2, 4, 16, 16, False, experts=SHARED_EXPERTS), path
+    ),
+}  # fmt: skip
+
+
+def make_fp8(directory: Path, name: str, fields: dict, **options: object) -> None:
+    kind = Qwen3MoeConfig if "num_experts" in fields else Qwen3Config
+    source = directory.parent / f"source of {directory.name}"
+    make_text_oracle(kind(**fields), source)
+    config = FP8_BLOCK | {"modules_to_not_convert": ["lm_head", "re:.*mlp.gate$"]}
+    write(
+        source, directory, name, config=config if name == "fp8-block" else None,
+        modules=lambda module: "layers" in module and not module.endswith("mlp.gate"), **options,
+    )  # fmt: skip
+
+
+MAKERS |= {
+    "fp8-block": lambda path: make_fp8(path, "fp8-block", WIDE),
+    "fp8-channel": lambda path: make_fp8(path, "compressed-channel", WIDE),
+    "fp8-block-experts": lambda path: make_fp8(path, "fp8-block", WIDE_MOE),
+}
+REFUSED: dict[str, tuple[dict, str]] = {
+    "blocks": (WIDE | {"intermediate_size": 384}, "gate_proj.weight_scale_inv: 192 of 384 cut"),
+    "kv heads": (WIDE | {"num_attention_heads": 6, "num_key_value_heads": 3}, "num_kv_heads 3"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes' logits of all checkpoints, in their directories."""
+    root = tmp_path_factory.mktemp("ranks")
+    for name, make in MAKERS.items():
+        make(root / name)
+    for name, (fields, _) in REFUSED.items():
+        make_fp8(root / name, "fp8-block", fields)
+    for name in ("qwen3", "qwen3.5-moe"):
+        shutil.copytree(root / name, root / f"{name}, silent")
+        (root / f"{name}, silent" / "silent").touch()
+    run(root, [*MAKERS, *REFUSED, "qwen3, silent", "qwen3.5-moe, silent"], 2)
+    return root
+
+
+def run(root: Path, names: list[str], count: int) -> None:
+    """Ends when each rank has, or fails with what it wrote."""
+    directories = [str(root / name) for name in names]
+    command = [sys.executable, "-m", "tests.parity.rank_main", str(root / f"store-{count}")]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(count), *directories], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(count)
+    ]
+    for process in started:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-2000:]
+
+
+def together(directory: Path, count: int = 2) -> Tensor:
+    parts = [load_file(directory / f"logits-{rank}.safetensors") for rank in range(count)]
+    return torch.cat([part["logits"] for part in parts], -1)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_two_ranks_give_the_whole_models_logits(ranks: Path, name: str) -> None:
+    expected = rank_main.logits(ranks / name, ALONE)
+    assert expected.abs().max() > 10
+    assert largest_difference(together(ranks / name), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5-moe"])
+def test_a_missing_sum_would_be_seen(ranks: Path, name: str) -> None:
+    expected = rank_main.logits(ranks / name, ALONE)
+    assert largest_difference(together(ranks / f"{name}, silent"), expected) > CLEARLY_WRONG
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_divided_is_refused(ranks: Path, name: str) -> None:
+    for rank in range(2):
+        assert REFUSED[name][1] in (ranks / name / f"refused-{rank}").read_text()
