@@ -23,6 +23,7 @@ from services.decoder.engine.step import Step
 from services.decoder.engine.step_inputs import StepInputs
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.models.transformer import Transformer
+from tests.image_processor import write_image_processor
 
 ARENA_BYTES = 16 << 20
 BLOCK_SIZE = 4
@@ -201,9 +202,7 @@ def write_checkpoint(directory: Path, *, tied: bool = False, seed: int = 0) -> P
     }  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "preprocessor_config.json").write_text(
-        json.dumps({"size": {"shortest_edge": 256, "longest_edge": 65536}})
-    )
+    write_image_processor(directory, 256, 65536)
     return write_tensors(directory, seed)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tests.image_processor import CENTRED
+
 FIXTURES = Path(__file__).parent / "fixtures"
 CHAT_TEMPLATE = FIXTURES / "qwen3_vl_chat_template.jinja"
 TEXT_CHAT_TEMPLATE = FIXTURES / "qwen3_chat_template.jinja"
@@ -104,6 +106,7 @@ def write_model_directory(
         "preprocessor_config.json": {
             "size": {"shortest_edge": min_pixels, "longest_edge": max_pixels},
             **IMAGE_PATCHES,
+            **CENTRED,
         },
         "generation_config.json": {
             "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],

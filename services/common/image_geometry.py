@@ -6,6 +6,7 @@ this module, so they cannot differ.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from services.common.errors import InvalidImage
 
@@ -14,19 +15,21 @@ _MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """How an image's size is turned into patches, from the model's preprocessor_config.json.
+    """How an image's size is turned into patches, from the model's image processor.
 
     Attributes:
         patch_size: pixels per patch side.
         merge_size: patches per image-token side.
         min_pixels: smaller images are scaled up to at least this area.
         max_pixels: larger images are scaled down to at most this area.
+        resample: filter of the resize.
     """
 
     patch_size: int
     merge_size: int
     min_pixels: int
     max_pixels: int
+    resample: Literal["bilinear", "bicubic"] = "bicubic"
 
 
 def smart_resize(height: int, width: int, limits: ImageLimits) -> tuple[int, int]:

@@ -19,7 +19,15 @@ class ModelSpecError(ValueError):
 
 
 class UnsupportedOption(ModelSpecError):
-    """The model needs what is not implemented; the message names the option and the remedy."""
+    """The model needs what is not implemented; the message names the option and the remedy.
+
+    Attributes:
+        file: that holds the option.
+    """
+
+    def __init__(self, message: str, file: str = "config.json") -> None:
+        super().__init__(message)
+        self.file = file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +333,7 @@ class ModelSpec:
         name: last component of the path; the served name unless a setting overrides it.
         architecture: of config.json.
         vision: None: a text model, which has no encoder.
-        eos_token_ids: of generation_config.json and config.json, together.
+        eos_token_ids: of generation_config.json, config.json and the tokenizer, together.
         generation: generation_config.json, for sampling defaults.
         conversation: tool calls and reasoning.
     """

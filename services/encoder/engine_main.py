@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import time
+from dataclasses import asdict
 
 import torch
 from PIL import Image
@@ -201,17 +202,9 @@ def load_model(
 
 
 def canonical_config(spec: ModelSpec) -> bytes:
-    """Canonical JSON of what decides an embedding besides weights and pixels.
-
-    Raises:
-        ModelSpecError: the image processor's normalization is not the one that is implemented.
-    """
+    """Canonical JSON of what decides an embedding besides weights and pixels."""
     vision = json.loads((spec.directory / "config.json").read_text())["vision_config"]
-    processor = json.loads((spec.directory / "preprocessor_config.json").read_text())
-    for name in ("image_mean", "image_std"):
-        if processor.get(name, [0.5] * 3) != [0.5] * 3:
-            raise ModelSpecError(f"preprocessor_config.json: {name} other than 0.5 is not served")
-    both = {"vision": vision, "processor": processor}
+    both = {"vision": vision, "processor": asdict(spec.vision_part.limits)}
     return json.dumps(both, sort_keys=True, separators=(",", ":")).encode()
 
 

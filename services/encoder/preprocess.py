@@ -54,17 +54,18 @@ def preprocess(
         if size == (height, width):
             resized = torch.empty((*size, 3), dtype=torch.uint8, pin_memory=pinned)
             return resized.copy_(torch.from_numpy(pixels))
-        resized = resize(torch.from_numpy(pixels), height, width)
+        resized = resize(torch.from_numpy(pixels), height, width, limits.resample)
     return resized.pin_memory() if pinned else resized
 
 
-def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Bicubic (a = -0.5), antialiased, two passes, each rounded to uint8: torch's own on the CPU.
+def resize(pixels: Tensor, height: int, width: int, mode: str = "bicubic") -> Tensor:
+    """Antialiased (bicubic: a = -0.5), two passes, each rounded to uint8: torch's own on the CPU.
 
     Args:
         pixels: `[H, W, 3]` uint8.
         height: of the result.
         width: of the result.
+        mode: bilinear or bicubic.
 
     Returns:
         `[height, width, 3]` uint8, contiguous.
@@ -72,5 +73,5 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     if pixels.shape[:2] == (height, width):
         return pixels
     planes = pixels.permute(2, 0, 1)[None]
-    resized = F.interpolate(planes, (height, width), mode="bicubic", antialias=True)
+    resized = F.interpolate(planes, (height, width), mode=mode, antialias=True)
     return resized[0].permute(1, 2, 0).contiguous()

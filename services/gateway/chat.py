@@ -187,7 +187,7 @@ class ChatService:
         prompt = self.prompts.expand(draft, [image.grid for image in images])
         if images:
             limit_completion(
-                sampling, request,
+                sampling, request, self.defaults,
                 prompt_tokens=len(prompt.token_ids), max_model_len=decoder.max_model_len,
             )  # fmt: skip
         check_prompt_logprobs(request, len(prompt.token_ids))

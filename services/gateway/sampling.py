@@ -15,7 +15,7 @@ from services.common.model_spec import ModelSpec
 from services.common.pb.decoder_pb2 import SamplingParams, TokenIds
 from services.gateway.forms.openai import ChatRequest
 
-# Completion tokens of a request that names no number.
+# Completion tokens where neither the request nor generation_config.json names a number.
 DEFAULT_MAX_TOKENS = 4096
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives included
 _SEED_MASK = (1 << 64) - 1
@@ -30,6 +30,9 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = DEFAULT_MAX_TOKENS
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -43,6 +46,9 @@ class SamplingDefaults:
             top_k=int(given.get("top_k") or 0),
             min_p=float(given.get("min_p") or 0.0),
             repetition_penalty=float(given.get("repetition_penalty") or 1.0),
+            presence_penalty=float(given.get("presence_penalty") or 0.0),
+            frequency_penalty=float(given.get("frequency_penalty") or 0.0),
+            max_tokens=int(given.get("max_new_tokens") or DEFAULT_MAX_TOKENS),
             eos_token_ids=spec.eos_token_ids,
         )
 
@@ -84,8 +90,8 @@ def resolve_sampling(
         top_p=_given(request.top_p, defaults.top_p),
         min_p=_given(request.min_p, defaults.min_p),
         repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=_given(request.presence_penalty, defaults.presence_penalty),
+        frequency_penalty=_given(request.frequency_penalty, defaults.frequency_penalty),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         seed=choice_seed(secrets.randbits(64) if request.seed is None else request.seed, 0),
         stop_token_ids=dict.fromkeys((*eos, *stop_ids)),
@@ -97,12 +103,19 @@ def resolve_sampling(
     sampling.allowed_token_ids.extend(allowed_ids)
     for word in request.bad_words or ():
         sampling.bad_words.extend(TokenIds(ids=ids) for ids in bad_word_ids(word, encode))
-    limit_completion(sampling, request, prompt_tokens=prompt_tokens, max_model_len=max_model_len)
+    limit_completion(
+        sampling, request, defaults, prompt_tokens=prompt_tokens, max_model_len=max_model_len
+    )
     return sampling
 
 
 def limit_completion(
-    sampling: SamplingParams, request: ChatRequest, *, prompt_tokens: int, max_model_len: int
+    sampling: SamplingParams,
+    request: ChatRequest,
+    defaults: SamplingDefaults,
+    *,
+    prompt_tokens: int,
+    max_model_len: int,
 ) -> None:
     """Sets `max_tokens`: what the request wants, at most what a prompt of that length leaves.
 
@@ -110,7 +123,7 @@ def limit_completion(
         ContextLengthExceeded: the prompt leaves no room for an answer.
         InvalidRequest: `min_tokens` is above the result.
     """
-    sampling.max_tokens = _max_tokens(request, prompt_tokens, max_model_len)
+    sampling.max_tokens = _max_tokens(request, defaults, prompt_tokens, max_model_len)
     if not sampling.min_tokens:
         return
     allowed = set(sampling.allowed_token_ids)
@@ -155,7 +168,9 @@ def choice_seed(seed: int, choice: int) -> int:
     return (seed + choice) & _SEED_MASK
 
 
-def _max_tokens(request: ChatRequest, prompt_tokens: int, max_model_len: int) -> int:
+def _max_tokens(
+    request: ChatRequest, defaults: SamplingDefaults, prompt_tokens: int, max_model_len: int
+) -> int:
     left = max_model_len - prompt_tokens
     if left < 1:
         raise ContextLengthExceeded(
@@ -163,7 +178,7 @@ def _max_tokens(request: ChatRequest, prompt_tokens: int, max_model_len: int) ->
             "leaves none for the answer",
             param="messages",
         )
-    return min(left, request.max_completion_tokens or request.max_tokens or DEFAULT_MAX_TOKENS)
+    return min(left, request.max_completion_tokens or request.max_tokens or defaults.max_tokens)
 
 
 def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:

@@ -56,9 +56,8 @@ def expected(
 ) -> tuple[int, list[int]]:  # fmt: skip
     """Prompt tokens, and greedy tokens."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
-    size = json.loads((directory / "preprocessor_config.json").read_text())
-    centred = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    pixels = Qwen2VLImageProcessor(**size, **centred)(images=[image], return_tensors="pt")
+    options = json.loads((directory / "preprocessor_config.json").read_text())
+    pixels = Qwen2VLImageProcessor(**options)(images=[image], return_tensors="pt")
     text = tokenizer.apply_chat_template(
         messages, chat_template=(directory / "chat_template.jinja").read_text(),
         add_generation_prompt=True, tokenize=False,

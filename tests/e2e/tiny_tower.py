@@ -19,6 +19,7 @@ from services.common.model_spec import ModelSpec
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
 from services.encoder.preprocess import preprocess
+from tests.image_processor import write_image_processor
 from tests.tower import cpu_ops, pack_patches
 
 CONFIG = {
@@ -39,8 +40,7 @@ CONFIG = {
 def write_model(directory: Path) -> None:
     """A checkpoint with random weights."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    sizes = {"shortest_edge": 1024, "longest_edge": 262144}
-    (directory / "preprocessor_config.json").write_text(json.dumps({"size": sizes}))
+    write_image_processor(directory, 1024, 262144)
     tower = _build(read_spec(directory))
     generator = torch.Generator().manual_seed(0)
     tensors = {}

@@ -10,6 +10,7 @@ import torch
 
 from tests.decoder_harness import Harness
 from tests.gpu.decoder_2b import IDS, ROPE, TEXT_2B, VISION, options
+from tests.image_processor import write_image_processor
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vision_config": VISION,
     }
     (made / "config.json").write_text(json.dumps(config))
-    size = {"size": {"shortest_edge": 65536, "longest_edge": 1 << 24}}
-    (made / "preprocessor_config.json").write_text(json.dumps(size))
+    write_image_processor(made, 65536, 1 << 24)
     return made
 
 

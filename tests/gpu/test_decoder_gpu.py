@@ -39,6 +39,7 @@ from tests.gpu.decoder_2b import (
     relative,
 )
 from tests.gpu.twins import fused
+from tests.image_processor import write_image_processor
 from tests.sampling_twins import mask_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -282,8 +283,7 @@ def test_logits_are_as_close_to_float32_as_hugging_faces(tmp_path: Path) -> None
     save_file(tensors, tmp_path / "model.safetensors")
     written = config.to_dict() | {"architectures": ["Qwen3VLForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(written, default=str))
-    size = {"size": {"shortest_edge": 65536, "longest_edge": 1 << 24}}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(size))
+    write_image_processor(tmp_path, 65536, 1 << 24)
     ids = torch.tensor([prompts(1, seed=3)[0]], device=GPU)
     with torch.no_grad():
         exact = theirs(input_ids=ids).logits[0].float()

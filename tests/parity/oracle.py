@@ -5,7 +5,6 @@ much as it would on a real model.
 """
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers import (
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
+from tests.image_processor import write_image_processor
 
 VOCAB_SIZE = 320
 IMAGE_ID, VIDEO_ID, VISION_START_ID, VISION_END_ID, EOS_ID = 311, 312, 313, 314, 315
@@ -221,8 +221,7 @@ def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
     model.set_experts_implementation("eager")
     fill(model, seed)
     model.save_pretrained(directory)
-    preprocessor = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}
-    (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    write_image_processor(directory, 1024, 1 << 24)
     model.generation_config.eos_token_id = None
     return Oracle(directory, model, read_spec(directory))
 

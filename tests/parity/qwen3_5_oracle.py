@@ -1,7 +1,6 @@
 """Tiny random Qwen3.5 checkpoints, made with Hugging Face's classes."""
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import (
 )
 
 from services.common.families import read_spec
+from tests.image_processor import write_image_processor
 from tests.parity.oracle import (
     EOS_ID,
     IMAGE_ID,
@@ -116,8 +116,7 @@ def make_qwen3_5(tiny: Tiny, directory: Path, seed: int = 0, gain: float = 0.5) 
     model.set_experts_implementation("eager")
     fill_hybrid(model, seed, gain)
     model.save_pretrained(directory)
-    preprocessor = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}
-    (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    write_image_processor(directory, 1024, 1 << 24)
     rewrite_a_log(directory, tiny.dtype_of_a_log)
     model.generation_config.eos_token_id = None
     return Oracle(directory, model, read_spec(directory))

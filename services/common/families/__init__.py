@@ -42,7 +42,7 @@ def read_spec(directory: Path | str) -> ModelSpec:
     try:
         return family.read(directory, config)
     except UnsupportedOption as error:
-        raise UnsupportedOption(f"{directory}/config.json: {error}") from None
+        raise UnsupportedOption(f"{directory}/{error.file}: {error}", error.file) from None
     except ModelSpecError:
         raise
     except KeyError as error:

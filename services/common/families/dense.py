@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from services.common.families.generation import eos_token_ids, read_generation
+from services.common.families.tensor_names import text_prefix
 from services.common.model_spec import (
     CheckpointSpec,
     ConversationSpec,
@@ -19,7 +21,6 @@ from services.common.model_spec import (
     TextSpec,
     UnsupportedOption,
     VisionSpec,
-    read_json,
 )
 from services.common.quantization import read_quantization
 
@@ -54,8 +55,10 @@ def read_model(
         checkpoint: names; None: those of a text model (`model.`).
         conversation: tool calls and reasoning; None: neither.
     """
-    path = directory / "generation_config.json"
-    generation = read_json(path) if path.exists() else {}
+    generation = read_generation(directory)
+    names = checkpoint or text_checkpoint()
+    if vision is None:
+        names = replace(names, text_prefix=text_prefix(directory, names))
     section: Mapping[str, Any] = config.get("text_config") or config
     return ModelSpec(
         directory=directory,
@@ -63,8 +66,8 @@ def read_model(
         architecture=config["architectures"][0],
         text=text,
         vision=vision,
-        checkpoint=replace(checkpoint or text_checkpoint(), quantization=read_quantization(config)),
-        eos_token_ids=_eos_token_ids(generation, config, section),
+        checkpoint=replace(names, quantization=read_quantization(config)),
+        eos_token_ids=eos_token_ids(directory, text.vocab_size, generation, config, section),
         generation=generation,
         conversation=conversation or ConversationSpec(),
     )
@@ -320,12 +323,3 @@ def _size(
     if not isinstance(value, int) or value < 1:
         raise TypeError(f"{name} is {value!r}, not a positive integer")
     return value
-
-
-def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """The union, first named first: a checkpoint's files do not always agree."""
-    found: list[int] = []
-    for source in sources:
-        given = source.get("eos_token_id")
-        found += [given] if isinstance(given, int) else given or ()
-    return tuple(dict.fromkeys(found))

@@ -10,7 +10,7 @@ from services.common.families.dense import (
     read_text,
     text_checkpoint,
 )
-from services.common.image_geometry import ImageLimits
+from services.common.families.image_processor import read_image_limits
 from services.common.model_spec import (
     ModelSpec,
     MoESpec,
@@ -18,7 +18,6 @@ from services.common.model_spec import (
     TowerSpec,
     UnsupportedOption,
     VisionSpec,
-    read_json,
 )
 
 
@@ -70,32 +69,27 @@ def read_vision(
     directory: Path, config: Mapping[str, Any], deepstack_indexes: Sequence[int]
 ) -> VisionSpec:
     """The tower of a config.json, and the pixel limits of the directory's processor."""
-    processor = read_json(directory / "preprocessor_config.json")
     vision = config["vision_config"]
     if vision.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise UnsupportedOption(
             f"vision hidden_act {vision['hidden_act']!r} is not supported; "
             "supported: 'gelu_pytorch_tanh'"
         )
+    tower = TowerSpec(
+        depth=vision["depth"],
+        hidden_size=vision["hidden_size"],
+        intermediate_size=vision["intermediate_size"],
+        num_heads=vision["num_heads"],
+        in_channels=vision.get("in_channels", 3),
+        patch_size=vision["patch_size"],
+        temporal_patch_size=vision["temporal_patch_size"],
+        spatial_merge_size=vision["spatial_merge_size"],
+        num_position_embeddings=vision["num_position_embeddings"],
+        out_hidden_size=vision["out_hidden_size"],
+        deepstack_indexes=tuple(deepstack_indexes),
+    )
     return VisionSpec(
-        tower=TowerSpec(
-            depth=vision["depth"],
-            hidden_size=vision["hidden_size"],
-            intermediate_size=vision["intermediate_size"],
-            num_heads=vision["num_heads"],
-            in_channels=vision.get("in_channels", 3),
-            patch_size=vision["patch_size"],
-            temporal_patch_size=vision["temporal_patch_size"],
-            spatial_merge_size=vision["spatial_merge_size"],
-            num_position_embeddings=vision["num_position_embeddings"],
-            out_hidden_size=vision["out_hidden_size"],
-            deepstack_indexes=tuple(deepstack_indexes),
-        ),
+        tower=tower,
         image_token_id=config["image_token_id"],
-        limits=ImageLimits(
-            patch_size=vision["patch_size"],
-            merge_size=vision["spatial_merge_size"],
-            min_pixels=processor["size"]["shortest_edge"],
-            max_pixels=processor["size"]["longest_edge"],
-        ),
+        limits=read_image_limits(directory, tower),
     )

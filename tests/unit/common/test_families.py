@@ -353,7 +353,9 @@ def read_qwen3_5(directory: Path, **changes: Any) -> ModelSpec:
     """The whole model; changes are those of its text part."""
     section = {key: value for key, value in (QWEN3_5 | changes).items() if value is not ABSENT}
     size = {"shortest_edge": 65536, "longest_edge": 16777216}
-    (directory / "preprocessor_config.json").write_text(json.dumps({"size": size}))
+    (directory / "preprocessor_config.json").write_text(
+        json.dumps({"size": size, "patch_size": 16, "image_mean": 0.5, "image_std": 0.5})
+    )
     return read(
         directory,
         {

@@ -15,7 +15,7 @@ LIMITS = {
     "prompt_tokens": 10, "max_model_len": 100, "vocab_size": 1000,
     "encode": lambda text: [ord(c) for c in text],
 }  # fmt: skip
-DEFAULTS = SamplingDefaults(0.7, 0.8, 20, 0.0, 1.05, (7, 8))
+DEFAULTS = SamplingDefaults(0.7, 0.8, 20, 0.0, 1.05, eos_token_ids=(7, 8))
 
 
 def parse(**fields):

@@ -1,0 +1,103 @@
+"""Where a checkpoint's answers end and how its tokens are drawn, from its JSON files."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from services.common.model_spec import UnsupportedOption, read_json
+
+# generation_config.json: options that change answers and that no request can set here, by the
+# values that leave answers as they are.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "penalty_alpha": (0.0,),
+    "guidance_scale": (1.0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "stop_strings": ([], ""),
+    "watermarking_config": (),
+    "dola_layers": (),
+    "remove_invalid_values": (False,),
+    "renormalize_logits": (False,),
+}
+
+log = logging.getLogger(__name__)
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """generation_config.json; empty if there is none.
+
+    Raises:
+        UnsupportedOption: an option that would change answers and is not served.
+    """
+    path = directory / "generation_config.json"
+    generation = read_json(path) if path.exists() else {}
+    for name, neutral in _WITHOUT_EFFECT.items():
+        value = generation.get(name)
+        if value is not None and value not in neutral:
+            raise UnsupportedOption(
+                f"{name} {value!r} is not supported; remove it to serve without", path.name
+            )
+    return generation
+
+
+def eos_token_ids(directory: Path, vocab_size: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """The union, first named first, with the tokenizer's own: files do not always agree.
+
+    Args:
+        directory: of the checkpoint.
+        vocab_size: the tokenizer's id counts if it is below.
+        sources: JSON objects with an `eos_token_id`.
+    """
+    found: list[int] = []
+    for source in sources:
+        given = source.get("eos_token_id")
+        found += [given] if isinstance(given, int) else given or ()
+    token = _eos_token(directory)
+    if token is not None:
+        token_id = _token_id(directory, token)
+        if token_id is not None and token_id < vocab_size:
+            found.append(token_id)
+        else:
+            log.warning("eos_token %r of the tokenizer is not in its vocabulary", token)
+    return tuple(dict.fromkeys(found))
+
+
+def _eos_token(directory: Path) -> str | None:
+    """tokenizer_config.json's, else that of the older special_tokens_map.json."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = directory / name
+        token = read_json(path).get("eos_token") if path.exists() else None
+        if isinstance(token, dict):
+            token = cast("dict[str, Any]", token).get("content")
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def _token_id(directory: Path, token: str) -> int | None:
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return None
+    tokenizer = read_json(path)
+    for added in tokenizer.get("added_tokens") or ():
+        if added["content"] == token:
+            return added["id"]
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    return vocab.get(token) if isinstance(vocab, dict) else None

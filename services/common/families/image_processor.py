@@ -1,0 +1,131 @@
+"""The image processor's options, with the precedence and the defaults of transformers'
+`Qwen2VLImageProcessor`. Each is obeyed or refused by name.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from services.common.image_geometry import ImageLimits
+from services.common.model_spec import TowerSpec, UnsupportedOption, read_json
+
+_TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+_DEFAULTS: dict[str, Any] = {
+    "image_processor_type": _TYPES[0],
+    "do_resize": True,
+    "do_convert_rgb": True,
+    "resample": 3,
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_NULL_IS_ABSENT = ("size", "min_pixels", "max_pixels", "image_processor_type")
+_FILTERS: dict[object, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
+# What pixels of 0 to 255 are shifted and divided by; the kernels have it built in.
+_CENTRE = 127.5
+_NORMALIZATION = ("image_mean", "image_std", "rescale_factor", "do_rescale", "do_normalize")
+
+
+def read_image_limits(directory: Path, tower: TowerSpec) -> ImageLimits:
+    """How images become patches.
+
+    Raises:
+        ModelSpecError: there is no file, or it is malformed.
+        UnsupportedOption: an option's value is not served, or does not fit the tower.
+    """
+    name, given = _read(directory)
+    present = {k: v for k, v in given.items() if v is not None or k not in _NULL_IS_ABSENT}
+    options = _DEFAULTS | present
+    try:
+        for option, served in (
+            ("image_processor_type", _TYPES),
+            ("do_resize", (True,)),
+            ("do_convert_rgb", (True,)),
+            ("resample", tuple(_FILTERS)),
+            ("patch_size", (tower.patch_size,)),
+            ("merge_size", (tower.spatial_merge_size,)),
+            ("temporal_patch_size", (tower.temporal_patch_size,)),
+        ):
+            _check(option, options[option], served, is_given=option in present)
+        _check_normalization(options, present)
+        min_pixels, max_pixels = _pixels(options)
+    except UnsupportedOption as error:
+        raise UnsupportedOption(str(error), name) from None
+    return ImageLimits(
+        patch_size=tower.patch_size,
+        merge_size=tower.spatial_merge_size,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        resample=_FILTERS[options["resample"]],
+    )
+
+
+def _read(directory: Path) -> tuple[str, Mapping[str, Any]]:
+    """The file's name and its options: processor_config.json's `image_processor` comes first."""
+    path = directory / "processor_config.json"
+    if path.exists():
+        nested = read_json(path).get("image_processor")
+        if nested is not None:
+            if not isinstance(nested, dict):
+                raise UnsupportedOption("image_processor is not an object", path.name)
+            return path.name, cast("dict[str, Any]", nested)
+    path = directory / "preprocessor_config.json"
+    return path.name, read_json(path)
+
+
+def _check(option: str, value: object, served: tuple[object, ...], *, is_given: bool) -> None:
+    if not any(value == each and type(value) is type(each) for each in served):
+        default = "" if is_given else " (the default of an absent field)"
+        raise UnsupportedOption(
+            f"{option} {value!r}{default} is not supported; "
+            f"supported: {' or '.join(repr(each) for each in served)}"
+        )
+
+
+def _check_normalization(options: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    shifts: list[float] = []
+    if options["do_normalize"]:
+        factor = options["rescale_factor"] if options["do_rescale"] else 1.0
+        for name in ("image_mean", "image_std"):
+            given = options[name]
+            values = [given] if isinstance(given, int | float) else given or [0.0]
+            shifts += [float(value) / (factor or math.inf) for value in values]
+    if shifts and all(abs(value - _CENTRE) < 1e-4 for value in shifts):
+        return
+    values = ", ".join(
+        f"{name} {options[name]!r}{'' if name in present else ' (the default)'}"
+        for name in _NORMALIZATION
+    )
+    raise UnsupportedOption(
+        f"{values} is not supported; supported: image_mean and image_std 0.5 of pixels scaled by "
+        "1/255"
+    )
+
+
+def _pixels(options: Mapping[str, Any]) -> tuple[int, int]:
+    """`min_pixels` and `max_pixels` replace what `size` says."""
+    size = options["size"]
+    if not isinstance(size, dict):
+        raise UnsupportedOption(f"size {size!r} is not supported; supported: an object")
+    edges = cast("dict[str, Any]", size)
+    edges = {key: value for key, value in edges.items() if value is not None}
+    for edge, pixels in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if pixels in options:
+            edges.pop(pixels, None)
+            edges[edge] = options[pixels]
+    if unknown := sorted(edges.keys() - {"shortest_edge", "longest_edge"}):
+        raise UnsupportedOption(f"size.{unknown[0]} is not supported")
+    found: list[int] = []
+    for edge in ("shortest_edge", "longest_edge"):
+        value = edges.get(edge)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UnsupportedOption(f"size.{edge} {value!r} is not a positive number of pixels")
+        found.append(value)
+    return found[0], found[1]

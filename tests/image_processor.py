@@ -1,0 +1,18 @@
+"""The image processor's file of a checkpoint made for a test."""
+
+import json
+from pathlib import Path
+
+CENTRED = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+def write_image_processor(directory: Path, min_pixels: int, max_pixels: int) -> None:
+    """Fits the tower of the directory's config.json."""
+    tower = json.loads((directory / "config.json").read_text())["vision_config"]
+    options = CENTRED | {
+        "size": {"shortest_edge": min_pixels, "longest_edge": max_pixels},
+        "patch_size": tower["patch_size"],
+        "merge_size": tower["spatial_merge_size"],
+        "temporal_patch_size": tower["temporal_patch_size"],
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(options))

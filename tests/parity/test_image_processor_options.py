@@ -1,0 +1,146 @@
+"""Every option of the image processor gives transformers' pixels, or is refused by its name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tests.parity.torchvision_ops  # noqa: F401 - before transformers
+
+# isort: split
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+from services.common.families.image_processor import read_image_limits
+from services.common.image_geometry import ImageLimits, image_grid
+from services.common.model_spec import ModelSpecError, TowerSpec, UnsupportedOption
+from tests.parity.test_preprocess import encoded, noise, ours
+
+TOWER = TowerSpec(
+    depth=1, hidden_size=8, intermediate_size=8, num_heads=1, in_channels=3, patch_size=16,
+    temporal_patch_size=2, spatial_merge_size=2, num_position_embeddings=4, out_hidden_size=8,
+    deepstack_indexes=(),
+)  # fmt: skip
+SHIPPED = {
+    "size": {"shortest_edge": 16384, "longest_edge": 262144}, "patch_size": 16, "merge_size": 2,
+    "temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}  # fmt: skip
+ABSENT = object()
+OBEYED = {
+    "as shipped": {},
+    "both limits beside size": {"min_pixels": 16384, "max_pixels": 32768},
+    "max_pixels beside size": {"max_pixels": 32768},
+    "min_pixels beside size": {"min_pixels": 40000},
+    "limits of null": {"min_pixels": None, "max_pixels": None},
+    "limits that cross": {"min_pixels": 90000, "max_pixels": 40000},
+    "limits alone": {"size": ABSENT, "min_pixels": 5000, "max_pixels": 50000},
+    "no size": {"size": ABSENT},
+    "size of null": {"size": None},
+    "bilinear": {"resample": 2},
+    "bicubic": {"resample": 3},
+    "raw mean and std": {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [127.5] * 3},
+    "another factor": {"rescale_factor": 1 / 51, "image_mean": [2.5] * 3, "image_std": [2.5] * 3},
+    "rounded factor": {"rescale_factor": 0.00392156862745098},
+    "no merge_size": {"merge_size": ABSENT},
+    "no temporal_patch_size": {"temporal_patch_size": ABSENT},
+    "scalar mean": {"image_mean": 0.5, "image_std": 0.5},
+    "no type": {"image_processor_type": ABSENT},
+    "options of other processors": {
+        "do_center_crop": True, "crop_size": {"height": 9, "width": 9}, "do_pad": True,
+        "default_to_square": True, "device": None, "data_format": "channels_first",
+    },
+}  # fmt: skip
+REFUSED = {
+    "do_resize": {"do_resize": False},
+    "do_resize ": {"do_resize": None},
+    "do_rescale ": {"do_rescale": None},
+    "do_normalize ": {"do_normalize": None},
+    "do_convert_rgb ": {"do_convert_rgb": None},
+    "rescale_factor ": {"rescale_factor": None},
+    "resample ": {"resample": None},
+    "patch_size ": {"patch_size": None},
+    "do_convert_rgb": {"do_convert_rgb": False},
+    "do_normalize": {"do_normalize": False},
+    "do_rescale": {"do_rescale": False},
+    "rescale_factor": {"rescale_factor": 1 / 127.5},
+    "image_mean": {"image_mean": ABSENT},
+    "image_mean ": {"image_mean": None},
+    "image_std": {"image_std": ABSENT},
+    "image_std ": {"image_std": [0.5, 0.5, 0.4]},
+    "resample": {"resample": 0},
+    "resample 1 ": {"resample": 1},
+    "patch_size": {"patch_size": 14},
+    "patch_size 14": {"patch_size": ABSENT},
+    "merge_size": {"merge_size": 4},
+    "temporal_patch_size": {"temporal_patch_size": 1},
+    "image_processor_type": {"image_processor_type": "CLIPImageProcessor"},
+    "size.longest_edge": {"size": {"shortest_edge": 16384}},
+    "size.shortest_edge": {"size": {"longest_edge": 16384}},
+    "size.height": {"size": {"height": 64, "width": 64}},
+    "size": {"size": 64},
+}
+
+
+def options(changes: dict) -> dict:
+    return {key: value for key, value in (SHIPPED | changes).items() if value is not ABSENT}
+
+
+def write(directory: Path, changes: dict, *, nested: bool) -> None:
+    given = options(changes)
+    if nested:
+        name, value = "processor_config.json", {"image_processor": given}
+    else:
+        name, value = "preprocessor_config.json", given
+    (directory / name).write_text(json.dumps(value))
+
+
+def check_pixels(directory: Path) -> ImageLimits:
+    limits = read_image_limits(directory, TOWER)
+    processor = Qwen2VLImageProcessor.from_pretrained(directory)
+    for size in ((224, 160), (480, 640), (64, 96), (15, 1000)):
+        image = noise(*size)
+        theirs = processor(images=[image], return_tensors="pt")
+        assert tuple(theirs["image_grid_thw"][0].tolist()) == image_grid(*size, limits)
+        assert torch.equal(ours(encoded(image), size, limits), theirs["pixel_values"])
+    return limits
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["preprocessor", "processor"])
+@pytest.mark.parametrize("changes", OBEYED.values(), ids=OBEYED)
+def test_an_option_is_obeyed(
+    tmp_path: Path, changes: dict, nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its constructor writes min_pixels into the class's own `size`.
+    monkeypatch.setattr(Qwen2VLImageProcessor, "size", dict(Qwen2VLImageProcessor.size))
+    write(tmp_path, changes, nested=nested)
+    check_pixels(tmp_path)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["preprocessor", "processor"])
+@pytest.mark.parametrize(("option", "changes"), REFUSED.items(), ids=REFUSED)
+def test_an_option_is_refused_by_name(
+    tmp_path: Path, option: str, changes: dict, nested: bool
+) -> None:
+    write(tmp_path, changes, nested=nested)
+    with pytest.raises(UnsupportedOption, match=option.strip()) as error:
+        read_image_limits(tmp_path, TOWER)
+    assert error.value.file == ("processor_config.json" if nested else "preprocessor_config.json")
+
+
+def test_the_newer_file_comes_first(tmp_path: Path) -> None:
+    write(tmp_path, {}, nested=False)
+    write(tmp_path, {"max_pixels": 32768}, nested=True)
+    assert check_pixels(tmp_path).max_pixels == 32768
+
+
+@pytest.mark.parametrize("newer", [{}, {"image_processor": None}, {"processor_class": "X"}])
+def test_a_newer_file_without_the_section_leaves_the_older(tmp_path: Path, newer: dict) -> None:
+    write(tmp_path, {"max_pixels": 32768}, nested=False)
+    (tmp_path / "processor_config.json").write_text(json.dumps(newer))
+    assert check_pixels(tmp_path).max_pixels == 32768
+
+
+def test_no_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelSpecError, match=r"preprocessor_config\.json is missing"):
+        read_image_limits(tmp_path, TOWER)
