@@ -10,8 +10,9 @@ from benchmarks import kernel_table
 from benchmarks.text_shapes import TEXT_SHAPES
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import TokenRange, UnknownOverride
+from services.common.nn.formats import rows_of
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear
+from services.common.nn.linear import Linear, UnquantizedLinear
 from services.decoder.kernels import plain, table, tuning
 from services.decoder.kernels.ops import Ops, create_ops
 from services.decoder.kernels.table import KernelFacts, Row
@@ -169,3 +170,50 @@ def test_a_graph_chooses_its_own_kernels_and_counts_replays() -> None:
     assert made == ["many"]
     calls.num_replays += 5
     assert ops.table.calls() == {("project", "linear"): 1, ("project", "many"): 5}
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES)
+def test_layers_of_each_format_get_what_a_model_of_that_format_alone_gets(device: str) -> None:
+    """Of a model that mixes formats."""
+    facts = facts_of("8b", KNOWN_DEVICES[device])
+    formats = {**rows_of("plain"), **rows_of("fp8_block"), **rows_of("fp8_channel")}
+    mixed = table.resolve(facts, formats=formats)
+    for weight_format in formats:
+        alone = table.resolve(replace(facts, weight_format=weight_format))
+        for operation in table.LAYER_ARGUMENT:
+            found = mixed.usable(f"{operation}[{weight_format}]")
+            expected = [(entry.name, str(entry.tokens)) for entry in alone.usable(operation)]
+            assert [(entry.name, str(entry.tokens)) for entry in found] == expected
+            for tokens in (1, 2, 16, 33, 64, 4096):
+                chosen = mixed.choose(operation, tokens, weight_format)
+                assert chosen.name == alone.choose(operation, tokens).name
+    assert {f"{each}_linear" for each in ("fp8_block", "fp8_channel")} < set(mixed.operations)
+
+
+def test_an_override_holds_for_the_formats_that_have_it() -> None:
+    formats = {**rows_of("plain"), **rows_of("fp8_block")}
+    made = table.resolve(facts_of("8b"), {"norm_linear": "gemv"}, formats=formats)
+    names = {
+        each: [entry.name for entry in made.usable(f"norm_linear[{each}]")] for each in formats
+    }
+    assert names == {"plain": ["gemv"], "fp8_block": ["fp8_gemv", "unfused"]}
+    with pytest.raises(UnknownOverride, match="norm_linear=fast: there is no such"):
+        table.resolve(facts_of("8b"), {"norm_linear": "fast"}, formats=formats)
+
+
+def test_a_kernel_that_fails_is_replaced_for_its_format_alone() -> None:
+    def fails(x: torch.Tensor, layer: Linear) -> torch.Tensor:
+        raise RuntimeError("out of shared memory")
+
+    row: Row = Row("project", "broken", lambda _: fails)
+    formats = {"plain": (), "other": (row,)}
+    ops = Ops(table.resolve(facts_of("2b", DeviceFacts("cpu")), formats=formats), formats)
+    plain, other = Linear(8, 4), Linear(8, 4)
+    other.method = type("Other", (UnquantizedLinear,), {"weight_format": "other"})()
+    x = torch.ones(2, 8)
+    with ops.warming_up():
+        for layer in (plain, other):
+            assert torch.equal(ops.for_tokens(2).project(x, layer), layer(x))
+    assert "project[other]" in {key for key, _ in ops.table.rejected}
+    ops.for_tokens(2).project(x, other)
+    assert ops.table.calls()["project", "linear"] == 1
