@@ -4,11 +4,8 @@
         model = LanguageModel(spec)
     load_weights(model, Checkpoint.open(directory), model.weight_map, device=..., dtype=...)
 
-For each linear layer the files decide how its weights are stored: a floating-point `weight` makes
-it plain, anything else gets the method of the checkpoint's quantization. The two must agree, with
-one exception: producers leave modules unquantized that their configuration does not list; these
-are plain and reported. Each tensor is read, ignored by name, or an error: scales that are left out
-would give fluent nonsense.
+Each tensor is read, ignored by name, or an error: scales that are left out would give fluent
+nonsense. `weight_map` says which format each layer has.
 
 Parameters get the model's dtype where they were made in float32, unless the module demands float32
 (`float32_parameters`, as scales do). Buffers are computed, not loaded: a module that has some
@@ -16,10 +13,9 @@ defines `reset_buffers(device)`, which is called after its parameters have memor
 dtype it gives them (rope frequencies must stay float32 in a bf16 model).
 """
 
-import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +23,7 @@ from torch import Tensor, nn
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
 from services.common.nn.collectives import Share
-from services.common.nn.experts import Experts, FileLayout
-from services.common.nn.formats import methods_of
+from services.common.nn.experts import Experts
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import (
     FLOATS,
@@ -36,8 +31,14 @@ from services.common.nn.linear import (
     Linear,
     StackedLinear,
     TensorLayout,
-    UnquantizedLinear,
     pieces_of,
+)
+from services.common.nn.weight_map import (
+    WeightMap,
+    expert_files,
+    part_path,
+    set_configured_methods,
+    set_methods,
 )
 
 __all__ = [
@@ -47,37 +48,6 @@ __all__ = [
 
 DUMMY_FINGERPRINT = "dummy"
 _DUMMY_ROWS = 8192  # at a time: values of other dtypes are drawn in float32
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightMap:
-    """How a module's parameters are called in a checkpoint.
-
-    Attributes:
-        prefixes: module prefix → checkpoint prefix; the longest module prefix that fits a
-            parameter's name is replaced. The checkpoint prefixes are what the module owns: a tensor
-            under one of them that no parameter wants is an error. A prefix may be a whole name.
-        shapes: parameter name → shape in the checkpoint, where it differs (same elements in the
-            same order, as a Conv3d's weight that is applied as a linear).
-        ignored: full checkpoint names that may be present and are not read.
-    """
-
-    prefixes: Mapping[str, str]
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    ignored: frozenset[str] = frozenset()
-
-    def checkpoint_name(self, name: str) -> str:
-        """The checkpoint's name for a parameter (or a part of a merged one)."""
-        prefix = max((p for p in self.prefixes if name.startswith(p)), key=len, default=None)
-        if prefix is None:
-            raise KeyError(f"no prefix of the weight map fits parameter {name}")
-        return self.prefixes[prefix] + name[len(prefix) :]
-
-    def owns(self, name: str) -> bool:
-        """Whether a checkpoint tensor belongs to the module."""
-        return name not in self.ignored and name.startswith(tuple(self.prefixes.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +112,7 @@ def load_weights(
     spec = spec or CheckpointSpec(text_prefix="")
     quantization = spec.quantization
     if quantization is not None:
-        _set_methods(module, checkpoint, weight_map, quantization)
+        set_methods(module, checkpoint, weight_map, quantization)
     try:
         sources = list(_sources(module, weight_map, checkpoint))
     except ValueError as error:  # ranks would cut through a block
@@ -182,12 +152,7 @@ def load_dummy(
     """
     if quantization is not None:
         assert weight_map is not None
-        methods = methods_of(quantization)
-        for path, layer in _replaceable(module):
-            modules = _checkpoint_modules(module, path, layer, weight_map)
-            group = quantization.of(next(iter(modules)))
-            if group is not None and all(quantization.of(name) == group for name in modules):
-                layer.set_method(methods[group])
+        set_configured_methods(module, weight_map, quantization)
     materialize(module, device, dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
     dummies = {
@@ -244,112 +209,6 @@ def check_all_claimed(checkpoint: Checkpoint, weight_map: WeightMap, spec: Check
         raise CheckpointError(
             f"{checkpoint.directory}: tensors of no known part: {listed(unclaimed)}"
         )
-
-
-def _set_methods(
-    module: nn.Module,
-    checkpoint: Checkpoint,
-    weight_map: WeightMap,
-    quantization: QuantizationSpec,
-) -> None:
-    """Gives each linear layer the method that its tensors in the files call for."""
-    methods = methods_of(quantization)
-    unlisted: list[str] = []
-    problems: list[str] = []
-    for path, layer in _replaceable(module):
-        named = _checkpoint_modules(module, path, layer, weight_map, checkpoint)
-        modules = list(named)
-        wanted = [quantization.of(name) for name in modules]
-        names = {each.name for method in methods.values() for each in method.layouts(layer)}
-        # What is missing is as it should be: `_check` names it.
-        is_plain = [
-            group is None if found is None else found
-            for group, found in zip(
-                wanted, (_is_plain(checkpoint, *each, names) for each in named.items()), strict=True
-            )
-        ]
-        if all(is_plain):
-            unlisted += [name for name, group in zip(modules, wanted, strict=True) if group]
-        elif any(is_plain):
-            problems.append(f"{listed(modules)} are one layer, and not all are quantized")
-        elif None in wanted:
-            problems.append(f"{listed(modules)}: quantized, which the configuration denies")
-        elif len(set(wanted)) > 1:
-            problems.append(f"{listed(modules)} are one layer, in different formats")
-        else:
-            assert wanted[0] is not None
-            layer.set_method(methods[wanted[0]])
-    if problems:
-        raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
-    if unlisted:
-        log.warning(
-            "%s: %d modules are not quantized though quantization_config does not say so: %s",
-            checkpoint.directory, len(unlisted), listed(unlisted),
-        )  # fmt: skip
-
-
-def _is_plain(
-    checkpoint: Checkpoint, module: str, weight: str, quantized: Collection[str]
-) -> bool | None:
-    """Whether a module's weight is stored as it is; None: the files hold nothing of it.
-
-    Args:
-        checkpoint: the files.
-        module: its name there.
-        weight: the name of an unquantized weight.
-        quantized: what follows the names of modules in the names of quantized tensors.
-    """
-    info = checkpoint.tensors.get(weight)
-    if info is not None:
-        return info.dtype in FLOATS
-    # Scales of a fused tensor of experts follow its name, see `experts`.
-    fused = weight == module
-    found = (
-        module + name.removeprefix("weight") if fused else f"{module}.{name}" for name in quantized
-    )
-    return False if any(name in checkpoint.tensors for name in found) else None
-
-
-def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """Linear layers, but those with a method of the model's own."""
-    for path, child in module.named_modules():
-        if isinstance(child, Linear) and type(child.method) is UnquantizedLinear:
-            yield path, child
-
-
-def _checkpoint_modules(
-    module: nn.Module,
-    path: str,
-    layer: Linear,
-    weight_map: WeightMap,
-    checkpoint: Checkpoint | None = None,
-) -> dict[str, str]:
-    """The checkpoint's modules of a layer → their weights' tensors."""
-    parent, _, stack = path.rpartition(".")
-    experts = module.get_submodule(parent)
-    if not isinstance(experts, Experts):
-        parts = [_part_path(path, part) + ".weight" for part in layer.parts]
-        weights = map(weight_map.checkpoint_name, parts)
-        return {weight.removesuffix(".weight"): weight for weight in weights}
-    prefix, layout = _expert_files(experts, parent, weight_map, checkpoint)
-    named = experts.modules_of(stack, layout)
-    return {f"{prefix}.{name}": f"{prefix}.{weight}" for name, weight in named.items()}
-
-
-def _expert_files(
-    experts: Experts, path: str, weight_map: WeightMap, checkpoint: Checkpoint | None
-) -> tuple[str, FileLayout]:
-    """The checkpoint's name for the experts, and their layout there."""
-    prefix = weight_map.checkpoint_name(path)
-    return prefix, experts.file_layout(prefix, {} if checkpoint is None else checkpoint.tensors)
-
-
-def _part_path(path: str, part: str) -> str:
-    """A part of a merged layer stands beside it in the checkpoint."""
-    if not part:
-        return path
-    parent = path.rpartition(".")[0]
-    return f"{parent}.{part}" if parent else part
 
 
 class _Copier:
@@ -410,7 +269,7 @@ def _sources(
     seen: set[int] = set()
     for path, child in module.named_modules():
         if isinstance(child, Experts):
-            prefix, layout = _expert_files(child, path, weight_map, checkpoint)
+            prefix, layout = expert_files(child, path, weight_map, checkpoint)
             for tensor in child.tensors(layout):
                 parameter = f"{path}.{tensor.stack}.{tensor.layout.parameter}"
                 yield _Source(
@@ -446,7 +305,7 @@ def _sources(
             layout = layouts[name]
             is_term = layout.parameter == "bias" and child.columns.ranges[0][0] > 0
             for piece in child.pieces(layout):
-                part = f"{_part_path(path, piece.part)}.{layout.name}"
+                part = f"{part_path(path, piece.part)}.{layout.name}"
                 yield _Source(
                     weight_map.checkpoint_name(part), full, piece.place, piece.shape,
                     layout.stored, piece.cut, is_zero=is_term,
