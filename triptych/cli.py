@@ -46,7 +46,10 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = serve.add_argument
-    add("--model", type=Path, default=DEMONSTRATION_MODEL, metavar="DIR", help="checkpoint")
+    add(
+        "--model", type=Path, default=DEMONSTRATION_MODEL, metavar="DIR|ORG/NAME", help="checkpoint"
+    )
+    add("--revision", default=None, help="branch, tag or commit of a model of the hub")
     add("--host", default=defaults.host, help="address of the HTTP API")
     add("--port", type=int, default=defaults.port, help="port of the HTTP API; 0: any free one")
     add("--device", default=defaults.device, help=_DEVICE_HELP)
@@ -96,8 +99,15 @@ def _count(text: str) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from triptych.hub import resolve_model
     from triptych.serve import serve
+    from triptych.stack import StackError
 
+    try:
+        options.model, options.served_name = resolve_model(options.model, options.revision)
+    except StackError as error:
+        print(f"triptych serve: {error}", file=sys.stderr)
+        return error.status
     names = ServeOptions.__dataclass_fields__
     return serve(ServeOptions(**{name: getattr(options, name) for name in names}))
 

@@ -38,6 +38,7 @@ class ServeOptions:
         gateways: None: one per four cores, at most four.
         encoders: None: one, or none for a model that takes text alone.
         grpc: between the services: `unix` or `tcp`.
+        served_name: None: the directory's name.
     """
 
     model: Path = DEMONSTRATION_MODEL
@@ -53,6 +54,7 @@ class ServeOptions:
     decoders: int = 1
     redis_url: str | None = None
     grpc: str = "unix"
+    served_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ def plan_stack(
     port = ports.claim(options.host, options.port)
     links = links or Links()
     engines = _engines(options, encoders, redis, environment, cpus, ports, links)
-    model_name = options.model.resolve().name
+    model_name = options.served_name or options.model.resolve().name
     if options.model.resolve() == DEMONSTRATION_MODEL:
         model_name = "triptych-demo"
     common = {

@@ -1,0 +1,139 @@
+"""Models by their names, against a stand-in of the hub."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+SHA = {"main": "a" * 40, "v2": "b" * 40}
+FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 4096, "x.bin": b"no"}
+CODE = """
+import sys
+from pathlib import Path
+from triptych.hub import resolve_model
+from triptych.stack import StackError
+try:
+    print(*resolve_model(Path("org/tiny"), sys.argv[1] if sys.argv[1:] else None))
+except StackError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+class _Hub(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.gets: list[tuple[str, str | None]] = []
+        self.cut = False
+        self.token: str | None = None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Hub  # type: ignore[assignment]
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, path = self.server, self.path.split("?")[0]
+        if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            return self.reply(b"{}", 401)
+        if "/revision/" in path or path == "/api/models/org/tiny":
+            sha = SHA.get(path.rsplit("/", 1)[1] if "/revision/" in path else "main")
+            if sha is None:
+                return self.reply(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
+            return self.reply(json.dumps({"id": "org/tiny", "sha": sha}).encode())
+        if "/tree/" in path:
+            tree = [
+                {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
+                for n, b in FILES.items()
+            ]
+            return self.reply(json.dumps(tree).encode())
+        name, sha = path.rsplit("/", 1)[1], path.split("/")[-2]
+        if name not in FILES:  # what the client asks besides the model
+            return self.reply(b"{}", 404)
+        body = FILES[name]
+        more = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": sha}
+        wanted = self.headers.get("Range")
+        if self.command == "GET":
+            hub.gets.append((name, wanted))
+        first = int(wanted[6:].split("-")[0]) if wanted else 0
+        status = 206 if wanted else 200
+        if wanted:
+            more["Content-Range"] = f"bytes {first}-{len(body) - 1}/{len(body)}"
+        return self.reply(body[first:], status, more)
+
+    def reply(self, body: bytes, status: int = 200, more: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(more or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            cut = self.server.cut and len(body) > 100_000
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+            self.close_connection = True
+
+
+@pytest.fixture
+def hub() -> Iterator[_Hub]:
+    server = _Hub()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def resolve(hub: _Hub, home: Path, *revision: str, **more: str) -> str:
+    environment = os.environ | more | {
+        "HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *revision],
+        env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+def test_download_then_cache_then_offline(hub: _Hub, tmp_path: Path) -> None:
+    directory, name = resolve(hub, tmp_path).split()
+    assert name == "org/tiny"
+    for file in ("config.json", "model.safetensors"):
+        assert (Path(directory) / file).read_bytes() == FILES[file]
+    assert not (Path(directory) / "x.bin").exists()
+    count = len(hub.gets)
+    assert resolve(hub, tmp_path).split()[0] == directory
+    assert resolve(hub, tmp_path, HF_HUB_OFFLINE="1").split()[0] == directory
+    assert len(hub.gets) == count
+
+
+def test_a_revision_is_served_or_refused(hub: _Hub, tmp_path: Path) -> None:
+    assert SHA["v2"] in resolve(hub, tmp_path, "v2")
+    assert resolve(hub, tmp_path, "v3").endswith("has no revision v3")
+
+
+def test_offline_without_a_cache_is_a_line(hub: _Hub, tmp_path: Path) -> None:
+    assert "not in the cache" in resolve(hub, tmp_path, HF_HUB_OFFLINE="1")
+
+
+def test_a_refused_token_is_a_line(hub: _Hub, tmp_path: Path) -> None:
+    hub.token = "right"
+    assert "HF_TOKEN" in resolve(hub, tmp_path, HF_TOKEN="hf_wrong")
+    assert SHA["main"] in resolve(hub, tmp_path, HF_TOKEN="right")
+
+
+def test_after_a_broken_transfer_whole_files_are_kept(hub: _Hub, tmp_path: Path) -> None:
+    hub.cut = True
+    assert "did not arrive whole" in resolve(hub, tmp_path)
+    hub.cut = False
+    hub.gets.clear()
+    directory = resolve(hub, tmp_path).split()[0]
+    assert (Path(directory) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert {name for name, _ in hub.gets} <= {"model.safetensors"}
