@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from services.common.nn.collectives import ALONE
+from services.common.nn.checkpoint import Reader
+from services.common.nn.collectives import ALONE, Ranks
 from tests.fp8_checkpoints import FP8_BLOCK, write
 from tests.parity import rank_main
 from tests.parity.oracle import EOS_ID, EXPERTS, VOCAB_SIZE, Tiny, largest_difference, make_oracle
@@ -78,7 +79,25 @@ def make_fp8(directory: Path, name: str, fields: dict, **options: object) -> Non
     )  # fmt: skip
 
 
+def make_fp8_hybrid(directory: Path) -> None:
+    """Queries, keys and values of linear attention are one module, of whose blocks ranks have some
+    of each.
+    """
+    source = directory.parent / f"source of {directory.name}"
+    sizes = Hybrid(4, 2, 128, (6, 5, 5), 2, 4, 128, 64, False, partial=0.25, hidden=256, layers=4)
+    make_qwen3_5(sizes, source)
+    plain = ("mlp", "in_proj_a", "in_proj_b", "conv1d")
+    write(
+        source, directory, "fp8-block",
+        modules=lambda module: "layers" in module and "mtp" not in module
+        and not any(name in module for name in plain),
+        config=FP8_BLOCK | {"modules_to_not_convert": ["lm_head", "re:.*mtp.*", "model.visual"]},
+    )  # fmt: skip
+
+
 MAKERS |= {
+    "qwen3.5-fp8-block": make_fp8_hybrid,
+    "fp8-channel-experts": lambda path: make_fp8(path, "compressed-channel", WIDE_MOE),
     "fp8-block": lambda path: make_fp8(path, "fp8-block", WIDE),
     "fp8-channel": lambda path: make_fp8(path, "compressed-channel", WIDE),
     "fp8-block-experts": lambda path: make_fp8(path, "fp8-block", WIDE_MOE),
@@ -87,6 +106,9 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "blocks": (WIDE | {"intermediate_size": 384}, "gate_proj.weight_scale_inv: 192 of 384 cut"),
     "kv heads": (WIDE | {"num_attention_heads": 6, "num_key_value_heads": 3}, "num_kv_heads 3"),
 }
+
+
+FOUR = ("qwen3-one-kv-head-tied", "qwen2-biases")  # more ranks than key heads
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +122,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("qwen3", "qwen3.5-moe"):
         shutil.copytree(root / name, root / f"{name}, silent")
         (root / f"{name}, silent" / "silent").touch()
+    for name in FOUR:
+        shutil.copytree(root / name, root / f"{name}, four")
     run(root, [*MAKERS, *REFUSED, "qwen3, silent", "qwen3.5-moe, silent"], 2)
+    run(root, [f"{name}, four" for name in FOUR], 4)
     return root
 
 
@@ -129,6 +154,32 @@ def test_two_ranks_give_the_whole_models_logits(ranks: Path, name: str) -> None:
     expected = rank_main.logits(ranks / name, ALONE)
     assert expected.abs().max() > 10
     assert largest_difference(together(ranks / name), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_key_heads_are_replicated(ranks: Path, name: str) -> None:
+    expected = rank_main.logits(ranks / name, ALONE)
+    assert largest_difference(together(ranks / f"{name}, four", 4), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "qwen3.5-moe", "fp8-block"])
+def test_a_rank_reads_its_part_alone(
+    ranks: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, sizes = Reader.read, list[int]()
+
+    def counted(*arguments: object) -> Tensor:
+        sizes.append((values := read(*arguments)).numel())  # type: ignore[arg-type]
+        return values
+
+    monkeypatch.setattr(Reader, "read", counted)
+    totals: list[int] = []
+    for count in (1, 2):
+        sizes.clear()
+        model = rank_main.loaded(ranks / name, Ranks(0, count))
+        totals.append(sum(sizes))
+        assert totals[-1] == sum(parameter.numel() for parameter in model.parameters())
+    assert totals[1] <= 0.7 * totals[0]  # embedding, norms and routers are whole
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5-moe"])
