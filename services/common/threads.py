@@ -5,25 +5,20 @@ them.
 """
 
 import asyncio
-import ctypes
 import os
-import platform
-import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 # Work on at most this many bytes takes 0.2 to 0.3 ms and runs in the event loop: handing it to a
 # thread would take longer.
 INLINE_BYTES = 1 << 20
 # More threads would compete for memory bandwidth and for the interpreter lock.
 _MAX_THREADS = 4
-# sched_setattr(2), which neither Python nor most C libraries have, and its structure: size, policy,
-# flags, niceness, priority, runtime, deadline, period.
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-_SCHED_ATTR = struct.Struct("=IIQiIQQQ")
-_KEEP_POLICY = 0x08
-_LONG_SLICE_NS = 100_000_000  # the longest
 
 
 def num_threads() -> int:
@@ -31,8 +26,8 @@ def num_threads() -> int:
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def give_way(niceness: int) -> None:
-    """Lowers the calling thread's share of the CPU, and lets whatever wakes up preempt it.
+def lower_priority(niceness: int) -> None:
+    """Lowers the calling thread's share of the CPU.
 
     To the calling thread alone: Linux counts threads where POSIX counts processes. Only for work
     that releases the interpreter lock: others would wait for it as long as the thread waits for a
@@ -43,28 +38,34 @@ def give_way(niceness: int) -> None:
     """
     if niceness and sys.platform == "linux":
         thread = threading.get_native_id()
-        niceness += os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
-        request_long_slices()
+        os.setpriority(os.PRIO_PROCESS, thread, niceness + os.getpriority(os.PRIO_PROCESS, thread))
 
 
-def request_long_slices() -> None:
-    """Gives the calling thread its share of the CPU in slices of 100 ms (Linux 6.12 and later).
+class WorkerThreads:
+    """Threads for work that would keep an event loop for too long.
 
-    A task that wakes up preempts the running one at once only if its own slice is shorter. If they
-    are equal it waits for the other one's, in practice until the next tick, 4 ms; a request wakes
-    up a dozen tasks. Niceness changes nothing of that where services share a machine: it counts
-    within a cgroup, slices count across them. Older kernels ignore it; so does this function where
-    the call is not allowed.
+    Args:
+        number: of threads.
+        name: of them.
+        niceness: added to that of the process.
     """
-    number = _SCHED_SETATTR.get(platform.machine())
-    if number is None or sys.platform != "linux":
-        return
-    niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    attributes = _SCHED_ATTR.pack(
-        _SCHED_ATTR.size, 0, _KEEP_POLICY, niceness, 0, _LONG_SLICE_NS, 0, 0
-    )
-    ctypes.CDLL(None).syscall(number, 0, attributes, 0)
+
+    def __init__(self, number: int, name: str, *, niceness: int = 0) -> None:
+        self._pool = ThreadPoolExecutor(number, name, lower_priority, (niceness,))
+
+    async def run(self, call: Callable[..., Result], *arguments: object) -> Result:
+        """`call(*arguments)` in a thread. Work that waits is dropped when its caller is cancelled;
+        work that runs keeps its thread until it ends.
+        """
+        work = self._pool.submit(call, *arguments)
+        try:
+            return await asyncio.wrap_future(work)
+        finally:
+            del work  # it holds its error, whose traceback holds this frame
+
+    def close(self) -> None:
+        """Takes no more work. What runs is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def finished(jobs: "Sequence[asyncio.Future[None]]") -> None:

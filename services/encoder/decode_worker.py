@@ -24,7 +24,6 @@ import numpy as np
 
 from services.common.errors import InvalidImage
 from services.common.image_header import ImageHeader
-from services.common.threads import request_long_slices
 from services.encoder.decode import decode
 
 HEAD = struct.Struct("<I")  # the length of what follows
@@ -56,7 +55,6 @@ def main() -> None:
     shared = np.frombuffer(mmap.mmap(memory, int(sys.argv[3])), np.uint8)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(int(sys.argv[4]) - min(int(sys.argv[4]), os.nice(0)))  # its parent's thread may be nice
-    request_long_slices()
     with suppress(OSError):  # where the sandbox has no such file
         Path("/proc/self/oom_score_adj").write_text("1000")
     with suppress(ConnectionError):

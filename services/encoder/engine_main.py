@@ -35,7 +35,7 @@ from services.common.pod_limits import memory_limit_bytes, num_cpus
 from services.common.process_memory import freeze_gc
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
-from services.common.threads import give_way
+from services.common.threads import lower_priority
 from services.encoder.decode import is_large
 from services.encoder.decode_pool import DecodePool
 from services.encoder.engine.engine import Engine, Prepare
@@ -145,7 +145,7 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
         torch.set_num_threads(1)
     else:
         torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_cpus()))
-        give_way(_NICENESS_ON_CPU)
+        lower_priority(_NICENESS_ON_CPU)
 
 
 def create_decoders(settings: EncoderSettings) -> DecodePool:

@@ -86,7 +86,6 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     web = WebMedia(
         settings.max_image_bytes,
         allow_private=settings.allow_private_media_hosts,
-        bulk_turn=admission.bulk_turn,
     )
     loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
     images = None

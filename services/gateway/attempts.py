@@ -14,7 +14,6 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Generic, TypeVar
 
 from blake3 import blake3
@@ -45,7 +44,6 @@ from services.gateway.prompts.prompt import Prompt
 from services.gateway.sampling import choice_seed
 from services.gateway.tenancy.admission import uncounted
 from services.gateway.tenancy.tenants import Tenant
-from services.gateway.tenancy.turns import Turnstile
 
 log = logging.getLogger(__name__)
 
@@ -100,22 +98,14 @@ class PreparedRequest:
         return max(self.deadline - time.monotonic(), 0.001)
 
 
-def _complete(waiter: "asyncio.Future[None]") -> None:
-    waiter.set_result(None)
-
-
 class Mailbox(Generic[Item]):
     """Items from several producers for one consumer, which takes all items at hand.
-
-    Args:
-        wake: completes the future that the consumer waits for, at once or later.
 
     Attributes:
         num_bytes: of the items that wait.
     """
 
-    def __init__(self, wake: "Callable[[asyncio.Future[None]], None]" = _complete) -> None:
-        self._wake = wake
+    def __init__(self) -> None:
         self._items: list[Item] = []
         self.num_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -128,7 +118,7 @@ class Mailbox(Generic[Item]):
         if waiter is not None:
             self._waiter = None
             if not waiter.done():
-                self._wake(waiter)
+                waiter.set_result(None)
 
     def clear(self) -> None:
         """Drops all items."""
@@ -181,20 +171,14 @@ class Attempts:
         encoders: EncoderPool,
         decoders: DecoderPool,
         metrics: GatewayMetrics,
-        turnstile: Turnstile,
         encode_timeout_s: float,
     ) -> None:
         self._request = request
-        # What arrives until the tenant's turn is taken, and sent to the client, as one. No method
-        # of this object, which would be a cycle for the garbage collector.
-        self._wake = partial(
-            turnstile.complete, tenant=request.tenant, cost=float(request.num_choices)
-        )
         self._encoders = encoders
         self._decoders = decoders
         self._metrics = metrics
         self._encode_timeout_s = encode_timeout_s
-        self._mailbox: Mailbox[_Item] = Mailbox(self._wake)
+        self._mailbox: Mailbox[_Item] = Mailbox()
         self._counted_bytes = 0  # of what waits or has waited
         self._decoder: DecoderPod | None = None
         self._session = ""  # of the decoder
@@ -268,7 +252,7 @@ class Attempts:
         if self._request.images:
             await self._encoders.reconnected()
         refs, calls = await self._assign_encoders()
-        self._mailbox = Mailbox(self._wake)
+        self._mailbox = Mailbox()
         self._encodes = [
             asyncio.create_task(self._encode(key, pod, index))
             for key, (pod, index) in calls.items()

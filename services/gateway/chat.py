@@ -17,6 +17,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
+from services.common.threads import WorkerThreads
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice, create_choices
 from services.gateway.answers.prompt_logprobs import PromptScores
@@ -41,15 +42,11 @@ from services.gateway.sampling import (
     resolve_sampling,
 )
 from services.gateway.tenancy.admission import Slot
-from services.gateway.tenancy.turns import FairThreads, Turnstile
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.
 _INLINE_TOKENIZE_CHARS = 8192
 _TEXT_THREADS = 4
-# How many answers go on in a pass of the event loop: about a millisecond's. Short passes cost up to
-# a sixth more, so a tenant that has been alone for a while has longer ones.
-_ANSWERS_PER_PASS, _ANSWERS_PER_PASS_ALONE = 8, 128
 
 Result = TypeVar("Result")
 
@@ -123,7 +120,6 @@ class ChatService:
         images: None: the model takes text alone, and there are no encoders.
         threads: tokenize what is long.
         parsers: one thread, for long bodies.
-        turnstile: of answers that go on.
         encode_timeout_s: of one encode call; a slower encoder is replaced by another.
     """
 
@@ -137,11 +133,8 @@ class ChatService:
     metrics: GatewayMetrics
     request_timeout_s: float
     encode_timeout_s: float = 60.0
-    threads: FairThreads = field(default_factory=lambda: FairThreads(_TEXT_THREADS, "text"))
-    parsers: FairThreads = field(default_factory=lambda: FairThreads(1, "parse"))
-    turnstile: Turnstile = field(
-        default_factory=lambda: Turnstile(_ANSWERS_PER_PASS, _ANSWERS_PER_PASS_ALONE)
-    )
+    threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(_TEXT_THREADS, "text"))
+    parsers: WorkerThreads = field(default_factory=lambda: WorkerThreads(1, "parse"))
 
     async def prepare(
         self,
@@ -217,8 +210,7 @@ class ChatService:
             TriptychError: the request failed.
         """
         attempts = Attempts(
-            completion.prepared, self.encoders, self.decoders, self.metrics, self.turnstile,
-            self.encode_timeout_s,
+            completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s
         )  # fmt: skip
         timings, started = completion.timings, False
         async with aclosing(attempts.events()) as batches:
@@ -377,4 +369,4 @@ class ChatService:
     async def _off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
         if num_characters <= _INLINE_TOKENIZE_CHARS:
             return call()
-        return await self.threads.run(num_characters, call)
+        return await self.threads.run(call)

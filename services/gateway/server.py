@@ -8,15 +8,13 @@ import asyncio
 import logging
 import signal
 import socket
-from functools import partial
 from types import FrameType
-from typing import cast
 
 import uvicorn
 
 from services.gateway.app import Gateway
 from services.gateway.http.chunked import Chunked
-from services.gateway.http.protocol import GatewayProtocol, HeadTurns
+from services.gateway.http.protocol import GatewayProtocol
 from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -48,10 +46,7 @@ class GatewayServer(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 loop="uvloop",
-                http=cast(
-                    "type[GatewayProtocol]",
-                    partial(GatewayProtocol, heads=HeadTurns(gateway.keyring)),
-                ),
+                http=GatewayProtocol,
                 ws="none",
                 proxy_headers=False,
                 lifespan="on",

@@ -15,7 +15,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from services.common.threads import request_long_slices
 from tests.attacks.origin import Origin
 from tests.attacks.rows import ROWS, Posting, Row, Target
 from tests.noise import PATIENCE_S
@@ -60,7 +59,6 @@ def _run_behind_all_others() -> None:
         Path("/proc/self/autogroup").write_text("19")
     with suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    request_long_slices()
 
 
 def _be_attacker(control: "Connection", port: int) -> None:

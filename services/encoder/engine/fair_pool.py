@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from services.common.fair_order import FairOrder, Share
-from services.common.threads import give_way
+from services.common.threads import lower_priority
 
 Job = TypeVar("Job")
 
@@ -34,7 +34,7 @@ class FairPool(Generic[Job]):
         self, work: Callable[[Job], None], workers: int, name: str, *, niceness: int = 0
     ) -> None:
         self._work = work
-        self._threads = ThreadPoolExecutor(workers, name, give_way, (niceness,))
+        self._threads = ThreadPoolExecutor(workers, name, lower_priority, (niceness,))
         self._lock = threading.Lock()
         self._order = FairOrder()
         self._waiting: list[tuple[float, int, Job]] = []  # a heap

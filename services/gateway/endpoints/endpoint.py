@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
-from services.common.threads import INLINE_BYTES
+from services.common.threads import INLINE_BYTES, WorkerThreads
 from services.gateway.chat import ChatService, Completion
 from services.gateway.forms.json_body import Body, LargeImages, cut_images, free, json_bytes
 from services.gateway.forms.responses import Update, Usage, error_event
@@ -27,7 +27,6 @@ from services.gateway.http.exchange import Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.tenancy.admission import Admission, Slot
 from services.gateway.tenancy.tenants import Tenant, key_of, tenant_of
-from services.gateway.tenancy.turns import FairThreads
 
 audit = logging.getLogger("triptych.audit")
 
@@ -97,7 +96,7 @@ class Endpoint(ABC):
         try:
             with self._admission.holding(tenant) as holding:
                 async with self._admission.until_ended():
-                    body = await read_body(scope, receive, holding.hold, self._admission.bulk_turn)
+                    body = await read_body(scope, receive, holding.hold)
                 with (
                     releasing(body),
                     self._admission.slot(tenant, holding) as slot,
@@ -137,7 +136,6 @@ class Endpoint(ABC):
         try:
             try:
                 async with self._admission.until_ended(remaining_s):
-                    await self._admission.turn()
                     await self.answer(work, body)
                 return work.completions[0].choices[0].finish_reason or "internal_error"
             except TimeoutError:
@@ -206,11 +204,8 @@ async def received(admission: Admission, request: Request) -> AsyncGenerator[tup
     tenant = tenant_of(request.scope)
     with admission.holding(tenant) as holding:
         async with admission.until_ended():
-            body = await read_body(
-                request.scope, request.receive, holding.hold, admission.bulk_turn
-            )
+            body = await read_body(request.scope, request.receive, holding.hold)
         with releasing(body), admission.slot(tenant, holding) as slot:
-            await admission.turn()
             yield slot, body
 
 
@@ -224,7 +219,7 @@ def releasing(body: Body) -> Generator[None]:
 
 
 async def parse_body(
-    threads: FairThreads, parse: Callable[[Body], Result], body: Body, slot: Slot
+    threads: WorkerThreads, parse: Callable[[Body], Result], body: Body, slot: Slot
 ) -> Result:
     """`parse(body)`: in a thread, if the body is long or has much JSON beside its images.
 
@@ -242,7 +237,7 @@ async def parse_body(
         text, images = cut_images(body)
         return parse(text), images
 
-    parsed, slot.images = await threads.run(len(body), cut_and_parse)
+    parsed, slot.images = await threads.run(cut_and_parse)
     return parsed
 
 

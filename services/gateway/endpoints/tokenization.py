@@ -80,7 +80,8 @@ class TokenizationRoutes:
     def __init__(self, service: ChatService, admission: Admission, directory: Path) -> None:
         self._service = service
         self._admission = admission
-        self._info = _tokenizer_info(directory)
+        self._directory = directory
+        self._info = b""
 
     def table(self) -> list[Route]:
         """Every route."""
@@ -123,6 +124,8 @@ class TokenizationRoutes:
 
     async def tokenizer_info(self, request: Request) -> Response:
         """tokenizer_config.json and the chat template."""
+        if not self._info:
+            self._info = await self._service.parsers.run(_tokenizer_info, self._directory)
         return Response(self._info, media_type="application/json")
 
 
@@ -153,9 +156,9 @@ class Detokenizer:
                     param="tokens",
                 )
             service.check_token_ids(parsed.tokens, "tokens")
-            text = await service.parsers.run(len(parsed.tokens), self._text_of, parsed.tokens)
+            text = await service.parsers.run(self._text_of, parsed.tokens)
             slot.hold(_TEXT_COPIES * len(text))
-            answer = await service.parsers.run(len(text), _detokenized, text)
+            answer = await service.parsers.run(_detokenized, text)
             try:
                 async with self._admission.until_ended(_SEND_TIMEOUT_S):
                     await Exchange(scope, receive, send).write_slowly(answer)

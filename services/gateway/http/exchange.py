@@ -139,10 +139,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def read_body(
-    scope: Scope,
-    receive: Receive,
-    hold: Callable[[int], None],
-    bulk_turn: Callable[[], Awaitable[None]],
+    scope: Scope, receive: Receive, hold: Callable[[int], None]
 ) -> bytes | bytearray:
     """A request's whole body, which is JSON.
 
@@ -153,8 +150,6 @@ async def read_body(
         scope: of the request.
         receive: the ASGI channel.
         hold: counts the memory that the request will take, as bytes arrive; may refuse.
-        bulk_turn: waited for before each further chunk of a long body is read, and before the end
-            of a request whose body does not arrive: hundreds may end at the same moment.
 
     Raises:
         UnsupportedMediaType: its content type is not JSON's.
@@ -184,13 +179,10 @@ async def read_body(
                 body += chunk
                 if not message.get("more_body", False):
                     return body if len(body) > _LONG_BODY_BYTES else bytes(body)
-                if len(body) > _LONG_BODY_BYTES:
-                    await bulk_turn()
                 time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, BODY_TIMEOUT_S)
                 deadline.reschedule(start + time_s)
     except (TimeoutError, ClientDisconnect) as error:
         body.clear()
-        await bulk_turn()
         if isinstance(error, ClientDisconnect):
             raise
         raise DeadlineExceeded("the body did not arrive in time") from None

@@ -24,15 +24,13 @@ from services.gateway.forms.error_answers import error_body, shaped_for
 from services.gateway.http.exchange import JsonResponse, handle_bug, handle_triptych_error
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.quota import Quotas
-from services.gateway.tenancy.tenants import Keyring
-from services.gateway.tenancy.turns import STRANGERS, bind_tenant
+from services.gateway.tenancy.tenants import Keyring, bind_tenant
 
 log = logging.getLogger(__name__)
 
 _OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/ping"))
 _QUIET_PATHS = frozenset(("/health", "/ready", "/ping"))
 _PREFLIGHT_AGE_S = 600
-_HEAD_COST = 0.25  # of a request until its body is used, against what follows
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -96,12 +94,12 @@ class Middleware:
         if scope["path"] not in self._open_paths:
             identity = self._keyring.identify(_authorization(headers))
             scope["state"]["identity"] = identity
-            bind_tenant(STRANGERS if identity is None else identity.tenant)
-            await self._admission.turn(_HEAD_COST)
             if identity is None:
                 app = _unauthorized
             elif "inference" not in identity.scopes:
                 app = _forbidden
+            else:
+                bind_tenant(identity.tenant)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -20,11 +20,10 @@ from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.common.image_geometry import ImageLimits, image_grid
 from services.common.image_header import check_scans, read_header
 from services.common.image_key import image_key
-from services.common.threads import INLINE_BYTES, num_threads
+from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
 from services.gateway.forms.json_body import LargeImages
 from services.gateway.media.web_media import WebMedia
 from services.gateway.tenancy.admission import uncounted
-from services.gateway.tenancy.turns import FairThreads
 
 # `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
 LOW_DETAIL_PIXELS = 512 * 512
@@ -38,7 +37,6 @@ _MAX_DATA_HEADER = 256
 _MEMORY_PER_FETCHED_BYTE = 3
 # Of threads that decode what is long: requests of others, and services on the same cores, go first.
 _NICENESS = 10
-_FILE_COST = 1 << 20  # to read one, in bytes of a data: URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,7 @@ class MediaLoader:
         self._max_bytes = max_bytes
         self._web = web
         self._directory = None if allowed_directory is None else allowed_directory.resolve()
-        self._threads = FairThreads(num_threads(), "images", niceness=_NICENESS)
+        self._threads = WorkerThreads(num_threads(), "images", niceness=_NICENESS)
 
     async def load(
         self,
@@ -224,19 +222,16 @@ class MediaLoader:
             case "data":
                 if large is not None and (found := large.range_of(url)):
                     _check_data_head(url)
-                    cost = found[1] - found[0]
-                    return await self._threads.run(
-                        cost, decode_large, large, found, self._max_bytes
-                    )
+                    return await self._threads.run(decode_large, large, found, self._max_bytes)
                 if len(url) > INLINE_BYTES:
-                    return await self._threads.run(len(url), decode_data_url, url, self._max_bytes)
+                    return await self._threads.run(decode_data_url, url, self._max_bytes)
                 return decode_data_url(url, self._max_bytes)
             case "http" | "https":
                 return await self._web.fetch(
                     url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE), tenant
                 )
             case "file":
-                data = await self._threads.run(_FILE_COST, self._read_file, url)
+                data = await self._threads.run(self._read_file, url)
                 hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
                 return data
             case _:

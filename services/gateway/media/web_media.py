@@ -11,7 +11,7 @@ import re
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
@@ -28,8 +28,7 @@ from services.common.errors import (
 )
 from services.gateway.media.network import SocketOption, connect
 from services.gateway.tenancy.admission import uncounted
-from services.gateway.tenancy.tenants import ANONYMOUS
-from services.gateway.tenancy.turns import bound_tenant
+from services.gateway.tenancy.tenants import ANONYMOUS, bound_tenant
 
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
 _MAX_URL_LENGTH = 8192
@@ -190,7 +189,6 @@ class WebMedia:
         timeout_s: for lookup, connections, redirects and bytes together.
         allow_private: dial private and loopback addresses and any port, too.
         resolver: of host names; for tests.
-        bulk_turn: waited for before each chunk of a body is read.
     """
 
     def __init__(
@@ -200,9 +198,7 @@ class WebMedia:
         timeout_s: float = 10.0,
         allow_private: bool = False,
         resolver: Resolver | None = None,
-        bulk_turn: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._bulk_turn = bulk_turn
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._allow_private = allow_private
@@ -285,8 +281,6 @@ class WebMedia:
                         hold(len(chunk))
                         body += chunk
                         deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
-                        if self._bulk_turn is not None:
-                            await self._bulk_turn()
                 if not body:
                     raise MediaFetchFailed("the image URL answers with an empty body")
                 return bytes(body)

@@ -19,7 +19,6 @@ from services.common.errors import Overloaded, Unavailable
 from services.gateway.forms.json_body import LargeImages
 from services.gateway.tenancy.quota import Quotas, Usage
 from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
-from services.gateway.tenancy.turns import Turnstile
 
 MAX_HELD_BYTES = 4 << 30
 # Of the process without requests: tokenizer, libraries, what the allocators keep.
@@ -121,8 +120,6 @@ class Admission:
         self._max_requests = max_requests
         self._max_held_bytes = max_held_bytes
         self._quotas = quotas or Quotas()
-        self._turnstile = Turnstile()
-        self._bulk_turnstile = Turnstile(for_all=True)
         self.held_bytes = 0
         self._running: Counter[str] = Counter()  # by tenant
         self._idle = asyncio.Event()
@@ -171,18 +168,6 @@ class Admission:
             finally:
                 self.held_bytes -= own.num_bytes
                 self._leave(tenant)
-
-    async def turn(self, cost: float = 1.0) -> None:
-        """Waits until the running task's tenant is next to have work done in the event loop.
-
-        Args:
-            cost: of the work; 1: of what is done with a request's body.
-        """
-        await self._turnstile.turn(cost)
-
-    async def bulk_turn(self) -> None:
-        """Waits until the running task may read the next chunk of something long."""
-        await self._bulk_turnstile.turn()
 
     def _check_room(self, tenant: Tenant) -> None:
         if self._refuses:

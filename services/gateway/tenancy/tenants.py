@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -236,3 +237,16 @@ class Keyring:
             expires = None if key.expires is None else key.expires.astimezone(UTC).timestamp()
             by_digest[digest] = Identity(tenant, key.id, key.scopes, expires)
         self._by_digest, self._state = by_digest, state
+
+
+_bound: ContextVar[Tenant] = ContextVar("tenant", default=ANONYMOUS)
+
+
+def bind_tenant(tenant: Tenant) -> None:
+    """Sets whose work the running task does, and the tasks that it creates from now on."""
+    _bound.set(tenant)
+
+
+def bound_tenant() -> Tenant:
+    """Whose work the running task does."""
+    return _bound.get()

@@ -17,7 +17,6 @@ from services.common.image_header import ImageHeader, read_header
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool, InProcessDecoder, MemoryBudget
 from tests.noise import PATIENCE_S
-from tests.slices import slice_ns
 
 MAX_PIXELS = 40_000_000
 
@@ -179,7 +178,7 @@ def test_small_images_do_not_wait_for_the_memory_of_large_ones(pool: DecodePool)
         assert threads.submit(shape_of, pool, data).result(PATIENCE_S) == (30, 40, 3)
 
 
-def test_large_images_have_workers_that_give_way_to_others() -> None:
+def test_large_images_have_workers_of_lower_priority() -> None:
     pool = DecodePool(1, num_large=1, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS)
     try:
         (normal,) = pool.pids
@@ -190,7 +189,6 @@ def test_large_images_have_workers_that_give_way_to_others() -> None:
             assert shape_of(pool, encoded(noise(40, 30))) == (30, 40, 3)  # does not wait
         assert os.getpriority(os.PRIO_PROCESS, niced) >= 10
         assert os.getpriority(os.PRIO_PROCESS, normal) == os.getpriority(os.PRIO_PROCESS, 0)
-        assert slice_ns(niced) == slice_ns(normal) > 10 * slice_ns()  # what wakes up goes first
     finally:
         pool.close()
 

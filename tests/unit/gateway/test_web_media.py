@@ -20,8 +20,7 @@ from services.common.errors import (
 from services.gateway.media import web_media
 from services.gateway.media.network import PacedStream, connect
 from services.gateway.media.web_media import WebMedia, is_public, parse_url
-from services.gateway.tenancy.tenants import Limits, Tenant
-from services.gateway.tenancy.turns import bind_tenant
+from services.gateway.tenancy.tenants import Limits, Tenant, bind_tenant
 from tests.noise import PATIENCE_S
 
 
