@@ -145,7 +145,7 @@ async def test_work_on_images_leaves_with_its_caller(stack):
         release.wait(PATIENCE_S)
         return b""
 
-    tasks = [asyncio.create_task(loader._threads.run(1.0, slow, str(n), 0)) for n in range(40)]
+    tasks = [asyncio.create_task(loader._threads.run(slow, str(n), 0)) for n in range(40)]
     while not begun:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     for task in tasks:
@@ -153,5 +153,5 @@ async def test_work_on_images_leaves_with_its_caller(stack):
     await asyncio.gather(*tasks, return_exceptions=True)
     num_begun = len(begun)
     release.set()
-    assert await loader._threads.run(1.0, lambda: b"next") == b"next"
+    assert await loader._threads.run(lambda: b"next") == b"next"
     assert len(begun) == num_begun < 40
