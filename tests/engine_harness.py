@@ -1,11 +1,13 @@
 """An engine on a FakeRunner, driven step by step; all of its output is recorded and checked."""
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
 
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, StepDone, TokenMask
+from services.decoder.engine.step_cost import StepCost
 from tests.fake_runner import FakeRunner, expected_tokens, mask_of, runner_info
 
 KEYS = tuple(bytes([n]) * 32 for n in range(1, 5))
@@ -26,6 +28,8 @@ class Harness:
         again_after: int = 0,
         mask_after: int = 0,
         plans: bool = False,
+        step_ms: float = math.inf,
+        step_cost: StepCost | None = None,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
@@ -34,7 +38,8 @@ class Harness:
             overlap=overlap,
             out_of_memory=(MemoryError,),
             prefix_caching=prefix_caching,
-            short_steps=not overlap,
+            step_ms=step_ms,
+            step_cost=step_cost,
             min_partial_tokens=1,
             min_checkpoint_tokens=1,
         )

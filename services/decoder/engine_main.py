@@ -21,6 +21,7 @@ from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
 from services.common.shared_memory import NotReadable
 from services.common.telemetry import setup_logging
+from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import (
     EngineInfo,
@@ -41,6 +42,9 @@ log = logging.getLogger("services.decoder.engine")
 # needs to send its next request, or an encoder to encode an image.
 _AWAKE_S = 0.05
 _KERNEL_CALLS_PERIOD_S = 1.0
+# Tokens of the longest step, which a device has memory for; `DECODER_STEP_MS` is usually the limit.
+_MAX_TOKENS_GPU, _MAX_TOKENS_CPU = 8192, 1024
+_TIMING_S_GPU, _TIMING_S_CPU = 1.0, 0.4  # of the steps that are timed at the start
 # Between two looks at the device while token masks are missing.
 _MASK_POLL_S = 0.00002
 
@@ -121,14 +125,14 @@ def open_mask_memory(
 
 def runner_options(settings: DecoderSettings, *, on_gpu: bool) -> RunnerOptions:
     """The settings that the runner depends on."""
-    max_num_sequences, max_batched_tokens = settings.batch_limits(on_gpu=on_gpu)
+    max_num_sequences = settings.max_num_sequences or (256 if on_gpu else 64)
     return RunnerOptions(
         model_directory=settings.model,
         device=settings.device,
         dtype=settings.dtype,
         load_format=settings.load_format,
         max_num_sequences=max_num_sequences,
-        max_batched_tokens=max_batched_tokens,
+        max_batched_tokens=max(_MAX_TOKENS_GPU if on_gpu else _MAX_TOKENS_CPU, max_num_sequences),
         max_model_len=settings.max_model_len,
         memory_fraction=settings.memory_fraction,
         kv_cache_bytes=settings.kv_cache_bytes,
@@ -159,7 +163,8 @@ def main() -> int:
             runner,
             overlap=on_gpu,
             out_of_memory=(torch.OutOfMemoryError,),
-            short_steps=not on_gpu,
+            step_ms=settings.step_ms,
+            step_cost=measured_cost(runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU),
         )
         freeze_gc()
         channel.send(ready_message(engine, runner, on_gpu=on_gpu))

@@ -2,16 +2,11 @@
 
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import EngineServiceSettings, Port, split_list
 from services.decoder.known_encoders import KnownEncoders
-
-# Rows and tokens of a step, by default. A GPU's step takes as long for some hundred tokens as for
-# one. A CPU is at its limit from some ten tokens on; each further one delays all others.
-_GPU_LIMITS = 256, 8192
-_CPU_LIMITS = 64, 256
 
 
 class DecoderSettings(EngineServiceSettings):
@@ -21,7 +16,8 @@ class DecoderSettings(EngineServiceSettings):
         kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.
         max_num_sequences: sequences that run at once; default: 256 on a GPU, 64 on a CPU. As many
             again times `QUEUE_FACTOR` may wait; on a CPU, 1024 run or wait at least.
-        max_batched_tokens: most tokens of a step; default: 8192 on a GPU, 256 on a CPU.
+        step_ms: how long a step may last that computes next tokens: prompts are cut to fit. Longer
+            steps serve a little more, shorter ones keep answers flowing.
         max_model_len: most tokens of prompt and completion; default: the model's.
         kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, the runner's on a CPU.
         checkpoint_bytes: for checkpoints of recurrent states, without which models with linear
@@ -40,26 +36,13 @@ class DecoderSettings(EngineServiceSettings):
     metrics_port: Port = 9102
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
-    max_batched_tokens: Annotated[int, Field(ge=1)] | None = None
+    step_ms: Annotated[float, Field(ge=1)] = 40.0
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     checkpoint_bytes: Annotated[int, Field(ge=0)] | None = None
     embedding_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     encoder_addresses: str = ""
     shared_memory: bool = True
-
-    def batch_limits(self, *, on_gpu: bool) -> tuple[int, int]:
-        """`max_num_sequences` and `max_batched_tokens` on such a device: a default gives way to a
-        value that does not fit it.
-        """
-        rows, tokens = _GPU_LIMITS if on_gpu else _CPU_LIMITS
-        if self.max_num_sequences is not None:
-            rows = self.max_num_sequences
-            tokens = max(tokens, rows)
-        if self.max_batched_tokens is not None:
-            tokens = self.max_batched_tokens
-            rows = min(rows, tokens)
-        return rows, tokens
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -71,10 +54,3 @@ class DecoderSettings(EngineServiceSettings):
     def _addresses_have_a_known_form(cls, value: str) -> str:
         KnownEncoders(split_list(value))
         return value
-
-    @model_validator(mode="after")
-    def _a_step_advances_each_sequence(self) -> "DecoderSettings":
-        rows, tokens = self.max_num_sequences, self.max_batched_tokens
-        if rows is not None and tokens is not None and tokens < rows:
-            raise ValueError("max_batched_tokens must not be less than max_num_sequences")
-        return self

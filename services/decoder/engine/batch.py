@@ -11,6 +11,7 @@ import numpy as np
 
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Int32Array, Int64Array, RowStart, Step
+from services.decoder.engine.step_cost import StepLoad
 
 _NO_IDS = np.empty(0, np.int32)
 _NO_INDICES = np.empty(0, np.int64)
@@ -61,6 +62,8 @@ class Batch:
         extended: sequences that were given a block since then.
         late: the chunks whose masks arrive late.
         scored: the chunks with prompt tokens whose logprobs are wanted, as of `to_step`.
+        load: its work; None: of a step of decodes alone, which is not counted.
+        launched_at: `time.monotonic()`.
     """
 
     chunks: list[Chunk]
@@ -69,6 +72,8 @@ class Batch:
     extended: list[Sequence] = field(default_factory=list[Sequence])
     late: list[Chunk] = field(default_factory=list[Chunk])
     scored: list[Chunk] = field(default_factory=list[Chunk])
+    load: StepLoad | None = None
+    launched_at: float = 0.0
 
     def to_step(self) -> Step:
         """The step as arrays. Block table entries count as sent from here on; a step that cannot be

@@ -7,6 +7,7 @@ whole; a sequence whose mask is late gets no token from it. If a sequence turns 
 with step n, its token of step n + 1 is discarded.
 """
 
+import math
 import time
 from collections import deque
 
@@ -33,7 +34,6 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.short_steps import ShortSteps
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, StateCheckpoints
 from services.decoder.engine.step import (
     Int32Array,
@@ -43,6 +43,7 @@ from services.decoder.engine.step import (
     Step,
     StepOutput,
 )
+from services.decoder.engine.step_cost import StepCost, StepLoad
 from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 # How long the device waits for late masks where no other row of the batch could be sampled.
@@ -63,7 +64,8 @@ class Engine:
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         prefix_caching: share blocks of equal prefixes.
-        short_steps: the device is a CPU, see `ShortSteps`.
+        step_ms: how long a step with decodes may last, see `Scheduler`.
+        step_cost: learns how long steps last; None: they are bounded by their tokens alone.
         min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
     """
 
@@ -74,7 +76,8 @@ class Engine:
         overlap: bool,
         out_of_memory: tuple[type[BaseException], ...] = (),
         prefix_caching: bool = True,
-        short_steps: bool = False,
+        step_ms: float = math.inf,
+        step_cost: StepCost | None = None,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
         min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
     ) -> None:
@@ -100,7 +103,8 @@ class Engine:
             max_tokens_per_step=info.max_tokens_per_step,
             # A step without its mask is computed again, which recurrent states do not allow.
             late_masks=overlap and not info.has_states,
-            short_steps=ShortSteps(info.num_weight_tokens) if short_steps else None,
+            step_ms=step_ms,
+            step_cost=step_cost,
             min_partial_tokens=min_partial_tokens,
             min_checkpoint_tokens=min_checkpoint_tokens,
         )
@@ -126,6 +130,8 @@ class Engine:
         # End events that wait for a step in flight which may read the sequence's images.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
+        self._step_cost = step_cost
+        self._read_at = 0.0  # the last step's result
         self._busy_s = 0.0
         self._busy_since = 0.0  # while a step is in flight
         self._sent = self._gauges()
@@ -284,6 +290,8 @@ class Engine:
             else:
                 self._mask_deadline.idle()
                 self._busy_s += now - self._busy_since
+            if self._step_cost is not None:
+                self._measure(self._step_cost, done, now)
             self._postprocess(done, output)
         if self._delayed:
             self._release_delayed()
@@ -342,6 +350,7 @@ class Engine:
         for sequence in batch.admitted:
             if sequence.first_scheduled_at == 0.0:
                 sequence.first_scheduled_at = now
+        batch.launched_at = now
         if not self._pending:
             self._busy_since = now
         step = batch.to_step() if self._planned is None else self._planned[1]
@@ -365,6 +374,20 @@ class Engine:
                 self._blocks.checkpoints.commit(chunk.checkpoint)
             if chunk.samples and chunk.sequence.late_masks:
                 chunk.sequence.token_mask = None  # the step has it
+
+    def _measure(self, cost: StepCost, batch: Batch, now: float) -> None:
+        """Learns from a step whose result was just read, at `now`. It began when the one before it
+        was read, or when it was launched. Steps that waited for masks say nothing; of those of
+        decodes alone, some are enough.
+        """
+        ms = (now - max(self._read_at, batch.launched_at)) * 1e3
+        self._read_at = now
+        load = batch.load
+        if load is None and self._num_steps % cost.decode_period == 0:
+            load = StepLoad(len(batch.chunks), batch.num_tokens)
+            load.keys = sum([chunk.start + 1 for chunk in batch.chunks])
+        if load is not None and not batch.late:
+            cost.observe(load, ms)
 
     def _sample_late(self, batch: Batch, pending: PendingStep) -> None:
         """Samples the last step; a sequence whose mask has not arrived gets no token."""

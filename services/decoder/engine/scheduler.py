@@ -1,8 +1,8 @@
 """The scheduler: which tokens of which sequences a step computes. Pure Python.
 
-A step computes the next token of every decoding sequence, then prompts, in chunks, up to a budget
-of tokens. Scheduling runs one step ahead of sampling (see step.py): it needs the number of tokens,
-not their ids. Stop ids are found when the ids arrive.
+A step computes the next token of every decoding sequence, then prompts, in chunks, as far as its
+time goes (see step_cost.py). Scheduling runs one step ahead of sampling (see step.py): it needs the
+number of tokens, not their ids. Stop ids are found when the ids arrive.
 
     waiting ──admit──▶ prefilling ──last token──▶ decoding ──▶ finished
      ▲   ▲                │   ▲                    │    ▲
@@ -24,23 +24,26 @@ Any running sequence can be preempted: it loses its blocks and computes all its 
 that were released after they were read are requested again unless the prefix cache holds them.
 """
 
+import math
 from collections.abc import Iterator
 from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
+from services.decoder.engine.admission import AdmissionPolicy, TenantQueues
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf
 from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.short_steps import ShortSteps
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, checkpoint_boundaries
-from services.decoder.engine.tenants import Room, Tenants
+from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
 
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
 # smaller chunk before a missing image saves nothing.
 MIN_PARTIAL_TOKENS = 512
+# A step without decodes keeps no token waiting, but prompts that arrive meanwhile.
+_WITHOUT_DECODES = 4  # times as long
 _admission = attrgetter("priority", "admission")  # the greatest is preempted first
 
 
@@ -54,12 +57,15 @@ class Scheduler:
     Args:
         blocks: the KV blocks; no other object allocates or frees them.
         max_num_sequences: rows, one for each running sequence.
-        max_batched_tokens: most tokens of a step; at least `max_num_sequences` times
-            `max_tokens_per_step`.
+        max_batched_tokens: most tokens of a step, however short it is; at least
+            `max_num_sequences` times `max_tokens_per_step`.
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         late_masks: steps may be planned before the masks for their samples are there.
-        short_steps: of a CPU, whose steps last longer with each token; None: of a GPU.
+        step_ms: bound of a step with decodes; prompts are cut to fit, to `StepCost.min_chunk`
+            tokens at least. A step without decodes may last four times as long.
+        step_cost: how long a step lasts.
+        policy: which sequence is admitted next.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
         min_checkpoint_tokens: from one checkpoint of a recurrent state to the next.
     """
@@ -73,7 +79,9 @@ class Scheduler:
         max_model_len: int,
         max_tokens_per_step: int = 1,
         late_masks: bool = False,
-        short_steps: ShortSteps | None = None,
+        step_ms: float = math.inf,
+        step_cost: StepCost | None = None,
+        policy: AdmissionPolicy | None = None,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
         min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
     ) -> None:
@@ -89,15 +97,16 @@ class Scheduler:
         self._max_tokens_per_step = max_tokens_per_step
         self._late_masks = late_masks and max_tokens_per_step == 1
         self._num_late_masks = 0  # sequences that have them
-        self._short_steps = short_steps
+        self._step_ms = step_ms
+        self._cost = step_cost or StepCost()
         self._min_partial_tokens = min_partial_tokens
         self._min_checkpoint_tokens = min_checkpoint_tokens
         self.num_preemptions = self.num_prefix_hit_tokens = 0
         self._rows = list(range(max_num_sequences - 1, -1, -1))
+        self._num_rows = max_num_sequences
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
-        self._room = Room(max_num_sequences, blocks.num_blocks)
-        self._tenants = Tenants()  # and their waiting sequences
+        self._waiting = policy or TenantQueues()
         self._parked: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
@@ -115,8 +124,6 @@ class Scheduler:
         self.step = self._arrivals = self._admissions = 0
         # The head of the queue when it last did not fit, and the number of free blocks then.
         self._blocked: tuple[int, int] = (-1, 0)
-        # The same, and free rows, when no tenant had to give way to it.
-        self._no_room: tuple[int, int, int] = (-1, 0, 0)
         # The head of the queue cannot be admitted before a message or a token arrives.
         self._admission_blocked = False
 
@@ -128,7 +135,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no row."""
-        return len(self._tenants) + len(self._parked)
+        return len(self._waiting) + len(self._parked)
 
     @property
     def num_lacking_images(self) -> int:
@@ -138,18 +145,18 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could be planned now, or may be when those in flight have finished."""
-        waiting = len(self._tenants) and not self._admission_blocked
+        waiting = len(self._waiting) and not self._admission_blocked
         return bool(self._decoding or self._ready or self._prefilling or waiting)
 
     @property
     def is_steady(self) -> bool:
-        """Whether the next step has decodes alone, planned ahead, and nobody loses blocks by it."""
-        others = self._prefilling or self._ready or len(self._tenants)
+        """Whether the next step has decodes alone, planned ahead, for which blocks are free."""
+        others = self._prefilling or self._ready or len(self._waiting)
         return not others and len(self._decoding) <= self.blocks.num_free
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
-        return [*self._all_running(), *self._parked.values(), *self._tenants]
+        return [*self._all_running(), *self._parked.values(), *self._waiting]
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence.
@@ -180,7 +187,6 @@ class Scheduler:
         if sequence.late_masks:
             sequence.plans_ahead = True
             self._num_late_masks += 1
-        self._tenants.arrived(sequence)
         self._wait(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
@@ -230,30 +236,19 @@ class Scheduler:
         else:
             self.blocks.register(sequence)
         self._leave(sequence)
-        self._tenants.ended(sequence)
         self._num_late_masks -= sequence.late_masks
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Batch:
         """Plans one step."""
         self.step += 1
-        chunks, num_tokens, num_decodes, short = list[Chunk](), 0, 0, self._short_steps
-        if self._tenants.are_several:
-            self._make_room()
-        if short is not None and short.takes_newcomers(several=self._tenants.are_several):
-            newcomers = self._first_of_others(self._tenants.settled(), make_room=True)
-            self._fill(newcomers, self.max_batched_tokens, chunks)
-            short.took(newcomers=bool(chunks))
-        if not chunks:
-            chunks, num_tokens = self._decode_chunks()
-            num_decodes = len(chunks)
-            if self._prefilling or len(self._tenants):
-                budget = self.max_batched_tokens - num_tokens
-                if short is not None:
-                    budget = short.prompt_tokens(budget, self.max_batched_tokens)
-                self._fill(self._prompts(), budget, chunks)
-        num_tokens += sum([chunk.length for chunk in chunks[num_decodes:]])
+        chunks, num_tokens = self._decode_chunks()
         batch = Batch(chunks, num_tokens, self._admitted, self._extended)
+        if self._prefilling or len(self._waiting):
+            keys = sum([chunk.start + 1 for chunk in chunks])
+            batch.load = StepLoad(len(chunks), num_tokens, keys=keys)
+            self._fill(chunks, batch.load)
+            batch.num_tokens = batch.load.tokens
         if self._num_late_masks:
             batch.late = [c for c in chunks if c.from_device and c.sequence.late_masks]
             for chunk in batch.late:
@@ -301,7 +296,7 @@ class Scheduler:
         rows = [s.row for s in running]
         assert len(set(rows)) == len(rows) and not set(rows) & set(self._rows), "a row held twice"
         assert all(s.state is SequenceState.RUNNING for s in running)
-        idle = [*self._tenants, *self._parked.values()]
+        idle = [*self._waiting, *self._parked.values()]
         assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
         assert all(s.plans_ahead for s in self._decoding.values())
         for sequence in (*self._ready.values(), *self._awaiting.values()):
@@ -311,7 +306,6 @@ class Scheduler:
         assert not any(s.block_table for s in idle), "a waiting sequence holds blocks"
         assert len({s.sequence_id for s in running + idle}) == len(running) + len(idle)
         self.blocks.check_integrity(running)
-        self._tenants.check_integrity(running + idle)
 
     # Decoding.
 
@@ -321,8 +315,6 @@ class Scheduler:
         """
         # All their tokens but the last are computed: without those whose last one is in flight.
         decoding = [s for s in self._decoding.values() if s.num_computed_tokens + 1 < s.max_length]
-        if self._short_steps is not None:
-            decoding = self._short_steps.decodes(decoding, self._tenants)
         lacking = [s for s in decoding if s.num_computed_tokens == s.capacity]
         known = []
         if self._ready:
@@ -379,52 +371,39 @@ class Scheduler:
     # Prompts.
 
     def _prompts(self) -> Iterator[Sequence]:
-        """Prefilling sequences, then new ones while they can be admitted. First of all are tenants
-        that prefill nothing and whose turn it is; other such ones come before second sequences.
-        """
-        prefilling = self._tenants.take_turns(self._prefilling.values())
-        tenants: set[str] = set()
-        if prefilling and self._tenants.are_several:
-            tenants = {s.tenant for s in prefilling}
-            yield from self._first_of_others(tenants)
-            tenants -= {s.tenant for s in prefilling}
-        for sequence in prefilling:
-            if sequence.tenant in tenants:
-                yield from self._first_of_others(tenants)
-            tenants.add(sequence.tenant)
+        """Prompts under way, and new ones while they can be admitted."""
+        for sequence in self._waiting.ordered(self._prefilling.values()):
+            while (head := self._head()) is not None and self._waiting.precedes(head, sequence):
+                if (admitted := self._try_admit()) is None:
+                    break
+                yield admitted
             yield sequence
         while (admitted := self._try_admit()) is not None:
             yield admitted
 
-    def _first_of_others(self, tenants: set[str], *, make_room: bool = False) -> Iterator[Sequence]:
-        """Admits the head of the queue while it is of none of these tenants, and adds its own."""
-        while (head := self._tenants.head()) is not None and head.tenant not in tenants:
-            if make_room:
-                self._make_room()
-            if (admitted := self._try_admit()) is None:
-                return
-            tenants.add(admitted.tenant)
-            yield admitted
+    def _fill(self, chunks: list[Chunk], load: StepLoad) -> None:
+        """Adds chunks of prompts, in order, while the step has time.
 
-    def _fill(self, prompts: Iterator[Sequence], budget: int, chunks: list[Chunk]) -> int:
-        """Spends up to `budget` tokens on prompts in order; returns what was spent.
-
-        A prompt that needs several steps leaves half of the budget, if worth it, to those behind.
+        The first prompt that is too long for a whole step leaves half of it to those behind.
         """
-        spent = 0
-        while spent < budget and (sequence := next(prompts, None)) is not None:
-            half = (budget - spent) // 2
-            remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            least = 1 if self._short_steps is None else self._short_steps.least(sequence)
-            if remaining > self.max_batched_tokens and half >= least:
-                spent += self._fill(prompts, half, chunks)
-            spent += self._prefill(sequence, budget - spent, chunks)
-        return spent
+        factor = 1 if chunks else _WITHOUT_DECODES
+        least = min(self.max_batched_tokens, load.tokens + factor * self._cost.min_chunk)
+        whole = limit = Limit(factor * self._step_ms, self.max_batched_tokens, least)
+        longest, long = self._cost.room(load, 0, whole), None
+        prompts = self._prompts()
+        while self._cost.room(load, 0, limit) and (sequence := next(prompts, None)) is not None:
+            start = sequence.num_computed_tokens
+            if long is None and self._chunk_limit(sequence, start) - start > longest:
+                long, limit = sequence, self._cost.half(load, whole)
+            elif room := self._cost.room(load, start, limit):
+                self._prefill(sequence, room, chunks, load)
+        if long is not None:
+            room = self._cost.room(load, long.num_computed_tokens, whole)
+            self._prefill(long, room, chunks, load)
 
-    def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Appends the sequence's next chunk; returns what it takes of the budget."""
-        start, short = sequence.num_computed_tokens, self._short_steps
-        most, cost = (budget, 1) if short is None else short.chunk(start, budget)
+    def _prefill(self, sequence: Sequence, most: int, chunks: list[Chunk], load: StepLoad) -> None:
+        """Appends the sequence's next chunk, of at most `most` tokens."""
+        start = sequence.num_computed_tokens
         length = min(self._chunk_limit(sequence, start) - start, most)
         end, checkpoint = start + length, -1
         if sequence.checkpoints:
@@ -442,12 +421,13 @@ class Scheduler:
             group[number] = self._prefilling.pop(number)
         elif self._chunk_limit(sequence, end) == end:
             self._stalled[number] = self._prefilling.pop(number)
+            self._admission_blocked = False
             self._lacking_images.append(sequence)
         if length:
             chunk = Chunk(sequence, start, length, False, samples, generated)
             chunk.checkpoint = checkpoint
             chunks.append(chunk)
-        return min(length * cost, budget)
+            load.add_chunk(start, length)
 
     def _end_at_checkpoint(self, sequence: Sequence, start: int, end: int) -> tuple[int, int]:
         """Where a chunk [start, end) ends so that a state can be kept, and the slot; -1: none."""
@@ -459,9 +439,13 @@ class Scheduler:
                     return boundary, slot
         return end, -1
 
+    def _head(self) -> Sequence | None:
+        """The waiting sequence that is next; a stalled one makes room for it."""
+        return self._waiting.head((len(self._rows) + len(self._stalled)) / self._num_rows)
+
     def _try_admit(self) -> Sequence | None:
         """Gives the head of the queue a row and blocks; None if it has to wait."""
-        while (sequence := self._tenants.head()) is not None:
+        while (sequence := self._head()) is not None:
             if sequence.num_in_flight:
                 return None  # preempted, and its last token has not arrived
             num_free = self.blocks.num_free
@@ -473,15 +457,15 @@ class Scheduler:
             prefix = self.blocks.find_prefix(sequence)
             computed = len(prefix) * self.blocks.block_size
             if self._chunk_limit(sequence, computed) == computed:
-                self._tenants.remove(sequence)
+                self._waiting.remove(sequence)
                 self._parked[sequence.sequence_id] = sequence
                 self._lacking_images.append(sequence)
                 continue
             others = self._decoding or self._ready or self._awaiting or self._prefilling
-            keep_free = self._watermark if others else 0
+            kept = round(self._waiting.kept_share(sequence) * self.blocks.num_blocks)
+            keep_free = max(self._watermark, kept) if others else 0
             fits = self.blocks.can_allocate(len(sequence.token_ids), prefix, keep_free)
             if fits and self._rows:
-                self._tenants.remove(sequence)
                 self._admit(sequence, prefix)
                 return sequence
             # A sequence that stalled in this step is part of its batch.
@@ -491,6 +475,7 @@ class Scheduler:
                 self._admission_blocked = not self._stalled
                 return None
             self._preempt(max(victims, key=_admission))
+        self._admission_blocked = bool(len(self._waiting))
         return None
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
@@ -508,7 +493,7 @@ class Scheduler:
         sequence.admission = self._admissions
         sequence.state = SequenceState.RUNNING
         sequence.row = self._rows.pop()
-        self._tenants.admitted(sequence, sequence.num_computed_tokens)
+        self._waiting.admitted(sequence)
         self._prefilling[sequence.sequence_id] = sequence
         self._admitted.append(sequence)
 
@@ -534,36 +519,8 @@ class Scheduler:
     # Leaving.
 
     def _victim(self) -> Sequence:
-        """The sequence to preempt next: a stalled one if there is any, else the latest admitted of
-        the tenant that uses most.
-        """
-        if self._stalled:
-            return max(self._stalled.values(), key=_admission)
-        running = self._all_running()
-        if self._tenants.are_several:
-            running = self._tenants.greediest(running, self._room) or running
-        return max(running, key=_admission)
-
-    def _make_room(self) -> None:
-        """Preempts sequences of tenants that use more than that of the head of the queue, until the
-        head can be admitted.
-        """
-        head = self._tenants.head()
-        if head is None or head.num_in_flight:
-            return
-        state = head.sequence_id, self.blocks.num_free, len(self._rows)
-        if state == self._no_room:
-            return
-        length = len(head.token_ids)
-        prefix = self.blocks.find_prefix(head)
-        while not (self._rows and self.blocks.can_allocate(length, prefix, self._watermark)):
-            needed = self.blocks.num_blocks_for(length)
-            victim = self._tenants.gives_way(self._all_running(), self._room, head, needed)
-            if victim is None:
-                self._no_room = state
-                return
-            self._preempt(victim)
-            prefix = self.blocks.find_prefix(head)
+        """The sequence to preempt next: a stalled one if there is any, else the latest admitted."""
+        return max(self._stalled.values() or self._all_running(), key=_admission)
 
     def _all_running(self) -> list[Sequence]:
         return [s for group in self._running for s in group.values()]
@@ -583,18 +540,18 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         self._admission_blocked = False
-        self._tenants.wait(sequence)
+        self._waiting.wait(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         number = sequence.sequence_id
         self._admission_blocked = False
         if sequence.state is SequenceState.WAITING:
             if self._parked.pop(number, None) is None:
-                self._tenants.remove(sequence)
+                self._waiting.remove(sequence)
             return
         for group in self._running:
             group.pop(number, None)
         self.blocks.free(sequence)
         self._rows.append(sequence.row)
-        self._tenants.left(sequence)
+        self._waiting.released(sequence)
         sequence.row = -1

@@ -33,7 +33,7 @@ class Sequence:
         image_offsets: image key → byte offset in the arena, while the embedding is there.
         images_read: keys of embeddings that were released after they were read; needed again if
             the sequence is preempted.
-        tenant, tenant_weight, num_charged, num_known_at_admission: whose it is; of `Tenants`.
+        tenant, tenant_weight: whose it is.
         row: index in the runner's tables while RUNNING, else -1.
         block_table: ids of the KV blocks, in order.
         capacity: tokens that the block table has room for.
@@ -41,8 +41,6 @@ class Sequence:
             steps in flight are done.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_in_flight: steps that sample for the sequence and whose tokens have not arrived.
-        last_turn: when it last was among the decodes of a step that had no room for all; counts
-            turns of `ShortSteps`.
         checkpoint: slot of the recurrent state that the row starts from; -1: zero.
         checkpoints: after how many tokens the state is to be kept, ascending.
         num_sent_blocks: entries of the block table that were sent to the runner.
@@ -73,8 +71,6 @@ class Sequence:
     cache_salt: bytes = b""
     tenant: str = ""
     tenant_weight: float = 1.0
-    num_charged: int = 0
-    num_known_at_admission: int = 0
     state: SequenceState = SequenceState.WAITING
     image_offsets: dict[bytes, int] = field(default_factory=dict[bytes, int])
     images_read: list[bytes] = field(default_factory=list[bytes])
@@ -84,7 +80,6 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_in_flight: int = 0
-    last_turn: int = 0
     checkpoint: int = -1
     checkpoints: tuple[int, ...] = ()
     num_sent_blocks: int = 0

@@ -1,11 +1,14 @@
 """The engine's contract on a fake runner, for random sequences, sizes and arrivals."""
 
 import itertools
+import math
+import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.step_cost import StepCost, StepLoad
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, expected_tokens
 
@@ -32,6 +35,21 @@ arrivals = st.lists(
 )
 
 
+class ErraticCost(StepCost):
+    """Learns random times instead of the fake device's; prompts may go on by a token a step."""
+
+    @property
+    def min_chunk(self) -> int:
+        return 1
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(60)
+        self._random = random.Random(seed)
+
+    def observe(self, load: StepLoad, ms: float, rate: float = 0.5) -> None:
+        super().observe(load, self._random.uniform(0.1, 100.0), rate)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     arrivals=arrivals,
@@ -45,19 +63,22 @@ arrivals = st.lists(
     mask_after=st.integers(0, 6),
     plans=st.booleans(),
     most=st.integers(1, 4),
+    step_ms=st.none() | st.floats(1, 50),
     seed=st.integers(0, 2**16),
 )
 def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
     arrivals, overlap, prefix_caching, rows, budget, blocks, out_of_memory_at, again_after,
-    mask_after, plans, most, seed,
+    mask_after, plans, most, step_ms, seed,
 ):  # fmt: skip
     """No token lost or doubled, no block lost, whatever runs beside a sequence, and however many
-    tokens a step yields, images and masks that arrive late, and preemptions.
+    tokens a step yields and however long it takes, images and masks that arrive late, and
+    preemptions.
     """
     harness = Harness(
         overlap=overlap, prefix_caching=prefix_caching, max_num_sequences=rows,
         max_batched_tokens=max(budget, rows * most), num_blocks=blocks, again_after=again_after,
         mask_after=mask_after, plans=plans, max_tokens_per_step=most,
+        step_ms=step_ms or math.inf, step_cost=None if step_ms is None else ErraticCost(seed),
     )  # fmt: skip
     harness.runner.random.seed(seed)
     todo: dict[int, list] = {}

@@ -1,5 +1,7 @@
 """The scheduler alone: the chunks of a step, and what preemption and rollback leave."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.short_steps import ShortSteps
+from services.decoder.engine.step_cost import StepCost, StepLoad
 from tests.fake_runner import add_message
 
 KEY = b"k" * 32
@@ -21,16 +23,26 @@ def scheduler_of(
     budget: int = 32,
     length: int = 256,
     partial: int = 1,
-    short_steps: ShortSteps | None = None,
+    step_ms: float = math.inf,
+    cost: StepCost | None = None,
 ):
     return Scheduler(
         BlockManager(blocks, 4),
         max_num_sequences=rows,
         max_batched_tokens=budget,
         max_model_len=length,
-        short_steps=short_steps,
         min_partial_tokens=partial,
+        step_ms=step_ms,
+        step_cost=cost,
     )
+
+
+def cost_of(token_ms: float) -> StepCost:
+    """Of a device that computes each token in that time, and little else."""
+    cost = StepCost(10**9)
+    loads = [StepLoad(0, n) for n in (1, 16, 64, 256, 512, 1024)]
+    cost.fit([(load, 0.5 + token_ms * load.tokens) for load in loads])
+    return cost
 
 
 def add(
@@ -223,6 +235,100 @@ def test_all_finish_in_bounded_time(lengths, rows, budget, blocks):
     assert scheduler.blocks.num_free == blocks
 
 
+def test_prompts_are_cut_to_fit_the_steps_time():
+    """100 µs a token: 20 ms are 195 tokens beside decodes, and 795 are four times as long, without.
+    Totals are multiples of what graphs are captured for.
+    """
+    scheduler = scheduler_of(blocks=1000, budget=4096, length=4000, step_ms=20.0, cost=cost_of(0.1))
+    add(scheduler, 1, 1000)
+    add(scheduler, 2, 1000)
+    assert step(scheduler) == [(2, 0, 384), (1, 0, 384)]  # neither fits: half and half
+    scheduler.finish(scheduler._all_running()[1])
+    ((_, _, length),) = step(scheduler)
+    assert length == 616
+    add(scheduler, 3, 1000)
+    assert step(scheduler) == [(1, 1000, 1), (3, 0, 191)]
+
+
+def test_a_lone_prompt_is_one_step():
+    scheduler = scheduler_of(blocks=1000, budget=4096, length=4000, step_ms=40.0, cost=cost_of(0.1))
+    add(scheduler, 1, 1008)
+    assert step(scheduler) == [(1, 0, 1008)]
+
+
+def test_prompts_go_on_where_decodes_alone_take_longer_than_a_step():
+    scheduler = scheduler_of(
+        blocks=1000, rows=4, budget=4096, length=4000, step_ms=1.0, cost=cost_of(1.0)
+    )
+    for number in range(3):
+        add(scheduler, number, 20)
+    while scheduler._prefilling or len(scheduler._waiting):
+        step(scheduler)
+    add(scheduler, 9, 100)
+    assert [step(scheduler)[-1] for _ in range(3)] == [(9, 0, 32), (9, 32, 32), (9, 64, 32)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=14),
+    delays=st.lists(st.integers(0, 30), min_size=14, max_size=14),
+    image=st.lists(st.booleans(), min_size=14, max_size=14),
+    tenants=st.lists(st.sampled_from(["", "a", "b"]), min_size=14, max_size=14),
+    token_ms=st.floats(0.01, 5.0),
+    step_ms=st.floats(1.0, 60.0),
+    rows=st.integers(1, 6),
+    blocks=st.integers(190, 600),
+)
+def test_steps_keep_their_time_and_every_prompt_goes_on(
+    lengths, delays, image, tenants, token_ms, step_ms, rows, blocks
+):
+    """A step that takes longer than it may has at most the least chunk of prompts; as long as there
+    are prompts that can go on, each step with room has some of their tokens; all finish.
+    """
+    cost = cost_of(token_ms)
+    scheduler = scheduler_of(
+        rows=rows, blocks=blocks, budget=512, length=750, step_ms=step_ms, cost=cost
+    )
+    sequences, late = [], []
+    for number, length in enumerate(lengths):
+        spans = (ImageSpan(KEY, length // 2, 1),) if image[number] and length > 2 else ()
+        tokens = [(number * 31 + i) % 97 for i in range(length)]
+        message = add_message(number, tokens, images=spans, max_tokens=20, tenant=tenants[number])
+        sequences.append(Sequence.from_message(message))
+        if spans:
+            late.append((delays[number], sequences[-1]))
+    arrivals = sorted(
+        zip(delays, range(len(lengths)), sequences, strict=False), key=lambda a: a[:2]
+    )
+    for now in range(4000):
+        while arrivals and arrivals[0][0] <= now:
+            scheduler.add(arrivals.pop(0)[2])
+        for due, sequence in late:
+            if due + 3 == now:
+                scheduler.image_ready(sequence, KEY, 0)
+        if not scheduler.has_work:
+            if not arrivals and now > 40:
+                break
+            continue
+        waiting = bool(scheduler._prefilling)
+        batch = scheduler.schedule()
+        num_decodes = sum(chunk.from_device for chunk in batch.chunks)
+        prompt_tokens = batch.num_tokens - num_decodes
+        factor = 1 if num_decodes else 4
+        if batch.load is not None and cost.predict(batch.load) > factor * step_ms * 1.0001:
+            assert prompt_tokens <= factor * cost.min_chunk
+        assert prompt_tokens or not waiting
+        for chunk in batch.chunks:
+            scheduler.blocks.register(chunk.sequence)
+            if chunk.samples:
+                chunk.sequence.num_in_flight -= 1
+                chunk.sequence.token_ids.append(1)
+                if len(chunk.sequence.token_ids) >= chunk.sequence.max_length:
+                    scheduler.finish(chunk.sequence)
+        scheduler.check_integrity()
+    assert all(s.state is SequenceState.FINISHED for s in sequences)
+
+
 def test_lower_priorities_are_admitted_first_and_preempted_last():
     scheduler = scheduler_of(rows=2, blocks=8, budget=64)
     add(scheduler, 1, 8)
@@ -230,10 +336,10 @@ def test_lower_priorities_are_admitted_first_and_preempted_last():
     for number, priority in ((2, 5), (3, -1), (4, 0), (5, -1)):
         add(scheduler, number, 4, priority=priority)
     assert step(scheduler) == [(1, 8, 1), (3, 0, 4)]
-    waiting = [s.sequence_id for s in scheduler._tenants]
+    waiting = [s.sequence_id for s in scheduler._waiting]
     assert waiting == [5, 4, 2]
     # Eight blocks are not enough for both: the one of priority 0 gives way, though it came first.
     while scheduler.num_preemptions == 0:
         step(scheduler)
     assert 3 in {s.sequence_id for s in scheduler._all_running()}
-    assert 1 in {s.sequence_id for s in scheduler._tenants}
+    assert 1 in {s.sequence_id for s in scheduler._waiting}

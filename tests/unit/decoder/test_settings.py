@@ -36,6 +36,7 @@ def test_an_unknown_variable_is_named():
         ("LOAD_FORMAT", "gguf"),
         ("MEMORY_FRACTION", "1.5"),
         ("MAX_NUM_SEQUENCES", "0"),
+        ("STEP_MS", "0"),
         ("EMBEDDING_CACHE_BYTES", "1000"),
         ("SHUTDOWN_GRACE_S", "-1"),
         ("LOG_LEVEL", "LOUD"),
@@ -44,26 +45,6 @@ def test_an_unknown_variable_is_named():
 def test_a_bad_value_is_named(name, value):
     with pytest.raises(SettingsError, match=f"DECODER_{name}"):
         read(**{name: value})
-
-
-def test_a_step_must_be_able_to_advance_each_sequence():
-    with pytest.raises(SettingsError, match="max_batched_tokens"):
-        read(MAX_NUM_SEQUENCES="64", MAX_BATCHED_TOKENS="32")
-
-
-@pytest.mark.parametrize(
-    ("variables", "on_gpu", "on_cpu"),
-    [
-        ({}, (256, 8192), (64, 256)),
-        ({"MAX_NUM_SEQUENCES": "512"}, (512, 8192), (512, 512)),
-        ({"MAX_BATCHED_TOKENS": "32"}, (32, 32), (32, 32)),
-        ({"MAX_NUM_SEQUENCES": "8", "MAX_BATCHED_TOKENS": "1024"}, (8, 1024), (8, 1024)),
-    ],
-)
-def test_limits_of_a_step_depend_on_the_device(variables, on_gpu, on_cpu):
-    settings = read(**variables)
-    assert settings.batch_limits(on_gpu=True) == on_gpu
-    assert settings.batch_limits(on_gpu=False) == on_cpu
 
 
 def test_settings_cross_to_the_engine_process_unchanged():

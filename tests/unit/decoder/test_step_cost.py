@@ -1,0 +1,128 @@
+"""The cost model of a step: what it learns, and how many tokens it says fit."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
+
+ms = float
+CONTEXT = {"gpu": 103_000, "cpu": 2_000}  # tokens whose keys and values are as large as the weights
+
+
+def gpu(load: StepLoad) -> ms:
+    """A step of an 8B model: weights or GEMMs, whichever take longer, then attention."""
+    gemms = max(5.4, 0.0215 * load.tokens)
+    return 0.3 + gemms + 1.4e-6 * load.pairs + 5.4 / CONTEXT["gpu"] * load.keys
+
+
+def cpu(load: StepLoad) -> ms:
+    """A step of the demonstration model on a core."""
+    tokens = 0.12 * (load.tokens - load.rows) + 0.25 * load.rows
+    return 5 + tokens + 1.4e-4 * load.pairs + 5 / CONTEXT["cpu"] * load.keys
+
+
+DEVICES = {"gpu": gpu, "cpu": cpu}
+
+
+def load_of(rows: int = 0, context: int = 0, *chunks: tuple[int, int]) -> StepLoad:
+    load = StepLoad(rows, rows, 0.0, rows * context)
+    for start, length in chunks:
+        load.add_chunk(start, length)
+    return load
+
+
+def fitted(device: str, scale: float = 1.0) -> StepCost:
+    """As `measured_cost` fits it: a few steps, within three percent."""
+    most = 8192 if device == "gpu" else 1024
+    noise, cost = random.Random(0), StepCost(CONTEXT[device])
+    loads = [load_of(0, 0, (0, 1)), load_of(1, 2), load_of(64, 3)]
+    loads += [load_of(0, 0, (0, n)) for n in (32, 256, 1024, 4096, most) if n <= most]
+    loads += [load_of(0, 0, (most, 1024)), load_of(1, most + 1024)]
+    cost.fit([(load, scale * DEVICES[device](load) * noise.uniform(0.97, 1.03)) for load in loads])
+    return cost
+
+
+SERVED = [  # what steps under load compute
+    load_of(100, 1000, (0, 900)),
+    load_of(170, 1060, (0, 700), (500, 300)),
+    load_of(20, 500, (12_000, 900)),
+    load_of(8, 200, (0, 200)),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_first_fit_says_how_long_prompts_take(device: str) -> None:
+    cost = fitted(device)
+    for load in (load_of(0, 0, (0, 1008)), load_of(1, 500), load_of(0, 0, (0, 256))):
+        assert cost.predict(load) == pytest.approx(DEVICES[device](load), rel=0.08)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_measured_steps_keep_it_true_despite_noise_and_outliers(device: str) -> None:
+    """Within twelve percent, although one step in a hundred takes five times as long."""
+    cost, noise = fitted(device), random.Random(1)
+    for _ in range(2000):
+        chunk = noise.choice([0, 0, 1000, 5000]), noise.randint(16, 1500)
+        load = load_of(noise.randint(1, 200), noise.randint(100, 3000), chunk)
+        outlier = 5 if noise.random() < 0.01 else 1
+        cost.observe(load, DEVICES[device](load) * noise.uniform(0.9, 1.1) * outlier)
+    for load in SERVED:
+        assert cost.predict(load) == pytest.approx(DEVICES[device](load), rel=0.12)
+
+
+def test_a_device_that_is_shared_is_noticed_within_thirty_steps() -> None:
+    cost = fitted("gpu")
+    for _ in range(30):
+        cost.observe(SERVED[0], 1.6 * gpu(SERVED[0]))
+    assert cost.predict(SERVED[0]) == pytest.approx(1.6 * gpu(SERVED[0]), rel=0.05)
+
+
+def test_one_slow_step_changes_little() -> None:
+    cost = fitted("gpu")
+    before = cost.predict(SERVED[0])
+    cost.observe(SERVED[0], 10_000.0)
+    assert before < cost.predict(SERVED[0]) <= 1.11 * before
+
+
+def test_a_least_chunk_is_worth_reading_the_weights_for() -> None:
+    assert fitted("gpu").min_chunk in (192, 224, 256)
+    assert fitted("cpu").min_chunk == 32
+
+
+def test_nothing_is_known_before_something_is_measured() -> None:
+    cost = StepCost(1000)
+    assert cost.predict(SERVED[0]) == 0.0
+    assert cost.room(StepLoad(4, 4), 0, Limit(1.0, 100, 50)) == 96
+    cost.observe(SERVED[0], 30.0)
+    assert cost.predict(SERVED[0]) == pytest.approx(30.0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    device=st.sampled_from(sorted(DEVICES)),
+    scale=st.floats(0.05, 20.0),
+    rows=st.integers(0, 256),
+    context=st.integers(0, 8000),
+    tokens=st.integers(0, 2000),
+    start=st.integers(0, 100_000),
+    limit=st.builds(Limit, st.floats(1, 500), st.integers(2300, 8192), st.integers(0, 500)),
+)
+def test_a_chunk_fits_and_no_much_longer_one_does(
+    device, scale, rows, context, tokens, start, limit
+):
+    cost = fitted(device, scale)
+    load = load_of(rows, context, (0, tokens))
+    room = cost.room(load, start, limit)
+    least = max(0, limit.least - load.tokens)
+    assert least <= room <= limit.tokens - load.tokens
+
+    def lasts(length: int) -> ms:
+        return cost.predict(load_of(rows, context, (0, tokens), (start, length)))
+
+    if room > least:
+        assert lasts(room) <= limit.ms * 1.0001
+    if room < limit.tokens - load.tokens:
+        assert lasts(room + 64) >= limit.ms * 0.9999  # a graph's size
