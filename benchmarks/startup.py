@@ -83,11 +83,17 @@ def forget(directory: Path) -> int:
 
 
 @contextmanager
-def serving(directory: Path, options: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """`triptych serve`: its URL, and the seconds until it was ready."""
+def serving(
+    directory: Path, options: Sequence[str], **variables: str
+) -> Iterator[tuple[str, float]]:
+    """`triptych serve` with these options and environment variables: its URL, and the seconds until
+    it was ready.
+    """
     command = [sys.executable, "-m", "triptych", "serve", "--model", str(directory), "--port", "0"]
     start = time.monotonic()
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, text=True, env=os.environ | variables
+    )
     try:
         assert process.stdout is not None
         found = _READY.search(process.stdout.readline())

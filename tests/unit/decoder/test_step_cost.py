@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.decoder.engine.calibration import measured_cost
+from services.decoder.engine.engine import Engine
 from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
+from tests.fake_runner import FakeRunner, add_message, runner_info
 
 ms = float
 CONTEXT = {"gpu": 103_000, "cpu": 2_000}  # tokens whose keys and values are as large as the weights
@@ -126,3 +129,21 @@ def test_a_chunk_fits_and_no_much_longer_one_does(
         assert lasts(room) <= limit.ms * 1.0001
     if room < limit.tokens - load.tokens:
         assert lasts(room + 64) >= limit.ms * 0.9999  # a graph's size
+
+
+def test_the_first_steps_are_timed_by_an_engine_that_leaves_nothing_behind() -> None:
+    runner = FakeRunner(runner_info(num_blocks=600, max_model_len=2000, max_batched_tokens=1024))
+    cost = measured_cost(runner, budget_s=60.0)
+    assert cost.predict(SERVED[0]) > 0
+    shapes = {(len(batch), batch[0][1], batch[0][2]) for batch in runner.batches}
+    assert {(1, 0, 1024), (1, 1024, 972), (8, 1, 1)} <= shapes
+    engine = Engine(runner, overlap=True)
+    engine.add(add_message(7, [1, 2, 3], max_tokens=4))
+    while engine.has_work:
+        engine.step()
+
+
+def test_what_takes_too_long_is_not_timed() -> None:
+    runner = FakeRunner(runner_info(num_blocks=600, max_model_len=2000, max_batched_tokens=1024))
+    assert measured_cost(runner, budget_s=0.0).predict(SERVED[0]) > 0
+    assert all(length == 1 for batch in runner.batches for _, _, length in batch)

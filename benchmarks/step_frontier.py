@@ -1,0 +1,185 @@
+"""Goodput and throughput by the bound of a step (`DECODER_STEP_MS`).
+
+    python -m benchmarks.step_frontier --model DIR --out frontier.json \
+        --bounds 10,20,30,40,60,100,1000 --device cuda --load-format dummy --gateways 4
+
+Each bound is a start of `triptych serve`, which unknown options go to. Open loops (img1, epd4) send
+requests at random times, as many a second as `@` says, whether or not others are answered; an
+answer is good if its first token comes within 2 s and later ones within 50 ms each, on average.
+Closed loops are rows of `benchmarks.serve`. Results of a bound replace those of an earlier run in
+the same file. `--plot PICTURE` draws the file instead.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.client import Sample, Target, TimedConnection
+from benchmarks.serve import run_row
+from benchmarks.startup import serving
+from benchmarks.worker import model_name
+from benchmarks.workloads import ROWS, Row, request_bodies
+
+GOOD_TTFT_S, GOOD_TPOT_S = 2.0, 0.05
+_TIMEOUT_S = 300.0
+_OPEN = {  # the numbers of requests follow from rate and time
+    "img1": Row("img1", 32, 0, 24, 64, 1024, 1),
+    "epd4": Row("epd4", 16, 0, 60, 150, 640, 4),
+    "text": Row("text", 32, 0, 500, 128),
+}
+_CLOSED = {row.name: row for row in ROWS}
+_DEFAULT = "img1@24,epd4@10,text_c64,text_c256"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request's times, and the longest gap between two of its events in seconds."""
+
+    sample: Sample
+    gap_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.sample.first - self.sample.start
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.sample.last - self.sample.first) / max(1, self.sample.completion_tokens - 1)
+
+    @property
+    def is_good(self) -> bool:
+        return self.ttft_s <= GOOD_TTFT_S and self.tpot_s <= GOOD_TPOT_S
+
+
+async def open_loop(target: Target, bodies: Sequence[bytes], rate: float) -> list[Answer]:
+    """Sends each body at its time; intervals are exponential, and the same in each run."""
+    due = np.cumsum(np.random.default_rng(11).exponential(1 / rate, len(bodies)))
+    start = time.monotonic()
+
+    async def send(body: bytes, at: float) -> Answer:
+        await asyncio.sleep(start + at - time.monotonic())
+        connection = TimedConnection(target)
+        sample = await connection.post(body, _TIMEOUT_S)
+        connection.close()
+        times = [when for when, _ in connection.arrivals]
+        return Answer(sample, max([b - a for a, b in pairwise(times)], default=0.0))
+
+    return await asyncio.gather(*(send(b, float(at)) for b, at in zip(bodies, due, strict=True)))
+
+
+def measure(workload: str, url: str, seconds: float, seed: int) -> dict[str, Any]:
+    """The figures of `img1@24`, `text_c64` and so on."""
+    target = Target.from_url(url)
+    model = model_name(target, _TIMEOUT_S)
+    name, _, rate = workload.partition("@")
+    if rate:
+        row = replace(_OPEN[name], num_requests=round(float(rate) * seconds))
+        bodies = list(request_bodies(row, model, seed))
+        asyncio.run(open_loop(target, bodies[: row.num_warmup], float(rate)))
+        answers = asyncio.run(open_loop(target, bodies[row.num_warmup :], float(rate)))
+    else:
+        row = _CLOSED[name]
+        samples, _ = run_row(row, target, request_bodies(row, model, seed), _TIMEOUT_S)
+        answers = [Answer(sample) for sample in samples]
+    return {"workload": workload} | figures(answers)
+
+
+def figures(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Rates, and percentiles in milliseconds. Gaps of closed loops are not measured: 0."""
+    whole = [answer for answer in answers if not answer.sample.error]
+    if not whole:
+        raise SystemExit(f"no request was answered: {answers[0].sample.error}")
+    start = min(answer.sample.start for answer in answers)
+    wall_s = max(answer.sample.end for answer in answers) - start
+
+    def percentiles(values: Sequence[float]) -> list[float]:
+        return [round(1e3 * float(v), 2) for v in np.percentile(values, (50, 99))]
+
+    return {
+        "good_per_s": round(sum(answer.is_good for answer in whole) / wall_s, 2),
+        "requests_per_s": round(len(whole) / wall_s, 2),
+        "tokens_per_s": round(sum(a.sample.completion_tokens for a in whole) / wall_s, 1),
+        "ttft_ms": percentiles([answer.ttft_s for answer in whole]),
+        "tpot_ms": percentiles([answer.tpot_s for answer in whole]),
+        "gap_ms": percentiles([answer.gap_s for answer in whole]),
+        "errors": len(answers) - len(whole),
+    }
+
+
+def write_plot(path: Path, found: Sequence[dict[str, Any]]) -> None:
+    """Goodput of open loops, and throughput of closed ones, by the bound."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (good, rate) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for workload in dict.fromkeys(row["workload"] for row in found):
+        rows = sorted((r for r in found if r["workload"] == workload), key=lambda r: r["step_ms"])
+        bounds = [row["step_ms"] for row in rows]
+        if "@" in workload:
+            (line,) = good.plot(bounds, [r["good_per_s"] for r in rows], "o-", label=workload)
+            answered = [r["requests_per_s"] for r in rows]
+            good.plot(bounds, answered, ":", color=line.get_color(), label="all answers")
+        else:
+            best = max(r["tokens_per_s"] for r in rows)
+            shares = [100 * r["tokens_per_s"] / best for r in rows]
+            rate.plot(bounds, shares, "o-", label=f"{workload}: 100 % = {best:,.0f} tokens/s")
+    good.set_title("good answers per second: first token ≤ 2 s, ≤ 50 ms a token", fontsize=10)
+    rate.set_title("tokens per second, % of the best", fontsize=10)
+    ticks = sorted({row["step_ms"] for row in found})
+    for axis in (good, rate):
+        axis.set_xscale("log")
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+        axis.minorticks_off()
+        axis.set_xlabel("DECODER_STEP_MS")
+        axis.set_ylim(bottom=0)
+        if axis.lines:
+            axis.legend(fontsize=8)
+        axis.axvline(40, color="0.8", zorder=0)  # the default
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the arguments; other options go to `triptych serve`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="JSON file, read first if it is there")
+    add("--plot", type=Path, help="draw the file and measure nothing")
+    add("--model", type=Path, help="checkpoint")
+    add("--bounds", default="10,20,30,40,60,100,1000", help="milliseconds")
+    add("--workloads", default=_DEFAULT, help=f"{', '.join(_OPEN)} with @RATE, or rows")
+    add("--seconds", type=float, default=10.0, help="of each open loop")
+    options, rest = parser.parse_known_args(arguments)
+    found: list[dict[str, Any]] = (
+        json.loads(options.out.read_text()) if options.out.exists() else []
+    )
+    if options.plot:
+        write_plot(options.plot, found)
+        return 0
+    workloads = options.workloads.split(",")
+    if unknown := {w.partition("@")[0] for w in workloads} - (_OPEN.keys() | _CLOSED.keys()):
+        parser.error(f"unknown workload {', '.join(sorted(unknown))}")
+    for bound in map(float, options.bounds.split(",")):
+        with serving(options.model, rest, DECODER_STEP_MS=str(bound)) as (url, _):
+            for seed, workload in enumerate(workloads):
+                row = {"step_ms": bound} | measure(workload, url, options.seconds, seed)
+                key = bound, workload
+                found = [r for r in found if (r["step_ms"], r["workload"]) != key] + [row]
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
