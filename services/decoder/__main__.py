@@ -85,7 +85,6 @@ class DecoderService:
             registry.register(CacheCollector("decoder", cache.counters))
         metrics = DecoderMetrics(registry)
         fetcher = EncoderFetcher(
-            shared_memory=settings.shared_memory,
             credentials=credentials,
             known=KnownEncoders(settings.encoders),
         )

@@ -136,7 +136,6 @@ def runner_options(settings: DecoderSettings, *, on_gpu: bool) -> RunnerOptions:
         max_model_len=settings.max_model_len,
         memory_fraction=settings.memory_fraction,
         kv_cache_bytes=settings.kv_cache_bytes,
-        checkpoint_bytes=settings.checkpoint_bytes,
         kernels=settings.kernels,
     )
 

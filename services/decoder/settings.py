@@ -20,14 +20,10 @@ class DecoderSettings(EngineServiceSettings):
             steps serve a little more, shorter ones keep answers flowing.
         max_model_len: most tokens of prompt and completion; default: the model's.
         kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, the runner's on a CPU.
-        checkpoint_bytes: for checkpoints of recurrent states, without which models with linear
-            attention reuse no prefix; default: an eighth of what they and the KV cache have.
         embedding_cache_bytes: of the arena that holds images' embeddings; a text model has none.
         encoder_addresses: the encoders that this decoder fetches from, which gateways name:
             comma-separated, as the gateway's, or ranges of addresses, see `known_encoders.py`;
             empty: those on loopback.
-        shared_memory: read embeddings from the memory of an encoder on the same machine; false: all
-            come over gRPC.
     """
 
     model_config = SettingsConfigDict(env_prefix="DECODER_", frozen=True, extra="forbid")
@@ -39,10 +35,8 @@ class DecoderSettings(EngineServiceSettings):
     step_ms: Annotated[float, Field(ge=1)] = 40.0
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
-    checkpoint_bytes: Annotated[int, Field(ge=0)] | None = None
     embedding_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     encoder_addresses: str = ""
-    shared_memory: bool = True
 
     @property
     def encoders(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from services.decoder.engine.admission import AdmissionPolicy, TenantQueues
+from services.decoder.engine.admission import AdmissionPolicy
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf
@@ -65,7 +65,6 @@ class Scheduler:
         step_ms: bound of a step with decodes; prompts are cut to fit, to `StepCost.min_chunk`
             tokens at least. A step without decodes may last four times as long.
         step_cost: how long a step lasts.
-        policy: which sequence is admitted next.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
         min_checkpoint_tokens: from one checkpoint of a recurrent state to the next.
     """
@@ -81,7 +80,6 @@ class Scheduler:
         late_masks: bool = False,
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
-        policy: AdmissionPolicy | None = None,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
         min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
     ) -> None:
@@ -106,7 +104,7 @@ class Scheduler:
         self._num_rows = max_num_sequences
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
-        self._waiting = policy or TenantQueues()
+        self._waiting = AdmissionPolicy()
         self._parked: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
