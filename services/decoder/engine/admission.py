@@ -1,31 +1,28 @@
-"""Which waiting sequence is admitted next: tenants by weight, each in its own order. Pure Python.
+"""Which waiting sequence is admitted next, and which is preempted. Pure Python.
 
-Start-time fair queueing (Goyal et al., 1996): a tenant's counter grows by the prompt tokens of each
-sequence that is admitted, divided by its weight, and the lowest counter is next. A tenant that
-comes back from idleness starts where the last admission did: time without requests earns nothing.
-
-While several tenants are known, a part of the rows and blocks is kept for those that hold no row.
-With bounded steps, a request of a quiet tenant waits for the step that is under way, and is the
-first of the next one, whatever another tenant has waiting. Quotas are the gateway's.
+The tenant with the fewest rows for its weight is next, so that tenants that compete run as many
+sequences as their weights say, and a quiet tenant's prompt is the first of the next step whatever
+another has waiting. Within a tenant the order is that of priority and arrival. With one tenant all
+of this is a plain queue. Quotas are the gateway's.
 """
 
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 from services.decoder.engine.sequence import Sequence
 
-_KEPT = 16  # a sixteenth is for tenants without a row
+_MUCH = 2  # times the rows of another tenant
+latest = attrgetter("priority", "admission")  # the greatest is preempted first
 
 
 class AdmissionPolicy:
-    """Owner of the waiting sequences; with one tenant a queue by priority and arrival."""
+    """Owner of the waiting sequences and of the tenants' counts of rows."""
 
     def __init__(self) -> None:
         self._queues: dict[str, list[Sequence]] = {}  # by tenant, not empty
-        self._counters: dict[str, float] = {}
         self._rows = Counter[str]()
-        self._now = 0.0  # the counter that the last admission began at
 
     def __len__(self) -> int:
         """Sequences that wait."""
@@ -35,13 +32,15 @@ class AdmissionPolicy:
         for queue in self._queues.values():
             yield from queue
 
+    @property
+    def are_several(self) -> bool:
+        """Whether sequences of several tenants run or wait."""
+        return len(self._rows.keys() | self._queues.keys()) > 1
+
     def wait(self, sequence: Sequence) -> None:
         """Queues a sequence: a new one, or one that was preempted."""
-        tenant = sequence.tenant
-        if tenant not in self._queues:
-            self._queues[tenant] = []
-            self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._now)
-        insort(self._queues[tenant], sequence, key=lambda s: (s.priority, s.arrival))
+        queue = self._queues.setdefault(sequence.tenant, [])
+        insort(queue, sequence, key=lambda s: (s.priority, s.arrival))
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a waiting sequence from its queue."""
@@ -50,42 +49,46 @@ class AdmissionPolicy:
         if not queue:
             del self._queues[sequence.tenant]
 
-    def head(self, free: float) -> Sequence | None:
-        """The sequence that is next; None: none may be admitted.
-
-        Args:
-            free: share of the rows that are free or can be.
-        """
-        tenants = self._queues.keys()
-        if len(self._counters) > 1 and free < 1 / _KEPT:
-            tenants = [tenant for tenant in tenants if not self._rows[tenant]]
-        if not tenants:
-            return None
-        return self._queues[min(tenants, key=self._counters.__getitem__)][0]
-
-    def kept_share(self, sequence: Sequence) -> float:
-        """The share of the blocks that its admission leaves free."""
-        several = len(self._counters) > 1
-        return 1 / _KEPT if several and self._rows[sequence.tenant] else 0.0
+    def head(self) -> Sequence | None:
+        """The sequence that is next; None: none waits."""
+        heads = [queue[0] for queue in self._queues.values()]
+        return min(heads, key=lambda s: (self._use(s), s.arrival), default=None)
 
     def admitted(self, sequence: Sequence) -> None:
         """Takes the head, which was given a row, from its queue."""
         self.remove(sequence)
-        tenant = sequence.tenant
-        self._now = self._counters[tenant]
-        self._counters[tenant] += sequence.num_prompt_tokens / sequence.tenant_weight
-        self._rows[tenant] += 1
+        self._rows[sequence.tenant] += 1
 
     def released(self, sequence: Sequence) -> None:
         """Counts a row that was returned."""
         self._rows[sequence.tenant] -= 1
+        if not self._rows[sequence.tenant]:
+            del self._rows[sequence.tenant]
 
     def precedes(self, head: Sequence, prefilling: Sequence) -> bool:
         """Whether the head's first chunk comes before another prompt's next one."""
-        return self._counters[head.tenant] < self._counters[prefilling.tenant]
+        return head.tenant != prefilling.tenant and self._use(head) <= self._use(prefilling)
 
     def ordered(self, prefilling: Iterable[Sequence]) -> list[Sequence]:
         """Prompts that are under way, in the order in which a step computes them."""
-        if len(self._counters) == 1:
-            return list(prefilling)
-        return sorted(prefilling, key=lambda s: self._counters[s.tenant])
+        return sorted(prefilling, key=self._use) if len(self._rows) > 1 else list(prefilling)
+
+    def victim(self, running: list[Sequence]) -> Sequence:
+        """The running sequence to preempt: of the tenant with most rows for its weight, the latest
+        admitted of the last priority.
+        """
+        if len(self._rows) > 1:
+            largest = max(running, key=self._use).tenant
+            running = [s for s in running if s.tenant == largest]
+        return max(running, key=latest)
+
+    def must_yield(self, victim: Sequence, head: Sequence) -> bool:
+        """Whether a running sequence is to make room for the head: its tenant has at least twice as
+        many rows for its weight as the head's will have, so that none is preempted in turn.
+        """
+        wanted = self._use(head) + 1 / head.tenant_weight
+        return victim.tenant != head.tenant and self._use(victim) >= _MUCH * wanted
+
+    def _use(self, sequence: Sequence) -> float:
+        """A tenant's rows for its weight."""
+        return self._rows[sequence.tenant] / sequence.tenant_weight

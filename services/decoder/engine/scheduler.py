@@ -26,12 +26,11 @@ that were released after they were read are requested again unless the prefix ca
 
 import math
 from collections.abc import Iterator
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from services.decoder.engine.admission import AdmissionPolicy
+from services.decoder.engine.admission import AdmissionPolicy, latest
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf
@@ -44,7 +43,6 @@ from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
 MIN_PARTIAL_TOKENS = 512
 # A step without decodes keeps no token waiting, but prompts that arrive meanwhile.
 _WITHOUT_DECODES = 4  # times as long
-_admission = attrgetter("priority", "admission")  # the greatest is preempted first
 
 
 class CannotSchedule(ValueError):
@@ -101,7 +99,6 @@ class Scheduler:
         self._min_checkpoint_tokens = min_checkpoint_tokens
         self.num_preemptions = self.num_prefix_hit_tokens = 0
         self._rows = list(range(max_num_sequences - 1, -1, -1))
-        self._num_rows = max_num_sequences
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
         self._waiting = AdmissionPolicy()
@@ -240,6 +237,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plans one step."""
         self.step += 1
+        if self._waiting.are_several:
+            self._make_room()
         chunks, num_tokens = self._decode_chunks()
         batch = Batch(chunks, num_tokens, self._admitted, self._extended)
         if self._prefilling or len(self._waiting):
@@ -371,7 +370,9 @@ class Scheduler:
     def _prompts(self) -> Iterator[Sequence]:
         """Prompts under way, and new ones while they can be admitted."""
         for sequence in self._waiting.ordered(self._prefilling.values()):
-            while (head := self._head()) is not None and self._waiting.precedes(head, sequence):
+            while (head := self._waiting.head()) is not None and self._waiting.precedes(
+                head, sequence
+            ):
                 if (admitted := self._try_admit()) is None:
                     break
                 yield admitted
@@ -437,13 +438,9 @@ class Scheduler:
                     return boundary, slot
         return end, -1
 
-    def _head(self) -> Sequence | None:
-        """The waiting sequence that is next; a stalled one makes room for it."""
-        return self._waiting.head((len(self._rows) + len(self._stalled)) / self._num_rows)
-
     def _try_admit(self) -> Sequence | None:
         """Gives the head of the queue a row and blocks; None if it has to wait."""
-        while (sequence := self._head()) is not None:
+        while (sequence := self._waiting.head()) is not None:
             if sequence.num_in_flight:
                 return None  # preempted, and its last token has not arrived
             num_free = self.blocks.num_free
@@ -460,8 +457,7 @@ class Scheduler:
                 self._lacking_images.append(sequence)
                 continue
             others = self._decoding or self._ready or self._awaiting or self._prefilling
-            kept = round(self._waiting.kept_share(sequence) * self.blocks.num_blocks)
-            keep_free = max(self._watermark, kept) if others else 0
+            keep_free = self._watermark if others else 0
             fits = self.blocks.can_allocate(len(sequence.token_ids), prefix, keep_free)
             if fits and self._rows:
                 self._admit(sequence, prefix)
@@ -472,8 +468,7 @@ class Scheduler:
                 self._blocked = (sequence.sequence_id, num_free)
                 self._admission_blocked = not self._stalled
                 return None
-            self._preempt(max(victims, key=_admission))
-        self._admission_blocked = bool(len(self._waiting))
+            self._preempt(max(victims, key=latest))
         return None
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
@@ -517,8 +512,25 @@ class Scheduler:
     # Leaving.
 
     def _victim(self) -> Sequence:
-        """The sequence to preempt next: a stalled one if there is any, else the latest admitted."""
-        return max(self._stalled.values() or self._all_running(), key=_admission)
+        """The sequence to preempt next: a stalled one if there is any."""
+        if self._stalled:
+            return max(self._stalled.values(), key=latest)
+        return self._waiting.victim(self._all_running())
+
+    def _make_room(self) -> None:
+        """Preempts sequences of a tenant with many for one of a tenant with few, until it fits."""
+        head, running = self._waiting.head(), self._all_running()
+        while head is not None and running and not head.num_in_flight:
+            victim = self._waiting.victim(running)
+            if not self._waiting.must_yield(victim, head):
+                return
+            prefix = self.blocks.find_prefix(head)
+            if self._rows and self.blocks.can_allocate(
+                len(head.token_ids), prefix, self._watermark
+            ):
+                return
+            self._preempt(victim)
+            running.remove(victim)
 
     def _all_running(self) -> list[Sequence]:
         return [s for group in self._running for s in group.values()]
