@@ -16,8 +16,8 @@ class DecoderSettings(EngineServiceSettings):
         kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.
         max_num_sequences: sequences that run at once; default: 256 on a GPU, 64 on a CPU. As many
             again times `QUEUE_FACTOR` may wait; on a CPU, 1024 run or wait at least.
-        step_ms: how long a step may last that computes next tokens: prompts are cut to fit. Longer
-            steps serve a little more, shorter ones keep answers flowing.
+        step_ms: how long a step may last: prompts are cut to fit. Longer steps serve a little more,
+            shorter ones keep answers flowing.
         max_model_len: most tokens of prompt and completion; default: the model's.
         kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, the runner's on a CPU.
         embedding_cache_bytes: of the arena that holds images' embeddings; a text model has none.

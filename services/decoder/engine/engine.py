@@ -64,7 +64,7 @@ class Engine:
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         prefix_caching: share blocks of equal prefixes.
-        step_ms: how long a step with decodes may last, see `Scheduler`.
+        step_ms: how long a step may last, see `Scheduler`.
         step_cost: learns how long steps last; None: they are bounded by their tokens alone.
         min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
     """

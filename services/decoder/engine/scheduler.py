@@ -41,8 +41,8 @@ from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
 # smaller chunk before a missing image saves nothing.
 MIN_PARTIAL_TOKENS = 512
-# A step without decodes keeps no token waiting, but prompts that arrive meanwhile.
-_WITHOUT_DECODES = 4  # times as long
+# The step of a lone prompt delays only what arrives meanwhile.
+_ALONE = 4  # times as long
 
 
 class CannotSchedule(ValueError):
@@ -60,8 +60,8 @@ class Scheduler:
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         late_masks: steps may be planned before the masks for their samples are there.
-        step_ms: bound of a step with decodes; prompts are cut to fit, to `StepCost.min_chunk`
-            tokens at least. A step without decodes may last four times as long.
+        step_ms: bound of a step; prompts are cut to fit, to `StepCost.min_chunk` tokens at least.
+            The step of a prompt that is alone may last four times as long.
         step_cost: how long a step lasts.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
         min_checkpoint_tokens: from one checkpoint of a recurrent state to the next.
@@ -385,7 +385,8 @@ class Scheduler:
 
         The first prompt that is too long for a whole step leaves half of it to those behind.
         """
-        factor = 1 if chunks else _WITHOUT_DECODES
+        alone = not chunks and len(self._prefilling) + len(self._waiting) == 1
+        factor = _ALONE if alone else 1
         least = min(self.max_batched_tokens, load.tokens + factor * self._cost.min_chunk)
         whole = limit = Limit(factor * self._step_ms, self.max_batched_tokens, least)
         longest, long = self._cost.room(load, 0, whole), None
