@@ -10,7 +10,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -124,17 +124,11 @@ class EngineChannel(Generic[Incoming]):
         return messages
 
 
-async def _unknown() -> bool:
-    return False
-
-
 class FrontChannel(Generic[Incoming]):
     """The front's end: asynchronous. `send` never waits; `receive` yields message by message.
 
     Attributes:
         received_at: when the last message came, as `time.monotonic()`.
-        ended_by_itself: whether the engine, which has ended, crashed or hung; False: somebody
-            ended it, or nobody knows.
     """
 
     def __init__(
@@ -148,7 +142,6 @@ class FrontChannel(Generic[Incoming]):
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self.received_at = time.monotonic()
-        self.ended_by_itself: Callable[[], Awaitable[bool]] = _unknown
 
     @classmethod
     async def open(cls, end: socket.socket, incoming: Any) -> "FrontChannel[Incoming]":  # noqa: ANN401

@@ -21,7 +21,6 @@ from services.common.arena import Arena
 from services.common.channel import ChannelClosed, EngineChannel, FrontChannel, create_socket_pair
 
 REFUSED = 2  # exit status
-_EXIT_S = 2.0  # after the channel has closed
 
 Incoming = TypeVar("Incoming")
 
@@ -32,13 +31,11 @@ class EngineProcess(Generic[Incoming]):
 
     Attributes:
         links: ends of socket pairs whose others the engine has.
-        has_hung: it was ended for that.
     """
 
     process: asyncio.subprocess.Process
     channel: FrontChannel[Incoming]
     links: list[socket.socket]
-    has_hung: bool = False
 
     @classmethod
     async def start(
@@ -69,20 +66,7 @@ class EngineProcess(Generic[Incoming]):
         process.stdin.close()
         channel = await FrontChannel[Incoming].open(front_end, incoming)
         engine = cls(process, channel, [link for link, _ in links])
-        engine.channel.ended_by_itself = engine.ended_by_itself
         return engine
-
-    async def ended_by_itself(self) -> bool:
-        """Whether the process, which has closed its channel, crashed or hung. Signals that others
-        send to a process are no crash; the kernel sends SIGKILL for want of memory, too.
-        """
-        if self.has_hung:
-            return True
-        try:
-            status = await asyncio.wait_for(self.process.wait(), _EXIT_S)
-        except TimeoutError:
-            return False
-        return status not in (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Closes the channel, which ends the engine's loop; kills it after `timeout_s`."""

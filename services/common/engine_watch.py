@@ -80,7 +80,6 @@ def kill(engine: EngineProcess[object]) -> None:
     """Ends an engine that hangs. A process in a driver's call may outlive the signal, so the
     channel is closed as well.
     """
-    engine.has_hung = True
     if engine.process.returncode is None:
         engine.process.kill()
     engine.channel.close()

@@ -15,7 +15,9 @@
     ├── EmbeddingUnavailable           503  one encoder did not deliver an embedding
     ├── WrongImageKey                  503  one encoder has another key for the image
     ├── Unavailable                    503  no healthy service is left
-    │   └── Overloaded                 503  full or draining; `retry_after_s` says when to come back
+    │   ├── Overloaded                 503  full or draining; `retry_after_s` says when to come back
+    │   └── ProcessLost                503  the process that had the work died, perhaps of it
+    │       └── EngineLost             503  an engine died while it worked on this, says its front
     └── DeadlineExceeded               504
 
 Errors cross gRPC as a status code plus the trailing metadata of `services.common.rpc`; a status
@@ -78,14 +80,6 @@ class InvalidImage(InvalidRequest):
     """Bytes that are not an image of an allowed format and size."""
 
     code = "invalid_image"
-
-
-class DeadlyImage(InvalidImage):
-    """An encoder's engine crashed or hung while it worked on the image alone; gateways remember
-    that and answer with `InvalidImage`.
-    """
-
-    code = "deadly_image"
 
 
 class InvalidGrammar(InvalidRequest):
@@ -187,10 +181,18 @@ class Overloaded(Unavailable):
     grpc_status = "RESOURCE_EXHAUSTED"
 
 
-class EngineEnded(Unavailable):
-    """An encoder's engine ended; the image had no part in it, because it was waiting."""
+class ProcessLost(Unavailable):
+    """The process that had the work ended, broke its connection or fell silent. The work may be the
+    cause, so gateways give it to one other process at most.
+    """
 
-    code = "engine_ended"
+    code = "process_lost"
+
+
+class EngineLost(ProcessLost):
+    """An engine process ended while it worked on this image or sequence, says its front."""
+
+    code = "engine_lost"
 
 
 class DeadlineExceeded(TriptychError):

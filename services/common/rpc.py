@@ -16,6 +16,7 @@ from services.common.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    ProcessLost,
     TriptychError,
     Unavailable,
     from_code,
@@ -134,7 +135,9 @@ def error_from_rpc(failure: grpc.aio.AioRpcError, peer: str) -> TriptychError:
         case grpc.StatusCode.CANCELLED:
             return Cancelled(f"the call to {peer} was cancelled")
         case grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(f"{peer} is not reachable")
+            if "failed to connect" in (failure.details() or "").lower():  # nothing was sent
+                return Unavailable(f"{peer} is not reachable")
+            return ProcessLost(f"{peer} was lost during the call")
         case grpc.StatusCode.UNAUTHENTICATED:
             return Unavailable(f"{peer} does not accept this service's credentials")
         case status:

@@ -268,7 +268,7 @@ class EncoderFetcher:
             error = error_from_rpc(failure, f"encoder {address}")
             if isinstance(error, InvalidRequest):
                 raise error from None
-            if type(error) is Unavailable and address in self._channels:
+            if isinstance(error, Unavailable) and address in self._channels:
                 self._channels[address].memory = None  # unmap the memory of an encoder that died
             raise EncoderFailed(error.message, address) from None
 

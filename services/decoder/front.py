@@ -18,6 +18,7 @@ from services.common.channel import ChannelClosed
 from services.common.errors import (
     Cancelled,
     DeadlineExceeded,
+    EngineLost,
     InternalError,
     InvalidRequest,
     Overloaded,
@@ -259,7 +260,7 @@ class DecoderFront:
                         pass
         except ChannelClosed:
             self.refuse("the decoder's engine process has ended")
-            self._fail_all(Unavailable("the decoder's engine process has ended"))
+            self._fail_all(EngineLost("the decoder's engine process has ended"))
             for live in list(self._live.values()):
                 self._remove(live)
             raise

@@ -85,7 +85,7 @@ class EncoderService:
     ) -> "EncoderService":
         """Wires them; connects to Redis."""
         metrics = EncoderMetrics()
-        engine = EngineClient(channel, metrics.observe_batch, channel.ended_by_itself)
+        engine = EngineClient(channel, metrics.observe_batch)
         memory = MemoryTier(arena)
         redis = None
         fingerprint = await served_fingerprint(settings)

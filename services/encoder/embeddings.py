@@ -16,7 +16,6 @@ from enum import Enum
 from services.common.arena import ArenaEntry
 from services.common.embedding import EmbeddingSpec
 from services.common.errors import (
-    DeadlyImage,
     EmbeddingUnavailable,
     InvalidRequest,
     Overloaded,
@@ -363,8 +362,6 @@ def _failure_as_unavailable() -> Generator[None]:
     """
     try:
         yield
-    except DeadlyImage as error:  # the gateway knows it from its own call
-        raise EmbeddingUnavailable(f"the image was not encoded: {error.message}") from None
     except (InvalidRequest, EmbeddingUnavailable):
         raise
     except TriptychError as error:

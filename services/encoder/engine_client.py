@@ -1,25 +1,18 @@
 """The engine process, as the front's event loop sees it: jobs and their ends.
 
 `Embeddings` submits images and reserves their memory; nothing is known here of keys or callers.
-When the engine process ends, all jobs fail: those that were only waiting with `EngineEnded`, the
-one that it worked on alone with `DeadlyImage` unless somebody else ended it, several that it worked
-on with `Unavailable`, because any of them may be the cause.
+When the engine process ends, all jobs fail: those that it worked on with `EngineLost`, because any
+of them may be the cause; those that were only waiting with `Unavailable`.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.channel import ChannelClosed
-from services.common.errors import (
-    DeadlyImage,
-    EngineEnded,
-    TriptychError,
-    Unavailable,
-    from_code,
-)
+from services.common.errors import EngineLost, Unavailable, from_code
 from services.common.fair_order import NOBODY, Share
 from services.common.heartbeat import Pong
 from services.encoder.engine.messages import (
@@ -34,6 +27,7 @@ from services.encoder.engine.messages import (
     PlaceImage,
 )
 
+_LOST = "the encoder's engine ended while it worked on the image"
 _ENDED = "the encoder's engine process ended"
 
 
@@ -82,16 +76,13 @@ class EngineClient:
     Args:
         link: to an engine that said it is ready.
         on_stats: called with the counters the engine sends after each batch.
-        ended_by_itself: whether the engine, which has ended, crashed or hung.
     """
 
     def __init__(
         self,
         link: EngineLink,
         on_stats: Callable[[EngineStats], None],
-        ended_by_itself: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        self._ended_by_itself = ended_by_itself
         self._in_hand: set[int] = set()
         self._link = link
         self._on_stats = on_stats
@@ -108,10 +99,10 @@ class EngineClient:
         """Starts a job: the image is decoded and then waits for `place`.
 
         Raises:
-            EngineEnded: the engine process has ended.
+            Unavailable: the engine process has ended.
         """
         if self._died:
-            raise EngineEnded(_ENDED)
+            raise Unavailable(_ENDED)
         job = EngineJob(next(self._ids), asyncio.get_running_loop().create_future())
         job.done.add_done_callback(_retrieve_exception)
         self._jobs[job.job_id] = job
@@ -140,23 +131,13 @@ class EngineClient:
             pass
         finally:
             self._died = True
-            await self._fail_all()
+            self._fail_all()
 
-    async def _fail_all(self) -> None:
-        in_hand = self._in_hand & self._jobs.keys()
-        is_deadly = False
-        if len(in_hand) == 1 and self._ended_by_itself is not None:
-            is_deadly = await self._ended_by_itself()
+    def _fail_all(self) -> None:
         for job_id, job in self._jobs.items():
-            if job.done.done():
-                continue
-            if job_id not in in_hand:
-                error: TriptychError = EngineEnded(_ENDED)
-            elif is_deadly:
-                error = DeadlyImage("the encoder's engine ended while it worked on the image")
-            else:
-                error = Unavailable(_ENDED)
-            job.done.set_exception(error)
+            if not job.done.done():
+                in_hand = job_id in self._in_hand
+                job.done.set_exception(EngineLost(_LOST) if in_hand else Unavailable(_ENDED))
         self._jobs.clear()
 
     def _take(self, message: EngineMessage) -> None:

@@ -21,7 +21,7 @@ from services.common.threads import WorkerThreads
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice, create_choices
 from services.gateway.answers.prompt_logprobs import PromptScores
-from services.gateway.attempts import Attempts, PreparedRequest
+from services.gateway.attempts import Attempts
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.forms.openai import ChatRequest
@@ -34,6 +34,7 @@ from services.gateway.forms.responses import (
 )
 from services.gateway.media.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
+from services.gateway.prepared_request import PreparedRequest
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.sampling import (
     SamplingDefaults,

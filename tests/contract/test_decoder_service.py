@@ -340,7 +340,7 @@ async def test_a_dead_engine_fails_all_sequences():
         decoder.engine.die()
         decoder.engine.running.set()
         for number in range(3):
-            assert (await gateway.end(number)).code == "unavailable"
+            assert (await gateway.end(number)).code == "engine_lost"
         with pytest.raises(ChannelClosed):
             await decoder._run
         assert not decoder.front._live

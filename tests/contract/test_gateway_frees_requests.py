@@ -21,10 +21,11 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
-from services.gateway.attempts import Attempts, PreparedRequest
+from services.gateway.attempts import Attempts
 from services.gateway.endpoints.endpoint import Work
 from services.gateway.forms.json_body import LargeImages
 from services.gateway.media.images import Image
+from services.gateway.prepared_request import PreparedRequest
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.tenancy.admission import Slot
 from tests.attacks.images import small

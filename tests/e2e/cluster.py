@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -220,13 +221,22 @@ class Cluster:
         self.redis.stop()
 
     def restore(self) -> None:
-        """Starts what has ended, thaws what is frozen, and waits until all of it serves."""
+        """Starts what has ended, thaws what is frozen, and waits until all of it serves. A front
+        that is about to exit, because its engine has ended, is started once it has.
+        """
         for service in self.services:
             if service.is_running():
                 service.thaw()
-            else:
-                service.start()
-        wait_until(self.is_whole, _READY_TIMEOUT_S, "the cluster is whole", period_s=0.1)
+        num_starts: Counter[Service] = Counter()
+
+        def is_whole() -> bool:
+            for service in self.services:
+                if not service.is_running() and num_starts[service] < 2:
+                    num_starts[service] += 1
+                    service.start()
+            return self.is_whole()
+
+        wait_until(is_whole, _READY_TIMEOUT_S, "the cluster is whole", period_s=0.1)
 
     def restart(self, *services: Service) -> None:
         """Kills these, which empties their memories, and restores the cluster."""
@@ -235,9 +245,12 @@ class Cluster:
         self.restore()
 
     def is_whole(self) -> bool:
-        """Each service answers, the gateway knows each, and its warm-up is done."""
+        """Each service answers, each front has its engine, the gateway knows each, and its warm-up
+        is done.
+        """
         return (
             all(service.answers() for service in self.services)
+            and all(len(front.session()) > 1 for front in (*self.encoders, *self.decoders))
             and all(
                 self.gateway.metric("gateway_healthy_pods", service=kind) == len(services)
                 for kind, services in (("encoder", self.encoders), ("decoder", self.decoders))

@@ -1,7 +1,7 @@
 """The decoders: one stream of commands and events to each pod, shared by all its sequences.
 
 `Attempts` chooses a pod and submits to it. A pod that is lost fails its sequences with
-`Unavailable`, so that another pod can serve them.
+`ProcessLost`.
 """
 
 import asyncio
@@ -13,7 +13,13 @@ from contextlib import suppress
 import grpc.aio
 from msgspec import Struct
 
-from services.common.errors import EmbeddingUnavailable, TriptychError, Unavailable, from_code
+from services.common.errors import (
+    EmbeddingUnavailable,
+    ProcessLost,
+    TriptychError,
+    Unavailable,
+    from_code,
+)
 from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import error_from_rpc
 from services.gateway.clients.commands import Commands
@@ -130,7 +136,7 @@ class DecoderPod(Pod):
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_all(Unavailable(f"the decoder was lost: {reason}"))
+        self._fail_all(ProcessLost(f"the decoder was lost: {reason}"))
 
     def submit(self, submit: pb.Submit, choice: int, sink: Sink) -> int:
         """Starts a sequence; its events go to `sink`, up to and including the last one.
@@ -188,8 +194,7 @@ class DecoderPod(Pod):
                 for event in following:
                     self._dispatch(event, None)
         except grpc.aio.AioRpcError as failure:
-            found = error_from_rpc(failure, "the decoder")
-            error = found if found.retryable else Unavailable("the decoder broke its stream")
+            error = ProcessLost(error_from_rpc(failure, "the decoder").message)
         finally:
             call.cancel()
             # Not `disconnect`, which waits for this task.

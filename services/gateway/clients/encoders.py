@@ -1,7 +1,7 @@
 """The encoders: which pod encodes an image, and the call that makes its embedding available.
 
-`Attempts` assigns a pod to each image and calls it. A pod that is lost fails its calls with
-`Unavailable`, so that another pod can encode the image.
+`EncodeCalls` assigns a pod to each image and calls it. A pod that is lost fails its calls with
+`ProcessLost`.
 """
 
 import asyncio
@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from services.common.errors import DeadlyImage, EngineEnded, Unavailable
+from services.common.errors import Cancelled, Overloaded, ProcessLost, Unavailable
 from services.common.fair_order import NOBODY, Share
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc, outgoing_metadata
-from services.gateway.clients.pods import Dialling, Pod, PodState, Pool, pick
+from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.clients.suspects import Suspects
 
 _DESCRIBE_TIMEOUT_S = 2.0
 _SOURCES = {
@@ -50,10 +49,6 @@ class Encoded:
 
     source: str
     num_tokens: int
-
-
-class EncoderLost(Unavailable):
-    """The call was under way when the encoder, or the connection to it, ended."""
 
 
 class EncoderPod(Pod):
@@ -130,6 +125,7 @@ class EncoderPod(Pod):
             timeout_s: deadline of the call.
 
         Raises:
+            ProcessLost: the encoder was lost during the call.
             TriptychError: the encoder's own; Unavailable or DeadlineExceeded without an answer.
         """
         request = pb.EncodeRequest(
@@ -148,17 +144,13 @@ class EncoderPod(Pod):
         try:
             await asyncio.wait((answered, lost), return_when=asyncio.FIRST_COMPLETED)
             if not answered.done():
-                raise Unavailable("the encoder does not answer")
+                raise ProcessLost("the encoder does not answer")
             answer = answered.result()
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure, "the encoder")
-            if isinstance(error, (EngineEnded, DeadlyImage)):
-                self.healthy = False  # until the next health check
-                raise error from None
-            if type(error) is Unavailable and not _is_unsent(failure):
-                self.healthy = False  # until the next health check
-                raise EncoderLost(error.message, retry_after_s=error.retry_after_s) from None
-            if failure.code() is grpc.StatusCode.UNAVAILABLE and type(error) is Unavailable:
+            if isinstance(error, Cancelled):  # not by this gateway
+                error = ProcessLost("the encoder was stopped during the call")
+            if isinstance(error, Unavailable) and not isinstance(error, Overloaded):
                 self.healthy = False  # until the next health check
             raise error from None
         finally:
@@ -172,15 +164,6 @@ class EncoderPod(Pod):
                 answered.exception()
             del answered  # it holds its error, whose traceback holds this frame
         return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
-
-    async def has_ended(self) -> bool:
-        """Whether the encoder is not there any more, or about to go."""
-        return await self.check() in (PodState.UNREACHABLE, PodState.DRAINING)
-
-
-def _is_unsent(failure: grpc.aio.AioRpcError) -> bool:
-    """Whether there was no connection, so that the encoder has seen nothing of the call."""
-    return "failed to connect" in (failure.details() or "").lower()
 
 
 async def _answer(
@@ -200,7 +183,6 @@ class EncoderPool(Pool[EncoderPod]):
     ) -> None:
         model = served or ServedModel()
         super().__init__(addresses, lambda address: EncoderPod(address, model, dialling))
-        self.suspects = Suspects()
 
     def description(self) -> EncoderDescription | None:
         """What most healthy encoders serve; None if no encoder is healthy.
@@ -214,9 +196,14 @@ class EncoderPool(Pool[EncoderPod]):
         return max(kinds, key=lambda kind: (kinds[kind], kind.key_prefix))
 
     def choose(
-        self, description: EncoderDescription, key: bytes, exclude: Collection[str]
+        self,
+        description: EncoderDescription,
+        key: bytes,
+        exclude: Collection[str],
+        preferred: str = "",
     ) -> EncoderPod:
-        """The encoder for an image, among the pods that serve `description`; see `pick`.
+        """The encoder for an image, among the pods that serve `description`: that with the address
+        `preferred`, or else the key's; see `pick`.
 
         Raises:
             Unavailable: no encoder is left.
@@ -228,4 +215,4 @@ class EncoderPool(Pool[EncoderPod]):
         ]
         if not pods:
             raise Unavailable("no encoder is available")
-        return pick(pods, key)
+        return next((pod for pod in pods if pod.address == preferred), None) or pick(pods, key)

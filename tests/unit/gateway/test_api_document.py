@@ -19,7 +19,7 @@ TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encod
 CODE = " ".join(re.findall(r"`([^`]+)`", TEXT))
 # Never sent: the client has disconnected; the gateway retries elsewhere.
 INTERNAL = {
-    "cancelled", "deadly_image", "embedding_unavailable", "engine_ended", "wrong_image_key"
+    "cancelled", "embedding_unavailable", "engine_lost", "process_lost", "wrong_image_key"
 }  # fmt: skip
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from services.common.errors import Cancelled, TriptychError, Unavailable
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.attempts import Mailbox
 from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.clients.pods import Pod, PodSet, pick
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.mailbox import Mailbox
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
 

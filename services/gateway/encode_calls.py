@@ -1,0 +1,221 @@
+"""The encode calls of one request: which encoder has each image, and what came of it.
+
+A call belongs to the request and not to an attempt: it goes on while another decoder is tried, and
+its end is always heard, so that a lost encoder is counted whichever message comes first.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    ProcessLost,
+    TriptychError,
+    Unavailable,
+)
+from services.common.pb import decoder_pb2 as pb
+from services.gateway.clients.decoders import EmbeddingLost
+from services.gateway.clients.encoders import (
+    Encoded,
+    EncoderDescription,
+    EncoderPod,
+    EncoderPool,
+)
+from services.gateway.losses import Losses
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.prepared_request import PreparedRequest
+
+# For the end of a call to an encoder that a decoder, or another call, has found lost. A front whose
+# engine has ended answers at once.
+VERDICT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeFailed:
+    """A call failed; another encoder may succeed."""
+
+    error: TriptychError
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    address: str
+    task: asyncio.Task[None]
+
+
+class EncodeCalls:
+    """All encode calls of a request.
+
+    Args:
+        request: whose images are encoded.
+        encoders: the pool.
+        losses: of the request; failed calls are added.
+        report: called with each call's failure, `InvalidRequest` if the image is at fault.
+        metrics: counts.
+        timeout_s: of a call; a slower encoder counts as lost.
+
+    Attributes:
+        keys: of each image, for the encoders of the latest attempt.
+    """
+
+    def __init__(
+        self,
+        request: PreparedRequest,
+        encoders: EncoderPool,
+        losses: Losses,
+        report: Callable[[EncodeFailed | InvalidRequest], None],
+        metrics: GatewayMetrics,
+        timeout_s: float,
+    ) -> None:
+        self._request = request
+        self._encoders = encoders
+        self._losses = losses
+        self._report = report
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self.keys: list[bytes] = []
+        self._calls: dict[bytes, _Call] = {}  # under way, by image key
+        self._encoded: dict[bytes, str] = {}  # image key -> address of the encoder that has it
+        self._failed: set[str] = set()  # addresses at which a call of this attempt failed
+        self._may_readmit = False
+
+    async def assign(self) -> list[pb.ImageRef]:
+        """Assigns an encoder to each image and starts the calls that are missing, at most one per
+        distinct key.
+
+        Raises:
+            TriptychError: no encoder is left.
+        """
+        request, prompt = self._request, self._request.prompt
+        if not request.images:
+            return []
+        await self._encoders.reconnected()
+        description = self._encoders.description()
+        if description is None:
+            raise self._losses.no_pod_left()
+        prefix, salt = description.key_prefix, request.cache_salt
+        self.keys = [await image.key(prefix, salt) for image in request.images]
+        self._failed.clear()
+        addresses: dict[bytes, str] = {}
+        for index, key in enumerate(self.keys):
+            if key in addresses:
+                continue
+            if (call := self._calls.get(key)) is not None:
+                addresses[key] = call.address
+                continue
+            pod = self._choose(description, key)
+            addresses[key] = pod.address
+            if self._encoded.get(key) != pod.address:
+                self._encoded.pop(key, None)
+                task = asyncio.create_task(self._encode(key, pod, index))
+                self._calls[key] = _Call(pod.address, task)
+        return [
+            pb.ImageRef(
+                image_key=key,
+                offset=prompt.image_offsets[index],
+                num_tokens=prompt.image_lengths[index],
+                encoder_address=addresses[key],
+            )
+            for index, key in enumerate(self.keys)
+        ]
+
+    async def hear(self, address: str) -> bool:
+        """Waits, for a while, until the calls to an encoder that was lost have ended, so that each
+        adds to the losses; gives up the others.
+
+        Returns:
+            Whether all have ended.
+        """
+        calls = {key: call for key, call in self._calls.items() if call.address == address}
+        if calls:
+            await asyncio.wait([call.task for call in calls.values()], timeout=VERDICT_S)
+        late = [key for key in calls if key in self._calls]
+        for key in late:
+            self._calls.pop(key).task.cancel()
+        return not late
+
+    async def not_delivered(self, lost: EmbeddingLost) -> None:
+        """A decoder could not get an embedding. The encoder's own answer counts, if there is one:
+        it may have said that its engine has ended, or that it is full. Else it is lost: it may have
+        ended while it worked on the image once more, for the decoder.
+        """
+        address = lost.encoder_address
+        have_ended = await self.hear(address)
+        if address not in self._failed:
+            self._may_readmit = have_ended and address in self._encoded.values()
+            self._losses.add("encoder", address, ProcessLost(lost.message))
+        # That encoder must be called again for all its images.
+        self._encoded = {k: a for k, a in self._encoded.items() if address and a != address}
+
+    async def finish(self, timeout_s: float) -> None:
+        """Waits for calls that are under way, briefly."""
+        if self._calls:
+            await asyncio.wait([call.task for call in self._calls.values()], timeout=timeout_s)
+
+    def close(self) -> None:
+        """Cancels all calls."""
+        for call in self._calls.values():
+            call.task.cancel()
+        self._calls.clear()
+
+    def _choose(self, description: EncoderDescription, key: bytes) -> EncoderPod:
+        losses = self._losses
+        # With one encoder lost, all further images go to one encoder: which of them was at fault is
+        # unknown, and another loss is the last.
+        place = self.keys[0] if losses.num_lost("encoder") else key
+        try:
+            return self._encoders.choose(
+                description, place, losses.excluded("encoder"), self._encoded.get(key, "")
+            )
+        except Unavailable:
+            if not self._may_readmit:
+                raise losses.no_pod_left() from None
+        # The only encoder evicted an embedding before the decoder fetched it: try it once more.
+        self._may_readmit = False
+        losses.readmit_encoders()
+        return self._choose(description, key)
+
+    async def _encode(self, key: bytes, pod: EncoderPod, index: int) -> None:
+        request, image = self._request, self._request.images[index]
+        outcome = await self._outcome(pod, key, index)
+        del self._calls[key]
+        if isinstance(outcome, Encoded):
+            self._encoded[key] = pod.address
+            self._metrics.encodes.labels(outcome.source).inc()
+            for other_index, other in enumerate(self.keys):
+                if other == key:
+                    request.encode_sources[other_index] = outcome.source
+        elif isinstance(outcome, InvalidRequest):
+            outcome.param = image.param
+            self._losses.refuse(outcome)
+            self._report(outcome)
+        else:
+            self._losses.add("encoder", pod.address, outcome, image.param)
+            self._failed.add(pod.address)
+            self._report(EncodeFailed(outcome, pod.address))
+
+    async def _outcome(self, pod: EncoderPod, key: bytes, index: int) -> Encoded | TriptychError:
+        """Of one call."""
+        request, image = self._request, self._request.images[index]
+        timeout_s = min(self._timeout_s, request.remaining_s())
+        attributes = {"encoder": pod.address, "patches": math.prod(image.grid)}
+        try:
+            with request.timings.measure("encode", span_name="encode call", **attributes):
+                done = await pod.encode(
+                    key, image.data, image.grid, salt=request.cache_salt,
+                    timeout_s=timeout_s, share=request.tenant.share,
+                )  # fmt: skip
+        except DeadlineExceeded as error:
+            if timeout_s < self._timeout_s:
+                return error.without_frames()  # the request's own deadline
+            return ProcessLost("the encoder did not answer in time")
+        except TriptychError as error:
+            return error.without_frames()
+        if done.num_tokens != request.prompt.image_lengths[index]:
+            return InternalError("an encoder returned an embedding of the wrong size")
+        return done

@@ -1,0 +1,92 @@
+"""The pods that have failed one request: the one place where lost processes are counted.
+
+What was in work when a process died may be why it died. So it is tried once more, on another pod:
+a request ends with the second decoder, or the second encoder, that is lost with it. Pods that fail
+without dying, or before they were sent anything, are excluded and not counted.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Literal
+
+from services.common.errors import (
+    EngineLost,
+    InvalidImage,
+    InvalidRequest,
+    Overloaded,
+    ProcessLost,
+    TriptychError,
+    Unavailable,
+)
+
+Service = Literal["encoder", "decoder"]
+MAX_LOST = 2
+
+
+class Losses:
+    """Of one request. Encoders are named by address, decoders by session: one that has restarted
+    may be the only one.
+    """
+
+    def __init__(self) -> None:
+        self._excluded: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
+        self._lost: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
+        self._num_lost: Counter[Service] = Counter()
+        self._num_blamed: Counter[str] = Counter()  # encoders lost while in work, by `Image.param`
+        self._refusal: InvalidRequest | None = None
+        self._cause: TriptychError | None = None  # of the last failure
+
+    def add(self, service: Service, pod: str, error: TriptychError, image: str = "") -> None:
+        """Excludes a pod that has failed; counts it if it was lost, however often that is said.
+
+        Args:
+            error: what came of the work.
+            image: `Image.param`, if the work was an image.
+        """
+        self._cause = error
+        self._excluded[service].add(pod)
+        if image and isinstance(error, EngineLost):
+            self._num_blamed[image] += 1
+        if isinstance(error, ProcessLost) and pod not in self._lost[service]:
+            self._lost[service].add(pod)
+            self._num_lost[service] += 1
+
+    def refuse(self, error: InvalidRequest) -> None:
+        """The request itself is at fault."""
+        self._refusal = error
+
+    def excluded(self, service: Service) -> Collection[str]:
+        return self._excluded[service]
+
+    def num_lost(self, service: Service) -> int:
+        return self._num_lost[service]
+
+    def readmit_encoders(self) -> None:
+        """They may be tried again; those that were lost stay counted."""
+        self._excluded["encoder"].clear()
+        self._lost["encoder"].clear()
+
+    def check(self) -> None:
+        """Raises if the request may not be tried again.
+
+        Raises:
+            InvalidImage: two encoders say that their engines ended while they worked on it.
+            Unavailable: two decoders or two encoders were lost.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if self._num_lost["encoder"] >= MAX_LOST:
+            for image, num_blamed in self._num_blamed.items():
+                if num_blamed >= MAX_LOST:
+                    message = "two encoders ended while they worked on the image"
+                    raise InvalidImage(message, param=image)
+        for service, num_lost in self._num_lost.items():
+            if num_lost >= MAX_LOST:
+                message = f"two {service}s were lost while they had the request"
+                raise Unavailable(message, retry_after_s=1)
+
+    def no_pod_left(self) -> TriptychError:
+        """The error of a request that no pod is left for."""
+        if isinstance(self._cause, Overloaded):
+            return Overloaded(self._cause.message, retry_after_s=self._cause.retry_after_s or 1)
+        return Unavailable("no healthy service is left for this request", retry_after_s=1)
