@@ -13,6 +13,7 @@ from services.common.errors import (
     InternalError,
     InvalidRequest,
     Overloaded,
+    ProcessLost,
     TriptychError,
     Unavailable,
 )
@@ -60,7 +61,7 @@ def failure(status: grpc.StatusCode, *trailers: tuple[str, str]) -> grpc.aio.Aio
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (grpc.StatusCode.UNAVAILABLE, Unavailable),
+        (grpc.StatusCode.UNAVAILABLE, ProcessLost),
         (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, InternalError),
         (grpc.StatusCode.UNKNOWN, InternalError),
@@ -70,6 +71,14 @@ def test_a_status_without_our_code_is_grpcs_own(status: grpc.StatusCode, kind: t
     found = error_from_rpc(failure(status), "the peer")
     assert type(found) is kind
     assert "secret" not in found.message
+
+
+def test_a_call_that_was_never_sent_has_lost_no_process() -> None:
+    refused = "failed to connect to all addresses; last error: Connection refused"
+    unsent = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), refused
+    )
+    assert type(error_from_rpc(unsent, "the peer")) is Unavailable
 
 
 @pytest.mark.parametrize("text", ["soon", "nan", "inf", "-1", ""])

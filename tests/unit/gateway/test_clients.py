@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from services.common.errors import Cancelled, TriptychError, Unavailable
+from services.common.errors import ProcessLost, TriptychError, Unavailable
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
@@ -253,8 +253,7 @@ async def test_broken_stream_fails_its_sequences_and_comes_back():
     await fake.stop()
     for mailbox in mailboxes:
         events = await take_all(mailbox)
-        assert isinstance(events[-1].error, Unavailable)
-        assert not isinstance(events[-1].error, Cancelled)
+        assert type(events[-1].error) is ProcessLost
     with pytest.raises(Unavailable):
         pool.choose(b"", ())
     fake.reset()
@@ -280,7 +279,7 @@ async def test_submission_on_a_broken_stream_fails_at_once():
     await take_all(mailbox)
     assert not pod.connected
     pod.submit(submit(), 0, mailbox.put)
-    assert isinstance((await take_all(mailbox))[-1].error, Unavailable)
+    assert type((await take_all(mailbox))[-1].error) is Unavailable  # it was never sent
     assert pod.num_in_flight == 0
     await pool.close()
     await fake.stop()
@@ -355,7 +354,7 @@ async def test_silent_pod_loses_its_calls_to_others():
         call = asyncio.create_task(pod.encode(b"k" * 32, b"", (1, 2, 2), salt=b"", timeout_s=30))
         await until(lambda: fake.requests)
         fake.health.silent = True
-        with pytest.raises(Unavailable):
+        with pytest.raises(ProcessLost):
             async with asyncio.timeout(PATIENCE_S):
                 await call
         assert pool.description() is None
@@ -382,6 +381,32 @@ async def test_encoders_of_another_kind_are_not_mixed():
     await pool.close()
     for fake in fakes:
         await fake.stop()
+
+
+@in_loop
+async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
+    """Whether the connection breaks or the health check finds out first."""
+    fake = FakeEncoder()
+    pod = EncoderPod(await fake.start(), ServedModel())
+
+    async def asked(end):
+        fake.reset()
+        fake.before = lambda _: asyncio.sleep(PATIENCE_S)
+        call = asyncio.create_task(
+            pod.encode(b"key", b"", (1, 2, 2), salt=b"", timeout_s=PATIENCE_S)
+        )
+        while not fake.requests:  # noqa: ASYNC110 - a list of a fake
+            await asyncio.sleep(0.001)
+        await end
+        return (await asyncio.gather(call, return_exceptions=True))[0]
+
+    assert type(await asked(pod.disconnect("it does not answer"))) is ProcessLost
+    await pod.connect()
+    assert type(await asked(fake.stop())) is ProcessLost
+    with pytest.raises(Unavailable) as unsent:
+        await pod.encode(b"key", b"", (1, 2, 2), salt=b"", timeout_s=PATIENCE_S)
+    assert type(unsent.value) is Unavailable
+    await pod.close()
 
 
 @in_loop
