@@ -12,7 +12,7 @@ from urllib.parse import unquote, urljoin
 
 from services.common.errors import InvalidGrammar
 from services.common.grammar_counts import Counts, refuse, refuse_repeats
-from services.common.reference_graph import deepest
+from services.common.reference_graph import components, deepest
 
 MAX_NESTING = 100  # the compiler's reader takes 127
 MAX_CHAIN = 64  # references, one behind the other
@@ -114,6 +114,58 @@ class Parts:
         levels, chain = deepest(edges, heights)
         refuse(chain, MAX_CHAIN, "references one behind the other")
         refuse(levels, MAX_LEVELS, "levels of nesting along its references")
+        if len(components(edges)) < len(edges) or any(
+            node == target for node, found in enumerate(edges) for target, _ in found
+        ):
+            self._refuse_endless()
+
+    def _refuse_endless(self) -> None:
+        """Refuses a reference to a schema that only endless JSON fits."""
+        finite = _Finite()
+        for index, value in enumerate(self.values):
+            if isinstance(value, dict):
+                self._add_needs(finite, index, cast("dict[str, Any]", value))
+        found = finite.solve()
+        for index, value in enumerate(self.values):
+            if isinstance(value, dict) and self._is_schema[index] and not self._is_literal[index]:
+                value = cast("dict[str, Any]", value)
+                for target in self._referred(index, value):
+                    if target not in found:
+                        raise InvalidGrammar(
+                            f"$ref {value.get('$ref')!s:.100} leads back to itself without an end"
+                        )
+
+    def _add_needs(self, finite: "_Finite", index: int, schema: dict[str, Any]) -> None:
+        """What has to have an end so that a value of the schema has one."""
+
+        def members(keyword: str, count: int | None = None) -> list[int]:
+            found = schema.get(keyword)
+            items = cast("list[object]", found)[:count] if isinstance(found, list) else [found]
+            return [self._indices[id(i)] for i in items if _is_object(i)]
+
+        needs = self._referred(index, schema) + members("allOf")
+        for keyword in ("anyOf", "oneOf"):
+            branches = schema.get(keyword)
+            if isinstance(branches, list):
+                found = members(keyword)
+                free = len(found) < len(cast("list[Any]", branches))  # one is `true`
+                needs.append(finite.any_of([[node] for node in found] + [[]] * free))
+        types = schema.get("type")
+        types = cast("list[Any]", types) if isinstance(types, list) else [types]
+        if not {"enum", "const"} & schema.keys() and all(t in ("object", "array") for t in types):
+            forms: list[list[int]] = []
+            if "object" in types:
+                properties, required = schema.get("properties"), schema.get("required")
+                named = cast("dict[str, Any]", properties if isinstance(properties, dict) else {})
+                names = cast("list[Any]", required) if isinstance(required, list) else []
+                values = [named.get(name) for name in names if isinstance(name, str)]
+                forms.append([self._indices[id(v)] for v in values if _is_object(v)])
+            if "array" in types:
+                least = int(min(_number(schema, "minItems"), len(self.values)))
+                first = members("prefixItems", least)
+                forms.append(first + (members("items") if least > len(first) else []))
+            needs.append(finite.any_of(forms))
+        finite.all_of(index, needs)
 
     def references(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
         """The graph of what is referred to, for `deepest`; its first node is the schema."""
@@ -182,6 +234,45 @@ class Parts:
         return self._indices.get(id(value))
 
 
+class _Finite:
+    """Which nodes are true, given what each needs: the least solution, in linear time."""
+
+    def __init__(self) -> None:
+        self._missing: dict[int, int] = {}
+        self._users: dict[int, list[int]] = {}
+        self._others = 0
+
+    def all_of(self, node: int, needs: list[int]) -> None:
+        """The node is true if all others are."""
+        self._missing[node] = len(needs)
+        for need in needs:
+            self._users.setdefault(need, []).append(node)
+
+    def any_of(self, alternatives: list[list[int]]) -> int:
+        """A node of its own that is true if all of one alternative are."""
+        self._others -= 1
+        node = self._others
+        self._missing[node] = 1
+        for needs in alternatives:
+            self._others -= 1
+            self.all_of(self._others, needs)
+            self._users.setdefault(self._others, []).append(node)
+        return node
+
+    def solve(self) -> set[int]:
+        """The nodes that are true."""
+        left = [node for node, missing in self._missing.items() if not missing]
+        found: set[int] = set()
+        while left:
+            node = left.pop()
+            found.add(node)
+            for user in self._users.get(node, ()):
+                self._missing[user] -= 1
+                if not self._missing[user] and user not in found:
+                    left.append(user)
+        return found
+
+
 class _Keywords:
     """Counts what the keywords of schemas ask for."""
 
@@ -240,6 +331,10 @@ class _Keywords:
                 f"multipleOf {multiple} is supported up to a least common multiple of"
                 f" {MAX_MULTIPLE}, without zeros at the end"
             )
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _number(schema: dict[str, Any], keyword: str) -> float:

@@ -20,6 +20,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice, create_choices
+from services.gateway.answers.grammar import Grammar, read_grammar
 from services.gateway.answers.prompt_logprobs import PromptScores
 from services.gateway.attempts import Attempts
 from services.gateway.clients.decoders import DecoderPool
@@ -32,6 +33,7 @@ from services.gateway.forms.responses import (
     Update,
     Usage,
 )
+from services.gateway.forms.tools import tool_characters
 from services.gateway.media.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prepared_request import PreparedRequest
@@ -162,7 +164,7 @@ class ChatService:
         if draft is None:
             with timings.measure("tokenize"):
                 draft = await self._draft(request, decoder.max_model_len)
-        grammar = self.prompts.grammar(request, draft)
+        grammar = await self._grammar(request, draft)
         # Before images are loaded. Each has at least one token, as its placeholder here.
         sampling = resolve_sampling(
             request, self.defaults,
@@ -353,6 +355,13 @@ class ChatService:
         return await self._off_loop(
             request.num_characters, lambda: self.prompts.draft(request, max_tokens)
         )
+
+    async def _grammar(self, request: ChatRequest, draft: Draft) -> Grammar | None:
+        asked, calls = read_grammar(request), draft.format.tool_calls
+        size = len(asked.text) if asked is not None else 0
+        if calls is not None and request.tools and (asked or calls.use.is_constrained):
+            size += 4 * tool_characters(request.tools)  # a schema is punctuation, too
+        return await self._off_loop(size, lambda: self.prompts.grammar(asked, draft))
 
     async def _read_images(self, sources: Sequence[ImageSource], slot: Slot) -> list[Image]:
         if self.images is None or not sources:

@@ -1,6 +1,6 @@
 """Arguments of tool calls by their functions' JSON schemas: which types one may have, text as JSON.
 
-For forms of calls that write values as bare text; `text_grammar` writes the grammar of what is read
+For forms of calls that write values as bare text; `bare_values` writes the grammar of what is read
 here. Schemas are strangers' input: what is no schema says nothing, and no schema takes more than
 linear time.
 """
@@ -12,7 +12,6 @@ from typing import Any, NoReturn, cast
 from urllib.parse import unquote
 
 from services.gateway.answers.call_object import SPACE
-from services.gateway.answers.patterns import matcher_of
 
 Schema = Mapping[str, Any]
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
@@ -113,21 +112,14 @@ class Parameters:
         self.root = self._without_reference(root)
         self.given = root
         self._types: dict[int, frozenset[str]] = {}
-        self._combined: dict[str, Schema] = {}  # by a parameter's name
 
     def schema_of(self, name: str) -> object:
         """What a parameter has to be; one that the schema does not name may be additional."""
-        properties, patterns = (
-            named(self.root, keyword) for keyword in ("properties", "patternProperties")
-        )
-        found = [properties[name]] if name in properties else []
-        found += [schema for pattern, schema in patterns.items() if _matches(pattern, name)]
-        if not found:
-            return self.additional
-        if len(found) == 1:
-            return found[0]
-        # Kept, as types are known by a schema's id.
-        return self._combined.setdefault(name, {"allOf": found})
+        properties = named(self.root, "properties")
+        if name in properties:
+            return properties[name]
+        # Names are not matched against patterns: what is of one may be any value.
+        return True if named(self.root, "patternProperties") else self.additional
 
     @property
     def additional(self) -> object:
@@ -220,14 +212,6 @@ class Parameters:
             found = cast(Schema, target)
             beside = {**found, **beside}
         return root if found is root else beside
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a key of `patternProperties` speaks of a name; one that is no pattern does not."""
-    try:
-        return matcher_of(pattern).isinstance_python(name)
-    except ValueError:
-        return False
 
 
 def steps_of(reference: str) -> list[str]:

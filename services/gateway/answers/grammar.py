@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from services.common.errors import InvalidGrammar, InvalidRequest
+from services.common.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.forms.answer_formats import (
     JsonObjectFormat,
@@ -20,8 +21,6 @@ from services.gateway.forms.answer_formats import (
 )
 from services.gateway.forms.openai import ChatRequest
 
-# Of a schema, expression or grammar, as in the decoder.
-MAX_GRAMMAR_CHARS = 1 << 18
 _ANY_OBJECT = '{"type":"object"}'
 _KINDS = {
     "json_schema": pb.Grammar.KIND_JSON_SCHEMA,

@@ -11,31 +11,23 @@ tokens, such as a call's tags, are never part of a regular expression's text.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from services.common.errors import InvalidGrammar, InvalidRequest
-from services.common.plain_strings import (
-    JSON_PROBE,
-    TEXT_PROBE,
-    has_plain_bounds,
-    is_plain,
-)
+from services.common.grammar_bounds import MAX_GRAMMAR_CHARS, check_grammar
+from services.common.grammar_counts import Counts
+from services.common.plain_strings import JSON_PROBE, has_plain_bounds, is_plain
+from services.common.schema_bounds import check_schema
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.argument_values import Parameters, Schema, listed, named
-from services.gateway.answers.grammar import MAX_GRAMMAR_CHARS, Grammar
-from services.gateway.answers.patterns import escaped, full_match, matcher_of
+from services.gateway.answers.bare_values import BareValues, escaped, regex
+from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.reasoning import CLOSE, OPEN
-from services.gateway.answers.text_grammar import (
-    UNSUPPORTED,
-    TextGrammar,
-    regex,
-    unsupported,
-    written_json,
-)
+from services.gateway.answers.schema_support import held_to
 from services.gateway.answers.tool_parsers import (
     CallParser,
     HermesParser,
@@ -51,13 +43,11 @@ _ANSWER_STYLE = {"whitespace_pattern": r"[ ]?|\n[ ]{0,40}"}
 _BREAK = r"/\n{0,2}/"  # after the closing tag, as models write it
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # and escaped characters, which stay
 # What may speak of other properties than those in `properties`.
-_OPEN_ENDED = {"patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "allOf"}
+_OPEN_ENDED = {"patternProperties", "anyOf", "oneOf", "allOf"}
 # Of parameters that the schema does not name: what a tag can hold.
 _FREE_NAME = r"/[^<>\s\x00-\x1F\x7F]{1,64}/"
 # What a list of parameters cannot be held to.
-_ROOT_REFUSED = {
-    "anyOf", "oneOf", "allOf", "const", "enum", *UNSUPPORTED
-} - {"unevaluatedProperties"}  # fmt: skip
+_ROOT_REFUSED = ("anyOf", "oneOf", "allOf", "const", "enum", "patternProperties")
 
 
 def answer_grammar(
@@ -73,6 +63,8 @@ def answer_grammar(
     Raises:
         InvalidRequest: a schema or an option cannot be held to; `param` names it.
     """
+    if asked is not None:
+        asked = _checked(asked)
     calls = answer_format.tool_calls
     if calls is not None and (calls.use.is_constrained or asked is not None):
         writer = _Writer(tokenizer, calls)
@@ -113,24 +105,35 @@ class _Function:
         return bool(self.definition.strict)
 
     def style(self) -> dict[str, object]:
-        """Of the arguments' JSON; a function that is not strict may have unknown keywords."""
-        return {**_CALL_STYLE, "lenient": not self.is_strict}
+        """Of the arguments' JSON; of a function that is not strict, what the library can hold."""
+        lenient = not self.is_strict
+        return {**_CALL_STYLE, "lenient": lenient, "coerce_one_of": lenient}
 
-    def schema(self) -> dict[str, Any]:
-        """Of the arguments: an object, with the named properties alone unless it says otherwise."""
+    def schema(self, counts: Counts) -> dict[str, Any]:
+        """Of the arguments: an object, with the named properties alone unless it says otherwise,
+        without what cannot be enforced.
+        """
         given = self.definition.parameters
         schema = {"additionalProperties": False} if given is None else dict(given)
         if schema.get("type", "object") != "object":
             raise InvalidGrammar("not the schema of an object", param=f"{self.param}.type")
+        schema = held_to(schema, self.refuse, strict=self.is_strict)
         if "properties" in schema and not (_OPEN_ENDED | {"$ref"}) & schema.keys():
             schema.setdefault("additionalProperties", False)
-        return {**schema, "type": "object"}
+        schema["type"] = "object"
+        try:
+            check_schema(schema, counts)
+        except InvalidGrammar as error:
+            raise InvalidGrammar(
+                f"in function {self.definition.name}, {error.message}", param=self.param
+            ) from None
+        return schema
 
     def refuse(self, path: str, what: str) -> None:
         """Refuses what the form of calls cannot hold the model to, if that was promised."""
         if self.is_strict:
             raise InvalidGrammar(
-                f"{what} is not supported with strict",
+                f"in function {self.definition.name}, {what} is not supported with strict",
                 param=f"{self.param}{path}",
             )
 
@@ -147,6 +150,7 @@ class _Writer:
         self.rules: list[str] = []
         self._names: dict[str, str] = {}  # by text
         self._num_chars = 0
+        counts = Counts()
         self._tokenizer = tokenizer
         self._parser = calls.parser
         self._use = use = calls.use
@@ -155,6 +159,7 @@ class _Writer:
             for index, definition in enumerate(use.definitions)
             if (function := use.functions.get(definition["function"]["name"])) is not None
         ]
+        self._schemas = [function.schema(counts) for function in self._functions]
         self.param = self._functions[0].param if len(self._functions) == 1 else "tools"
 
     def body(self, asked: Grammar | None) -> str:
@@ -177,16 +182,12 @@ class _Writer:
         """The grammar's probe; see `services.common.plain_strings`. Text outside of calls is any
         text, but for the form without tags.
         """
-        if self._parser is Llama3JsonParser and not self._use.required:
+        if self._parser is Qwen3CoderParser or (
+            self._parser is Llama3JsonParser and not self._use.required
+        ):
             return ""
-        schemas = [_schema_of(asked)] if asked is not None else []
-        if self._parser is Qwen3CoderParser:
-            if any(schema is None for schema in schemas):
-                return ""
-            given = [function.definition.parameters for function in self._functions]
-            return "" if json.dumps(TEXT_PROBE)[1:-1] in json.dumps(given) else TEXT_PROBE
-        schemas += [function.schema() for function in self._functions]
-        return JSON_PROBE if _are_plain(schemas) else ""
+        schemas: list[object] = [_schema_of(asked)] if asked is not None else []
+        return JSON_PROBE if _are_plain([*schemas, *self._schemas]) else ""
 
     def tag(self, name: str) -> str:
         """A tag, as the tokenizer has it: a token or plain text."""
@@ -199,7 +200,8 @@ class _Writer:
     def _call(self) -> str:
         write = _FORMS[self._parser]
         start, end = self.tag("<tool_call>"), self.tag("</tool_call>")
-        alternatives = " | ".join(f"({write(self, function)})" for function in self._functions)
+        functions = zip(self._functions, self._schemas, strict=True)
+        alternatives = " | ".join(f"({write(self, *function)})" for function in functions)
         if self._parser is Llama3JsonParser:
             return alternatives
         return f'{start} "\\n" ({alternatives}) "\\n" {end}'
@@ -228,109 +230,79 @@ class _Writer:
                 )
         return name
 
-    def _write_json(self, function: _Function, key: str) -> str:
+    def _write_json(self, function: _Function, schema: Schema, key: str) -> str:
         head = f'{{"name": {json.dumps(function.definition.name)}, "{key}": '
-        schema = function.schema()
-        if (found := unsupported(Parameters(schema), schema, "")) is not None:
-            function.refuse(*found)
-        arguments = self._name("r", written_json(schema, function.style()))
+        arguments = self._name("r", _written_json(schema, function.style()))
         return f'{_literal(head)} {arguments} "}}"'
 
-    def write_hermes(self, function: _Function) -> str:
+    def write_hermes(self, function: _Function, schema: Schema) -> str:
         """`{"name": …, "arguments": …}`."""
-        return self._write_json(function, "arguments")
+        return self._write_json(function, schema, "arguments")
 
-    def write_llama(self, function: _Function) -> str:
+    def write_llama(self, function: _Function, schema: Schema) -> str:
         """`{"name": …, "parameters": …}`."""
-        return self._write_json(function, "parameters")
+        return self._write_json(function, schema, "parameters")
 
-    def write_xml(self, function: _Function) -> str:
+    def write_xml(self, function: _Function, schema: Schema) -> str:
         """`<function=…>` and the parameters in the schema's order, each at most once."""
-        parameters = Parameters(function.schema())
-        grammar = TextGrammar(parameters, function.style(), self._name, function.refuse)
+        parameters, style = Parameters(schema), function.style()
+        values = BareValues(
+            parameters,
+            add=lambda text: self._name("T", text),
+            refuse=function.refuse,
+            write_json=lambda schema: self._name("r", _written_json(schema, style)),
+        )
         written: list[str] = []
-        for name, (schema, path, is_required) in _parameters(parameters, function).items():
+        for name, (schema_, path, is_required) in _parameters(parameters, function).items():
             if ">" in name or name != name.strip():
                 function.refuse(path, "a name that a tag cannot hold")
                 continue
             opener = _literal(f"<parameter={name}>\n")
-            rule = grammar.parameter(opener, schema, path)
+            rule = values.parameter(opener, schema_, path)
             if rule is not None:
                 written.append(rule if is_required else f"{rule}?")
             elif is_required:
                 function.refuse(path, "a required parameter without a value")
-        written += self._open_ended(parameters, grammar, function)
+        written += _open_ended(parameters, values)
         start = _literal(f"<function={function.definition.name}>\n")
         return " ".join([start, *written, '"</function>"'])
 
-    def _open_ended(
-        self, parameters: Parameters, grammar: TextGrammar, function: _Function
-    ) -> list[str]:
-        """Parameters of other names than the schema's, behind those: of a pattern, or any."""
-        root, additional = parameters.root, parameters.additional
-        known = list({**named(root, "properties"), **dict.fromkeys(_names(root, "required"))})
-        patterns = named(root, "patternProperties")
-        names, schema, path = "", additional, ".additionalProperties"
-        if len(patterns) > 1 or (patterns and additional is not False):
-            # What is of one pattern and not of another is too much work for a lexer.
-            function.refuse(".patternProperties", "patternProperties beside other names")
-            schema = True
-        for pattern in list(patterns)[:1] if additional is False else ():
-            schema, path = patterns[pattern], f".patternProperties.{pattern}"
-            try:
-                matcher_of(pattern)
-                names = regex(full_match(pattern))
-            except ValueError as error:
-                function.refuse(path, f"a pattern with {error}")
-                schema = False
-        if schema is False:
-            return []
-        found = grammar.parameter(_opener(names, known), schema, path)
-        if found is None:
-            return []
-        if (most := _most(root)) is None:
-            return [f"{found}*"]
-        room = most - len(known)
-        return [f"{found}{{0,{room}}}"] if room > 0 else []
+
+def _open_ended(parameters: Parameters, values: BareValues) -> list[str]:
+    """Parameters of other names than the schema's, behind those."""
+    root = parameters.root
+    known = list({**named(root, "properties"), **dict.fromkeys(_names(root, "required"))})
+    schema = True if named(root, "patternProperties") else parameters.additional
+    found = values.parameter(_opener(known), schema, ".additionalProperties")
+    if found is None:
+        return []
+    most = root.get("maxProperties")
+    if not isinstance(most, int):
+        return [f"{found}*"]
+    room = most - len(known)
+    return [f"{found}{{0,{room}}}"] if room > 0 else []
 
 
-def _opener(names: str, known: list[str]) -> str:
-    """The opening tag of parameters of some names, as a terminal.
-
-    Args:
-        names: their terminal; empty: any.
-        known: names that are none of them.
-    """
-    parts = [_FREE_NAME, *([names] if names else [])]
-    if known:
-        parts.append(f"~{regex('|'.join(map(escaped, known)))}")
-    return f'"<parameter=" ({" & ".join(parts)}) ">\\n"'
+def _opener(known: list[str]) -> str:
+    """The opening tag of parameters of any names but those known, as a terminal."""
+    others = f" & ~{regex('|'.join(map(escaped, known)))}" if known else ""
+    return f'"<parameter=" ({_FREE_NAME}{others}) ">\\n"'
 
 
 def _names(root: Schema, keyword: str) -> list[str]:
     return [name for name in listed(root, keyword) if isinstance(name, str)]
 
 
-def _most(root: Schema) -> int | None:
-    """`maxProperties`; None: any number."""
-    most = root.get("maxProperties")
-    return most if isinstance(most, int) else None
-
-
 def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[object, str, bool]]:
     """Each parameter's schema, its path, and whether it is required."""
     root = parameters.root
     properties, required = named(root, "properties"), listed(root, "required")
-    for keyword in root.keys() & _ROOT_REFUSED:
-        function.refuse(f".{keyword}", keyword)
-    if root.get("unevaluatedProperties", False) is not False:
-        function.refuse(".unevaluatedProperties", "unevaluatedProperties")
+    for keyword in _ROOT_REFUSED:
+        if keyword in root:
+            function.refuse(f".{keyword}", f"{keyword} of parameters without quotes")
     fewest = root.get("minProperties", 0)
     if not isinstance(fewest, int) or fewest > len(required):
         function.refuse(".minProperties", "minProperties")
-    most = root.get("maxProperties", len(properties))
-    if not isinstance(most, int) or most < len(properties):
-        function.refuse(".maxProperties", "maxProperties")
     found = {
         name: (parameters.schema_of(name), f".properties.{name}", name in required)
         for name in properties
@@ -345,23 +317,43 @@ def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[
     return found
 
 
-_FORMS: dict[type[CallParser], Callable[[_Writer, _Function], str]] = {
+_FORMS: dict[type[CallParser], Callable[[_Writer, _Function, Schema], str]] = {
     HermesParser: _Writer.write_hermes,
     Llama3JsonParser: _Writer.write_llama,
     Qwen3CoderParser: _Writer.write_xml,
 }
 
 
+def _checked(asked: Grammar) -> Grammar:
+    """A request's grammar within the bounds; a schema without what forbids nothing."""
+    if asked.kind == "json_object":
+        return asked
+    if asked.kind == "json_schema" and len(asked.text) <= MAX_GRAMMAR_CHARS:
+        asked = replace(asked, text=json.dumps(_held_schema(asked), ensure_ascii=False))
+    try:
+        check_grammar(asked.kind, asked.text)
+    except InvalidGrammar as error:
+        raise InvalidGrammar(error.message, param=asked.param) from None
+    return asked
+
+
+def _held_schema(asked: Grammar) -> object:
+    def refuse(path: str, what: str) -> None:
+        raise InvalidGrammar(f"{what} is not supported", param=f"{asked.param}{path}")
+
+    try:
+        schema = msgspec.json.decode(asked.text)
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+        raise InvalidGrammar("not a JSON schema", param=asked.param) from None
+    check_nesting(schema, asked.param)
+    return held_to(schema, refuse, strict=True)
+
+
 def _schema_of(asked: Grammar) -> object:
     """Of an answer without a call; None: its form is no schema."""
     if asked.kind not in ("json_schema", "json_object"):
         return None
-    try:
-        schema = msgspec.json.decode(asked.text) if asked.text else {"type": "object"}
-    except (msgspec.MsgspecError, RecursionError):
-        raise InvalidGrammar("not a JSON schema", param=asked.param) from None
-    check_nesting(schema, asked.param)
-    return schema
+    return json.loads(asked.text) if asked.text else {"type": "object"}
 
 
 def _are_plain(schemas: list[object]) -> bool:
@@ -370,10 +362,17 @@ def _are_plain(schemas: list[object]) -> bool:
     return any(map(has_plain_bounds, texts)) and all(map(is_plain, schemas))
 
 
+def _written_json(schema: object, style: Mapping[str, object]) -> str:
+    """A value of the schema, in Lark."""
+    if isinstance(schema, dict):
+        schema = {**cast("dict[str, Any]", schema), "x-guidance": style}
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
 def _answer(asked: Grammar) -> str:
     """An answer without a call, in Lark."""
     if (schema := _schema_of(asked)) is not None:
-        return written_json(schema, _ANSWER_STYLE)
+        return _written_json(schema, _ANSWER_STYLE)
     if asked.kind == "choice":
         return " | ".join(map(_literal, msgspec.json.decode(asked.text)))
     if asked.kind == "regex":

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpec
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
-from services.gateway.answers.grammar import Grammar, read_grammar
+from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.reasoning import CLOSE, answer_start
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS, CallParser
@@ -238,13 +238,13 @@ class PromptBuilder:
         """Whether one of the tokens stands for an image."""
         return self._vision is not None and self._vision.image_token_id in token_ids
 
-    def grammar(self, request: ChatRequest, draft: Draft) -> Grammar | None:
-        """What an answer to a draft has to be; None: it is free.
+    def grammar(self, asked: Grammar | None, draft: Draft) -> Grammar | None:
+        """What an answer to a draft has to be, of which a part was asked for; None: it is free.
 
         Raises:
             InvalidRequest: the request contradicts itself, or cannot be held to.
         """
-        return answer_grammar(read_grammar(request), draft.format, self._tokenizer)
+        return answer_grammar(asked, draft.format, self._tokenizer)
 
     def expand(self, draft: Draft, grids: Sequence[Grid]) -> Prompt:
         """Repeats each placeholder once per token of its image, and computes positions.

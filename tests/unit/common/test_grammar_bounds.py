@@ -97,6 +97,7 @@ def test_nesting_counts_along_references():
 
 
 def test_a_cycle_is_no_endless_chain():
+    refused("json_schema", {"$ref": "#"}, "leads back to itself")
     accepted("json_schema", cycle(3, WRAPPED["items"]))
     accepted("json_schema", cycle(100, WRAPPED["properties"]))
     refused("json_schema", cycle(400, WRAPPED["properties"]), "512 levels")
@@ -108,6 +109,43 @@ def test_a_reference_to_nothing_is_refused_by_name():
     refused("json_schema", {"items": {"$ref": "http://x.y/z"}}, "'http://x.y/z'")
     accepted("json_schema", {"const": {"$ref": "#/$defs/a"}})
     accepted("json_schema", {"properties": {"$ref": {"type": "string"}}})
+
+
+NODE = {"$ref": "#/$defs/n"}
+ENDLESS = {
+    "itself": NODE,
+    "another": {"$ref": "#/$defs/m"},
+    "required": {"type": "object", "properties": {"a": NODE}, "required": ["a"]},
+    "an item": {"type": "array", "items": NODE, "minItems": 1},
+    "a first item": {"type": "array", "prefixItems": [NODE], "minItems": 1},
+    "all alternatives": {"anyOf": [{"allOf": [NODE]}, {"$ref": "#/$defs/m"}]},
+    "both types": {
+        "type": ["object", "array"], "properties": {"a": NODE}, "required": ["a"], "items": NODE,
+        "minItems": 2,
+    },
+}  # fmt: skip
+ENDING = {
+    "optional": {"type": "object", "properties": {"a": NODE}},
+    "no item": {"type": "array", "items": NODE},
+    "fewer items": {"type": "array", "prefixItems": [{}, NODE], "minItems": 1},
+    "another type": {"type": ["object", "null"], "properties": {"a": NODE}, "required": ["a"]},
+    "any type": {"properties": {"a": NODE}, "required": ["a"]},
+    "an alternative": {"anyOf": [NODE, {"type": "null"}]},
+    "anything": {"anyOf": [NODE, True]},
+    "a value": {"type": "object", "enum": [{}], "properties": {"a": NODE}, "required": ["a"]},
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_schema_without_finite_json_is_refused(name):
+    definitions = {"n": ENDLESS[name], "m": NODE}
+    refused("json_schema", {**NODE, "$defs": definitions}, "leads back to itself")
+    refused("grammar", f"start: %json {json.dumps({**NODE, '$defs': definitions})}", "leads back")
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_a_cycle_with_an_end_is_taken(name):
+    accepted("json_schema", {**NODE, "$defs": {"n": ENDING[name]}})
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 40_000, "[" * 10**5 + "]" * 10**5])

@@ -1,0 +1,222 @@
+"""The grammar of parameters in calls that write strings bare and all else as JSON.
+
+`tool_grammar` writes each parameter of such a call with it. A string is one of those that the
+schema lists, or any text up to the closing tag: patterns, formats and lengths of bare strings are
+not enforced. Numbers with limits, objects and arrays are the library's `%json`. A text is left out
+that `argument_values` would read as such a value.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+from services.gateway.answers.argument_values import Parameters, Schema, listed, listed_values
+
+CLOSER = "</parameter>"
+_BLANKS = r"[ \t\r\n]*"
+_INTEGER = "-?(?:0|[1-9][0-9]*)"
+# What is written for a type without limits, of which any value is valid.
+_SCALARS = {
+    "null": "null|None",
+    "boolean": "true|false|True|False",
+    "integer": _INTEGER,
+    "number": rf"{_INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
+}
+_STARTS = {"object": r"\{", "array": r"\[", "number": r"0-9\x2D", "integer": r"0-9\x2D"}
+_LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+_MAX_DEPTH = 64
+
+
+class BareValues:
+    """Parameters of one function.
+
+    Args:
+        parameters: of the function.
+        add: gives a terminal a name; returns it.
+        refuse: called with a path and what is there and cannot be enforced; it raises, or the
+            grammar takes more than the schema.
+        write_json: a schema's values, in Lark.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        add: Callable[[str], str],
+        refuse: Callable[[str, str], None],
+        write_json: Callable[[object], str],
+    ) -> None:
+        self._parameters = parameters
+        self._add = add
+        self._refuse = refuse
+        self._write_json = write_json
+        self._found: dict[int, set[str] | None] = {}  # by the schema's id
+        self._plain: dict[int, frozenset[str]] = {}  # likewise
+
+    def parameter(self, opener: str, schema: object, path: str) -> str | None:
+        """A parameter from its opening tag to its closing one, in Lark; None: it has no value.
+
+        Args:
+            opener: the opening tag and a line break, as a terminal.
+            schema: of the value.
+            path: of the schema, for refusals.
+        """
+        types = self._parameters.types(schema)
+        if not types:
+            return None
+        texts = self._texts(schema, path) if "string" in types else set[str]()
+        others = types - {"string"}
+        plain = self._plain_scalars(schema) & others
+        if "number" in others - plain:
+            plain -= {"integer"}  # one lexeme for both
+        nested = others - plain
+        if texts is None:
+            if words := nested & {"null", "boolean"}:
+                self._refuse(path, f"{' and '.join(sorted(words))} of some values beside strings")
+                nested -= words
+            values = _any_text("".join(sorted({_STARTS[kind] for kind in nested})))
+        else:
+            written = [_SCALARS[kind] for kind in sorted(plain)]
+            values = regex("|".join([*map(escaped, sorted(texts)), *written]))
+            values = values if texts or plain else ""
+        tail = json.dumps(f"\n{CLOSER}\n")
+        found = [self._add(f"{opener} {values} {tail}")] if values else []
+        if nested:
+            found.append(f"{self._add(opener)} {self._json(schema, nested)} {tail}")
+        return f"({' | '.join(found)})" if found else None
+
+    def _texts(self, schema: object, path: str, depth: int = 0) -> set[str] | None:
+        """The strings of a schema; None: any text, or more than are listed."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return set() if schema is False else None
+        schema = cast(Schema, schema)
+        key = id(schema)
+        if key not in self._found:
+            self._found[key] = None  # of what refers to itself
+            found: set[str] | None = None
+            for claim in self._claims(schema, path, depth):
+                if claim is not None:
+                    found = claim if found is None else found & claim
+            if found is None:
+                for keyword in _OF_STRINGS:
+                    if schema.get(keyword):
+                        self._refuse(f"{path}.{keyword}", f"{keyword} of a string without quotes")
+            self._found[key] = found
+        return self._found[key]
+
+    def _claims(self, schema: Schema, path: str, depth: int) -> Iterator[set[str] | None]:
+        if "string" not in self._parameters.types(schema):
+            yield set()
+            return
+        if (values := listed_values(schema)) is not None:
+            found = {value for value in values if isinstance(value, str)}
+            if unwritable := [text for text in found if CLOSER in text]:
+                self._refuse(path, CLOSER)
+            yield found.difference(unwritable)
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            branches = [
+                self._texts(branch, f"{path}.{keyword}[{index}]", depth + 1)
+                for index, branch in enumerate(listed(schema, keyword))
+            ]
+            if keyword == "allOf":
+                yield from branches
+            elif branches:
+                some = [branch for branch in branches if branch is not None]
+                union = set[str]().union(*some)
+                apart = len(union) == sum(map(len, some))
+                if keyword == "oneOf" and (not apart or (union and len(some) < len(branches))):
+                    self._refuse(f"{path}.oneOf", "oneOf of strings that are not apart")
+                yield union if len(some) == len(branches) else None
+        if isinstance(reference := schema.get("$ref"), str):
+            yield self._texts(self._parameters.target(reference), path, depth + 1)
+
+    def _plain_scalars(self, schema: object) -> frozenset[str]:
+        """Scalar types of which any value is valid; perhaps not all such types."""
+        if not isinstance(schema, Mapping):
+            return frozenset(() if schema is False else _SCALARS)
+        schema = cast(Schema, schema)
+        key = id(schema)
+        if key not in self._plain:
+            self._plain[key] = frozenset()  # of what refers to itself
+            if not schema.keys() & {"const", "enum", "allOf"}:
+                claims = self._plain_claims(schema)
+                self._plain[key] = self._parameters.types(schema).intersection(_SCALARS, *claims)
+        return self._plain[key]
+
+    def _plain_claims(self, schema: Schema) -> Iterator[frozenset[str]]:
+        if schema.keys() & _LIMITS:
+            yield frozenset(("null", "boolean"))
+        for keyword in ("anyOf", "oneOf"):
+            if branches := listed(schema, keyword):
+                found = frozenset[str]().union(*map(self._plain_scalars, branches))
+                if keyword == "oneOf":
+                    types = list(map(self._parameters.types, branches))
+                    found = frozenset(k for k in found if sum(k in t for t in types) == 1)
+                yield found
+        if isinstance(reference := schema.get("$ref"), str):
+            yield self._plain_scalars(self._parameters.target(reference))
+
+    def _json(self, schema: object, types: frozenset[str]) -> str:
+        """A value of those types, in the library's grammar."""
+        left: dict[str, int] = {}  # references still to be written
+        given = cast(Schema, schema if isinstance(schema, Mapping) else {})
+        kinds = sorted(types - {"integer"} if "number" in types else types)
+        found: dict[str, Any] = {**_copied(given, left), "type": kinds}
+        for keyword in ("anyOf", "oneOf"):
+            if branches := listed(given, keyword):
+                fitting = [b for b in branches if types & self._parameters.types(b)]
+                found[keyword] = _copied(fitting, left)
+        definitions: dict[str, Any] = {}
+        while len(definitions) < len(left):
+            target = self._parameters.target(list(left)[len(definitions)])
+            definitions[f"d{len(definitions)}"] = _copied(True if target is None else target, left)
+        return self._write_json({**found, **({"$defs": definitions} if definitions else {})})
+
+
+def _copied(schema: object, references: dict[str, int]) -> Any:  # noqa: ANN401 - any JSON
+    """A copy whose references are to `$defs`, by their place in `references`, to which they go."""
+    if isinstance(schema, list):
+        return [_copied(item, references) for item in cast("list[object]", schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    copy: dict[str, Any] = {}
+    for keyword, value in cast(Schema, schema).items():
+        if keyword == "$ref" and isinstance(value, str):
+            references.setdefault(value, len(references))
+            copy[keyword] = f"#/$defs/d{references[value]}"
+        elif keyword in ("const", "enum"):
+            copy[keyword] = value
+        elif keyword not in ("$defs", "definitions", "$id", "default", "examples"):
+            copy[keyword] = _copied(value, references)
+    return copy
+
+
+def _any_text(starts: str) -> str:
+    """Texts that do not hold the closing tag, as a terminal.
+
+    Not as a complement: for each state within one, the library would have to search for a text that
+    can still come.
+
+    Args:
+        starts: characters that do not come first, behind blanks, as in a class.
+    """
+    inner = ""
+    for character in reversed(CLOSER[1:]):
+        following = f"{escaped(character)}{inner}|" if inner else ""
+        inner = f"(?:{following}[^<{escaped(character)}][^<]*)?"
+    whole = f"/[^<]*(?:<{inner})*/"
+    if not starts:
+        return whole
+    return rf"({whole} & /{_BLANKS}(?:[^ \t\r\n{starts}](?s:.*))?/)"
+
+
+def escaped(text: str) -> str:
+    """An expression that matches this text alone."""
+    return "".join(
+        c if c.isascii() and (c.isalnum() or c in "_ ") else f"\\x{{{ord(c):X}}}" for c in text
+    )
+
+
+def regex(text: str) -> str:
+    """A regular expression in Lark, where two slashes begin a comment."""
+    return f"/(?:{text})/"

@@ -1,0 +1,198 @@
+"""Keywords that a grammar does not enforce: refused by their place where that was promised, left
+out elsewhere, and never the end of another function.
+"""
+
+import json
+
+import pytest
+
+pytest.importorskip("llguidance")  # the decoder's
+from llguidance import LLMatcher, LLTokenizer
+
+from services.common.errors import InvalidGrammar
+from services.gateway.answers.answer import AnswerFormat, ToolCalls
+from services.gateway.answers.grammar import Grammar
+from services.gateway.answers.tool_grammar import answer_grammar
+from services.gateway.answers.tool_parsers import PARSERS
+from services.gateway.forms.tools import FunctionDefinition, ToolUse
+from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
+from tests.unit.gateway.test_answers import encode
+
+END = added_ids()["<|im_end|>"]
+INT = {"type": "integer"}
+# What nothing here enforces: the keyword's place within a parameter, and the parameter's schema.
+PATTERNS = {
+    "look-ahead": "^(?!\\.)[a-z]+$",
+    "look-behind": "(?<=a)b",
+    "back reference": "^(a)\\1$",
+    "word boundary": "\\bx\\b",
+}
+UNSUPPORTED = {
+    **{f"{name}": ("pattern", {"type": "string", "pattern": p}) for name, p in PATTERNS.items()},
+    "in a list": (
+        "items.pattern", {"type": "array", "items": {"type": "string", "pattern": "(?=a)"}},
+    ),
+    "in an alternative": (
+        "anyOf[0].pattern", {"anyOf": [{"type": "string", "pattern": "(?=a)"}, {"type": "null"}]},
+    ),
+    "of names": (
+        "patternProperties.(?=a)", {"type": "object", "patternProperties": {"(?=a)": INT}},
+    ),
+    "not": ("not", {"type": "integer", "not": {"const": 3}}),
+    "if": ("if", {"type": "object", "if": {}, "then": {}}),
+    "uniqueItems": ("uniqueItems", {"type": "array", "items": INT, "uniqueItems": True}),
+    "contains": ("contains", {"type": "array", "contains": INT}),
+    "dependentSchemas": ("dependentSchemas", {"type": "object", "dependentSchemas": {"a": {}}}),
+    "dependentRequired": (
+        "dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}},
+    ),
+    "propertyNames": ("propertyNames", {"type": "object", "propertyNames": {"maxLength": 3}}),
+    "unevaluatedProperties": (
+        "unevaluatedProperties", {"type": "object", "unevaluatedProperties": False},
+    ),
+    "unevaluatedItems": ("unevaluatedItems", {"type": "array", "unevaluatedItems": False}),
+    "remote $ref": ("$ref", {"$ref": "https://example.com/schema.json"}),
+    "$dynamicRef": ("$dynamicRef", {"$dynamicRef": "#node"}),
+    "format": ("format", {"type": "string", "format": "idn-email"}),
+    "type": ("type", {"type": "file"}),
+    "minProperties": (
+        "minProperties", {"type": "object", "properties": {"a": INT}, "minProperties": 1},
+    ),
+}  # fmt: skip
+# What the library may refuse, or not: with strict it decides.
+UNSURE = {
+    "flags": {"type": "string", "pattern": "(?m)^a$"},
+    "anchor inside": {"type": "string", "pattern": "a^b"},
+    "control": {"type": "string", "pattern": "\\cA"},
+    "unknown property": {"type": "string", "pattern": "^\\p{Foo}+$"},
+    "half a character": {"type": "string", "pattern": "\\ud83d"},
+    "open": {"type": "string", "pattern": "("},
+    "range": {"type": "string", "pattern": "[z-a]"},
+    "brace": {"type": "string", "pattern": "a{b}"},
+    "quantifier": {"type": "string", "pattern": "*a"},
+    "class in a class": {"type": "string", "pattern": "[a[b]"},
+    "empty class": {"type": "string", "pattern": "[^]"},
+    "blank in a class": {"type": "string", "pattern": "[\\b]"},
+    "several patterns": {"type": "object", "patternProperties": {"^a": INT, "^ab": {}}},
+    "oneOf": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+    "reference and more": {"$ref": "#/properties/other", "minimum": 3},
+    "unknown schema": {"$schema": "http://example.com/draft", "type": "integer"},
+}
+SERVED = {
+    "e-mail": {"type": "string", "pattern": "^[^@\\s]+@[A-Za-z0-9.-]+\\.[A-Za-z]{2,}$"},
+    "identifier": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_-]{0,62}(?:\\.[a-z]+)*$"},
+    "date": {"type": "string", "pattern": "^\\d{4}-\\d{2}-\\d{2}$", "maxLength": 10},
+    "alternatives": {"type": "string", "pattern": "^(foo|bar)?\\u0041\\x41[\\w\\s.+-]*"},
+    "unknown format": {"type": "string", "format": "int32"},
+    "idle": {"type": "array", "items": INT, "uniqueItems": False, "unevaluatedItems": True},
+}
+OTHER = {
+    "type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"],
+}  # fmt: skip
+
+
+def functions(schema, *, strict, required=True):
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema, "other": INT},
+        "required": ["a", "other"],
+    }
+    found = {
+        "other": FunctionDefinition("other", parameters=OTHER),
+        "send": FunctionDefinition("send", parameters=parameters, strict=strict),
+    }
+    definitions = [{"type": "function", "function": {"name": name}} for name in found]
+    return ToolUse(definitions, found, required=required)
+
+
+def format_of(form, use):
+    return AnswerFormat(None, ToolCalls(PARSERS[form], use))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_text(tokenizer_json())
+    return LLTokenizer(str(path), n_vocab=vocab_size(), eos_token=[END])
+
+
+def accepts(vocabulary, tokenizer, grammar, text):
+    matcher = LLMatcher(vocabulary, grammar.text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = encode(tokenizer, text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def call(form, name, **arguments):
+    if form == "qwen3_coder":
+        written = "".join(
+            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}"
+            "\n</parameter>\n"
+            for key, value in arguments.items()
+        )
+        return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+    key = {"hermes": "arguments", "llama3_json": "parameters"}[form]
+    text = json.dumps({"name": name, key: arguments})
+    return f"<tool_call>\n{text}\n</tool_call>" if form == "hermes" else text
+
+
+@pytest.mark.parametrize("form", PARSERS)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_strict_refuses_by_function_place_and_keyword(form, name, tokenizer):
+    place, schema = UNSUPPORTED[name]
+    with pytest.raises(InvalidGrammar) as caught:
+        answer_grammar(None, format_of(form, functions(schema, strict=True)), tokenizer)
+    assert caught.value.param == f"tools[1].function.parameters.properties.a.{place}"
+    assert caught.value.message.startswith("in function send, ")
+    assert caught.value.message.endswith(" is not supported with strict")
+    assert len(caught.value.message) < 200 and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_schema_of_an_answer_is_refused_by_place_and_keyword(name, tokenizer):
+    place, schema = UNSUPPORTED[name]
+    asked = Grammar("json_schema", json.dumps({"properties": {"a": schema}}), "response_format")
+    with pytest.raises(InvalidGrammar) as caught:
+        answer_grammar(asked, AnswerFormat(), tokenizer)
+    assert caught.value.param == f"response_format.properties.a.{place}"
+    assert caught.value.message.endswith(" is not supported")
+
+
+@pytest.mark.parametrize("form", PARSERS)
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *UNSURE, *SERVED])
+def test_without_strict_the_rest_holds_and_other_functions_go_on(form, name, tokenizer, vocabulary):
+    schema = UNSUPPORTED[name][1] if name in UNSUPPORTED else (UNSURE | SERVED)[name]
+    free = format_of(form, functions(schema, strict=False, required=False))
+    assert answer_grammar(None, free, tokenizer) is None
+    answer_format = format_of(form, functions(schema, strict=False))
+    grammar = answer_grammar(None, answer_format, tokenizer)
+    assert grammar is not None
+    assert accepts(vocabulary, tokenizer, grammar, call(form, "other", n=3))
+    assert not accepts(vocabulary, tokenizer, grammar, call(form, "other", n=10))
+    assert not accepts(vocabulary, tokenizer, grammar, call(form, "send", other=1))
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_supported_is_enforced(form, name, tokenizer, vocabulary):
+    grammar = answer_grammar(None, format_of(form, functions(SERVED[name], strict=True)), tokenizer)
+    assert grammar is not None
+    assert not accepts(vocabulary, tokenizer, grammar, call(form, "send", a=" ", other=1)) or (
+        name == "unknown format"
+    )
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_schema_without_an_end_names_its_function(strict, tokenizer):
+    schema = {"$ref": "#/properties/a"}
+    with pytest.raises(InvalidGrammar) as caught:
+        answer_grammar(None, format_of("hermes", functions(schema, strict=strict)), tokenizer)
+    assert caught.value.param == "tools[1].function.parameters"
+    assert "in function send, $ref #/properties/a leads back" in caught.value.message
+
+
+def test_a_bound_names_its_function(tokenizer):
+    schema = {"enum": ["x" * 70_000]}
+    with pytest.raises(InvalidGrammar, match="in function send, it has more") as caught:
+        answer_grammar(None, format_of("hermes", functions(schema, strict=False)), tokenizer)
+    assert caught.value.param == "tools[1].function.parameters"
