@@ -130,7 +130,11 @@ UNKNOWN = {"not": {}}
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
-        ({"response_format": form(schema=UNKNOWN)}, "response_format.json_schema.schema", "not"),
+        (
+            {"response_format": form(schema=UNKNOWN)},
+            "response_format.json_schema.schema.not",
+            "not",
+        ),
         (outputs(regex="a(?=b)"), "structured_outputs.regex", "look"),
         (outputs(grammar="start: x"), "structured_outputs.grammar", "x"),
         (outputs(choice=["a"], regex="b"), "structured_outputs", "one of"),
