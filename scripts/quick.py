@@ -21,7 +21,6 @@ LIGHT = (
     "tests/unit/gateway/test_admission.py",
     "tests/unit/gateway/test_chat.py",
     "tests/unit/gateway/test_openai.py",
-    "tests/unit/gateway/test_protocol.py",
     "tests/unit/decoder/test_block_manager.py",
     "tests/unit/decoder/test_scheduler.py",
     "tests/unit/encoder/test_batcher.py",

@@ -20,6 +20,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from services.common.errors import InvalidGrammar, Overloaded
+from services.common.grammar_bounds import check_grammar
 from services.common.plain_strings import JSON_PROBE, has_plain_bounds
 from services.common.pod_limits import num_cpus
 from services.common.schema_formats import without_unknown_formats
@@ -311,6 +312,8 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Compiled:
         """In a thread."""
+        # The gateway has checked it, too; the library would end the process.
+        check_grammar(grammar.kind, grammar.text)
         vocabulary, started = self._vocabulary(grammar.end_ids), time.monotonic()
         try:
             text = grammar.text

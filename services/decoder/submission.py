@@ -13,6 +13,7 @@ from msgspec import structs
 
 from services.common.embedding import EmbeddingSpec
 from services.common.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest
+from services.common.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
 from services.common.plain_strings import PROBES
@@ -25,7 +26,6 @@ MAX_PROMPT_LOGPROBS = 1 << 18  # tokens times logprobs of each
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TENANT_CHARS = 128
-MAX_GRAMMAR_CHARS = 1 << 18
 MAX_BEGINS_AFTER = 64
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_TOKENS = 1024

@@ -95,5 +95,5 @@ def test_every_log_line_of_a_request_has_its_id(pair):
         log.removeHandler(lines)
         log.setLevel(level)
     messages = [(line["request_id"], line["message"].split(" ")[0]) for line in lines.lines]
-    expected = [(i, m) for i in ("id-one", "id-two") for m in ("retrying", "retrying", "POST")]
+    expected = [(i, m) for i in ("id-one", "id-two") for m in ("encoder", "encoder", "POST")]
     assert messages == expected

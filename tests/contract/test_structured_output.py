@@ -140,7 +140,7 @@ async def test_refused_by_name(decoder):
         "idn-email": grammar("JSON_SCHEMA", {"type": "string", "format": "idn-email"}),
         "look-around": grammar("REGEX", "a(?=b)"),
         "unknown name": grammar("GRAMMAR", "start: nothing"),
-        "EOF": grammar("JSON_SCHEMA", "{"),
+        "not JSON": grammar("JSON_SCHEMA", "{"),
         "characters": grammar("REGEX", "a" * 300_000),
     }
     async with Gateway(decoder) as gateway:
