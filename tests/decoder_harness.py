@@ -16,7 +16,8 @@ from services.common.nn import weights
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.messages import ImageSpan, SamplingParams
-from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
+from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.pending_step import DevicePendingStep
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Step

@@ -5,7 +5,8 @@ handle; a kind of step whose CUDA graphs cannot be captured runs eagerly.
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +24,12 @@ from services.decoder.engine.graphs import (
 )
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.mask_buffer import MaskBuffer
-from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParams
+from services.decoder.engine.messages import EngineInfo, SamplingParams
+from services.decoder.engine.pending_step import DevicePendingStep, HostTokens, LateSampling
 from services.decoder.engine.prompt_scores import PromptScores, score_prompt
-from services.decoder.engine.sampler import Sampled, Sampler
+from services.decoder.engine.sampler import Sampled, SampledLogprobs, Sampler
 from services.decoder.engine.staging import Staging
-from services.decoder.engine.step import Int32Array, RowStart, Scores, Step, StepOutput
+from services.decoder.engine.step import RowStart, Step
 from services.decoder.engine.step_inputs import RowTable, StepInputs
 from services.decoder.kernels.sampling import MaskedRows, SamplingInputs
 from services.decoder.kernels.states import StateCache
@@ -48,59 +50,6 @@ _WARM_UP_PARAMS = (
 )
 
 
-@dataclass(slots=True)
-class DevicePendingStep:
-    """A launched step; its results are being copied to pinned memory of its own."""
-
-    token_ids: Tensor  # [B] int32, host
-    logprobs: tuple[Tensor, Tensor, Tensor] | None  # host, as SampledLogprobs
-    sampling: SamplingInputs | None
-    event: torch.cuda.Event | None
-    _output: StepOutput | None = field(default=None, init=False)
-
-    def is_computed(self) -> bool:
-        """See `step.PendingStep`; every other step is sampled when it is launched."""
-        return True
-
-    def put_mask(self, index: int, mask: Int32Array) -> None:
-        """See `step.PendingStep`."""
-        raise RuntimeError("the step has no late masks")
-
-    def sample(self) -> None:
-        """See `step.PendingStep`."""
-        raise RuntimeError("the step has no late masks")
-
-    def result(self) -> StepOutput:
-        """The step's tokens, once they are there."""
-        if self._output is None:
-            if self.event is not None:
-                self.event.synchronize()
-            token_ids = self.token_ids.numpy()
-            ones = np.ones(len(token_ids), np.int32)
-            self._output = StepOutput(token_ids[:, None], ones, self._logprobs())
-        return self._output
-
-    def _logprobs(self) -> dict[int, list[Logprobs]]:
-        if self.logprobs is None or self.sampling is None:
-            return {}
-        chosen, top_ids, top = (part.tolist() for part in self.logprobs)
-        named = self.sampling.logprob_ids
-        num_ranked = len(top_ids[0]) - (0 if named is None else named.shape[1])
-        found: dict[int, list[Logprobs]] = {}
-        for place, (index, count) in enumerate(
-            zip(self.sampling.logprob_rows, self.sampling.logprob_counts, strict=True)
-        ):
-            ids, values = top_ids[place][:count], top[place][:count]
-            if named is not None:
-                wanted = self.sampling.logprob_named[place]
-                for i in range(num_ranked, num_ranked + wanted):
-                    if top_ids[place][i] not in ids:
-                        ids.append(top_ids[place][i])
-                        values.append(top[place][i])
-            found[index] = [Logprobs(chosen[place], ids, values)]
-        return found
-
-
 class PreparedStep(NamedTuple):
     """A step whose arrays are staged and not uploaded.
 
@@ -115,72 +64,6 @@ class PreparedStep(NamedTuple):
     inputs: StepInputs
     graphs: StepGraphs | None
     sampling: SamplingInputs | MaskedRows | None
-
-
-@dataclass(slots=True)
-class UnsampledStep:
-    """A launched step that waits for late masks; its logits stay until the next step.
-
-    Attributes:
-        rows: of its samples, on the device, and perhaps padding.
-        token_ids: greedy ones, if a graph has sampled them.
-    """
-
-    runner: "ModelRunner"
-    step: Step
-    rows: Tensor
-    logits: Tensor
-    token_ids: Tensor | None
-    sampling: SamplingInputs | MaskedRows
-    computed: torch.cuda.Event | None
-    _sampled: DevicePendingStep | None = field(default=None, init=False)
-
-    def is_computed(self) -> bool:
-        """See `step.PendingStep`."""
-        return self.computed is None or self.computed.query()
-
-    def put_mask(self, index: int, mask: Int32Array) -> None:
-        """See `step.PendingStep`."""
-        self.runner.masks.put(len(self.step.token_masks) + index, mask)
-
-    def sample(self) -> None:
-        """See `step.PendingStep`."""
-        self._sampled = self.runner.sample_late(self)
-
-    def result(self) -> StepOutput:
-        """The step's tokens, once they are there."""
-        if self._sampled is None:
-            raise RuntimeError("the step's masks have not arrived")
-        return self._sampled.result()
-
-
-@dataclass(slots=True)
-class ScoredStep:
-    """A launched step, and logprobs of prompt tokens that are being copied to the host."""
-
-    step: DevicePendingStep | UnsampledStep
-    scores: list[PromptScores]
-    event: torch.cuda.Event | None
-
-    def is_computed(self) -> bool:
-        """See `step.PendingStep`."""
-        return self.step.is_computed()
-
-    def put_mask(self, index: int, mask: Int32Array) -> None:
-        """See `step.PendingStep`."""
-        self.step.put_mask(index, mask)
-
-    def sample(self) -> None:
-        """See `step.PendingStep`."""
-        self.step.sample()
-
-    def result(self) -> StepOutput:
-        """The step's tokens and scores, once they are there."""
-        output = self.step.result()
-        if self.event is not None:
-            self.event.synchronize()
-        scores = [Scores(*(part.numpy() for part in found)) for found in self.scores]
-        return output._replace(scores=scores)
 
 
 @dataclass(slots=True)
@@ -222,7 +105,7 @@ class ModelRunner:
         self._table.blocks[self._scratch_row] = info.num_blocks
         self._sampler = Sampler(info.max_num_sequences, info.vocab_size, state.device, model.ops)
         words = -(-info.vocab_size // 32)
-        self.masks = MaskBuffer(info.max_num_sequences, words, state.device)
+        self._masks = MaskBuffer(info.max_num_sequences, words, state.device)
         self._staging = Staging(_staging_bytes(info, max_blocks), state.device)
         self._dtype = state.kv_cache.dtype
         self.graphs: list[StepGraphs] = []  # captured kinds of steps, see graphs.py
@@ -243,7 +126,7 @@ class ModelRunner:
             self._prepared = self._stage_all(step)
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> DevicePendingStep | UnsampledStep | ScoredStep:
+    def execute(self, step: Step) -> DevicePendingStep:
         """Launches a step; see `step.Runner`."""
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared.step is not step:
@@ -252,32 +135,47 @@ class ModelRunner:
             prepared = self._stage_all(step)
         _, inputs, graphs, sampling = prepared
         if len(step.late):
-            self.masks.begin()
+            self._masks.begin()
             for index, mask in enumerate(step.token_masks):
-                self.masks.put(index, mask)
+                self._masks.put(index, mask)
         self._staging.upload()
-        if len(step.scored):
-            return self._score(step, inputs, sampling)
+        logits = token_ids = None
+        scores: list[PromptScores] = []
         if graphs is not None:
             count = len(step.samples)
             logits, token_ids = (out[:count] for out in graphs.replay(inputs))
-            self._save_states(step)
-            return self._sample_or_wait(step, inputs, logits, token_ids, sampling)
-        if len(step.samples) == 0:
-            self._forward(inputs)
-            self._save_states(step)
+        else:
+            # Scored prompt tokens may be any.
+            sampled = self._staging.device(inputs.places.sampled_tokens)
+            narrow = len(step.samples) > 0 and len(step.scored) == 0
+            hidden = self._forward(inputs, sampled if narrow else None)
+            scores = self._score(step, hidden)
+            if len(step.samples):
+                logits = self._model.logits(hidden if narrow else hidden[sampled])
+        self._save_states(step)
+        if logits is None:
             # The step still reads the arena, which may be reused once its result is there.
-            return DevicePendingStep(torch.empty(0, dtype=torch.int32), None, None, self._mark())
-        hidden = self._forward(inputs, self._staging.device(inputs.places.sampled_tokens))
-        self._save_states(step)
-        return self._sample_or_wait(step, inputs, self._model.logits(hidden), None, sampling)
+            tokens = HostTokens(torch.empty(0, dtype=torch.int32), None, None, self._mark())
+            return DevicePendingStep(tokens, None, scores)
+        rows = self._staging.device(inputs.places.sampled_rows)
+        if sampling is None or len(step.late) == 0:
+            tokens = self._sample(rows, logits, token_ids, sampling)
+            return DevicePendingStep(tokens, None, scores)
+        first, count = len(step.token_masks), len(step.token_masks) + len(step.late)
+        late = LateSampling(
+            computed=self._mark(),
+            put=lambda index, mask: self._masks.put(first + index, mask),
+            sample=partial(self._sample_late, rows, logits, token_ids, sampling, count),
+        )
+        return DevicePendingStep(None, late, scores)
 
-    def _score(
-        self, step: Step, inputs: StepInputs, sampling: SamplingInputs | MaskedRows | None
-    ) -> ScoredStep:
-        """Runs an uploaded step eagerly, with logits of the prompt tokens that it names."""
-        hidden = self._forward(inputs)
-        self._save_states(step)
+    def _score(self, step: Step, hidden: Tensor) -> list[PromptScores]:
+        """Logprobs of the prompt tokens that a step names, on their way to the host.
+
+        Args:
+            step: it was launched.
+            hidden: of all its tokens, if it names any.
+        """
         runs: list[PromptScores] = []
         taken = 0
         for first, count, most in step.scored.tolist():
@@ -288,22 +186,20 @@ class ModelRunner:
                 self._model.logits, min(most, self.info.vocab_size), self.info.max_num_sequences,
             )  # fmt: skip
             runs.append(PromptScores(*(self._to_host(part) for part in found)))
-        if len(step.samples) == 0:
-            nothing = torch.empty(0, dtype=torch.int32)
-            pending = DevicePendingStep(nothing, None, None, self._mark())
-        else:
-            rows = self._staging.device(inputs.places.sampled_tokens)
-            logits = self._model.logits(hidden[rows])
-            pending = self._sample_or_wait(step, inputs, logits, None, sampling)
-        return ScoredStep(pending, runs, self._mark())
+        return runs
 
     @torch.inference_mode()
-    def sample_late(self, unsampled: UnsampledStep) -> DevicePendingStep:
-        """Launches the sampling of a step with late masks."""
-        self.masks.upload(len(unsampled.step.token_masks) + len(unsampled.step.late))
-        return self._sample(
-            unsampled.rows, unsampled.logits, unsampled.token_ids, unsampled.sampling
-        )
+    def _sample_late(
+        self,
+        rows: Tensor,
+        logits: Tensor,
+        token_ids: Tensor | None,
+        sampling: SamplingInputs | MaskedRows,
+        num_masks: int,
+    ) -> HostTokens:
+        """`_sample` of a step whose masks are all there."""
+        self._masks.upload(num_masks)
+        return self._sample(rows, logits, token_ids, sampling)
 
     def close(self) -> None:
         """Releases the arena; the process may go on without the runner."""
@@ -377,7 +273,8 @@ class ModelRunner:
                 inputs = self._sampler.prepare(rows, rows, self._staging, masked, masks)
                 self._staging.upload()
                 assert isinstance(inputs, SamplingInputs)
-                self._copy_back(self._sampler.sample(logits, inputs), inputs).result()
+                tokens = self._copy_back(self._sampler.sample(logits, inputs), inputs)
+                DevicePendingStep(tokens).result()
         self._sampler.start_row(0, SamplingParams())
         self._staging.begin()
         inputs = self._sampler.prepare(rows[:1], rows[:1], self._staging, rows[:1], masks)
@@ -461,24 +358,11 @@ class ModelRunner:
     def _prepare_sampling(self, step: Step) -> SamplingInputs | MaskedRows | None:
         late = late_masks = None
         if len(step.late):
-            late, late_masks = step.late, self.masks.device(len(step.masked) + len(step.late))
+            late, late_masks = step.late, self._masks.device(len(step.masked) + len(step.late))
         return self._sampler.prepare(
             step.rows[step.samples], step.generated, self._staging, step.masked, step.token_masks,
             late, late_masks,
         )  # fmt: skip
-
-    def _sample_or_wait(
-        self,
-        step: Step,
-        inputs: StepInputs,
-        logits: Tensor,
-        token_ids: Tensor | None,
-        sampling: SamplingInputs | MaskedRows | None,
-    ) -> DevicePendingStep | UnsampledStep:
-        rows = self._staging.device(inputs.places.sampled_rows)
-        if sampling is not None and len(step.late):
-            return UnsampledStep(self, step, rows, logits, token_ids, sampling, self._mark())
-        return self._sample(rows, logits, token_ids, sampling)
 
     def _sample(
         self,
@@ -486,7 +370,7 @@ class ModelRunner:
         logits: Tensor,
         token_ids: Tensor | None,
         sampling: SamplingInputs | MaskedRows | None,
-    ) -> DevicePendingStep:
+    ) -> HostTokens:
         """Samples tokens, keeps them for the next step, copies them to the host.
 
         Args:
@@ -513,17 +397,12 @@ class ModelRunner:
         # A row that failed may be in the next step already, which then needs any valid id.
         self._state.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
 
-    def _copy_back(self, sampled: Sampled, sampling: SamplingInputs | None) -> DevicePendingStep:
-        parts = sampled.logprobs
-        token_ids = self._to_host(sampled.token_ids)
-        logprobs = None
-        if parts is not None:
-            logprobs = (
-                self._to_host(parts.chosen),
-                self._to_host(parts.top_ids),
-                self._to_host(parts.top),
-            )
-        return DevicePendingStep(token_ids, logprobs, sampling, self._mark())
+    def _copy_back(self, sampled: Sampled, sampling: SamplingInputs | None) -> HostTokens:
+        token_ids, logprobs = self._to_host(sampled.token_ids), sampled.logprobs
+        if logprobs is not None:
+            parts = (logprobs.chosen, logprobs.top_ids, logprobs.top)
+            logprobs = SampledLogprobs(*(self._to_host(part) for part in parts))
+        return HostTokens(token_ids, logprobs, sampling, self._mark())
 
     def _upload(self, values: Tensor) -> Tensor:
         if self._state.device.type != "cuda":

@@ -25,7 +25,8 @@ from services.decoder.engine.graphs import (
     _Kind,
 )
 from services.decoder.engine.messages import AddSequence, SamplingParams
-from services.decoder.engine.model_runner import DevicePendingStep, ModelRunner
+from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.pending_step import DevicePendingStep
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Step

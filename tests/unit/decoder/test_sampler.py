@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.model_runner import DevicePendingStep
+from services.decoder.engine.pending_step import DevicePendingStep, HostTokens
 from services.decoder.engine.sampler import Sampled, Sampler, uniforms
 from services.decoder.engine.staging import Staging
 from services.decoder.kernels import ALL_MASKED
@@ -393,10 +393,8 @@ def test_named_tokens_have_logprobs_beside_the_most_likely() -> None:
     assert inputs is not None
     sampled = bench.sampler.sample(raw, inputs)
     assert sampled.logprobs is not None
-    pending = DevicePendingStep(
-        sampled.token_ids,
-        (sampled.logprobs.chosen, sampled.logprobs.top_ids, sampled.logprobs.top), inputs, None,
-    )  # fmt: skip
+    tokens = HostTokens(sampled.token_ids, sampled.logprobs, inputs, None)
+    pending = DevicePendingStep(tokens)
     right = raw.log_softmax(-1)
     found = pending.result().logprobs
     assert found.keys() == {0, 2, 3}
