@@ -72,7 +72,7 @@ class StepParts:
 class StepGraphs(Protocol):
     """Graphs of one kind of step."""
 
-    masks_images: bool  # image tokens are staged as a mask over all tokens
+    masks_images: bool  # every step has a mask of its visual tokens
 
     def pad(self, step: StepInputs) -> StepInputs | None:
         """The step padded to a captured size, or None: it must run eagerly."""
@@ -174,7 +174,7 @@ class _GraphSet:
         """The hidden states of `sampled`, see CausalLM."""
         parts, visual = self.parts, None
         if step.places.visual_mask is not None and parts.images is not None:
-            visual = parts.images.masked(parts.staging.device(step.places.visual_mask))
+            visual = parts.images.visual(parts.staging.device(step.places.visual_mask))
         return parts.model.forward(
             step_inputs.input_ids(step, parts.staging, parts.last_tokens, parts.model.ops),
             parts.staging.device(step.places.positions),
@@ -239,7 +239,7 @@ class _ChunkGraphs(_GraphSet):
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Runs an uploaded step. The attention's work list is staged, so no plan is made."""
         if step.images and self.parts.images is not None:
-            self.parts.images.read_in_place(step.images)
+            self.parts.images.read(step.images)
         return self._replay(_Kind(step.num_tokens))
 
     def _is_faster(self, step: StepInputs) -> bool:

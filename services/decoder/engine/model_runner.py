@@ -311,7 +311,7 @@ class ModelRunner:
             self._staging,
             self.info.block_size,
             work=self._backend.list_work(step, captured=graphs is not None),
-            masked=graphs is not None and graphs.masks_images,
+            masked=bool(step.images) if graphs is None else graphs.masks_images,
             with_states=self._state.states is not None,
         )
 
@@ -349,11 +349,12 @@ class ModelRunner:
         )
 
     def _visual(self, step: StepInputs) -> VisualInput | None:
-        if step.places.visual_rows is None:
+        if step.places.visual_mask is None:
             return None
         if self._images is None:
             raise RuntimeError("a sequence has images, but the runner has no arena")
-        return self._images.read(step.images, self._staging.device(step.places.visual_rows))
+        self._images.read(step.images)
+        return self._images.visual(self._staging.device(step.places.visual_mask))
 
     def _prepare_sampling(self, step: Step) -> SamplingInputs | MaskedRows | None:
         late = late_masks = None

@@ -64,8 +64,7 @@ class Places:
     sampled_rows: Staged  # [B] int64: rows of the table
     sampled_tokens: Staged  # [B] int64: tokens of the step
     work: Staged | None  # the attention's, see AttentionBackend.list_work
-    visual_rows: Staged | None  # [V] int64
-    visual_mask: Staged | None  # [T] int32, in a captured step with chunks
+    visual_mask: Staged | None  # [T] int32; None: no token can be an image's
     cu_query_lens: Staged | None  # [S + 1] int32, of a model with recurrent states
     pieces: Staged | None  # [W, 2] int32, of chunks of such a model
     block_ids: Staged
@@ -275,7 +274,7 @@ def stage(
         staging: the buffer.
         block_size: tokens per block.
         work: what the attention backend reads besides lengths and blocks, if anything.
-        masked: visual tokens as a mask over all tokens, else as a list.
+        masked: the step has a mask of its visual tokens.
         with_states: the model has recurrent states.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.table_rows)
@@ -292,7 +291,6 @@ def stage(
         sampled_rows=staging.add(sampled_rows, room=num_chunks),
         sampled_tokens=staging.add(sampled_tokens, room=num_chunks),
         work=None if work is None else staging.add(work),
-        visual_rows=_stage_visual_rows(step, staging) if step.images and not masked else None,
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
         cu_query_lens=staging.add(step.cu_query_lens) if with_states else None,
         pieces=_stage_pieces(step, staging) if with_states else None,
@@ -321,12 +319,6 @@ def _stage_pieces(step: StepInputs, staging: Staging) -> Staged | None:
     if step.num_decodes == len(step.seq_lens):
         return None
     return staging.add(prefill_pieces(step.cu_query_lens, step.num_decodes, step.num_tokens))
-
-
-def _stage_visual_rows(step: StepInputs, staging: Staging) -> Staged:
-    return staging.add(
-        np.concatenate([np.arange(part.row, part.row + part.num_rows) for part in step.images])
-    )
 
 
 def _stage_visual_mask(step: StepInputs, staging: Staging) -> Staged:

@@ -16,27 +16,6 @@ from services.decoder.attention.base import AttentionMetadata
 from services.decoder.kernels.ops import Ops, StepKernels
 
 
-class VisualInput(Protocol):
-    """The image embeddings of one step's tokens.
-
-    There are `num_features` tensors per visual token: feature 0, the tower's merged output,
-    replaces its embedding; feature i is added to the output of decoder layer i - 1 (DeepStack).
-    """
-
-    @property
-    def num_features(self) -> int:
-        """Tensors per visual token."""
-        ...
-
-    def replace(self, hidden: Tensor) -> None:
-        """Overwrites the visual rows of `hidden` `[T, hidden]` with feature 0, in place."""
-        ...
-
-    def add(self, hidden: Tensor, feature: int) -> None:
-        """Adds a feature to the visual rows of `hidden` `[T, hidden]`, in place."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Events between two streams of a GPU: one copies embeddings to a buffer feature by feature,
@@ -75,68 +54,44 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class VisualRows:
-    """Embeddings of all visual tokens one after the other, on the device or on their way to it."""
+class VisualInput:
+    """The image embeddings of one step, in the rows of their tokens: no shape depends on how many
+    tokens are visual, so that a CUDA graph serves all.
 
-    rows: Tensor  # [V] int64: the visual tokens' rows, each once
-    embeddings: Tensor  # [num_features, V, hidden]
-    transfer: Transfer
+    Feature 0, the tower's merged output, replaces a token's embedding; feature i is added to the
+    output of decoder layer i - 1 (DeepStack).
+
+    Attributes:
+        mask: `[T, 1]` bool: the row is visual.
+        embeddings: `[num_features, T, hidden]`; rows of other tokens hold anything.
+        transfer: brings the embeddings; None on a CPU, where they are there.
+    """
+
+    mask: Tensor
+    embeddings: Tensor
+    transfer: Transfer | None
 
     @property
     def num_features(self) -> int:
+        """Tensors per visual token."""
         return self.embeddings.shape[0]
 
     def replace(self, hidden: Tensor) -> None:
-        self.transfer.wait(0)
-        hidden.index_copy_(0, self.rows, self.embeddings[0])
-        self.transfer.read(0)
+        """Overwrites the visual rows of `hidden` `[T, hidden]` with feature 0, in place."""
+        hidden.copy_(self._read(0, hidden))
 
     def add(self, hidden: Tensor, feature: int) -> None:
+        """Adds a feature to the visual rows of `hidden` `[T, hidden]`, in place."""
+        hidden.add_(self._read(feature, 0.0))
+
+    def _read(self, feature: int, other: Tensor | float) -> Tensor:
+        """`[T, hidden]`: the feature where a row is visual, `other` elsewhere."""
+        if self.transfer is None:
+            return self.embeddings[feature].where(self.mask, other)
         self.transfer.wait(feature)
-        hidden.index_add_(0, self.rows, self.embeddings[feature])
+        found = self.embeddings[feature].where(self.mask, other)
         self.transfer.read(feature)
-
-
-@dataclass(frozen=True, slots=True)
-class VisualSegments:
-    """Embeddings where they lie, one view per image: nothing is copied before it is used."""
-
-    segments: list[tuple[int, Tensor]]  # (first row, [num_features, n, hidden])
-
-    @property
-    def num_features(self) -> int:
-        return self.segments[0][1].shape[0]
-
-    def replace(self, hidden: Tensor) -> None:
-        for start, view in self.segments:
-            hidden[start : start + view.shape[1]].copy_(view[0])
-
-    def add(self, hidden: Tensor, feature: int) -> None:
-        for start, view in self.segments:
-            hidden[start : start + view.shape[1]].add_(view[feature])
-
-
-@dataclass(frozen=True, slots=True)
-class VisualMask:
-    """Embeddings in the rows of their tokens, so that no shape depends on how many are visual."""
-
-    mask: Tensor  # [T, 1] bool: the row is visual
-    embeddings: Tensor  # [num_features, T, hidden]; rows of other tokens hold anything
-    transfer: Transfer
-
-    @property
-    def num_features(self) -> int:
-        return self.embeddings.shape[0]
-
-    def replace(self, hidden: Tensor) -> None:
-        self.transfer.wait(0)
-        hidden.copy_(self.embeddings[0].where(self.mask, hidden))
-        self.transfer.read(0)
-
-    def add(self, hidden: Tensor, feature: int) -> None:
-        self.transfer.wait(feature)
-        hidden.add_(self.embeddings[feature].where(self.mask, 0.0))
-        self.transfer.read(feature)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -512,7 +512,7 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
         if field.name != "block_ids":
             place = getattr(staged, field.name)
             assert place == getattr(captured, field.name), field.name
-            assert (place is None) == (field.name in ("visual_rows", "cu_query_lens", "pieces"))
+            assert (place is None) == (field.name in ("cu_query_lens", "pieces"))
     assert staged.block_ids.offset == captured.block_ids.offset
     everything = step_inputs.captured_metadata(first, runner._staging, None).block_ids
     found = runner._staging.host(staged.block_ids)
