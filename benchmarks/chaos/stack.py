@@ -211,7 +211,7 @@ class Stack:
         return {
             **common, "embedding_cache_bytes": 4 << 20, "max_num_sequences": 64,
             "kv_cache_bytes": 24_000_000 if slot == 0 else 14_000_000,
-            "max_model_len": 1500, "shared_memory": slot % 2 == 0,
+            "max_model_len": 1500,
         }  # fmt: skip
 
     async def replace(self, pod: Pod, *, lag_s: float = 0.0) -> int:

@@ -43,15 +43,14 @@ def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) ->
     }
     for kind, port in health.items():
         settings[kind]["health_port"] = port
-    # Without shared memory and with one encoder, the decoder fetches over its own channel.
-    settings["decoder"]["shared_memory"] = False
+    # With one encoder, the decoder asks over its own channel where the bytes are.
     cluster = Cluster(tmp_path, **settings)  # type: ignore[arg-type]
     (encoder,), (decoder,) = cluster.encoders, cluster.decoders
     known = f"dns:///localhost:{encoder.port}"
     decoder.set(encoder_addresses=known)
     with cluster:
         assert cluster.ask("What do you see?", png(1))
-        assert decoder.metric("decoder_embedding_fetch_bytes_total", path="grpc") > 0
+        assert decoder.metric("decoder_embedding_fetch_bytes_total", path="shm") > 0
         # The kubelet speaks plaintext, to a port of its own.
         for kind, service in (("encoder", ENCODER_SERVICE), ("decoder", DECODER_SERVICE)):
             assert asyncio.run(grpc_ready(f"127.0.0.1:{health[kind]}", service))
