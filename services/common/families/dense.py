@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from services.common.families.generation import eos_token_ids, read_generation
-from services.common.families.tensor_names import text_prefix
 from services.common.model_spec import (
     CheckpointSpec,
     ConversationSpec,
@@ -57,8 +56,6 @@ def read_model(
     """
     generation = read_generation(directory)
     names = checkpoint or text_checkpoint()
-    if vision is None:
-        names = replace(names, text_prefix=text_prefix(directory, names))
     section: Mapping[str, Any] = config.get("text_config") or config
     return ModelSpec(
         directory=directory,

@@ -8,7 +8,7 @@ import pytest
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, UnsupportedOption
 from services.gateway.sampling import SamplingDefaults
-from tests.unit.common.test_families import QWEN2, QWEN3, QWEN3_5
+from tests.unit.common.test_families import QWEN2
 
 
 def write(directory: Path, **files: object) -> ModelSpec:
@@ -101,28 +101,3 @@ def test_neutral_generation_options_are_accepted(tmp_path: Path) -> None:
         "bad_words_ids": None, "min_length": 0, "remove_invalid_values": False,
     }  # fmt: skip
     assert write(tmp_path, generation_config=neutral).generation == neutral
-
-
-def write_names(directory: Path, *names: str) -> None:
-    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    header = json.dumps(dict.fromkeys(names, entry)).encode()
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-
-
-@pytest.mark.parametrize("config", [QWEN3, QWEN3_5], ids=["qwen3", "qwen3_5"])
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("model.norm.weight", "lm_head.weight"), "model."),
-        (("model.language_model.norm.weight", "lm_head.weight"), "model.language_model."),
-        (("model.language_model.norm.weight", "model.visual.x"), "model.language_model."),
-        # Both: the loader refuses what it does not read.
-        (("model.language_model.norm.weight", "model.norm.weight"), "model."),
-        (("lm_head.weight",), "model."),
-    ],
-)
-def test_text_models_may_have_the_names_they_were_cut_out_of(
-    tmp_path: Path, config: dict, names: tuple[str, ...], expected: str
-) -> None:
-    write_names(tmp_path, *names)
-    assert write(tmp_path, config=config).checkpoint.text_prefix == expected
