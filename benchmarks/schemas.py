@@ -42,9 +42,10 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer
 
 from services.common.errors import InvalidGrammar
-from services.decoder.bounded_strings import PROBE_WORDS
-from services.decoder.grammar import Demands, Grammar, Grammars
-from services.decoder.matcher import Matcher, MatcherFailed
+from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.grammars import Grammars
+from services.decoder.masks.matcher import Matcher, MatcherFailed
+from services.decoder.masks.rows import PROBE_WORDS
 
 _START_S = 60.0
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -111,7 +112,7 @@ class OfDecoder:
 
     def __init__(self, tokenizer: Path, vocab_size: int, end_id: int) -> None:
         self._end_ids = (end_id,)
-        self._grammars = Grammars(tokenizer.parent, vocab_size, lambda _: None)
+        self._grammars = Grammars(tokenizer.parent, vocab_size)
         self.compile_s = 0.0
         self.start('{"type": "string"}')  # reads the vocabulary
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from benchmarks.structured import SCHEMA
 from benchmarks.workloads import WORDS
-from services.decoder.grammar import Demands, Grammar, Grammars
+from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.grammars import Grammars
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
@@ -164,17 +165,16 @@ def measure(
     for number in range(answers):
         ids = answer_of(kind, rng, tokenizer)
         matcher = asyncio.run(grammars.matcher(demands))
-        grammars.fill([(matcher, [], 0)], rows)
+        grammars.fill(matcher, [], rows[0])
         for token_id in ids:
             mask = rows[0].view(np.uint8)
             if not mask[token_id >> 3] >> (token_id & 7) & 1:
                 raise AssertionError(f"{kind.name}: {tokenizer.token_bytes(token_id)} is forbidden")
             started = time.thread_time()
-            (found,) = grammars.fill([(matcher, [token_id], 0)], rows)
+            found = grammars.fill(matcher, [token_id], rows[0])
             (warm if number else cold).append(time.thread_time() - started)
             if found is not True:
                 raise AssertionError(f"{kind.name}: {found}")
-        grammars.release(matcher)
     return cold, warm
 
 
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     tokenizer = ModelTokenizer.from_directory(options.tokenizer.parent)
     end_id = tokenizer.added[options.end].token_id
-    grammars = Grammars(options.tokenizer.parent, options.vocab_size, lambda _: None)
+    grammars = Grammars(options.tokenizer.parent, options.vocab_size)
     print(f"{'µs of CPU a mask':<28} {'p50':>7} {'p99':>7} {'max':>7}   cold: p50, max")
     for kind in KINDS:
         if options.only not in kind.name:

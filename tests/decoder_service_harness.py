@@ -15,16 +15,34 @@ from services.common.rpc import create_channel, create_server
 from services.decoder.embedding_fetch import EncoderFetcher
 from services.decoder.embeddings import EmbeddingSource
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.front import DecoderFront, local_masks
-from services.decoder.grammar import Grammars
+from services.decoder.front import DecoderFront, num_mask_rows
+from services.decoder.masks.messages import MaskSettings
+from services.decoder.masks.processes import MaskProcesses
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.service import DecoderServicer
 from tests.fake_fetch import FakeFetchServicer, serve_fetch
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, add_message, expected_tokens, runner_info
 from tests.in_process_engine import InProcessEngine
 from tests.noise import PATIENCE_S
+from tests.tiny_tokenizer import added_ids
 
 KEYS = [bytes([n]) * 32 for n in range(1, 9)]
+
+
+class NoMasks:
+    """Of a decoder whose sequences have none."""
+
+    def __init__(self, failed: object) -> None:
+        pass
+
+    def tokens_arrived(self, tokens: object) -> None:
+        pass
+
+    def remove(self, number: int) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
 
 
 class Decoder:
@@ -36,22 +54,29 @@ class Decoder:
         arena_pages: int = 16,
         timeout_s: float = 5.0,
         model_directory: Path | None = None,
-        opens_masks: bool = True,
+        num_processes: int = 1,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
-        self.engine = InProcessEngine(self.runner, opens_masks=opens_masks)
+        self.engine = InProcessEngine(self.runner)
         self.registry = CollectorRegistry()
         metrics = DecoderMetrics(self.registry)
         self.arena = Arena(arena_pages * 4096)
         self.source = EmbeddingSource(
             self.arena, EncoderFetcher(timeout_s=timeout_s), None, metrics
         )
-        grammars = Grammars(
-            model_directory or Path(), self.engine.ready.vocab_size, metrics.grammar_compile.observe
-        )
-        masks = partial(local_masks, grammars, self.engine.ready, self.engine, metrics)
+        masks = NoMasks
+        if model_directory is not None:
+            vocab_size = self.engine.ready.vocab_size
+            settings = MaskSettings(
+                directory=str(model_directory), vocab_size=vocab_size,
+                end_ids=(added_ids()["<|im_end|>"],), num_rows=num_mask_rows(self.engine.ready),
+            )  # fmt: skip
+            masks = partial(
+                MaskProcesses, settings, self.engine.link, self.engine, metrics, count=num_processes
+            )
         self.front = DecoderFront(self.engine.ready, self.engine, self.source, masks, metrics)
+        self.masks: MaskProcesses = self.front._masks  # type: ignore[assignment]
         self.encoder = FakeFetchServicer()
         self.encoder_address = ""
         self._exit = contextlib.AsyncExitStack()
@@ -74,6 +99,7 @@ class Decoder:
         await self._channel.close()
         await self._server.stop(None)
         await self.front.close()
+        self.engine.close()
         await self._exit.aclose()
 
     def metric(self, name: str, **labels: str) -> float:

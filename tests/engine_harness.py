@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import AddSequence, StepDone, TokenMask
+from services.decoder.engine.messages import AddSequence, StepDone
 from services.decoder.engine.step_cost import StepCost
 from tests.fake_runner import FakeRunner, expected_tokens, mask_of, runner_info
 
@@ -143,8 +143,8 @@ class Harness:
     def _serve_masks(self) -> None:
         for _, number, generated in [m for m in self._masks if m[0] <= self._now]:
             mask = mask_of(self.added[number].sampling.seed, generated)
-            data = b"" if mask is None else mask.tobytes()
-            self.engine.handle(TokenMask(number, generated, data))
+            words = np.empty(0, np.int32) if mask is None else mask.view(np.int32)
+            self.engine.mask_ready(number, generated, words)
         self._masks = [m for m in self._masks if m[0] > self._now]
 
     def _evict(self, offsets: Iterable[int]) -> None:

@@ -17,9 +17,9 @@ from PIL import Image
 
 from services.common.errors import InvalidImage
 from services.common.image_header import ImageHeader, read_header
+from services.common.work_limits import SLACK_BYTES
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool
-from services.encoder.decode_worker import SLACK_BYTES
 
 MAX_CASE_S, MAX_CASE_BYTES = 0.05, 64 << 20
 _MAX_PIXELS = 4_000_000

@@ -1,20 +1,21 @@
 """A decoder engine in the front's own event loop, in place of an engine process."""
 
 import asyncio
+import contextlib
+import socket
 
 from msgspec import structs
 
-from services.common.channel import ChannelClosed
+from services.common.channel import ChannelClosed, EngineChannel
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import (
     EngineInfo,
     EngineMessage,
     FrontMessage,
     ImageReady,
-    MaskMemory,
-    MaskMemoryOpened,
+    MaskLink,
 )
-from services.decoder.mask_rows import open_rows
+from services.decoder.masks.links import open_link, send_tokens
 from tests.fake_runner import FakeRunner
 
 
@@ -22,15 +23,14 @@ class InProcessEngine:
     """Implements `services.decoder.front.Channel` with an Engine on a FakeRunner.
 
     Attributes:
-        opens_masks: it reads the front's memory of masks, as an engine does that may.
+        link: takes the descriptors of processes that fill masks.
         running: while cleared, the engine takes no steps.
         arena: arena offset → key, kept for the FakeRunner.
     """
 
-    def __init__(
-        self, runner: FakeRunner, *, overlap: bool = True, opens_masks: bool = True
-    ) -> None:
-        self.opens_masks = opens_masks
+    def __init__(self, runner: FakeRunner, *, overlap: bool = True) -> None:
+        self._link, self.link = socket.socketpair()
+        self._links: dict[int, EngineChannel] = {}
         self.runner = runner
         self.engine = Engine(runner, overlap=overlap, min_partial_tokens=1)
         self.running = asyncio.Event()
@@ -54,26 +54,41 @@ class InProcessEngine:
             if self._closed:
                 raise ChannelClosed
             inbox, self._inbox = self._inbox, []
-            opened = False
             for message in inbox:
-                if isinstance(message, MaskMemory):
-                    if opened := self.opens_masks:
-                        self.engine.mask_rows[message.link] = open_rows(message)
+                if isinstance(message, MaskLink):
+                    link, rows = open_link(self._link, message)
+                    self._links[message.link] = link
+                    self.engine.mask_rows[message.link] = rows
                     continue
                 if isinstance(message, ImageReady):
                     self.runner.arena[message.arena_offset] = message.key
                 self.engine.handle(message)  # type: ignore[arg-type]
-            if opened:
-                return MaskMemoryOpened()
+            self._receive_masks()
             if self.engine.waits_for_masks:
                 continue
             if self.engine.has_work:
                 done = self.engine.step()
                 if done is not None:
+                    send_tokens(self.engine, self._links, done)
                     return done
             elif not self._inbox:
                 self._wake.clear()
-                await self._wake.wait()
+                with contextlib.suppress(TimeoutError):
+                    timeout_s = 0.001 if self._links else None  # nothing wakes it up for masks
+                    await asyncio.wait_for(self._wake.wait(), timeout_s)
+
+    def _receive_masks(self) -> None:
+        for number, link in list(self._links.items()):
+            try:
+                for message in link.receive(0.0):
+                    self.engine.handle(message)
+            except ChannelClosed:
+                self._links.pop(number).close()
+
+    def close(self) -> None:
+        """Closes the ends of links."""
+        for end in (self._link, self.link, *self._links.values()):
+            end.close()
 
     def die(self) -> None:
         self._closed = True

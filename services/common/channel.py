@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 20
 _BUFFER_BYTES = 8 << 20
+_UNSENT_S = 0.01  # between two attempts to send
 
 Incoming = TypeVar("Incoming")
 
@@ -48,6 +50,7 @@ class EngineChannel(Generic[Incoming]):
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
+        self._unsent = bytearray()
         self._others: list[EngineChannel[Incoming]] = []
 
     def join(self, other: "EngineChannel[Incoming]") -> None:
@@ -66,6 +69,11 @@ class EngineChannel(Generic[Incoming]):
             ChannelClosed: the front has closed the channel.
         """
         messages = self._split()
+        for other in self._others:
+            if other._unsent:
+                with suppress(ChannelClosed):  # which reading finds
+                    other._flush()
+                timeout_s = _UNSENT_S if timeout_s is None else min(timeout_s, _UNSENT_S)
         if messages:
             timeout_s = 0.0
         elif awake_s:
@@ -74,10 +82,11 @@ class EngineChannel(Generic[Incoming]):
             for channel in ready:
                 try:
                     messages += channel._read()
-                except ChannelClosed:
+                except (ChannelClosed, OSError, msgspec.MsgspecError):
                     if channel is self:
                         raise
                     self._others.remove(channel)
+                    channel.close()
             timeout_s = 0.0 if messages else timeout_s
         return messages
 
@@ -93,6 +102,38 @@ class EngineChannel(Generic[Incoming]):
         except OSError as error:
             raise ChannelClosed from error
 
+    def offer(self, message: msgspec.Struct) -> None:
+        """Sends one message without ever blocking: what the other end does not take now is sent
+        with the next one, or by `receive`.
+
+        Raises:
+            ChannelClosed: the other end has closed the channel, or reads nothing.
+        """
+        body = self._encoder.encode(message)
+        self._unsent += _LENGTH.pack(len(body)) + body
+        self._flush()
+        if len(self._unsent) > _BUFFER_BYTES:
+            raise ChannelClosed
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._socket.close()
+
+    def shut(self) -> None:
+        """Has `receive`, in which it still takes part, find it closed; so does the other end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                count = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
+                del self._unsent[:count]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ChannelClosed from error
+
     def fileno(self) -> int:
         """Of the socket, to wait for."""
         return self._socket.fileno()
@@ -103,7 +144,10 @@ class EngineChannel(Generic[Incoming]):
             pass
 
     def _read(self) -> list[Incoming]:
-        data = self._socket.recv(_READ_BYTES)
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except ConnectionResetError:  # it ended with messages unread
+            data = b""
         if not data:
             raise ChannelClosed
         self._buffer += data

@@ -130,7 +130,7 @@ class GpuService(Generic[SettingsT]):
         [SettingsT, Any, "FrontChannel[Any]", Arena, Credentials, list[socket.socket]],
         Awaitable[Front],
     ]
-    num_links: Callable[[], int] = lambda: 0
+    num_links: int = 0
 
 
 def run_service(service: GpuService[SettingsT]) -> int:
@@ -168,7 +168,7 @@ async def serve(
             settings.model_dump_json(),
             arena,
             service.engine_message,
-            service.num_links(),
+            service.num_links,
         ),
     )
     try:

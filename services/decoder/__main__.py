@@ -1,6 +1,5 @@
 """`python -m services.decoder`: the front process. No torch here; the engine process has it."""
 
-import asyncio
 import socket
 import sys
 from collections.abc import Callable
@@ -28,11 +27,10 @@ from services.common.shared_memory import PAGE_BYTES
 from services.decoder.embedding_fetch import EncoderFetcher
 from services.decoder.embeddings import EmbeddingSource
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
-from services.decoder.front import DecoderFront, local_masks, num_mask_rows
-from services.decoder.grammar import Grammars
+from services.decoder.front import DecoderFront, num_mask_rows
 from services.decoder.known_encoders import KnownEncoders
-from services.decoder.mask_messages import MaskSettings
-from services.decoder.mask_processes import MaskProcesses, num_mask_processes
+from services.decoder.masks.messages import MaskSettings
+from services.decoder.masks.processes import MaskProcesses
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.service import SERVICE_NAME, DecoderServicer
 from services.decoder.settings import DecoderSettings
@@ -53,7 +51,6 @@ class DecoderService:
     """The decoder's objects in the front process."""
 
     front: DecoderFront
-    masks: MaskProcesses | None
     cache: RedisCache | None
     add_servicer: AddServicer
     registry: CollectorRegistry
@@ -89,17 +86,18 @@ class DecoderService:
             known=KnownEncoders(settings.encoders),
         )
         source = EmbeddingSource(arena, fetcher, cache, metrics)
-        processes = await start_mask_processes(settings, ready, channel, links, metrics)
-        if processes is not None:
-            front = DecoderFront(ready, channel, source, processes.for_front, metrics)
-        else:
-            grammars = Grammars(settings.model, ready.vocab_size, metrics.grammar_compile.observe)
-            grammars.preload(read_spec(settings.model).eos_token_ids)
-            masks = partial(local_masks, grammars, ready, channel, metrics)
-            front = DecoderFront(ready, channel, source, masks, metrics)
+        mask_settings = MaskSettings(
+            directory=str(settings.model),
+            vocab_size=ready.vocab_size,
+            end_ids=read_spec(settings.model).eos_token_ids,
+            num_rows=num_mask_rows(ready),
+            log_level=settings.log_level,
+        )
+        masks = partial(MaskProcesses, mask_settings, links[0], channel, metrics)
+        front = DecoderFront(ready, channel, source, masks, metrics)
         servicer = DecoderServicer(front, fingerprint)
         add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, servicer)
-        return cls(front, processes, cache, add_servicer, registry, metrics)
+        return cls(front, cache, add_servicer, registry, metrics)
 
     def is_busy(self) -> bool:
         return self.front.is_busy
@@ -108,16 +106,7 @@ class DecoderService:
         self.metrics.watch_silence(silence_s)
 
     async def run(self) -> None:
-        tasks = [asyncio.create_task(self.front.run())]
-        if self.masks is not None:
-            tasks.append(asyncio.create_task(self.masks.run()))
-        try:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            ended.pop().result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await self.front.run()
 
     async def drain(self, stop_server: StopServer, grace_s: float) -> None:
         await self.front.drain(grace_s)
@@ -127,32 +116,6 @@ class DecoderService:
         await self.front.close()
         if self.cache is not None:
             await self.cache.close()
-
-
-async def start_mask_processes(
-    settings: DecoderSettings,
-    ready: EngineInfo,
-    channel: "FrontChannel[EngineMessage]",
-    links: list[socket.socket],
-    metrics: DecoderMetrics,
-) -> MaskProcesses | None:
-    """Starts a process for each link of the engine. None: masks are filled in the front, because
-    there is none, or a step takes so long that they need no more.
-    """
-    if not links or not ready.on_gpu:
-        for link in links:
-            link.close()
-        return None
-    each = MaskSettings(
-        link=0,
-        directory=str(settings.model),
-        vocab_size=ready.vocab_size,
-        end_ids=read_spec(settings.model).eos_token_ids,
-        num_rows=num_mask_rows(ready),
-        num_threads=1,
-        log_level=settings.log_level,
-    )
-    return await MaskProcesses.start(links, each, channel, metrics)
 
 
 DECODER = GpuService(
@@ -165,7 +128,7 @@ DECODER = GpuService(
     settings=DecoderSettings,
     arena_bytes=arena_bytes,
     create_front=DecoderService.create,
-    num_links=num_mask_processes,
+    num_links=1,
 )
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from services.common.embedding_cache import StoredEntry
 from services.common.errors import InternalError, InvalidRequest, TriptychError
 from services.common.single_flight import InFlight
 from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
-from services.decoder.engine.messages import AddSequence, FrontMessage, ImageReady, ImagesOf
+from services.decoder.engine.messages import AddSequence, EngineSender, ImageReady, ImagesOf
 from services.decoder.submission import ImageRequest
 
 log = logging.getLogger(__name__)
@@ -315,14 +315,6 @@ def _copy_of(error: BaseException, address: str) -> Exception:
         return type(error)(error.message)
     log.error("fetching an embedding failed", exc_info=error)
     return InternalError("fetching an embedding failed")
-
-
-class EngineSender(Protocol):
-    """The engine's inbox."""
-
-    def send(self, *messages: FrontMessage) -> None:
-        """Queues messages."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -6,10 +6,11 @@ the front.
 """
 
 import logging
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -19,7 +20,6 @@ from services.common.engine_process import REFUSED, accept
 from services.common.heartbeat import Ping, Pong
 from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
-from services.common.shared_memory import NotReadable
 from services.common.telemetry import setup_logging
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
@@ -27,13 +27,11 @@ from services.decoder.engine.messages import (
     EngineInfo,
     FrontMessage,
     KernelCalls,
-    MaskMemory,
-    MaskMemoryOpened,
-    NewTokens,
+    MaskLink,
     Shutdown,
 )
 from services.decoder.engine.runner_factory import ModelRunner, RunnerOptions, create_runner
-from services.decoder.mask_rows import open_rows
+from services.decoder.masks.links import open_link, send_tokens
 from services.decoder.settings import DecoderSettings
 
 log = logging.getLogger("services.decoder.engine")
@@ -53,7 +51,7 @@ def run(
     engine: Engine,
     channel: EngineChannel[FrontMessage],
     kernel_calls: Callable[[], dict[str, int]],
-    links: Sequence[EngineChannel[FrontMessage]] = (),
+    link: socket.socket | None = None,
     *,
     awake_s: float = 0.0,
 ) -> None:
@@ -63,15 +61,14 @@ def run(
         engine: of the model.
         channel: to the front.
         kernel_calls: the runner's counts, for the front's metrics.
-        links: to processes that fill masks.
+        link: to the front, over which the descriptors of each `MaskLink` come.
         awake_s: see `EngineChannel.receive`.
 
     Raises:
         ChannelClosed: the front has exited.
     """
     reported_at = 0.0
-    for link in links:
-        channel.join(link)
+    links: dict[int, EngineChannel[Any]] = {}
     while True:
         if engine.waits_for_masks:
             messages = channel.receive(0.0, awake_s=_MASK_POLL_S)
@@ -85,9 +82,10 @@ def run(
             if isinstance(message, Ping):
                 channel.send(Pong())
                 continue
-            if isinstance(message, MaskMemory):
-                owner = channel if message.link < 0 else links[message.link]
-                open_mask_memory(engine, owner, message)
+            if isinstance(message, MaskLink):
+                assert link is not None
+                links[message.link], engine.mask_rows[message.link] = open_link(link, message)
+                channel.join(links[message.link])
                 continue
             engine.handle(message)
         if engine.waits_for_masks:
@@ -96,31 +94,11 @@ def run(
         done = engine.step()
         if done is not None:
             if links:
-                send_tokens(links, engine.masked_tokens(done.events))  # masks are waited for
+                send_tokens(engine, links, done)  # masks are waited for
             channel.send(done)
             if (now := time.monotonic()) - reported_at >= _KERNEL_CALLS_PERIOD_S:
                 reported_at = now
                 channel.send(KernelCalls(kernel_calls()))
-
-
-def send_tokens(links: Sequence[EngineChannel[FrontMessage]], tokens: NewTokens) -> None:
-    """Tells the processes that fill masks; without one of them, the front exits."""
-    if tokens.sequence_ids:
-        for link in links:
-            with suppress(ChannelClosed):
-                link.send(tokens)
-
-
-def open_mask_memory(
-    engine: Engine, channel: EngineChannel[FrontMessage], message: MaskMemory
-) -> None:
-    """Has the engine read masks from another process's memory, if this one may."""
-    try:
-        engine.mask_rows[message.link] = open_rows(message)
-    except NotReadable as error:
-        log.warning("token masks are sent, as their memory is closed: %s", error)
-    else:
-        channel.send(MaskMemoryOpened())
 
 
 def runner_options(settings: DecoderSettings, *, on_gpu: bool) -> RunnerOptions:
@@ -168,8 +146,7 @@ def main() -> int:
         freeze_gc()
         channel.send(ready_message(engine, runner, on_gpu=on_gpu))
         awake_s = _AWAKE_S if on_gpu else 0.0
-        links = [EngineChannel[FrontMessage](link, FrontMessage) for link in end.links]
-        run(engine, channel, lambda: runner.kernel_calls, links, awake_s=awake_s)
+        run(engine, channel, lambda: runner.kernel_calls, end.links[0], awake_s=awake_s)
     except ChannelClosed:
         log.info("the front has exited")
     except (ModelSpecError, ValueError) as error:

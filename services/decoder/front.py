@@ -32,24 +32,22 @@ from services.common.tenant_room import TenantRoom
 from services.common.tracing import Span, record_span, start_span
 from services.decoder.departure import Departure, Remaining
 from services.decoder.embedding_fetch import EncoderFailed
-from services.decoder.embeddings import EmbeddingSource, EngineSender, SequenceImages
+from services.decoder.embeddings import EmbeddingSource, SequenceImages
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
     EndOfSequence,
     EngineInfo,
     EngineMessage,
+    EngineSender,
     KernelCalls,
-    MaskMemoryOpened,
     StartOfSequence,
     StepDone,
 )
-from services.decoder.grammar import Demands, Grammars
-from services.decoder.mask_rows import MaskRows
+from services.decoder.masks.grammar import Demands
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.outbox import Outbox
 from services.decoder.submission import ImageRequest, read_submit
-from services.decoder.token_masks import SequenceMasks
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +70,9 @@ class Channel(EngineSender, Protocol):
 
 
 class Masks(Protocol):
-    """The part of `token_masks.SequenceMasks` that the front uses."""
+    """The part of `masks.processes.MaskProcesses` that the front uses."""
 
-    def rows_opened(self) -> None: ...
-
-    def add(self, number: int, demands: Demands, generated: list[int]) -> None: ...
+    def add(self, number: int, demands: Demands, generated: list[int], tenant: str) -> None: ...
 
     def tokens_arrived(self, tokens: Iterable[tuple[int, list[int]]]) -> None: ...
 
@@ -88,18 +84,6 @@ class Masks(Protocol):
 def num_mask_rows(engine: EngineInfo) -> int:
     """The most sequences whose masks may be filled at once."""
     return _max_live(engine) + _SPARE_MASK_ROWS
-
-
-def local_masks(
-    grammars: Grammars,
-    engine: EngineInfo,
-    channel: EngineSender,
-    metrics: DecoderMetrics,
-    failed: Callable[[int, TriptychError], None],
-) -> Masks:
-    """Token masks that are filled in this process."""
-    rows = MaskRows(num_mask_rows(engine), grammars.num_mask_words)
-    return SequenceMasks(grammars, rows, channel, metrics.token_mask.observe, failed)
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +215,7 @@ class DecoderFront:
             self._start(live, message, images, submit.timeout_s)
             if demands is not None:
                 generated = array("i", message.generated_token_ids).tolist()
-                self._masks.add(live.number, demands, generated)
+                self._masks.add(live.number, demands, generated, submit.tenant)
 
     def cancel(self, stream: Stream, sequence_id: int) -> None:
         """Ends a sequence, unless it has ended already."""
@@ -252,8 +236,6 @@ class DecoderFront:
                 match message:
                     case StepDone():
                         self._dispatch(message)
-                    case MaskMemoryOpened():
-                        self._masks.rows_opened()
                     case KernelCalls():
                         self._metrics.record_kernel_calls(message.calls)
                     case _:
@@ -322,7 +304,7 @@ class DecoderFront:
     # Events.
 
     def _dispatch(self, done: StepDone) -> None:
-        self._masks.tokens_arrived(  # first: the engine waits for them
+        self._masks.tokens_arrived(
             (event.sequence_id, event.token_ids)
             for event in done.events
             if event.token_ids and event.end is None
@@ -510,4 +492,4 @@ def _fields(live: _Live) -> dict[str, Any]:
     return {"fields": _ids(live)}
 
 
-__all__ = ["DecoderFront", "Stream", "local_masks", "num_mask_rows"]
+__all__ = ["DecoderFront", "Stream", "num_mask_rows"]

@@ -18,7 +18,7 @@ from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
 from services.common.plain_strings import PROBES
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
-from services.decoder.grammar import Demands, Grammar
+from services.decoder.masks.grammar import Demands, Grammar
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128

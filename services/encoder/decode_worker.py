@@ -7,14 +7,12 @@ before the others. It has no device and no torch, and ends when the engine close
 
 import mmap
 import os
-import resource
 import signal
 import socket
 import struct
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 # Before numpy, whose BLAS would start a thread per core.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # noqa: TID251
@@ -24,11 +22,11 @@ import numpy as np
 
 from services.common.errors import InvalidImage
 from services.common.image_header import ImageHeader
+from services.common.work_limits import go_first, limited
 from services.encoder.decode import decode
 
 HEAD = struct.Struct("<I")  # the length of what follows
 _TASK_HEAD = struct.Struct("<II")  # of a task, and of its image
-SLACK_BYTES = 64 << 20  # of the allocators
 _TOO_LARGE = "decoding the image takes more memory than an image of its size may"
 
 
@@ -53,10 +51,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # the front handles them
     channel, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     shared = np.frombuffer(mmap.mmap(memory, int(sys.argv[3])), np.uint8)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(int(sys.argv[4]) - min(int(sys.argv[4]), os.nice(0)))  # its parent's thread may be nice
-    with suppress(OSError):  # where the sandbox has no such file
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    go_first()
     with suppress(ConnectionError):
         _serve(channel, shared)
 
@@ -76,27 +72,14 @@ def _run(task: Task, image: bytes, shared: np.ndarray) -> str:
     """Decodes into the shared memory; returns the error's text, empty without one."""
     height, width = task.header.upright_size
     pixels = shared[: height * width * 3].reshape(height, width, 3)
-    _limit_memory(task.memory_bytes)
-    signal.setitimer(signal.ITIMER_PROF, task.cpu_s)
     try:
-        decode(image, task.header, pixels)
+        with limited(task.cpu_s, task.memory_bytes):
+            decode(image, task.header, pixels)
     except MemoryError:
         return _TOO_LARGE
     except InvalidImage as error:
         return error.message
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _limit_memory(None)
     return ""
-
-
-def _limit_memory(num_bytes: int | None) -> None:
-    """Limits what may be allocated beyond what the process has mapped now; None: nothing."""
-    limit = resource.RLIM_INFINITY
-    if num_bytes is not None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + num_bytes + SLACK_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
 def _read(channel: socket.socket, size: int) -> bytes | None:

@@ -64,7 +64,11 @@ def raising(error):
 
 
 def fail_encoder(error):
-    return lambda stack: setattr(stack.encoder, "before", raising(error))
+    def prepare(stack):
+        stack.encoder.before = raising(error)
+        stack.decoder.delay_s = 30.0  # a real decoder, too, has no token before the image is there
+
+    return prepare
 
 
 def fail_decoder(error):

@@ -31,12 +31,10 @@ def model(tmp_path_factory):
     return write_text_model_directory(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=["shared", "sent"])
-async def decoder(model, request):
-    """Masks in shared memory, and sent to an engine that may not read it."""
+@pytest.fixture
+async def decoder(model):
     async with Decoder(
-        model_directory=model, num_blocks=256, max_model_len=512, max_num_sequences=16,
-        opens_masks=request.param == "shared",
+        model_directory=model, num_blocks=256, max_model_len=512, max_num_sequences=16
     ) as decoder:  # fmt: skip
         yield decoder
 

@@ -121,9 +121,12 @@ class Service:
         return self._process.wait(timeout_s)
 
     def engine_pid(self) -> int:
-        """Of the front's only child."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
-        (pid,) = children.read_text().split()
+        """Of the front's child that owns the device."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        (pid,) = (
+            child for child in children
+            if b".engine_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+        )  # fmt: skip
         return int(pid)
 
     def is_running(self) -> bool:

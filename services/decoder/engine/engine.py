@@ -29,7 +29,6 @@ from services.decoder.engine.messages import (
     SequenceEvent,
     StartOfSequence,
     StepDone,
-    TokenMask,
     TokenMasks,
 )
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
@@ -119,7 +118,7 @@ class Engine:
         self._computed_at = 0.0
         self._mask_deadline = MaskDeadline()
         num_words = -(-info.vocab_size // 32)
-        # Of each `MaskMemory` that is opened, by its link.
+        # Of each `MaskLink`, by its number; `[num_rows, num_words]`.
         self.mask_rows: dict[int, Int32Array] = {}
         self._nothing_allowed = np.zeros(num_words, np.int32)
         self._all_allowed = np.full(num_words, -1, np.int32)
@@ -185,9 +184,7 @@ class Engine:
                 self._planned = batch, batch.to_step()
                 self._runner.prepare(self._planned[1])
 
-    def handle(
-        self, message: AddSequence | ImageReady | TokenMask | TokenMasks | AbortSequence
-    ) -> None:
+    def handle(self, message: AddSequence | ImageReady | TokenMasks | AbortSequence) -> None:
         """Takes one message of the front."""
         match message:
             case TokenMasks():
@@ -196,9 +193,6 @@ class Engine:
                 self.add(message)
             case ImageReady():
                 self.image_ready(message.sequence_id, message.key, message.arena_offset)
-            case TokenMask():
-                mask = np.frombuffer(message.mask, np.uint8)
-                self.mask_ready(message.sequence_id, message.num_generated, mask)
             case AbortSequence():
                 self.abort(message.sequence_id)
 
@@ -225,24 +219,27 @@ class Engine:
 
     def masks_ready(self, message: TokenMasks) -> None:
         """Masks of several sequences, in `mask_rows`."""
-        num_words, rows = len(self._all_allowed), self.mask_rows[message.link]
+        num_words = len(self._all_allowed)
+        if (rows := self.mask_rows.get(message.link)) is None:  # the process has ended
+            return
         for number, num_generated, row in zip(
             message.sequence_ids, message.num_generated, message.rows, strict=True
         ):
             mask = _NO_MASK if row < 0 else rows[row, :num_words]
             self.mask_ready(number, num_generated, mask)
 
-    def mask_ready(
-        self, sequence_id: int, num_generated: int, mask: npt.NDArray[np.int32 | np.uint8]
-    ) -> None:
-        """The mask of a sequence's next token; one that does not fit it fails the sequence.
+    def mask_ready(self, sequence_id: int, num_generated: int, mask: npt.NDArray[np.int32]) -> None:
+        """The mask of a sequence's next token. One that the sequence has had is ignored: its
+        process may have ended, and another one does not know that. One that does not fit fails the
+        sequence.
 
         Args:
             sequence_id: of the sequence.
             num_generated: tokens before that one.
-            mask: its words, or their bytes; empty: every token is allowed.
+            mask: its words; empty: every token is allowed.
         """
-        if (sequence := self._sequences.get(sequence_id)) is None:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or num_generated <= sequence.num_masked:
             return
         wanted = sequence.num_generated
         early = sequence.num_in_flight and not sequence.late_masks
@@ -255,11 +252,11 @@ class Engine:
         else:
             if not sequence.plans_ahead:  # it is planned again
                 self._discard_plan()
-            words = mask.view(np.int32)
+            sequence.num_masked = num_generated
             place = self._places.get(sequence_id)
             if place is not None and self._unsampled is not None:
-                self._unsampled[1].put_mask(place, words if len(words) else self._all_allowed)
-            self._scheduler.mask_ready(sequence, words)
+                self._unsampled[1].put_mask(place, mask if len(mask) else self._all_allowed)
+            self._scheduler.mask_ready(sequence, mask)
 
     def abort(self, sequence_id: int) -> None:
         """Ends a sequence; its blocks are free when this returns."""
@@ -327,12 +324,13 @@ class Engine:
 
     def masked_tokens(self, events: list[SequenceEvent]) -> NewTokens:
         """The tokens of sequences with masks that go on."""
-        found = NewTokens([], [])
+        found = NewTokens([], [], [])
         for event in events:
             sequence = self._sequences.get(event.sequence_id)
             if sequence is not None and sequence.token_masks and event.token_ids:
                 found.sequence_ids.append(event.sequence_id)
                 found.token_ids.append(event.token_ids)
+                found.num_generated.append(sequence.num_generated)
         return found
 
     def check_integrity(self) -> None:

@@ -4,6 +4,8 @@ Plain data that crosses a socket as MessagePack; no torch and no gRPC. `services
 sends and checks them.
 """
 
+from typing import Protocol
+
 import msgspec
 
 from services.common.heartbeat import Ping, Pong
@@ -67,8 +69,8 @@ class AddSequence(msgspec.Struct, tag="add"):
     # False: a step is planned for it only when its last token has arrived. It then takes part in
     # every second step, and others in every one.
     plan_ahead: bool = True
-    # Each token is sampled under a mask that the front sends (`TokenMask`) when it has seen the
-    # token before. With `plan_ahead` a step may be computed meanwhile; if the mask is not there
+    # Each token is sampled under a mask that a process sends (`TokenMasks`) when it has seen
+    # the token before. With `plan_ahead` a step may be computed meanwhile; if the mask is not there
     # when the step is to be sampled, the sequence gets no token from it.
     token_masks: bool = False
 
@@ -83,48 +85,38 @@ class ImageReady(msgspec.Struct, tag="image"):
     arena_offset: int  # bytes
 
 
-class TokenMask(msgspec.Struct, tag="mask"):
-    """The tokens that a sequence with `token_masks` may have next.
+class MaskLink(msgspec.Struct, tag="mask_link"):
+    """A process that fills masks, from now on. A socket to it and the memory of its masks came
+    before this message, as descriptors over the engine's link.
 
     Attributes:
-        sequence_id: of an `AddSequence`; a mask for a sequence that has ended is ignored.
-        num_generated: completion tokens before the one that the mask is for.
-        mask: int32 `[ceil(vocab_size / 32)]`, bit i of word w allows token 32 * w + i; empty:
-            every token is allowed.
-    """
-
-    sequence_id: int
-    num_generated: int
-    mask: bytes
-
-
-class MaskMemory(msgspec.Struct, tag="mask_memory"):
-    """Memory with rows of masks, of the front or of a process with a link; sent once. The engine
-    answers `MaskMemoryOpened` if it can read it; without an answer, masks come as `TokenMask`.
-
-    Attributes:
-        pid, fd, name, size_bytes: where it is, see `common.shared_memory`.
+        link: the number of the process.
+        offset: of the masks in the memory, bytes.
         num_rows, num_words: int32 `[num_rows, num_words]`; masks are each row's first words.
     """
 
-    pid: int
-    fd: int
-    name: str
-    size_bytes: int
+    link: int
+    offset: int
     num_rows: int
     num_words: int
-    link: int = -1  # of the engine, to the process; -1: the front's
 
 
 class TokenMasks(msgspec.Struct, tag="masks"):
-    """Masks of several sequences, as `TokenMask`, in rows of the `MaskMemory` of a link; -1: every
-    token is allowed. A row stays as it is until the sequence's next token was sent.
+    """The tokens that sequences with `token_masks` may have next. A row stays as it is until the
+    sequence's next token was sent. Masks of a sequence that has ended, and those that it has had
+    already, are ignored.
+
+    Attributes:
+        sequence_ids: of `AddSequence`.
+        num_generated: completion tokens before the one that the mask is for.
+        rows: of the `MaskLink`; bit i of word w allows token 32 * w + i; -1: all are allowed.
+        link: of the process.
     """
 
     sequence_ids: list[int]
     num_generated: list[int]
     rows: list[int]
-    link: int = -1
+    link: int
 
 
 class AbortSequence(msgspec.Struct, tag="abort"):
@@ -137,9 +129,15 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine process exits."""
 
 
-FrontMessage = (
-    AddSequence | ImageReady | TokenMask | MaskMemory | TokenMasks | AbortSequence | Ping | Shutdown
-)
+FrontMessage = AddSequence | ImageReady | MaskLink | TokenMasks | AbortSequence | Ping | Shutdown
+
+
+class EngineSender(Protocol):
+    """The engine's inbox."""
+
+    def send(self, *messages: FrontMessage) -> None:
+        """Queues messages."""
+        ...
 
 
 # Engine to front.
@@ -284,15 +282,16 @@ class KernelCalls(msgspec.Struct, tag="kernels"):
     calls: dict[str, int]  # "operation=implementation" → total
 
 
-class MaskMemoryOpened(msgspec.Struct, tag="mask_memory_opened"):
-    """The engine reads masks from the receiver's `MaskMemory` from now on."""
-
-
 class NewTokens(msgspec.Struct, tag="tokens"):
-    """A step's tokens of sequences with masks that go on, to all processes that fill masks."""
+    """A step's tokens of sequences with masks that go on, to all processes that fill masks.
+
+    Attributes:
+        num_generated: of each sequence, with these.
+    """
 
     sequence_ids: list[int]
     token_ids: list[list[int]]
+    num_generated: list[int]
 
 
-EngineMessage = EngineInfo | StepDone | KernelCalls | MaskMemoryOpened | Pong
+EngineMessage = EngineInfo | StepDone | KernelCalls | Pong

@@ -47,7 +47,8 @@ class Sequence:
         plans_ahead: the next step may be planned while the last token is in flight.
         late_masks: it may even while the last token's mask is not there, which then arrives while
             the step is computed.
-        token_masks: each token is sampled under a mask that the front sends.
+        token_masks: each token is sampled under a mask that a process sends.
+        num_masked: tokens before the one that the last mask was for; -1: none has come.
         token_mask: the mask for the next token, int32 words; empty: every token is allowed.
         max_length: tokens, prompt included, at which the sequence ends by length.
         stop_ids: `sampling.stop_token_ids` as a set.
@@ -86,6 +87,7 @@ class Sequence:
     plans_ahead: bool = True
     late_masks: bool = False
     token_masks: bool = False
+    num_masked: int = -1
     token_mask: npt.NDArray[np.int32] | None = None
     num_preemptions: int = 0
     max_length: int = 0

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from services.common.plain_strings import has_plain_bounds
-from services.decoder.bounded_strings import PROBE_WORDS
-from services.decoder.grammar import Demands, Grammar, Grammars
+from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.grammars import Grammars
+from services.decoder.masks.rows import PROBE_WORDS
 from tests.tiny_tokenizer import added_ids, tokenizer_json
 
 END = added_ids()["<|im_end|>"]
@@ -45,7 +46,7 @@ NOT_PLAIN = [
 def grammars(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     (directory / "tokenizer.json").write_text(tokenizer_json())
-    return Grammars(directory, VOCAB_SIZE, lambda seconds: None)
+    return Grammars(directory, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("schema", NOT_PLAIN, ids=json.dumps)
@@ -86,7 +87,7 @@ def test_masks_are_llguidances(grammars, schema):
 def test_a_second_matcher_that_fails_is_left(grammars):
     form = Grammar("json_schema", json.dumps(SHORT), (), (END,), stop_ids=(END,))
     matcher = asyncio.run(grammars.matcher(Demands(form)))
-    opening = grammars._vocabulary((END,)).full.tokenize_str('"')
+    opening = grammars.vocabulary((END,)).full.tokenize_str('"')
     matcher.consume(opening)
     alone = matcher.grammar.state.deep_copy()
     second = matcher.grammar.strings.state

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from services.decoder.engine import engine
-from services.decoder.engine.messages import ImageSpan, TokenMask
+from services.decoder.engine.messages import ImageSpan
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, expected_tokens, failing
 
@@ -375,7 +375,7 @@ def test_a_sequence_whose_tokens_are_all_masked_fails_alone():
     message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
     harness.runner.messages[1] = harness.added[1] = message
     harness.engine.add(message)
-    harness.engine.handle(TokenMask(1, 0, bytes(4 * 32)))
+    harness.engine.mask_ready(1, 0, np.zeros(32, np.int32))
     harness.run()
     assert harness.ends == {1: "failed", 2: "length"}
     assert "every token is masked out" in harness.messages[1]
@@ -386,8 +386,8 @@ def test_a_sequence_whose_tokens_are_all_masked_fails_alone():
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (TokenMask(1, 1, b""), "token 1 came, at token 0"),
-        (TokenMask(1, 0, bytes(5)), "5 bytes, not 128"),
+        ((1, 1, np.empty(0, np.int32)), "token 1 came, at token 0"),
+        ((1, 0, np.zeros(5, np.int32)), "20 bytes, not 128"),
     ],
 )
 def test_a_mask_that_does_not_fit_fails_its_sequence(mask, words):
@@ -395,8 +395,8 @@ def test_a_mask_that_does_not_fit_fails_its_sequence(mask, words):
     message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
     harness.added[1] = message
     harness.engine.add(message)
-    harness.engine.handle(mask)
-    harness.engine.handle(TokenMask(7, 0, b""))  # has ended already
+    harness.engine.mask_ready(*mask)
+    harness.engine.mask_ready(7, 0, np.empty(0, np.int32))  # has ended already
     harness.step()
     assert harness.ends == {1: "failed"} and words in harness.messages[1]
     harness.assert_empty()

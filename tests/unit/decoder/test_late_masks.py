@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import AddSequence, SamplingParams, TokenMask
+from services.decoder.engine.messages import AddSequence, SamplingParams
 from tests.decoder_harness import Harness, write_checkpoint
 from tests.sampling_twins import mask_of
 from tests.unit.decoder.test_runner import NUM_TOKENS, SAMPLED, start
@@ -31,7 +31,7 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
         engine = Engine(harness.runner, overlap=overlap, min_partial_tokens=1)
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, list[float]] = {}
-        due: list[tuple[int, TokenMask]] = []
+        due: list[tuple[int, tuple[int, int, np.ndarray]]] = []
         for kind, params in enumerate(sampled):
             given = start(harness, 3 * kind, 0)
             limits = {"max_tokens": NUM_TOKENS, "min_tokens": 0}
@@ -43,14 +43,14 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
                 )
             )  # fmt: skip
             if kind != 1:
-                due.append((0, TokenMask(kind, 0, mask_of(allowed[kind, 0]).tobytes())))
+                due.append((0, (kind, 0, mask_of(allowed[kind, 0]).view(np.int32))))
         harness._started.clear()
         now = 0
         while engine.has_work or due:
             if plans:
                 engine.plan()
             for _, mask in [one for one in due if one[0] <= now]:
-                engine.handle(mask)
+                engine.mask_ready(*mask)
             due = [one for one in due if one[0] > now]
             done, now = engine.step(), now + 1
             for event in done.events if done else ():
@@ -59,9 +59,9 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
                 logprobs.setdefault(number, []).extend(one.logprob for one in event.logprobs)
                 if event.end is None and number != 1:
                     count = len(tokens[number])
-                    mask = mask_of(allowed[number, count]).tobytes()
+                    mask = mask_of(allowed[number, count]).view(np.int32)
                     late = delay and (number + count) % 3 == 0
-                    due.append((now + delay * late, TokenMask(number, count, mask)))
+                    due.append((now + delay * late, (number, count, mask)))
         return tokens, logprobs, engine.stats().num_steps
 
     expected, expected_logprobs, _ = run(overlap=False, delay=0)

@@ -19,8 +19,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from services.common.errors import InvalidRequest
-from services.decoder.grammar import Demands, Grammars
-from services.decoder.grammar import Grammar as Form
+from services.decoder.masks.grammar import Demands
+from services.decoder.masks.grammar import Grammar as Form
+from services.decoder.masks.grammars import Grammars
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.argument_values import Parameters
 from services.gateway.answers.tool_grammar import answer_grammar
@@ -258,7 +259,7 @@ def test_every_call_of_a_random_model_validates(name, tokenizer, vocabulary):
 def grammars(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     (directory / "tokenizer.json").write_text(tokenizer_json())
-    return Grammars(directory, vocab_size(), lambda seconds: None)
+    return Grammars(directory, vocab_size())
 
 
 def check_masks(grammar, tokenizer, grammars, rng):
@@ -273,7 +274,7 @@ def check_masks(grammar, tokenizer, grammars, rng):
     for _ in range(4):
         matcher = asyncio.run(grammars.matcher(Demands(form)))
         alone = matcher.grammar.state.deep_copy()
-        assert grammars.fill([(matcher, [], 0)], rows) == [True]
+        assert grammars.fill(matcher, [], rows[0]) is True
         ids = [added_ids()["<tool_call>"], *openers[0]] if rng.random() < 0.8 else []
         for _ in range(60):
             if ids and alone.deep_copy().try_consume_tokens(ids[:1]):
@@ -286,12 +287,11 @@ def check_masks(grammar, tokenizer, grammars, rng):
             if token_id == END:
                 break
             assert alone.consume_token(token_id)
-            assert grammars.fill([(matcher, [token_id], 0)], rows) == [True]
+            assert grammars.fill(matcher, [token_id], rows[0]) is True
             num_probed += matcher.grammar._in_string
             alone.unsafe_compute_mask_ptr(rows[1].ctypes.data, rows[1].nbytes)
             words = rows[:, : grammars.num_words]
             assert (words[0] == words[1]).all()
-        grammars.release(matcher)
     return num_probed
 
 
@@ -305,9 +305,8 @@ def test_a_long_string_is_no_work_that_ends_a_call(length, tokenizer, grammars):
     matcher = asyncio.run(grammars.matcher(Demands(form)))
     text = ("é </p \n</parameter " * (length // 30 + 1))[:length].rstrip()
     for token_id in encode(tokenizer, call_of(a=text[:1000])):
-        assert grammars.fill([(matcher, [token_id], 0)], rows) == [True]
+        assert grammars.fill(matcher, [token_id], rows[0]) is True
     assert rows[0].view(np.uint8)[END >> 3] >> (END & 7) & 1
-    grammars.release(matcher)
 
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
@@ -320,10 +319,9 @@ def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, gra
     matcher = asyncio.run(grammars.matcher(Demands(form)))
     may_end: list[bool] = []
     for ids in ([], *([i] for i in tokenizer.encode_text("some words of an answer")[:5])):
-        assert grammars.fill([(matcher, ids, 0)], rows) == [True]
+        assert grammars.fill(matcher, ids, rows[0]) is True
         may_end.append(bool(rows[0].view(np.uint8)[END >> 3] >> (END & 7) & 1))
     assert may_end == [False, False, False, True, True, True]
-    grammars.release(matcher)
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])

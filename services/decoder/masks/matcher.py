@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from services.decoder.bounded_strings import PROBE_WORDS, BoundedStrings
-from services.decoder.compiled_grammar import Lexer
+from services.decoder.masks.bounded_strings import BoundedStrings
+from services.decoder.masks.compiler import short
+from services.decoder.masks.lexers import Lexer
+from services.decoder.masks.rows import PROBE_WORDS
 
 Int32Array = npt.NDArray[np.int32]
 
-_MAX_MESSAGE_CHARS = 500
 _FEW_IDS = 16
 _LEXER_ERROR = "lexer error"  # begins llguidance's message
 
@@ -148,11 +149,6 @@ class Matcher:
         """Completion tokens seen."""
         return len(self.generated)
 
-    @property
-    def lexer_number(self) -> int:
-        """Masks of the same number are filled one after the other."""
-        return 0 if self.grammar is None else self.grammar.lexer.number
-
     def filler(self) -> LLMatcher | None:
         """What fills the next mask; None: a mask of all ids is where it starts."""
         return None if self.grammar is None else self.grammar.filler()
@@ -203,11 +199,6 @@ def mask_of(ids: list[int], num_words: int) -> Int32Array:
     bits = np.zeros(32 * num_words, np.uint8)
     bits[ids] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
-
-
-def short(text: str) -> str:
-    """A message of llguidance, which may hold a whole grammar."""
-    return text.strip()[:_MAX_MESSAGE_CHARS]
 
 
 def _forbid(mask: Int32Array, ids: tuple[int, ...], others: Int32Array) -> None:

@@ -17,11 +17,11 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from services.common.plain_strings import PROBES
+from services.decoder.masks.rows import PROBE_WORDS
 
 Int32Array = npt.NDArray[np.int32]
 
-NUM_PROBES = 64  # plain tokens of more characters count among the others
-PROBE_WORDS = NUM_PROBES // 32
+NUM_PROBES = 32 * PROBE_WORDS  # plain tokens of more characters count among the others
 
 
 @dataclass(frozen=True, slots=True)

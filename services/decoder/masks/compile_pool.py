@@ -1,0 +1,184 @@
+"""Whether a grammar can be compiled: asked of processes that may die of it.
+
+Tenants take turns. A grammar that cannot be compiled, or ends its process, is its request's error;
+waiting for a turn is an overload of the decoder, never the grammar's fault.
+"""
+
+import asyncio
+import logging
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+from blake3 import blake3
+
+from services.common.channel import ChannelClosed, FrontChannel, create_socket_pair
+from services.common.errors import InternalError, InvalidGrammar, Overloaded, TriptychError
+from services.decoder.masks.grammar import Grammar
+from services.decoder.masks.messages import Compile, MaskSettings, Verdict
+
+log = logging.getLogger(__name__)
+
+_MAX_WAITING = 256
+_MAX_WAITING_OF_TENANT = 64
+_MAX_WAIT_S = 10.0
+# Of the process, which limits each grammar itself; a vocabulary is read first.
+_PATIENCE_S = 60.0
+_KNOWN = 4096  # grammars whose verdicts are kept
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    key: bytes
+    task: Compile
+    done: "asyncio.Future[Verdict]"
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    num_waiting: int = 0
+
+
+class CompilePool:
+    """Owner of the processes, and of what waits for them. Used in the event loop.
+
+    Args:
+        settings: of the processes.
+        observe: called with the CPU seconds of a compilation.
+        num_workers: processes.
+    """
+
+    def __init__(
+        self, settings: MaskSettings, observe: Callable[[float], None], num_workers: int = 1
+    ) -> None:
+        self._settings = settings
+        self._observe = observe
+        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, whose turn first
+        self._num_waiting = 0
+        self._arrived = asyncio.Semaphore(0)
+        self._jobs: dict[bytes, _Job] = {}  # that wait or are in work
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self.processes: list[asyncio.subprocess.Process | None] = [None] * num_workers
+        self._tasks = [asyncio.create_task(self._work(place)) for place in range(num_workers)]
+
+    async def check(self, grammar: Grammar, tenant: str) -> None:
+        """Returns if the grammar can be compiled.
+
+        Raises:
+            InvalidGrammar: it cannot.
+            Overloaded: too many wait, or it has waited too long.
+        """
+        task = Compile(grammar.kind, grammar.text, grammar.probe)
+        key = blake3(msgspec.msgpack.encode(task)).digest()
+        if (error := self._known.get(key)) is None:
+            error = await self._verdict(key, task, tenant)
+        else:
+            self._known.move_to_end(key)
+        if error:
+            raise InvalidGrammar(error)
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process in self.processes:
+            if process is not None:
+                await _end(process)
+
+    async def _verdict(self, key: bytes, task: Compile, tenant: str) -> str:
+        job = self._jobs.get(key) or self._enqueue(key, task, tenant)
+        job.num_waiting += 1
+        try:
+            if not job.started.is_set():
+                await asyncio.wait_for(job.started.wait(), _MAX_WAIT_S)
+            return (await asyncio.shield(job.done)).error
+        except TimeoutError:
+            raise Overloaded("grammars wait too long to be compiled", retry_after_s=2) from None
+        finally:
+            job.num_waiting -= 1
+
+    def _enqueue(self, key: bytes, task: Compile, tenant: str) -> _Job:
+        queue = self._queues.get(tenant)
+        if self._num_waiting >= _MAX_WAITING or (queue and len(queue) >= _MAX_WAITING_OF_TENANT):
+            raise Overloaded("too many grammars wait to be compiled", retry_after_s=2)
+        job = self._jobs[key] = _Job(key, task, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(tenant, deque()).append(job)
+        self._num_waiting += 1
+        self._arrived.release()
+        return job
+
+    async def _next(self) -> _Job:
+        await self._arrived.acquire()
+        tenant, queue = self._queues.popitem(last=False)
+        job = queue.popleft()
+        self._num_waiting -= 1
+        if queue:
+            self._queues[tenant] = queue  # behind the others
+        return job
+
+    async def _work(self, place: int) -> None:
+        while True:
+            channel = await self._start(place)
+            try:
+                while await self._answer_next(channel):
+                    pass
+            finally:
+                channel.close()
+
+    async def _answer_next(self, channel: FrontChannel[Verdict]) -> bool:
+        """Whether the process lives on."""
+        job = await self._next()
+        if not job.num_waiting:  # its requests have ended
+            del self._jobs[job.key]
+            return True
+        job.started.set()
+        try:
+            channel.send(job.task)
+            verdict = await asyncio.wait_for(channel.receive(), _PATIENCE_S)
+        except (ChannelClosed, TimeoutError):
+            log.error("a process that compiles grammars has ended")
+            self._finish(job, InternalError("the grammar was not compiled"))
+            return False
+        self._observe(verdict.cpu_s)
+        self._finish(job, verdict)
+        return True
+
+    def _finish(self, job: _Job, result: Verdict | TriptychError) -> None:
+        del self._jobs[job.key]
+        if job.done.cancelled():
+            return
+        if isinstance(result, TriptychError):
+            job.done.set_exception(result)
+            job.done.exception()  # perhaps nothing waits for it any more
+            return
+        job.done.set_result(result)
+        if not result.died:  # perhaps of something else
+            self._known[job.key] = result.error
+        if len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
+
+    async def _start(self, place: int) -> FrontChannel[Verdict]:
+        if (old := self.processes[place]) is not None:
+            with suppress(ProcessLookupError):
+                old.kill()
+            await old.wait()
+        front_end, end = create_socket_pair()
+        with end:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "services.decoder.masks.compile_worker",
+                "--front-fd", str(end.fileno()),
+                stdin=asyncio.subprocess.PIPE, pass_fds=(end.fileno(),),
+            )  # fmt: skip
+        self.processes[place] = process
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(self._settings))
+        process.stdin.close()
+        return await FrontChannel[Verdict].open(front_end, Verdict)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Its channel has closed, or will with this process."""
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

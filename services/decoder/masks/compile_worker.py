@@ -1,0 +1,185 @@
+"""A process that finds out whether grammars can be compiled: `python -m
+services.decoder.masks.compile_worker`, run by `compile_pool`.
+
+llguidance recurses along references and has no limit of time: a grammar may overflow the stack. So
+each is compiled in a fork of this process, which has read the vocabulary, and with limits. Another
+fork takes milliseconds, so that many such grammars delay others little more than long ones do.
+"""
+
+import argparse
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from services.common.channel import ChannelClosed, EngineChannel, create_socket_pair
+from services.common.errors import InvalidGrammar
+from services.common.grammar_bounds import check_grammar
+from services.common.telemetry import setup_logging
+from services.common.work_limits import go_first, limited, mapped_bytes
+from services.decoder.masks.compiler import Vocabulary, compile_grammar
+from services.decoder.masks.messages import Compile, MaskSettings, Verdict
+
+CPU_S = 2.0  # of one grammar
+MEMORY_BYTES = 512 << 20  # of one grammar
+# Less than the processes have in which the grammar is compiled again.
+_STACK_BYTES = 8 << 20
+_WALL_S = 20.0  # of one grammar, on a machine that does other things, too
+_KEPT_BYTES = 256 << 20  # that a fork's address space may grow by before another one follows
+_PR_SET_PDEATHSIG = 1
+
+
+class Compiler:
+    """Compiles one grammar after the other in a fork of this process, which may die.
+
+    Args:
+        vocabulary: for which it compiles.
+        cpu_s: of one grammar.
+        wall_s: of one grammar.
+        check: raises InvalidGrammar before a grammar is compiled that is beyond the bounds.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        cpu_s: float = CPU_S,
+        wall_s: float = _WALL_S,
+        check: Callable[[str, str], None] = check_grammar,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._cpu_s = cpu_s
+        self._wall_s = wall_s
+        self._check = check
+        self._pid = 0  # 0: there is no fork
+        self._channel: EngineChannel[Verdict] | None = None
+        self.num_deaths = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the fork; 0: there is none."""
+        return self._pid
+
+    def compile(self, task: Compile) -> Verdict:
+        """Whether the grammar can be compiled, or why not. Raises nothing."""
+        for _ in range(2):  # a fork may have ended while it was idle
+            if self._channel is None:
+                self._fork()
+            assert self._channel is not None
+            with suppress(ChannelClosed):
+                self._channel.send(task)
+                break
+            self._reap()
+        answers: list[Verdict] = []
+        with suppress(ChannelClosed):
+            answers = self._channel.receive(self._wall_s) if self._channel is not None else []
+        if answers:
+            if answers[0].is_last:
+                self._reap()
+            return answers[0]
+        self.num_deaths += 1
+        status, cpu_s = self._reap()
+        if status == signal.SIGPROF:
+            return Verdict(
+                f"takes more than {self._cpu_s:g} s of CPU time to compile", cpu_s, died=True
+            )
+        return Verdict("takes more memory, time or levels to compile than it may", cpu_s, died=True)
+
+    def close(self) -> None:
+        """Ends the fork."""
+        if self._channel is not None:
+            self._reap()
+
+    def _reap(self) -> tuple[int, float]:
+        """Ends the fork: the signal that ended it, and its seconds of CPU time."""
+        assert self._channel is not None
+        self._channel.close()
+        self._channel = None
+        # It may be about to die of a signal of its own, which says why.
+        for _ in range(100):
+            pid, status, usage = os.wait4(self._pid, os.WNOHANG)
+            if pid:
+                break
+            time.sleep(0.001)
+        else:
+            os.kill(self._pid, signal.SIGKILL)
+            _, status, usage = os.wait4(self._pid, 0)
+        self._pid = 0
+        ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        return ended_by, usage.ru_utime + usage.ru_stime
+
+    def _fork(self) -> None:
+        mine, theirs = create_socket_pair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            mine.close()
+            try:
+                self._serve(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._channel = EngineChannel[Verdict](mine, Verdict)
+
+    def _serve(self, end: socket.socket) -> None:
+        """In the fork."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
+        go_first()
+        channel = EngineChannel[Compile](end, Compile)
+        most = mapped_bytes() + _KEPT_BYTES
+        while True:
+            for task in channel.receive(None):
+                verdict = self._verdict(task)
+                verdict.is_last = mapped_bytes() > most
+                channel.send(verdict)
+
+    def _verdict(self, task: Compile) -> Verdict:
+        before, error = _cpu_s(), ""
+        with limited(self._cpu_s, MEMORY_BYTES):
+            try:
+                self._check(task.kind, task.text)
+                compile_grammar(self._vocabulary, task.kind, task.text, task.probe)
+            except InvalidGrammar as refused:
+                error = refused.message
+            except MemoryError:
+                error = "takes more memory to compile than it may"
+            except BaseException as panic:
+                error = f"cannot be compiled: {type(panic).__name__}"
+        return Verdict(error, _cpu_s() - before)
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> int:
+    """Compiles until the front closes its channel; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front handles them
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--front-fd", type=int, required=True)
+    front_fd = parser.parse_args().front_fd
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=MaskSettings)
+    setup_logging("decoder-compiler", settings.log_level)
+    channel = EngineChannel[Compile](socket.socket(fileno=front_fd), Compile)
+    vocabulary = Vocabulary.read(Path(settings.directory), settings.vocab_size, settings.end_ids)
+    compiler = Compiler(vocabulary)
+    with suppress(ChannelClosed):
+        while True:
+            for task in channel.receive(None):
+                channel.send(compiler.compile(task))
+    compiler.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Grammars compiled by llguidance for a model's vocabulary.
+
+The same code runs in the process that finds out whether a grammar can be compiled and, for those
+that can, in the processes that fill masks.
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from services.common.errors import InvalidGrammar
+from services.common.plain_strings import JSON_PROBE, has_plain_bounds
+from services.common.schema_formats import without_unknown_formats
+from services.decoder.masks.bounded_strings import NUM_PROBES, BoundedStrings, PlainTokens
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # of the stub alone
+
+# Texts within a JSON string, by length: the tokens of each are checked once, and not for each mask.
+# More lengths than the library's own (10, 30) take a third off the masks of short strings.
+_STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_STRING_CHARACTER}{{1,{length}}}" for length in (2, 4, 7, 10, 30)),
+    f"{_STRING_CHARACTER}+",
+]
+# One space, or a new line and indentation: what models write. More lets a sequence that has lost
+# its way fill max_tokens with blanks.
+_JSON_OPTIONS = {
+    "whitespace_pattern": r"[ ]?|\n[ ]{0,40}",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+_UNKNOWN_FORMAT = "Unknown format"
+_MAX_MESSAGE_CHARS = 500
+# What the library would have its caller change.
+_OPTION_HINT = re.compile(r"\s*Enable \S+ option [^\n]*")
+_WORDS = {
+    "json_schema": "the schema",
+    "regex": "the regular expression",
+    "choice": "the choice",
+    "grammar": "the grammar",
+}
+
+
+class Vocabulary(NamedTuple):
+    """A model's tokens with certain end ids. About 100 MB for 150,000 tokens, read in a second."""
+
+    full: LLTokenizer
+    plain: PlainTokens | None
+
+    @classmethod
+    def read(cls, directory: Path, vocab_size: int, end_ids: tuple[int, ...]) -> "Vocabulary":
+        """Of the model in this directory; raises ValueError."""
+        num_words = -(-vocab_size // 32)
+        path, size = str(directory / "tokenizer.json"), 32 * num_words + NUM_PROBES
+        full = LLTokenizer(path, n_vocab=size, eos_token=list(end_ids), slices=_SLICES)
+        return cls(full, PlainTokens.of(full, num_words, end_ids))
+
+
+class Compiled(NamedTuple):
+    """A grammar at its start, with a lexer of its own; sequences get copies."""
+
+    state: LLMatcher
+    strings: BoundedStrings | None
+
+
+def compile_grammar(vocabulary: Vocabulary, kind: str, text: str, probe: str = "") -> Compiled:
+    """The grammar, compiled, its first mask included.
+
+    May take any time and memory, overflow the stack, or raise pyo3's `PanicException`.
+
+    Raises:
+        InvalidGrammar: it is none, or beyond what is supported.
+    """
+    try:
+        compiled = _build(vocabulary.full, kind, text)
+        if compiled.get_error().startswith(_UNKNOWN_FORMAT):
+            text = without_unknown_formats(text)
+            compiled = _build(vocabulary.full, kind, text)
+    except ValueError as error:
+        raise _refused(kind, str(error)) from None
+    if not compiled.is_error():
+        compiled.compute_bitmask()  # the lexer's first states, which the copies share
+    if compiled.is_error():
+        raise _refused(kind, compiled.get_error())
+    strings, plain = None, vocabulary.plain
+    if kind == "json_schema" and has_plain_bounds(text):
+        probe = JSON_PROBE
+    if plain is not None and probe:
+        state = _build(plain.others[probe], kind, text)
+        if not state.is_error():
+            strings = BoundedStrings(state, plain, plain.probes[probe])
+    return Compiled(compiled, strings)
+
+
+def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """Raises ValueError, or returns a matcher that may hold an error."""
+    if kind == "json_schema":
+        options = cast("JsonCompileOptions", _JSON_OPTIONS)
+        source = LLMatcher.grammar_from_json_schema(text, overrides=options)
+    else:
+        source = grammar_from(kind, text)  # pyright: ignore[reportArgumentType]
+    return LLMatcher(vocabulary, source, log_level=0, limits=limits())
+
+
+def limits() -> LLParserLimits:
+    """About 20 ms of work for a compilation, 7 ms for a mask, 20 MB for the states of a lexer."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_lexer_states=12_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def short(text: str) -> str:
+    """A message of llguidance, which may hold a whole grammar."""
+    return text.strip()[:_MAX_MESSAGE_CHARS]
+
+
+def _refused(kind: str, text: str) -> InvalidGrammar:
+    text = _OPTION_HINT.sub("", short(text))
+    return InvalidGrammar(f"{_WORDS[kind]} is not valid or not supported: {text}")

@@ -1,0 +1,43 @@
+"""What a request demands of its completion's tokens, as values: no compiler here."""
+
+from typing import NamedTuple
+
+
+class Grammar(NamedTuple):
+    """What a completion has to be; see proto/decoder.proto.
+
+    Attributes:
+        kind: `json_schema`, `regex`, `choice` or `grammar`.
+        text: of that kind.
+        begins_after: ids after which the grammar begins; empty: at once.
+        end_ids: of a complete text.
+        continued: ids of the completion that are in the prompt already.
+        stop_ids: the sequence's; end ids that are not among them are sampled only where the text
+            cannot be continued.
+        min_tokens: the sequence's: before, no end id and no stop id is sampled, unless the text
+            cannot be continued.
+        probe: of the grammar, see `plain_strings`; empty: it is not known to have one.
+    """
+
+    kind: str
+    text: str
+    begins_after: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    continued: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    probe: str = ""
+
+
+class Demands(NamedTuple):
+    """What a request demands of a completion's tokens.
+
+    Attributes:
+        grammar: None: any text.
+        allowed_ids: empty: all.
+        bad_words: token ids of each; the last one of a word is not sampled after its others.
+    """
+
+    grammar: Grammar | None = None
+    allowed_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()

@@ -1,0 +1,207 @@
+"""The compiled grammars of a process that fills masks, and what is made of them for its sequences.
+
+Only grammars that a process of their own has compiled get here (`compile_pool`). The cache is
+bounded by the memory of this process.
+"""
+
+import asyncio
+import ctypes
+import logging
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+from services.common.errors import InvalidGrammar
+from services.common.work_limits import resident_bytes
+from services.decoder.masks.compiler import Compiled, Vocabulary, compile_grammar
+from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.lexers import CompiledGrammar, During
+from services.decoder.masks.matcher import (
+    GrammarMatcher,
+    Int32Array,
+    Matcher,
+    MatcherFailed,
+    UnexpectedToken,
+    mask_of,
+)
+from services.decoder.masks.rows import num_mask_words
+
+log = logging.getLogger(__name__)
+
+_CACHE_ENTRIES = 256
+CACHE_BYTES = 512 << 20  # that the process may grow by before compiled grammars are forgotten
+_MAX_VOCABULARIES = 4  # a model has one set of end ids
+
+# Whether a mask forbids any id, or why there is none.
+Found = bool | MatcherFailed
+_Key = tuple[str, str, tuple[int, ...], str]  # kind, text, end ids, probe
+
+
+class Grammars:
+    """Owner of the vocabulary, the compiled grammars and the thread that compiles.
+
+    Attributes:
+        compiler: the thread, for compilations and for first masks, which take as long.
+        num_words: of a mask.
+        num_mask_words: of the memory that it is filled in.
+
+    Args:
+        directory: of the model; its tokenizer.json is read by `preload` or the first grammar.
+        vocab_size: of the model's head, at least the tokenizer's.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
+        self._directory = directory
+        self.vocab_size = vocab_size
+        self.num_words = -(-vocab_size // 32)
+        self.num_mask_words = num_mask_words(vocab_size)
+        self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}  # by end ids
+        self._reading = Lock()
+        self.compiler = ThreadPoolExecutor(1, "grammar")
+        # One that is being compiled is in it, too, so that it is compiled once.
+        self._cache: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
+        self._without: OrderedDict[tuple[int, ...], Int32Array] = OrderedDict()
+        self._first_bytes = 0  # of the process, with a vocabulary
+
+    def preload(self, end_ids: tuple[int, ...]) -> None:
+        """Reads the vocabulary in a thread, so that the first grammar does not wait for it: a
+        second for 150,000 tokens. A tokenizer that cannot be read is that grammar's error.
+        """
+        self.compiler.submit(self.vocabulary, end_ids)
+
+    async def matcher(self, demands: Demands, during: During = nullcontext) -> Matcher:
+        """A matcher at the start of a sequence's completion.
+
+        Args:
+            demands: of the completion.
+            during: a context in which its grammar is compiled, if it has to be.
+
+        Raises:
+            InvalidGrammar: it is not a grammar, or beyond what is supported; the message names it.
+        """
+        allowed = demands.allowed_ids
+        return Matcher(
+            grammar=demands.grammar and await self._matcher(demands.grammar, during),
+            allowed=mask_of(list(allowed), self.num_words) if allowed else None,
+            bad_words=demands.bad_words,
+        )
+
+    async def _matcher(self, grammar: Grammar, during: During) -> GrammarMatcher:
+        lexer, end_ids = self._compiled(grammar).lexer(during), grammar.end_ids
+        stop_ids = (*end_ids, *grammar.stop_ids)
+        compiled = await asyncio.shield(lexer.compiled)
+        matcher = GrammarMatcher(
+            compiled.state.deep_copy(),
+            lexer,
+            grammar.begins_after,
+            ends_early=set(end_ids) <= set(grammar.stop_ids),
+            min_tokens=grammar.min_tokens,
+            end_ids=end_ids,
+            stop_ids=stop_ids,
+            without_ends=self._mask_without(end_ids),
+            without_stops=self._mask_without(stop_ids),
+            strings=compiled.strings and compiled.strings.copy(),
+        )
+        try:
+            matcher.consume(list(grammar.continued))
+        except MatcherFailed as error:
+            raise InvalidGrammar(f"the continued text does not fit it: {error}") from None
+        return matcher
+
+    def fill(self, matcher: Matcher, token_ids: list[int], row: Int32Array) -> Found:
+        """Feeds a matcher the sequence's new tokens and fills the mask for the next one. Raises
+        nothing. A matcher is used by one thread at a time.
+
+        Args:
+            matcher: of the sequence.
+            token_ids: may be none.
+            row: `[num_mask_words]`; the mask is in its first `num_words` words.
+        """
+        try:
+            matcher.consume(token_ids)
+            if (state := matcher.filler()) is not None:
+                state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            return matcher.finish(row)
+        except MatcherFailed as error:
+            return error
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            log.exception("a token mask failed")
+            if matcher.grammar is not None:
+                matcher.grammar.lexer.is_broken = True
+            return UnexpectedToken("token masks failed")
+
+    def trim(self) -> None:
+        """Forgets the older half of the compiled grammars while the process is too large. Those of
+        running sequences stay theirs.
+        """
+        while self._cache and resident_bytes() - self._first_bytes > CACHE_BYTES:
+            for _ in range(-(-len(self._cache) // 2)):
+                self._cache.popitem(last=False)
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
+
+    def close(self) -> None:
+        """Ends the thread when it is idle."""
+        self.compiler.shutdown(wait=False, cancel_futures=True)
+
+    def vocabulary(self, end_ids: tuple[int, ...]) -> Vocabulary:
+        """In any thread; raises InvalidGrammar."""
+        with self._reading:
+            found = self._vocabularies.get(end_ids)
+            if found is None:
+                if len(self._vocabularies) >= _MAX_VOCABULARIES:
+                    raise InvalidGrammar("other grammars have other end_token_ids")
+                found = Vocabulary.read(self._directory, self.vocab_size, end_ids)
+                self._vocabularies[end_ids] = found
+                self._first_bytes = self._first_bytes or resident_bytes()
+            return found
+
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+        key = (grammar.kind, grammar.text, grammar.end_ids, grammar.probe)
+        if (found := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+            return found
+        found = CompiledGrammar(partial(self._start_compiling, grammar, key))
+        self._cache[key] = found
+        if len(self._cache) > _CACHE_ENTRIES:
+            self._cache.popitem(last=False)
+        return found
+
+    def _start_compiling(
+        self, grammar: Grammar, key: _Key, during: During
+    ) -> "asyncio.Future[Compiled]":
+        def compile_one() -> Compiled:
+            vocabulary = self.vocabulary(grammar.end_ids)
+            with during():
+                return compile_grammar(vocabulary, grammar.kind, grammar.text, grammar.probe)
+
+        def compiled(done: "asyncio.Future[Compiled]") -> None:
+            if done.cancelled() or done.exception():
+                self._cache.pop(key, None)
+            self.trim()
+
+        compiling = asyncio.get_running_loop().run_in_executor(self.compiler, compile_one)
+        compiling.add_done_callback(compiled)
+        return compiling
+
+    def _mask_without(self, ids: tuple[int, ...]) -> Int32Array:
+        found = self._without.get(ids)
+        if found is None:
+            found = ~mask_of(list(ids), self.num_words)
+            self._without[ids] = found
+            if len(self._without) > _CACHE_ENTRIES:
+                self._without.popitem(last=False)
+        return found
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether work failed, of which only its sequence ends; pyo3's `PanicException` derives from
+    BaseException.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

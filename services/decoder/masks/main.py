@@ -1,0 +1,119 @@
+"""A process that fills token masks: `python -m services.decoder.masks.main`, started by the front.
+
+The engine sends it the tokens of its sequences, and it answers with their next masks; the front,
+whose streams would keep the masks waiting, says which sequences it has. It exits when the front has
+closed its channel.
+"""
+
+import argparse
+import asyncio
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from services.common.channel import ChannelClosed, FrontChannel
+from services.common.errors import TriptychError
+from services.common.process_memory import freeze_gc
+from services.common.telemetry import setup_logging
+from services.decoder.engine.messages import NewTokens
+from services.decoder.masks.grammars import Grammars
+from services.decoder.masks.messages import (
+    CannotFollow,
+    Follow,
+    Forget,
+    MaskSettings,
+    MaskTimes,
+    ToProcess,
+)
+from services.decoder.masks.rows import MaskRows
+from services.decoder.masks.sequences import SequenceMasks
+
+TIMES_PERIOD_S = 1.0
+# Grammars have been compiled on less before (`compile_worker`).
+_STACK_BYTES = 16 << 20
+
+
+async def serve(
+    settings: MaskSettings, front_end: socket.socket, link: socket.socket, memory: int
+) -> None:
+    """Fills masks until the front closes its channel.
+
+    Args:
+        settings: of the process.
+        front_end, link: to the front and to the engine.
+        memory: of the rows, a descriptor.
+    """
+    front = await FrontChannel[ToProcess].open(front_end, ToProcess)
+    engine = await FrontChannel[NewTokens].open(link, NewTokens)
+    times = MaskTimes([])
+
+    def failed(number: int, error: TriptychError) -> None:
+        front.send(CannotFollow(number, error.code, error.message))
+
+    grammars = Grammars(Path(settings.directory), settings.vocab_size)
+    grammars.preload(settings.end_ids)
+    rows = MaskRows(memory, settings.num_rows, grammars.num_mask_words)
+    masks = SequenceMasks(
+        grammars, rows, settings.link, engine, front, times.seconds.append, failed
+    )
+
+    async def report() -> None:
+        while True:
+            front.send(times)
+            times.seconds.clear()
+            grammars.trim()
+            await asyncio.sleep(TIMES_PERIOD_S)
+
+    async def answer() -> None:
+        """Until the engine has ended, or has given this process up."""
+        try:
+            while True:
+                masks.tokens_arrived(await engine.receive())
+        except ChannelClosed:
+            front.close()
+
+    tasks = [asyncio.create_task(work) for work in (answer(), report())]
+    freeze_gc()
+    try:
+        while True:
+            match await front.receive():
+                case Follow() as follow:
+                    masks.add(follow.sequence_id, follow.demands, follow.generated)
+                case Forget() as forget:
+                    masks.remove(forget.sequence_id)
+                case NewTokens() as tokens:
+                    masks.tokens_arrived(tokens)
+    except ChannelClosed:
+        pass
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await masks.close()
+        engine.close()
+        front.close()
+
+
+def main() -> int:
+    """Runs the process; returns its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front lets running work end first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.stack_size(_STACK_BYTES)
+    parser = argparse.ArgumentParser()
+    for name in ("front-fd", "link-fd", "memory-fd"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    arguments = parser.parse_args()
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=MaskSettings)
+    setup_logging("decoder-masks", settings.log_level)
+    front, link = (socket.socket(fileno=fd) for fd in (arguments.front_fd, arguments.link_fd))
+    uvloop.run(serve(settings, front, link, arguments.memory_fd))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

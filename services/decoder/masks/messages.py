@@ -1,0 +1,100 @@
+"""Messages of the processes that compile grammars and fill masks.
+
+Masks go to the engine as `TokenMasks`; a sequence's first one goes there through the front, behind
+the sequence.
+"""
+
+import msgspec
+
+from services.decoder.engine.messages import NewTokens, TokenMasks
+from services.decoder.masks.grammar import Demands
+
+# Front to processes.
+
+
+class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What such a process needs to know; JSON, on its standard input.
+
+    Attributes:
+        directory: of the model.
+        vocab_size: of the model's head.
+        end_ids: of the model; the vocabulary is read for these at once.
+        num_rows: sequences that a process may have at once.
+        link: the number of a process that fills masks.
+        log_level: of its log.
+    """
+
+    directory: str
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    num_rows: int
+    link: int = 0
+    log_level: str = "INFO"
+
+
+class Compile(msgspec.Struct, tag="compile"):
+    """Whether this grammar can be compiled; see `Grammar`."""
+
+    kind: str
+    text: str
+    probe: str = ""
+
+
+class Follow(msgspec.Struct, tag="follow"):
+    """A sequence that the engine was sent, whose masks this process fills.
+
+    Attributes:
+        sequence_id: the engine's.
+        demands: of its completion.
+        generated: completion tokens so far: of another decoder, or of a process that has ended.
+    """
+
+    sequence_id: int
+    demands: Demands
+    generated: list[int]
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    """A sequence has ended."""
+
+    sequence_id: int
+
+
+ToProcess = Follow | Forget | NewTokens
+
+# Processes to front.
+
+
+class Verdict(msgspec.Struct, tag="verdict"):
+    """What became of a grammar.
+
+    Attributes:
+        error: why it cannot be compiled; empty: it can.
+        cpu_s: that it took.
+        died: the process that compiled it has ended.
+        is_last: the process ends behind this one, because its memory has grown.
+    """
+
+    error: str
+    cpu_s: float
+    died: bool = False
+    is_last: bool = False
+
+
+class CannotFollow(msgspec.Struct, tag="cannot_follow"):
+    """A sequence cannot go on: the error's code and message."""
+
+    sequence_id: int
+    code: str
+    message: str
+
+
+class MaskTimes(msgspec.Struct, tag="mask_times"):
+    """Seconds that masks of steps took since the last such message; sent every second, also to
+    show that the process runs.
+    """
+
+    seconds: list[float]
+
+
+FromProcess = CannotFollow | MaskTimes | TokenMasks

@@ -1,0 +1,321 @@
+"""The front's side of the processes that compile grammars and fill token masks.
+
+The front's interpreter streams every token of every sequence, so masks that are filled in it would
+wait for it, and it for them; and what strangers' grammars do to llguidance ends no front. A process
+that ends is replaced, and its sequences go on in the next one, from their tokens; only a sequence
+that was in work when a process ended, twice, fails.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from services.common.channel import ChannelClosed, FrontChannel, create_socket_pair
+from services.common.errors import InternalError, InvalidGrammar, TriptychError, from_code
+from services.common.pod_limits import num_cpus
+from services.decoder.engine.messages import EngineSender, MaskLink, NewTokens, TokenMasks
+from services.decoder.masks.compile_pool import CompilePool
+from services.decoder.masks.grammar import Demands
+from services.decoder.masks.messages import (
+    CannotFollow,
+    Follow,
+    Forget,
+    FromProcess,
+    MaskSettings,
+    MaskTimes,
+)
+from services.decoder.masks.rows import ROWS_OFFSET, Marks, create_mask_memory, num_mask_words
+from services.decoder.metrics import DecoderMetrics
+
+log = logging.getLogger(__name__)
+
+# Each process has the vocabulary, 150 MB.
+_LEAST_CORES = 8
+_CORES_PER_PROCESS = 2
+_MAX_PROCESSES = 8
+_MAX_DEATHS = 2  # of processes, while they worked on one sequence
+_EXIT_S = 5.0
+_WATCH_PERIOD_S = 1.0
+_HANG_S = 15.0  # a process says every second that it runs; its work takes two seconds at most
+_START_S = 60.0
+_MAX_FAILED_STARTS = 3
+_PAUSE_S = 5.0  # behind these
+
+Failed = Callable[[int, TriptychError], None]
+
+
+def num_mask_processes() -> int:
+    """As many as this pod has cores for."""
+    cores = num_cpus()
+    return 1 if cores < _LEAST_CORES else min(_MAX_PROCESSES, cores // _CORES_PER_PROCESS)
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """A sequence.
+
+    Attributes:
+        number: the engine's id of it.
+        demands: of its completion.
+        generated: its completion tokens.
+        process: that fills its masks; None: its grammar is being checked.
+        checking: the task that does so.
+        num_deaths: of processes that worked on it.
+        is_renewed: the process may not get all tokens from the engine.
+    """
+
+    number: int
+    demands: Demands
+    generated: list[int]
+    process: "_Process | None" = None
+    checking: asyncio.Task[None] | None = None
+    num_deaths: int = 0
+    is_renewed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """A process and those that follow it.
+
+    Attributes:
+        sequences: whose masks it fills.
+        link: its number, see `MaskLink`.
+        channel: None: it is being started.
+    """
+
+    sequences: dict[int, _Followed] = field(default_factory=dict[int, _Followed])
+    link: int = -1
+    process: asyncio.subprocess.Process | None = None
+    channel: FrontChannel[FromProcess] | None = None
+    marks: Marks | None = None
+    started_at: float = 0.0
+    is_ready: bool = False
+    num_failed_starts: int = 0
+
+
+class MaskProcesses:
+    """Owner of the processes; each sequence is one's.
+
+    Args:
+        settings: of the processes.
+        link: to the engine, takes descriptors; closed with this.
+        engine: gets messages.
+        metrics: of the service.
+        failed: called with a sequence's number and an error when it cannot go on.
+        count: processes that fill masks; default: by cores.
+    """
+
+    def __init__(
+        self,
+        settings: MaskSettings,
+        link: socket.socket,
+        engine: EngineSender,
+        metrics: DecoderMetrics,
+        failed: Failed,
+        count: int | None = None,
+    ) -> None:
+        self._settings = settings
+        self._link = link
+        self._engine = engine
+        self._metrics = metrics
+        self._failed = failed
+        self._num_words = num_mask_words(settings.vocab_size)
+        self._num_started = 0
+        self._sequences: dict[int, _Followed] = {}
+        self.compilers = CompilePool(settings, metrics.grammar_compile.observe)
+        self.processes = [_Process() for _ in range(count or num_mask_processes())]
+        self._tasks = [asyncio.create_task(self._keep(process)) for process in self.processes]
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    def add(self, number: int, demands: Demands, generated: list[int], tenant: str) -> None:
+        """Starts on a sequence that the engine was sent: its next mask follows.
+
+        Args:
+            number: of the sequence.
+            demands: of its completion.
+            generated: completion tokens that another decoder has sampled.
+            tenant: whose turn it takes.
+        """
+        sequence = self._sequences[number] = _Followed(number, demands, generated)
+        if demands.grammar is None:
+            self._follow(sequence)
+        else:
+            sequence.checking = asyncio.create_task(self._check(sequence, tenant))
+
+    def tokens_arrived(self, tokens: Iterable[tuple[int, list[int]]]) -> None:
+        """Tokens of sequences that go on. The engine has sent them to the processes already, but
+        perhaps before a process had taken over the sequence.
+        """
+        if not self._sequences:
+            return
+        for number, token_ids in tokens:
+            sequence = self._sequences.get(number)
+            if sequence is None:
+                continue
+            sequence.generated += token_ids
+            process = sequence.process
+            if sequence.is_renewed and process is not None and process.channel is not None:
+                count = len(sequence.generated)
+                process.channel.send(NewTokens([number], [token_ids], [count]))
+
+    def remove(self, number: int) -> None:
+        """A sequence has ended; of one without masks nothing is known."""
+        if (sequence := self._sequences.pop(number, None)) is None:
+            return
+        if sequence.checking is not None:
+            sequence.checking.cancel()
+        if (process := sequence.process) is not None:
+            del process.sequences[number]
+            if process.channel is not None:
+                process.channel.send(Forget(number))
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        checking = [s.checking for s in self._sequences.values() if s.checking is not None]
+        for task in (*self._tasks, *checking):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *checking, return_exceptions=True)
+        await self.compilers.close()
+        for process in self.processes:
+            if process.channel is not None:
+                process.channel.close()
+        for process in self.processes:
+            await _end(process, _EXIT_S)
+        self._link.close()
+
+    async def _check(self, sequence: _Followed, tenant: str) -> None:
+        grammar = sequence.demands.grammar
+        assert grammar is not None
+        try:
+            await self.compilers.check(grammar, tenant)
+        except TriptychError as error:
+            self._failed(sequence.number, error)
+        else:
+            self._follow(sequence)
+        finally:
+            sequence.checking = None
+
+    def _follow(self, sequence: _Followed) -> None:
+        process = min(self.processes, key=lambda process: len(process.sequences))
+        process.sequences[sequence.number] = sequence
+        sequence.process = process
+        if process.channel is not None:
+            process.channel.send(Follow(sequence.number, sequence.demands, sequence.generated))
+
+    async def _keep(self, process: _Process) -> None:
+        """Starts the process, again whenever it has ended."""
+        while True:
+            channel = await self._start(process)
+            with suppress(ChannelClosed):
+                while True:
+                    self._handle(await channel.receive())
+                    process.is_ready = True
+            channel.close()
+            await _end(process, 0.1)
+            process.channel = None
+            self._has_ended(process)
+            if process.num_failed_starts >= _MAX_FAILED_STARTS:
+                for number in list(process.sequences):
+                    self._failed(number, InternalError("token masks cannot be filled"))
+                await asyncio.sleep(_PAUSE_S)
+
+    def _has_ended(self, process: _Process) -> None:
+        process.num_failed_starts = 0 if process.is_ready else process.num_failed_starts + 1
+        assert process.marks is not None and process.process is not None
+        in_work = [number for number, _ in process.marks.get()]
+        log.error(
+            "a process that fills token masks has ended",
+            extra={"fields": {"status": process.process.returncode, "in_work": in_work}},
+        )
+        for number in in_work:
+            if (sequence := process.sequences.get(number)) is None:
+                continue
+            sequence.num_deaths += 1
+            if sequence.num_deaths >= _MAX_DEATHS:
+                del process.sequences[number]
+                sequence.process = None
+                self._failed(number, InvalidGrammar("it takes too much work to follow"))
+
+    async def _start(self, process: _Process) -> FrontChannel[FromProcess]:
+        settings = self._settings
+        self._num_started += 1
+        process.link, process.is_ready = self._num_started, False
+        process.started_at = time.monotonic()
+        memory = create_mask_memory(settings.num_rows, self._num_words)
+        process.marks = Marks(memory)
+        front_end, end = create_socket_pair()
+        engine_end, link = create_socket_pair()
+        with end, link, engine_end:
+            process.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "services.decoder.masks.main",
+                "--front-fd", str(end.fileno()), "--link-fd", str(link.fileno()),
+                "--memory-fd", str(memory),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(end.fileno(), link.fileno(), memory),
+            )  # fmt: skip
+            socket.send_fds(self._link, [b"l"], [engine_end.fileno(), memory])
+        os.close(memory)
+        assert process.process.stdin is not None
+        process.process.stdin.write(
+            msgspec.json.encode(msgspec.structs.replace(settings, link=process.link))
+        )
+        process.process.stdin.close()
+        self._engine.send(MaskLink(process.link, ROWS_OFFSET, settings.num_rows, self._num_words))
+        channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
+        process.channel = channel
+        for sequence in process.sequences.values():
+            sequence.is_renewed = True
+            channel.send(Follow(sequence.number, sequence.demands, sequence.generated))
+        return channel
+
+    def _handle(self, message: FromProcess) -> None:
+        match message:
+            case CannotFollow():
+                if message.sequence_id in self._sequences:
+                    self._failed(message.sequence_id, from_code(message.code, message.message))
+            case MaskTimes():
+                for seconds in message.seconds:
+                    self._metrics.token_mask.observe(seconds)
+            case TokenMasks():
+                self._engine.send(message)
+
+    async def _watch(self) -> None:
+        """Ends processes that hang."""
+        while True:
+            await asyncio.sleep(_WATCH_PERIOD_S)
+            now = time.monotonic()
+            for process in self.processes:
+                if process.channel is None or process.process is None or process.marks is None:
+                    continue
+                heard = (
+                    process.channel.received_at
+                    if process.is_ready
+                    else (process.started_at + _START_S - _HANG_S)
+                )
+                since = min([heard, *(at for _, at in process.marks.get())])
+                if now - since > _HANG_S:
+                    log.error("a process that fills token masks hangs; ending it")
+                    with suppress(ProcessLookupError):
+                        process.process.kill()
+
+
+async def _end(process: _Process, grace_s: float) -> None:
+    if process.process is None:
+        return
+    try:
+        await asyncio.wait_for(process.process.wait(), grace_s)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.process.kill()
+        await process.process.wait()
+
+
+__all__ = ["MaskProcesses", "num_mask_processes"]

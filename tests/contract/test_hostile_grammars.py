@@ -1,0 +1,227 @@
+"""Grammars that end what compiles them: their request fails, and nothing else notices."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import jsonschema
+import pytest
+
+from services.common.pb import decoder_pb2 as pb
+from services.decoder.masks import compile_worker
+from services.decoder.masks.compile_worker import Compiler
+from services.decoder.masks.compiler import Vocabulary
+from services.decoder.masks.messages import Compile
+from tests.contract.test_structured_output import SCHEMA, answer, ask, grammar, text_of, told
+from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of
+from tests.noise import PATIENCE_S
+from tests.tiny_tokenizer import added_ids, vocab_size, write_text_model_directory
+
+END = added_ids()["<|im_end|>"]
+TEXT = Compile("json_schema", '{"type": "string"}')
+
+
+def schema_chain(count: int, form: str) -> Compile:
+    """`$defs`, each of which refers to the next one."""
+
+    def link(number: int) -> dict:
+        reference = {"$ref": f"#/$defs/d{number}"}
+        wrapped = {
+            "properties": {"type": "object", "properties": {"a": reference}, "required": ["a"]},
+            "items": {"type": "array", "items": reference},
+            "allOf": {"allOf": [reference]},
+            "bare": reference,
+        }
+        return wrapped[form]
+
+    definitions = {f"d{n}": link(n + 1) for n in range(count)} | {f"d{count}": {"type": "null"}}
+    return Compile("json_schema", json.dumps({"$defs": definitions, "$ref": "#/$defs/d0"}))
+
+
+def rule_chain(count: int, first: str, assign: str) -> Compile:
+    rules = [f"r{n}{assign} r{n + 1}" for n in range(count)]
+    return Compile("grammar", "\n".join([f"{first}{assign} r0", *rules, f'r{count}{assign} "a"']))
+
+
+def optional(count: int) -> Compile:
+    properties = {f"p{number}": {"type": "integer"} for number in range(count)}
+    return Compile("json_schema", json.dumps({"type": "object", "properties": properties}))
+
+
+KILLERS = {
+    "properties": schema_chain(2000, "properties"),
+    "items": schema_chain(2400, "items"),
+    "allOf": schema_chain(2800, "allOf"),
+    "bare": schema_chain(5000, "bare"),
+    "lark": rule_chain(6000, "start", ":"),
+    "gbnf": rule_chain(4000, "root", " ::="),
+    "optional": optional(7000),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_text_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model):
+    return Vocabulary.read(model, vocab_size(), (END,))
+
+
+@pytest.fixture
+def unbounded(vocabulary):
+    """A compiler that gets everything."""
+    compiler = Compiler(vocabulary, check=lambda kind, text: None)
+    yield compiler
+    compiler.close()
+
+
+def test_what_ends_the_compiler_is_refused_and_the_next_one_compiles(unbounded):
+    for name, task in KILLERS.items():
+        started = time.monotonic()
+        verdict = unbounded.compile(task)
+        assert verdict.died and verdict.error, name
+        assert verdict.cpu_s < compile_worker.CPU_S + 0.5, (name, time.monotonic() - started)
+        assert not unbounded.compile(TEXT).error
+    assert unbounded.num_deaths == len(KILLERS)
+
+
+def test_the_bounds_refuse_them_before(vocabulary):
+    compiler = Compiler(vocabulary)
+    for name, task in KILLERS.items():
+        verdict = compiler.compile(task)
+        assert verdict.error and not verdict.died, name
+    assert not compiler.compile(TEXT).error
+    compiler.close()
+
+
+@pytest.mark.parametrize("text", ["(a|b)*a(a|b){500}", "^[^X a-z]{5000}$", ".*" * 2000, "(" * 9000])
+def test_hostile_regexes_end_in_time(unbounded, text):
+    verdict = unbounded.compile(Compile("regex", text))
+    assert verdict.cpu_s < compile_worker.CPU_S + 0.5
+    assert not unbounded.compile(TEXT).error
+
+
+def test_memory_is_limited(unbounded, monkeypatch):
+    monkeypatch.setattr(compile_worker, "MEMORY_BYTES", 0)
+    unbounded.close()
+    large = Compile("json_schema", json.dumps({"const": "x" * 250_000}))
+    assert unbounded.compile(large).error
+    monkeypatch.undo()
+    unbounded.close()
+    assert not unbounded.compile(large).error
+
+
+def test_a_fork_that_is_killed_or_hangs_is_replaced(vocabulary):
+    compiler = Compiler(vocabulary, wall_s=0.5)
+    assert not compiler.compile(TEXT).error
+    os.kill(compiler.pid, signal.SIGSTOP)
+    assert compiler.compile(TEXT).died
+    assert not compiler.compile(TEXT).error
+    os.kill(compiler.pid, signal.SIGKILL)
+    compiler.compile(TEXT)  # which may find out only now
+    assert not compiler.compile(TEXT).error
+    compiler.close()
+
+
+@pytest.fixture
+async def decoder(model):
+    async with Decoder(
+        model_directory=model, num_blocks=512, max_model_len=512, max_num_sequences=32
+    ) as decoder:
+        yield decoder
+
+
+async def test_killers_end_nothing_but_their_requests(decoder):
+    async with Gateway(decoder) as gateway:
+        free = submit_of(99, prompt_of(1), max_tokens=400)
+        await gateway.submit(free)
+        for number, task in enumerate(KILLERS.values(), 1):
+            kind = "JSON_SCHEMA" if task.kind == "json_schema" else "GRAMMAR"
+            await ask(gateway, number, grammar(kind, task.text))
+        for number in range(1, len(KILLERS) + 1):
+            _, end = await told(gateway, number)
+            assert end.code == "invalid_grammar", end
+        ids, end = await answer(gateway, 50, grammar("JSON_SCHEMA", SCHEMA))
+        jsonschema.validate(json.loads(text_of(ids)), SCHEMA)
+        assert (await gateway.end(99)).reason == pb.Finished.REASON_LENGTH
+    assert decoder.is_idle()
+
+
+async def test_a_compile_process_that_is_killed_is_replaced(decoder):
+    async with Gateway(decoder) as gateway:
+        _, end = await answer(gateway, 1, grammar("REGEX", "a{3}"))
+        assert end.reason == pb.Finished.REASON_STOP
+        decoder.masks.compilers.processes[0].kill()
+        await answer(gateway, 2, grammar("REGEX", "a{4}"))  # may be in work at that moment
+        _, end = await answer(gateway, 3, grammar("REGEX", "a{5}"))
+        assert end.reason == pb.Finished.REASON_STOP
+
+
+async def test_sixteen_sequences_outlive_their_mask_process(decoder):
+    """Killed three times, wherever it happens to be: at most the one in work twice may fail."""
+    schema = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
+    (process,) = decoder.masks.processes
+    async with Gateway(decoder) as gateway:
+        numbers = range(1, 17)
+        for number in numbers:
+            await ask(gateway, number, grammar("JSON_SCHEMA", schema), temperature=1.0)
+        for least in (1, 12, 24):
+            await gateway.until(
+                lambda least=least: (
+                    sum(len(gateway.tokens.get(n, ())) for n in numbers) >= 16 * least
+                )
+            )
+            while process.channel is None:  # noqa: ASYNC110 - it is being started
+                await asyncio.sleep(0.01)
+            process.process.kill()
+        failed = 0
+        for number in numbers:
+            ids, end = await told(gateway, number)
+            if isinstance(end, pb.Failed):
+                assert end.code == "invalid_grammar", end
+                failed += 1
+            elif end.reason == pb.Finished.REASON_STOP:
+                jsonschema.validate(json.loads(text_of(ids)), schema)
+        assert failed <= 1
+    assert decoder.is_idle()
+
+
+async def test_a_sequence_in_work_at_two_deaths_fails_alone(decoder):
+    (process,) = decoder.masks.processes
+    form = grammar("JSON_SCHEMA", {"type": "string", "minLength": 300})
+    async with Gateway(decoder) as gateway:
+        for number in (1, 2, 3):
+            await ask(gateway, number, form)
+        for least in (1, 40):
+            await gateway.until(
+                lambda least=least: all(len(gateway.tokens.get(n, ())) > least for n in (1, 2, 3))
+            )
+            process.process.send_signal(signal.SIGSTOP)
+            marked = next(iter(sorted(process.sequences)))  # the first submission
+            process.marks.set(0, marked)
+            link = process.link
+            process.process.kill()
+            async with asyncio.timeout(PATIENCE_S):
+                while process.link == link:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        _, end = await told(gateway, 1)
+        assert isinstance(end, pb.Failed) and end.code == "invalid_grammar"
+        for number in (2, 3):
+            _, end = await told(gateway, number)
+            assert isinstance(end, pb.Finished)
+
+
+async def test_a_mask_process_that_hangs_is_replaced(decoder, monkeypatch):
+    monkeypatch.setattr("services.decoder.masks.processes._HANG_S", 3.0)
+    (process,) = decoder.masks.processes
+    async with Gateway(decoder) as gateway:
+        await ask(gateway, 1, grammar("JSON_SCHEMA", SCHEMA))
+        await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 2)
+        process.process.send_signal(signal.SIGSTOP)
+        ids, end = await told(gateway, 1)
+        assert end.reason == pb.Finished.REASON_STOP
+        jsonschema.validate(json.loads(text_of(ids)), SCHEMA)
