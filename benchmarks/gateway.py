@@ -206,7 +206,9 @@ def start_stack(
     ]  # fmt: skip
     for own_port in own_ports:
         asyncio.run(_wait_ready(own_port, api_key))
-    (engine,) = decoder.children()
+    (engine,) = (
+        p for p in decoder.children() if "services.decoder.masks" not in " ".join(p.cmdline())
+    )
     return Target.from_url(f"http://127.0.0.1:{port}", api_key), [decoder, engine, *gateways]
 
 

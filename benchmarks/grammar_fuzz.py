@@ -11,6 +11,7 @@ compile process gets everything. Prints counts, and the longest times in seconds
 
 import argparse
 import asyncio
+import ctypes
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -36,6 +37,7 @@ from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.messages import Compile
 
 _MODEL = Path(__file__).parents[1] / "demo" / "model"
+_PR_SET_PDEATHSIG = 1
 _TOKENS = 24  # of a text under an accepted grammar
 _SIZES = (1, 2, 3, 8, 30, 63, 64, 65, 300, 1000, 3000, 9000)
 _FORMATS = ("date", "uuid", "ipv4", "email", "nonsense")
@@ -216,9 +218,12 @@ class _Follower:
         return "went on"
 
 
-def _work(model: Path, first: int, step: int, last: int, bypass: bool, to: Connection) -> None:
+def _work(
+    model: Path, first: int, step: int, last: int, until: float, bypass: bool, to: Connection
+) -> None:
     """Sends each case's number before it begins, and what came of it after it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     spec = read_spec(model)
     end_ids = spec.eos_token_ids
     vocabulary = Vocabulary.read(model, spec.text.vocab_size, end_ids)
@@ -226,6 +231,8 @@ def _work(model: Path, first: int, step: int, last: int, bypass: bool, to: Conne
     compiler = Compiler(vocabulary, check=check)
     follower = _Follower(model, spec.text.vocab_size, end_ids)
     for number in range(first, last, step):
+        if time.time() > until:
+            break
         to.send(("begin", number, 0.0, 0.0))
         task, begin = case(number), _cpu_s()
         verdict = compiler.compile(task)
@@ -245,8 +252,11 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def run(model: Path, cases: int, workers: int, *, bypass: bool, first: int = 0) -> dict[str, Any]:
+def run(
+    model: Path, cases: int, workers: int, *, bypass: bool, first: int = 0, seconds: float = 1e9
+) -> dict[str, Any]:
     """Counts by outcome, the longest times, and the cases at which a mask process died."""
+    until = time.time() + seconds
     context = multiprocessing.get_context("spawn")
     counts: Counter[str] = Counter()
     deaths: list[int] = []
@@ -256,7 +266,9 @@ def run(model: Path, cases: int, workers: int, *, bypass: bool, first: int = 0) 
 
     def start(number: int, last: int) -> None:
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(model, number, workers, last, bypass, theirs))
+        process = context.Process(
+            target=_work, args=(model, number, workers, last, until, bypass, theirs)
+        )
         process.start()
         theirs.close()
         running[mine] = process, number, last
@@ -293,12 +305,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--cases", type=int, default=1000)
     add("--first", type=int, default=0, help="number of the first case")
     add("--workers", type=int, default=2)
+    add("--seconds", type=float, default=1e9, help="begin no case later")
     add("--bypass", action="store_true", help="without the bounds")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     result = run(
-        options.model, options.cases, options.workers, bypass=options.bypass, first=options.first
-    )
+        options.model, options.cases, options.workers, bypass=options.bypass, first=options.first,
+        seconds=options.seconds,
+    )  # fmt: skip
     print(json.dumps(result | {"seconds": round(time.monotonic() - begin, 1)}))
     return 0
 
