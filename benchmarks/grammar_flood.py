@@ -11,11 +11,13 @@ import argparse
 import http.client
 import itertools
 import json
+import multiprocessing
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +26,7 @@ import numpy as np
 from benchmarks.grammar_fuzz import case
 
 _TIMEOUT_S = 60.0
+_BEGIN_S = 5.0  # until all attackers send
 
 
 def _connection(url: str) -> http.client.HTTPConnection:
@@ -68,14 +71,12 @@ def _honest(url: str, model: str, seconds: float) -> dict[str, Any]:
 
 
 def _attack(
-    url: str,
-    model: str,
-    numbers: "itertools.count[int]",
-    ended: Counter[str],
-    stop: threading.Event,
+    url: str, model: str, first: int, step: int, stop: Event, ended: "Queue[Counter[str]]"
 ) -> None:
-    while not stop.is_set():
-        number = next(numbers)
+    counts: Counter[str] = Counter()
+    for number in itertools.count(first, step):
+        if stop.is_set():
+            break
         task = case(number)
         structured: dict[str, Any] = {
             "json_schema": {"json": task.text}, "regex": {"regex": task.text},
@@ -88,9 +89,10 @@ def _attack(
         }  # fmt: skip
         try:
             status, _, _ = _post(url, body)
-            ended[str(status)] += 1
+            counts[str(status)] += 1
         except OSError as error:
-            ended[type(error).__name__] += 1
+            counts[type(error).__name__] += 1
+    ended.put(counts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,19 +108,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = json.loads(connection.getresponse().read())["data"][0]["id"]
     _honest(options.url, model, 3.0)
     quiet = _honest(options.url, model, options.seconds)
-    ended: Counter[str] = Counter()
-    stop, numbers = threading.Event(), itertools.count()
+    # Processes: threads would share the interpreter lock with the client that is measured.
+    context = multiprocessing.get_context("spawn")
+    stop, ended = context.Event(), context.Queue()
     attackers = [
-        threading.Thread(target=_attack, args=(options.url, model, numbers, ended, stop))
-        for _ in range(options.attackers)
+        context.Process(
+            target=_attack,
+            args=(options.url, model, first, options.attackers, stop, ended),
+            daemon=True,
+        )
+        for first in range(options.attackers)
     ]
-    for thread in attackers:
-        thread.start()
+    for attacker in attackers:
+        attacker.start()
+    time.sleep(_BEGIN_S)
     beside = _honest(options.url, model, options.seconds)
     stop.set()
-    for thread in attackers:
-        thread.join()
-    print(json.dumps({"quiet": quiet, "beside": beside, "attackers": dict(ended)}))
+    counts = sum((ended.get() for _ in attackers), Counter[str]())
+    for attacker in attackers:
+        attacker.join()
+    print(json.dumps({"quiet": quiet, "beside": beside, "attackers": dict(counts)}))
     return 0
 
 

@@ -69,8 +69,12 @@ class EngineProcess(Generic[Incoming]):
         return engine
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Closes the channel, which ends the engine's loop; kills it after `timeout_s`."""
+        """Closes the channel, which ends the engine's loop, and the links; kills the engine after
+        `timeout_s`.
+        """
         self.channel.close()
+        for link in self.links:
+            link.close()
         try:
             await asyncio.wait_for(self.process.wait(), timeout_s)
         except TimeoutError:

@@ -187,7 +187,6 @@ class _Rules:
     def check(self) -> None:
         """Raises InvalidGrammar where the rules together are beyond a bound."""
         rules = list(self._rules.values())
-        refuse(len(rules), MAX_RULES, "rules")
         nodes = {name: node for node, name in enumerate(self._rules)}
         edges = [[(nodes[name], 1) for name in rule.names if name in nodes] for rule in rules]
         levels, chain = deepest(edges, [rule.levels for rule in rules])
@@ -204,7 +203,9 @@ class _Rules:
                     refuse(found[node], MAX_INTERSECTIONS, "intersections (&) in one terminal")
 
     def _rule(self, name: str) -> _Rule:
-        return self._rules.setdefault(name, _Rule())
+        rule = self._rules.setdefault(name, _Rule())
+        refuse(len(self._rules), MAX_RULES, "rules")
+        return rule
 
     def _refer(self, rule: _Rule, name: str) -> None:
         rule.product.item()

@@ -361,7 +361,9 @@ class ChatService:
         size = len(asked.text) if asked is not None else 0
         if calls is not None and request.tools and (asked or calls.use.is_constrained):
             size += 4 * tool_characters(request.tools)  # a schema is punctuation, too
-        return await self._off_loop(size, lambda: self.prompts.grammar(asked, draft))
+        if size <= _INLINE_TOKENIZE_CHARS:
+            return self.prompts.grammar(asked, draft)
+        return await self.parsers.run(self.prompts.grammar, asked, draft)
 
     async def _read_images(self, sources: Sequence[ImageSource], slot: Slot) -> list[Image]:
         if self.images is None or not sources:

@@ -11,9 +11,8 @@ import pytest
 
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.masks import compile_worker
-from services.decoder.masks.compile_worker import Compiler
-from services.decoder.masks.compiler import Vocabulary
 from services.decoder.masks.messages import Compile
+from tests.compiler_process import compiler_process
 from tests.contract.test_structured_output import SCHEMA, answer, ask, grammar, text_of, told
 from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of
 from tests.noise import PATIENCE_S
@@ -66,17 +65,11 @@ def model(tmp_path_factory):
     return write_text_model_directory(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def vocabulary(model):
-    return Vocabulary.read(model, vocab_size(), (END,))
-
-
 @pytest.fixture
-def unbounded(vocabulary):
+def unbounded(model):
     """A compiler that gets everything."""
-    compiler = Compiler(vocabulary, check=lambda kind, text: None)
-    yield compiler
-    compiler.close()
+    with compiler_process(model, vocab_size(), (END,), bounded=False) as compiler:
+        yield compiler
 
 
 def test_what_ends_the_compiler_is_refused_and_the_next_one_compiles(unbounded):
@@ -89,13 +82,13 @@ def test_what_ends_the_compiler_is_refused_and_the_next_one_compiles(unbounded):
     assert unbounded.num_deaths == len(KILLERS)
 
 
-def test_the_bounds_refuse_them_before(vocabulary):
-    compiler = Compiler(vocabulary)
-    for name, task in KILLERS.items():
-        verdict = compiler.compile(task)
-        assert verdict.error and not verdict.died, name
-    assert not compiler.compile(TEXT).error
-    compiler.close()
+def test_the_bounds_refuse_them_before(model):
+    with compiler_process(model, vocab_size(), (END,), bounded=True) as compiler:
+        for name, task in KILLERS.items():
+            verdict = compiler.compile(task)
+            assert verdict.error and not verdict.died, name
+        assert not compiler.compile(TEXT).error
+        assert not compiler.num_deaths
 
 
 @pytest.mark.parametrize("text", ["(a|b)*a(a|b){500}", "^[^X a-z]{5000}$", ".*" * 2000, "(" * 9000])
@@ -105,26 +98,23 @@ def test_hostile_regexes_end_in_time(unbounded, text):
     assert not unbounded.compile(TEXT).error
 
 
-def test_memory_is_limited(unbounded, monkeypatch):
-    monkeypatch.setattr(compile_worker, "MEMORY_BYTES", 0)
-    unbounded.close()
+def test_memory_is_limited(unbounded):
+    unbounded.memory_bytes(0)
     large = Compile("json_schema", json.dumps({"const": "x" * 250_000}))
     assert unbounded.compile(large).error
-    monkeypatch.undo()
-    unbounded.close()
+    unbounded.memory_bytes(compile_worker.MEMORY_BYTES)
     assert not unbounded.compile(large).error
 
 
-def test_a_fork_that_is_killed_or_hangs_is_replaced(vocabulary):
-    compiler = Compiler(vocabulary, wall_s=0.5)
-    assert not compiler.compile(TEXT).error
-    os.kill(compiler.pid, signal.SIGSTOP)
-    assert compiler.compile(TEXT).died
-    assert not compiler.compile(TEXT).error
-    os.kill(compiler.pid, signal.SIGKILL)
-    compiler.compile(TEXT)  # which may find out only now
-    assert not compiler.compile(TEXT).error
-    compiler.close()
+def test_a_fork_that_is_killed_or_hangs_is_replaced(model):
+    with compiler_process(model, vocab_size(), (END,), bounded=True, wall_s=3.0) as compiler:
+        assert not compiler.compile(TEXT).error
+        os.kill(compiler.pid, signal.SIGSTOP)
+        assert compiler.compile(TEXT).died
+        assert not compiler.compile(TEXT).error
+        os.kill(compiler.pid, signal.SIGKILL)
+        compiler.compile(TEXT)  # which may find out only now
+        assert not compiler.compile(TEXT).error
 
 
 @pytest.fixture

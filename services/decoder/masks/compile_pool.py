@@ -68,14 +68,18 @@ class CompilePool:
             InvalidGrammar: it cannot.
             Overloaded: too many wait, or it has waited too long.
         """
-        task = Compile(grammar.kind, grammar.text, grammar.probe)
-        key = blake3(msgspec.msgpack.encode(task)).digest()
+        task = _task(grammar)
+        key = _key(task)
         if (error := self._known.get(key)) is None:
             error = await self._verdict(key, task, tenant)
         else:
             self._known.move_to_end(key)
         if error:
             raise InvalidGrammar(error)
+
+    def refuse(self, grammar: Grammar, error: InvalidGrammar) -> None:
+        """Has the next requests with a grammar fail as one did that could not follow it."""
+        self._know(_key(_task(grammar)), error.message)
 
     async def close(self) -> None:
         """Ends the processes."""
@@ -154,7 +158,10 @@ class CompilePool:
             return
         job.done.set_result(result)
         if not result.died:  # perhaps of something else
-            self._known[job.key] = result.error
+            self._know(job.key, result.error)
+
+    def _know(self, key: bytes, error: str) -> None:
+        self._known[key] = error
         if len(self._known) > _KNOWN:
             self._known.popitem(last=False)
 
@@ -175,6 +182,14 @@ class CompilePool:
         process.stdin.write(msgspec.json.encode(self._settings))
         process.stdin.close()
         return await FrontChannel[Verdict].open(front_end, Verdict)
+
+
+def _task(grammar: Grammar) -> Compile:
+    return Compile(grammar.kind, grammar.text, grammar.probe)
+
+
+def _key(task: Compile) -> bytes:
+    return blake3(msgspec.msgpack.encode(task)).digest()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -17,7 +17,10 @@ from services.decoder.masks.rows import PROBE_WORDS
 Int32Array = npt.NDArray[np.int32]
 
 _FEW_IDS = 16
-_LEXER_ERROR = "lexer error"  # begins llguidance's message
+# llguidance's messages: the lexer has reached a limit; a token was not allowed. Others name a limit
+# of the parser.
+_LEXER_ERROR = "lexer error"
+_MISMATCHES = ("doesn't satisfy the grammar", "out of range")
 
 
 class MatcherFailed(Exception):
@@ -119,7 +122,9 @@ class GrammarMatcher:
 
     def _read(self, token_ids: list[int]) -> None:
         if token_ids and not self.state.consume_tokens(token_ids):
-            raise UnexpectedToken(self._failure())
+            failure = self._failure()
+            is_mismatch = any(words in failure for words in _MISMATCHES)
+            raise (UnexpectedToken if is_mismatch else MatcherFailed)(failure)
 
     def _failure(self) -> str:
         """Why the matcher cannot go on."""

@@ -3,7 +3,7 @@
 The front's interpreter streams every token of every sequence, so masks that are filled in it would
 wait for it, and it for them; and what strangers' grammars do to llguidance ends no front. A process
 that ends is replaced, and its sequences go on in the next one, from their tokens; only a sequence
-that was in work when a process ended, twice, fails.
+that was in work when a process ended, twice, fails, or one that is in work for too long.
 """
 
 import asyncio
@@ -44,7 +44,11 @@ _MAX_PROCESSES = 8
 _MAX_DEATHS = 2  # of processes, while they worked on one sequence
 _EXIT_S = 5.0
 _WATCH_PERIOD_S = 1.0
-_HANG_S = 15.0  # a process says every second that it runs; its work takes two seconds at most
+_HANG_S = 15.0  # a process says every second that it runs
+_RUNS_S = 3.0  # since a process that runs was heard
+_WORK_S = (
+    5.0  # on one sequence: a grammar takes two seconds of CPU time at most, a mask milliseconds
+)
 _START_S = 60.0
 _MAX_FAILED_STARTS = 3
 _PAUSE_S = 5.0  # behind these
@@ -89,6 +93,7 @@ class _Process:
         sequences: whose masks it fills.
         link: its number, see `MaskLink`.
         channel: None: it is being started.
+        overdue: sequences for whose work it was ended.
     """
 
     sequences: dict[int, _Followed] = field(default_factory=dict[int, _Followed])
@@ -99,6 +104,7 @@ class _Process:
     started_at: float = 0.0
     is_ready: bool = False
     num_failed_starts: int = 0
+    overdue: set[int] = field(default_factory=set[int])
 
 
 class MaskProcesses:
@@ -239,10 +245,14 @@ class MaskProcesses:
             if (sequence := process.sequences.get(number)) is None:
                 continue
             sequence.num_deaths += 1
-            if sequence.num_deaths >= _MAX_DEATHS:
+            if number in process.overdue or sequence.num_deaths >= _MAX_DEATHS:
                 del process.sequences[number]
                 sequence.process = None
-                self._failed(number, InvalidGrammar("it takes too much work to follow"))
+                error = InvalidGrammar("it takes too much work to follow")
+                if sequence.demands.grammar is not None:
+                    self.compilers.refuse(sequence.demands.grammar, error)
+                self._failed(number, error)
+        process.overdue.clear()
 
     async def _start(self, process: _Process) -> FrontChannel[FromProcess]:
         settings = self._settings
@@ -300,9 +310,16 @@ class MaskProcesses:
                     if process.is_ready
                     else (process.started_at + _START_S - _HANG_S)
                 )
-                since = min([heard, *(at for _, at in process.marks.get())])
-                if now - since > _HANG_S:
-                    log.error("a process that fills token masks hangs; ending it")
+                late = [number for number, at in process.marks.get() if now - at > _WORK_S]
+                if late and now - heard < _RUNS_S:
+                    process.overdue.update(late)
+                elif now - heard < _HANG_S:
+                    continue
+                if process.process.returncode is None:
+                    log.error(
+                        "a process that fills token masks hangs; ending it",
+                        extra={"fields": {"overdue": late}},
+                    )
                     with suppress(ProcessLookupError):
                         process.process.kill()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
-from services.common.errors import InternalError, Overloaded
+from services.common.errors import InternalError, InvalidGrammar, Overloaded
 from services.decoder.engine.messages import NewTokens, TokenMasks
 from services.decoder.masks import compiler, grammars
 from services.decoder.masks.grammar import Demands, Grammar
@@ -154,6 +154,17 @@ def write_without_end(matcher, process):
             return True
         ids = process.tokenizer.tokenize_str("a")
     return False
+
+
+async def test_a_parser_at_its_limit_is_the_grammars_fault(process):
+    process.masks.add(1, Demands(Grammar("grammar", 'start: r\nr: "a" r "x"', (), (END,))), [])
+    assert (await process.received()).num_generated == [0]
+    process.step(1, process.tokenizer.tokenize_str("a")[:1], 1)
+    async with asyncio.timeout(WAIT_S):
+        while not process.failures:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    ((number, error),) = process.failures
+    assert number == 1 and isinstance(error, InvalidGrammar) and "limit" in error.message
 
 
 async def test_compiled_grammars_are_forgotten_when_the_process_is_too_large(process, monkeypatch):
