@@ -38,6 +38,7 @@ from services.decoder.masks.messages import Compile
 
 _MODEL = Path(__file__).parents[1] / "demo" / "model"
 _PR_SET_PDEATHSIG = 1
+_HANG_S = 8.0  # of a case, in seconds; a compilation takes two of CPU time
 _TOKENS = 24  # of a text under an accepted grammar
 _SIZES = (1, 2, 3, 8, 30, 63, 64, 65, 300, 1000, 3000, 9000)
 _FORMATS = ("date", "uuid", "ipv4", "email", "nonsense")
@@ -263,6 +264,7 @@ def run(
     longest = {"compile_s": (0.0, -1), "masks_s": (0.0, -1)}
     pending = [(first + place, first + cases) for place in range(workers)]
     running: dict[Connection, tuple[Any, int, int]] = {}  # process, its case, its last case
+    begun: dict[Connection, float] = {}
 
     def start(number: int, last: int) -> None:
         mine, theirs = context.Pipe(duplex=False)
@@ -276,13 +278,17 @@ def run(
     for number, last in pending:
         start(number, last)
     while running:
-        for found in multiprocessing.connection.wait(list(running)):
+        for worker, at in begun.items():  # as the front does
+            if time.monotonic() - at > _HANG_S and worker in running:
+                running[worker][0].kill()
+        for found in multiprocessing.connection.wait(list(running), 1.0):
             assert isinstance(found, Connection)
             process, number, last = running[found]
             try:
                 outcome, number, compile_s, masks_s = found.recv()
             except EOFError:
                 del running[found]
+                begun.pop(found, None)
                 process.join()
                 if process.exitcode:
                     deaths.append(number)
@@ -290,6 +296,7 @@ def run(
                     start(number + workers, last)
                 continue
             running[found] = process, number, last
+            begun[found] = time.monotonic()
             if outcome not in ("begin", "end"):
                 counts[outcome] += 1
                 longest["compile_s"] = max(longest["compile_s"], (compile_s, number))

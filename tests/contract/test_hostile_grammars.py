@@ -215,3 +215,24 @@ async def test_a_mask_process_that_hangs_is_replaced(decoder, monkeypatch):
         ids, end = await told(gateway, 1)
         assert end.reason == pb.Finished.REASON_STOP
         jsonschema.validate(json.loads(text_of(ids)), SCHEMA)
+
+
+async def test_a_grammar_without_an_end_of_work_fails_alone_and_is_not_tried_again(
+    decoder, monkeypatch
+):
+    """llguidance fills its third mask for ever: a lexeme that takes all that should follow it."""
+    monkeypatch.setattr("services.decoder.masks.processes._WORK_S", 1.0)
+    (process,) = decoder.masks.processes
+    endless = grammar("GRAMMAR", 'start: R "x"\nR: /[^x]{3}/ "x"+')
+    async with Gateway(decoder) as gateway:
+        await ask(gateway, 1, grammar("JSON_SCHEMA", {"type": "string", "minLength": 300}))
+        await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 1)
+        await ask(gateway, 2, endless)
+        _, end = await told(gateway, 2)
+        assert isinstance(end, pb.Failed) and end.code == "invalid_grammar"
+        _, end = await told(gateway, 1)
+        assert isinstance(end, pb.Finished)
+        assert process.link == 2, "one process ended"
+        _, end = await answer(gateway, 3, endless)
+        assert isinstance(end, pb.Failed) and end.code == "invalid_grammar"
+        assert process.link == 2, "the grammar was tried again"
