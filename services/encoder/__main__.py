@@ -40,7 +40,7 @@ from services.encoder.settings import EncoderSettings
 # the pod's memory, and at least one image of the largest size that a call may have.
 _QUEUED_SHARE, _MIN_QUEUED_BYTES = 16, 64 << 20
 _WRITES_GRACE_S = 2.0
-_FAILED_CALLS_GRACE_S = 0.5  # for calls whose error is on its way when the engine has died
+_FAILED_CALLS_GRACE_S = 2.0  # for calls whose error is on its way when the engine has died
 
 
 def arena_bytes(settings: EncoderSettings, spec: ModelSpec) -> int:

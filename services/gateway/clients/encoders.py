@@ -19,6 +19,7 @@ from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
 
 _DESCRIBE_TIMEOUT_S = 2.0
+_LAST_WORD_S = 0.5  # for the answer of an encoder that has failed a health check
 _SOURCES = {
     pb.EncodeResponse.SOURCE_COMPUTED: "computed",
     pb.EncodeResponse.SOURCE_MEMORY: "memory",
@@ -143,6 +144,8 @@ class EncoderPod(Pod):
         self.num_in_flight += 1
         try:
             await asyncio.wait((answered, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not answered.done():  # its last word may be that its engine has ended
+                await asyncio.wait((answered,), timeout=_LAST_WORD_S)
             if not answered.done():
                 raise ProcessLost("the encoder does not answer")
             answer = answered.result()

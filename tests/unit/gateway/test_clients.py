@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from services.common.errors import ProcessLost, TriptychError, Unavailable
+from services.common.errors import EngineLost, ProcessLost, TriptychError, Unavailable
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
@@ -407,6 +407,31 @@ async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
         await pod.encode(b"key", b"", (1, 2, 2), salt=b"", timeout_s=PATIENCE_S)
     assert type(unsent.value) is Unavailable
     await pod.close()
+
+
+@in_loop
+async def test_an_encoder_that_fails_a_health_check_has_a_last_word():
+    """A front whose engine has ended says so, and stops: the check may overtake that."""
+    fake = FakeEncoder()
+    pod = EncoderPod(await fake.start(), ServedModel())
+    may_answer = asyncio.Event()
+
+    async def end(_):
+        await may_answer.wait()
+        raise EngineLost("its engine has ended")
+
+    fake.before = end
+    call = asyncio.create_task(pod.encode(b"key", b"", (1, 2, 2), salt=b"", timeout_s=PATIENCE_S))
+    while not fake.requests:  # noqa: ASYNC110 - a list of a fake
+        await asyncio.sleep(0.001)
+    await pod.disconnect("it does not answer")
+    await asyncio.sleep(0.01)
+    assert not call.done()
+    may_answer.set()
+    with pytest.raises(EngineLost):
+        await call
+    await pod.close()
+    await fake.stop()
 
 
 @in_loop
