@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.gateway.answers.reasoning import ReasoningSplitter, Start
 from services.gateway.answers.tool_parsers import CallParser
-from services.gateway.forms.parts import Part, Text
+from services.gateway.forms.parts import Part, Reasoning, Text
 from services.gateway.forms.tools import ToolUse
 
 
@@ -50,27 +50,43 @@ class AnswerFormat:
         calls = self.tool_calls
         if calls is None and not self.thinks:
             return None
+        tag, head = (calls.parser.tag, calls.parser.head) if calls else (None, "")
         return AnswerParser(
-            ReasoningSplitter(self.reasoning or "closed", calls.parser.tag if calls else None),
+            ReasoningSplitter(self.reasoning or "closed", tag, head),
             calls.parser(calls.use.schemas, calls.use.max_calls) if calls else None,
             self.include_reasoning,
+            has_text=calls is None or not calls.use.required,
         )
 
 
 class AnswerParser:
-    """One choice's text to parts."""
+    """One choice's text to parts.
+
+    Args:
+        splitter: of the reasoning.
+        calls: parser of the content; None: it is text.
+        include_reasoning: false: it is left out.
+        has_text: false: what was to become a call and is cut off is no text.
+    """
 
     def __init__(
-        self, splitter: ReasoningSplitter, calls: CallParser | None, include_reasoning: bool
+        self,
+        splitter: ReasoningSplitter,
+        calls: CallParser | None,
+        include_reasoning: bool,
+        *,
+        has_text: bool = True,
     ) -> None:
         self._splitter = splitter
         self._calls = calls
         self._include_reasoning = include_reasoning
+        self._has_text = has_text
+        self._in_call = False  # within the reasoning
 
     @property
     def thinking(self) -> bool:
         """Whether the text up to now ends in the reasoning."""
-        return self._splitter.thinking
+        return self._splitter.thinking and not self._in_call
 
     @property
     def done(self) -> bool:
@@ -79,16 +95,42 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Part]:
         """Takes more text; returns what is certain."""
-        return self._parse_calls(self._splitter.feed(text))
+        parts: list[Part] = []
+        while text and not self.done:
+            if self._in_call and self._calls is not None:
+                found, text = self._calls.feed_call(text)
+                self._in_call = self._calls.in_call
+                parts += self._thoughts(found)
+            else:
+                parts += self._parse_calls(self._splitter.feed(text))
+                text = self._splitter.take_call()
+                self._in_call = bool(text)
+        return parts
 
     def finish(self) -> list[Part]:
         """What was held back, once no more text follows."""
+        if self._calls is None:
+            return self._parse_calls(self._splitter.finish())
+        if self._in_call:
+            return self._thoughts(self._calls.finish())
         parts = self._parse_calls(self._splitter.finish())
-        return parts + self._calls.finish() if self._calls is not None else parts
+        held = self._calls.finish()
+        return parts + [part for part in held if self._has_text or not isinstance(part, Text)]
+
+    def _thoughts(self, parts: list[Part]) -> list[Part]:
+        """Within the reasoning, what began like a call is reasoning."""
+        thoughts: list[Part] = [
+            Reasoning(part.text) if isinstance(part, Text) else part for part in parts
+        ]
+        return self._without_reasoning(thoughts)
+
+    def _without_reasoning(self, parts: list[Part]) -> list[Part]:
+        if self._include_reasoning:
+            return parts
+        return [part for part in parts if not isinstance(part, Reasoning)]
 
     def _parse_calls(self, parts: list[Part]) -> list[Part]:
-        if not self._include_reasoning:
-            parts = [part for part in parts if isinstance(part, Text)]
+        parts = self._without_reasoning(parts)
         if self._calls is None:
             return parts
         parsed: list[Part] = []

@@ -12,9 +12,9 @@ from typing import Any, NoReturn, cast
 from urllib.parse import unquote
 
 from services.gateway.answers.call_object import SPACE
+from services.gateway.answers.json_arguments import PYTHON_WORDS
 
 Schema = Mapping[str, Any]
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _MAX_DEPTH = 64  # of references and alternatives
 

@@ -6,6 +6,8 @@
 import json
 from typing import Literal
 
+from services.gateway.answers.json_arguments import ArgumentsReader, object_of
+
 SPACE = " \t\r\n"
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -29,6 +31,7 @@ class CallObject:
         self._in_string = self._escaped = self._value_begun = False
         self._depth = 0
         self._arguments: list[str] = []  # not yet taken
+        self._reader: ArgumentsReader | None = None  # of an object
         self._has_arguments = self._arguments_ended = False
         self._read_so_far: list[str] = []  # until the call has begun
         self._reported = False
@@ -42,7 +45,7 @@ class CallObject:
         """Reads up to the object's end; returns what follows it."""
         for index, character in enumerate(text):
             if self.ended or not self._read(character):
-                self.ended = True
+                self.close()
                 return text[index:]
             if not self._reported:
                 self._read_so_far.append(character)
@@ -53,6 +56,11 @@ class CallObject:
         is_new = self.begun and not self._reported
         self._reported = self._reported or is_new
         return is_new
+
+    def close(self) -> None:
+        """No more text follows: the arguments of a call that has begun become an object."""
+        self._end_arguments()
+        self.ended = True
 
     def take_arguments(self) -> str:
         """New text of the arguments."""
@@ -96,6 +104,13 @@ class CallObject:
         return False
 
     def _read_value(self, character: str) -> bool:
+        if self._reader is not None and not self._reader.ended:
+            return self._read_object(self._reader, character)
+        if self._is_arguments and not self._value_begun and character == "{":
+            self._reader = ArgumentsReader()
+            self._value_begun = self._has_arguments = True
+            self.begun = bool(self.name)
+            return self._read_object(self._reader, character)
         if self._in_string:
             self._follow_string(character)
             return self._extend(character)
@@ -117,13 +132,23 @@ class CallObject:
             return False
         return self._extend(character)
 
+    @property
+    def _is_arguments(self) -> bool:
+        return self._key in _ARGUMENT_KEYS and not self._arguments_ended
+
+    def _read_object(self, reader: ArgumentsReader, character: str) -> bool:
+        can_follow = reader.read(character)
+        if reader.ended:
+            self._end_arguments()
+        elif can_follow:
+            self._arguments.append(reader.take())
+        return can_follow
+
     def _extend(self, character: str) -> bool:
-        """One more character of the value; False: it makes the name none."""
+        """One more character of a value; False: it makes the name none."""
         self._value_begun = True
-        if self._key in _ARGUMENT_KEYS and not self._arguments_ended:
-            self._arguments.append(character)
-            self._has_arguments = True
-            self.begun = bool(self.name)
+        if self._is_arguments:
+            self._token += character
         elif self._key == "name" and not self.name:
             self._token += character
             if not self._in_string:
@@ -133,11 +158,24 @@ class CallObject:
         return True
 
     def _end_value(self) -> bool:
+        """False: it is none, or these are no arguments."""
         if not self._value_begun:
             return False
-        self._arguments_ended = self._has_arguments
+        if self._is_arguments and self._reader is None:
+            text = "{}" if self._token == "null" else object_of(_string(self._token))
+            if not text:
+                return False
+            self._arguments.append(text)
+            self._has_arguments = self._arguments_ended = True
+            self.begun = bool(self.name)
         self._state = "next"
         return True
+
+    def _end_arguments(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._arguments.append(self._reader.take())
+            self._arguments_ended = True
 
     def _follow_string(self, character: str) -> None:
         if self._escaped:
@@ -151,7 +189,7 @@ class CallObject:
 def _string(token: str) -> str:
     """The value of a JSON string; empty if it is none."""
     try:
-        value = json.loads(token)
+        value = json.loads(token, strict=False)
     except ValueError:
         return ""
     return value if isinstance(value, str) else ""

@@ -37,14 +37,19 @@ class ReasoningSplitter:
 
     Attributes:
         thinking: the text up to now has not left the block.
+        call: a call that begins within the block, and all text behind it, which was not read:
+            Qwen3.5 calls tools before it closes the block.
 
     Args:
         start: where the answer begins.
-        call_tag: ends the block, too, and is content: Qwen3.5 calls tools before it closes it.
+        call_tag: what a call begins with; None: there are none.
+        call_head: what follows the tag, behind blanks; without it, the tag is only mentioned.
     """
 
-    def __init__(self, start: Start, call_tag: str | None = None) -> None:
-        self._ends = (CLOSE,) if call_tag is None else (CLOSE, call_tag)
+    def __init__(self, start: Start, call_tag: str | None = None, call_head: str = "") -> None:
+        self._tags = (CLOSE,) if call_tag is None else (CLOSE, call_tag)
+        self._call_head = call_head
+        self.call: str = ""
         self.thinking = start == "open"
         self._undecided = start == "optional"
         self._strip = start == "open"  # line breaks that come next
@@ -71,16 +76,39 @@ class ReasoningSplitter:
         if self._strip:
             text = text.lstrip("\n")
             self._strip = not text
-        found = [(at, tag) for tag in self._ends if (at := text.find(tag)) >= 0]
-        if not found:
-            size = _certain(text, self._ends)
+        end, tag = self._end(text)
+        if not tag:
+            size = min(end, _certain(text[:end], self._tags))
             self._held = text[size:]
             return [Reasoning(text[:size])] if size else []
-        end, _ = min(found)
-        self.thinking, self._strip = False, True
         reasoning = text[:end].rstrip("\n")
         parts: list[Part] = [Reasoning(reasoning)] if reasoning else []
-        return parts + self._content(text[end:].removeprefix(CLOSE))
+        self._strip = True
+        if tag != CLOSE:
+            self.call = text[end:]
+            return parts
+        self.thinking = False
+        return parts + self._content(text[end + len(CLOSE) :])
+
+    def take_call(self) -> str:
+        """The call that begins here, and what follows it; empty if none does."""
+        call, self.call = self.call, ""
+        return call
+
+    def _end(self, text: str) -> tuple[int, str]:
+        """Where the reasoning ends, and by which tag; none: where what is uncertain begins."""
+        start = 0
+        while True:
+            found = [(at, tag) for tag in self._tags if (at := text.find(tag, start)) >= 0]
+            if not found:
+                return len(text), ""
+            at, tag = min(found)
+            follows = text[at + len(tag) :].lstrip()
+            if tag == CLOSE or follows.startswith(self._call_head):
+                return at, tag
+            if self._call_head.startswith(follows):
+                return at, ""
+            start = at + len(tag)
 
     def finish(self) -> list[Part]:
         """The text held back, once no more follows."""

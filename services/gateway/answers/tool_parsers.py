@@ -18,9 +18,14 @@ from services.gateway.forms.parts import Call, Part, Text
 class CallParser:
     """A form of tool calls.
 
+    Every call's arguments are the text of a JSON object, also where the model's text is broken or
+    ends within the call.
+
     Attributes:
         marker: what a chat template that teaches this form contains.
         tag: what a call begins with; None: nothing of its own.
+        head: what follows the tag, behind blanks.
+        in_call: the text up to now ends in a call.
         done: `max_calls` calls are complete; the text that follows is of no use.
 
     Args:
@@ -30,10 +35,11 @@ class CallParser:
 
     marker: ClassVar[str]
     tag: ClassVar[str | None] = None
+    head: ClassVar[str] = ""
 
     def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
         self.tools = tools
-        self.done = False
+        self.done = self.in_call = False
         self._max_calls = max_calls
         self._num_calls = 0
         self._buffer: str = ""
@@ -46,8 +52,20 @@ class CallParser:
             pass
         return parts
 
+    def feed_call(self, text: str) -> tuple[list[Part], str]:
+        """Takes more of one call that begins with the tag; returns what is certain, and the text
+        behind the call once it has ended.
+        """
+        self._buffer += text
+        parts: list[Part] = []
+        while self._buffer and self._step(parts):
+            if not self.in_call:
+                rest, self._buffer = self._buffer, ""
+                return parts, rest
+        return parts, ""
+
     def finish(self) -> list[Part]:
-        """What was held back, once no more text follows."""
+        """What was held back, once no more text follows; a call that is open is closed."""
         return []
 
     def _step(self, parts: list[Part]) -> bool:
@@ -74,11 +92,10 @@ class _TaggedParser(CallParser):
 
     def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
         super().__init__(tools, max_calls)
-        self._in_call = False
         self._after_call = False
 
     def finish(self) -> list[Part]:
-        if self.done or self._in_call:
+        if self.done or self.in_call:
             return []
         text, self._buffer = self._buffer, ""
         if self._after_call:
@@ -86,7 +103,7 @@ class _TaggedParser(CallParser):
         return [Text(text)] if text else []
 
     def _step(self, parts: list[Part]) -> bool:
-        return self._step_call(parts) if self._in_call else self._step_text(parts)
+        return self._step_call(parts) if self.in_call else self._step_text(parts)
 
     def _step_call(self, parts: list[Part]) -> bool:
         raise NotImplementedError
@@ -97,12 +114,12 @@ class _TaggedParser(CallParser):
 
     def _end_call(self) -> None:
         super()._end_call()
-        self._in_call, self._after_call = False, True
+        self.in_call, self._after_call = False, True
 
     def _give_up(self, text: str, parts: list[Part]) -> None:
         """What began like a call is text."""
         parts.append(Text(text))
-        self._in_call = self._after_call = False
+        self.in_call = self._after_call = False
 
     def _step_text(self, parts: list[Part]) -> bool:
         found = [(at, o) for o in self.openers if (at := self._buffer.find(o)) >= 0]
@@ -110,7 +127,7 @@ class _TaggedParser(CallParser):
             at, opener = min(found)
             self._text(self._buffer[:at].rstrip(SPACE), parts)
             self._buffer = self._buffer[at + len(opener) :]
-            self._in_call = True
+            self.in_call = True
             self._open(opener)
             return True
         size = len(self._buffer) - _num_held(self._buffer, self.openers)
@@ -132,6 +149,7 @@ class HermesParser(_TaggedParser):
 
     marker = "<tool_call>"
     openers = ("<tool_call>",)
+    head = "{"
     _closer = "</tool_call>"
 
     def _open(self, opener: str) -> None:
@@ -161,9 +179,14 @@ class HermesParser(_TaggedParser):
         return True
 
     def finish(self) -> list[Part]:
-        if self._in_call and not self._object.begun:
+        if not self.in_call:
+            return super().finish()
+        if not self._object.begun:
             return [Text(self.openers[0] + self._object.raw)]
-        return super().finish()
+        parts: list[Part] = []
+        self._object.close()
+        self._add_arguments(self._object.take_arguments(), parts)
+        return parts
 
 
 class Llama3JsonParser(CallParser):
@@ -208,6 +231,9 @@ class Llama3JsonParser(CallParser):
                 self._give_up("", parts)
         elif not self._object.begun:
             self._give_up(self._object.raw, parts)
+        else:
+            self._object.close()
+            self._add_arguments(self._object.take_arguments(), parts)
         return parts
 
     def _step_between(self, parts: list[Part]) -> bool:
@@ -244,6 +270,7 @@ class Qwen3CoderParser(_TaggedParser):
 
     marker = "<function="
     openers = ("<tool_call>", "<function=")
+    head = "<function="
     _parameter, _end_parameter, _end_function = "<parameter=", "</parameter>", "</function>"
     _end_tag = "</tool_call>"
 
@@ -255,11 +282,21 @@ class Qwen3CoderParser(_TaggedParser):
         self._parameters = Parameters({})
 
     def finish(self) -> list[Part]:
-        if not self._in_call:
+        if not self.in_call:
             return super().finish()
         if self._state in ("tag", "name"):
             return [Text(self._raw + self._buffer)]
-        return []  # the arguments stay open, as in any answer that was cut
+        parts: list[Part] = []
+        if self._state == "value":
+            held = _num_held(self._buffer, ("\n" + self._end_parameter, self._end_parameter))
+            value = self._buffer[: len(self._buffer) - held]
+            is_text = self._type.is_text
+            self._add_arguments(
+                _escaped(value) + '"' if is_text else to_json(value, self._type), parts
+            )
+        if self._state != "after":
+            self._add_arguments("}" if self._num_parameters else "{}", parts)
+        return parts
 
     def _step_call(self, parts: list[Part]) -> bool:
         steps = {

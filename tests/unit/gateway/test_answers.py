@@ -5,6 +5,7 @@ valid, for every form of calls, with and without reasoning.
 import json
 import random
 import re
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -160,7 +161,7 @@ def test_streamed_is_the_whole_in_a_thousand_chunkings(tokenizer, form, thinking
 
 @pytest.mark.parametrize("form", PARSERS)
 def test_cut_anywhere_the_stream_is_a_prefix(tokenizer, form):
-    """The arguments of an answer cut by max_tokens begin as those of the whole answer do."""
+    """The arguments of an answer cut by max_tokens are an object that begins as the whole one."""
     answer_format = AnswerFormat("optional", tool_calls(form))
     ids = encode(tokenizer, THOUGHT + CALLS[form])
     full = plain(whole(answer(tokenizer, ids, answer_format, [ids])[0]))
@@ -172,7 +173,29 @@ def test_cut_anywhere_the_stream_is_a_prefix(tokenizer, form):
         message, _ = streamed(updates)
         for call, expected in zip(message["tool_calls"], full["tool_calls"], strict=False):
             assert call["function"]["name"] == expected["function"]["name"]
-            assert expected["function"]["arguments"].startswith(call["function"]["arguments"])
+            cut = json.loads(call["function"]["arguments"])
+            full_arguments = json.loads(expected["function"]["arguments"])
+            for (name, value), (full_name, full_value) in zip(
+                cut.items(), full_arguments.items(), strict=False
+            ):
+                assert name == full_name and str(full_value).startswith(str(value))
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_markup_of_a_required_call_is_never_content(tokenizer, form):
+    """Cut anywhere, also within a tag or a name."""
+    use = replace(tool_calls(form).use, required=True)
+    answer_format = AnswerFormat("optional", ToolCalls(PARSERS[form], use))
+    text = CALLS[form][CALLS[form].index("<" if form != "llama3_json" else "{") :]
+    for thought in (THOUGHT, ""):
+        ids = encode(tokenizer, thought + text)
+        for size in range(len(ids)):
+            cut = [[i] for i in ids[:size]]
+            updates, _ = answer(tokenizer, ids[:size], answer_format, cut, "length")
+            assert not plain(whole(updates))["content"]
+    free = AnswerFormat(None, tool_calls(form))
+    ids = encode(tokenizer, text[:6])
+    assert plain(whole(answer(tokenizer, ids, free, [ids])[0]))["content"] == text[:6]
 
 
 def test_stop_strings_match_in_content_alone(tokenizer):

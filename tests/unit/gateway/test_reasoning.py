@@ -49,14 +49,20 @@ def test_any_text_gives_the_same_parts_in_any_pieces(start, pieces, seed):
     assert split(start, cut) == split(start, list(text)) == split(start, [text])
 
 
-def test_a_call_ends_the_reasoning():
-    """If tools are there; its tag is content."""
-    for chunks in (["why\n<tool_call>{}</think>"], "why\n<tool_call>{}</think>"):
-        splitter = ReasoningSplitter("open", "<tool_call>")
-        pieces = [piece for chunk in chunks for piece in splitter.feed(chunk)]
-        assert join(pieces + splitter.finish()) == [
-            Reasoning("why"), Text("<tool_call>{}</think>"),
-        ]  # fmt: skip
+def test_a_call_within_the_block_is_given_back():
+    """With all that follows it; a tag that is only mentioned stays reasoning."""
+    text = 'a <tool_call> b\n<tool_call>\n {"name"'
+    for chunks in ([text], list(text)):
+        splitter, pieces, call = ReasoningSplitter("open", "<tool_call>", "{"), [], ""
+        for chunk in chunks:
+            if call:
+                call += chunk
+            else:
+                pieces += splitter.feed(chunk)
+                call = splitter.take_call()
+        assert join(pieces) == [Reasoning("a <tool_call> b")]
+        assert call == '<tool_call>\n {"name"' and splitter.thinking
+    assert splitter.feed("</think>\n\nDone.") == [Text("Done.")]
     assert split("open", ["why <tool_call> yes"]) == [Reasoning("why <tool_call> yes")]
 
 

@@ -43,6 +43,7 @@ def plain(pieces):
     for part in join(pieces):
         if isinstance(part, Call):
             assert part.call_id.startswith("call_")
+            assert isinstance(json.loads(part.arguments), dict), part.arguments
             found.append((part.name, part.arguments))
         else:
             found.append(part.text)
@@ -72,14 +73,44 @@ HERMES = {
     '\n <tool_call>\n{"name": "other", "arguments": {"q": "</tool_call>"}}': [
         ("other", '{"q": "</tool_call>"}'),
     ],
-    # Cut in the middle: what is certain.
-    '<tool_call>\n{"name": "look", "arguments": {"text": "ab': [("look", '{"text": "ab')],
+    # Cut in the middle: what is certain, and always an object.
+    '<tool_call>\n{"name": "look", "arguments": {"text": "ab': [("look", '{"text": "ab"}')],
+    '<tool_call>\n{"name": "look", "arguments": {"text": "a", "cou': [("look", '{"text": "a"}')],
+    '<tool_call>\n{"name": "look", "arguments": {"a": [1, {"b": 2': [
+        ("look", '{"a": [1, {"b": 2}]}'),
+    ],
+    '<tool_call>\n{"name": "look", "arguments": {"a": tr': [("look", "{}")],
+    '<tool_call>\n{"name": "look", "arguments": {"a": "\\u00': [("look", '{"a": ""}')],
+    '<tool_call>\n{"name": "look", "arguments": ': ['<tool_call>\n{"name": "look", "arguments": '],
+    # What models write for an object.
+    '<tool_call>{"name": "look", "arguments": null}</tool_call>': [("look", "{}")],
+    '<tool_call>{"name": "look", "arguments": ""}</tool_call>x': [
+        '<tool_call>{"name": "look", "arguments": ""}</tool_call>x',
+    ],
+    '<tool_call>{"name": "look", "arguments": "{\\"n\\": [1]}"}</tool_call>ok': [
+        ("look", '{"n": [1]}'), "ok",
+    ],
+    '<tool_call>{"name": "look", "arguments": "{\\"n\\": [1"}</tool_call>': [
+        ("look", '{"n": [1]}'),
+    ],
+    '<tool_call>{"name": "look", "arguments": [1]}</tool_call>': [
+        '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
+    ],
+    '<tool_call>{"name": "look", "arguments": {"text": "a\nb\t", "p": "C:\\d\\u1"}}</tool_call>': [
+        ("look", '{"text": "a\\nb\\t", "p": "C:\\\\d\\\\u1"}'),
+    ],
+    '<tool_call>{"name": "look", "arguments": {"a": True, "b": [None,], }}</tool_call>': [
+        ("look", '{"a": true, "b": [null]}'),
+    ],
+    '<tool_call>{"name": "look", "arguments": {"a": 1, "b": NaN}}</tool_call>ok': [
+        ("look", '{"a": 1}'), "ok",
+    ],
     '<tool_call>\n{"name": "lo': ['<tool_call>\n{"name": "lo'],
     # A brace too few, broken JSON, no JSON: never lost, never evaluated.
     '<tool_call>{"name": "look", "arguments": {"count": 1}\n</tool_call>ok': [
         ("look", '{"count": 1}'), "ok",
     ],
-    '<tool_call>{"name": "look", "arguments": {"a"; 1}}</tool_call>ok': [("look", '{"a"'), "ok"],
+    '<tool_call>{"name": "look", "arguments": {"a"; 1}}</tool_call>ok': [("look", "{}"), "ok"],
     "<tool_call>no</tool_call>": ["<tool_call>no</tool_call>"],
     '<tool_call>{"name": 5, "arguments": {}}</tool_call>': [
         '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
@@ -119,7 +150,14 @@ XML = {
     # What is no value of the type is a string; a word of a union with string stays one.
     "<tool_call><function=look><parameter=count>\nfive\n</parameter><parameter=maybe>\n5\n"
     "</parameter></function></tool_call>": [("look", '{"count": "five", "maybe": "5"}')],
-    "<tool_call>\n<function=look>\n<parameter=text>\nabc": [("look", '{"text": "abc')],
+    "<tool_call>\n<function=look>\n<parameter=text>\nabc": [("look", '{"text": "abc"}')],
+    "<tool_call>\n<function=look>\n<parameter=text>\nab\n</param": [("look", '{"text": "ab"}')],
+    "<tool_call>\n<function=look>\n<parameter=count>\n1": [("look", '{"count": 1}')],
+    "<tool_call>\n<function=look>\n<parameter=size>\n{1": [("look", '{"size": "{1"}')],
+    "<tool_call>\n<function=look>\n<parameter=te": [("look", "{}")],
+    "<tool_call>\n<function=look>\n<parameter=count>\n1\n</parameter>\n": [
+        ("look", '{"count": 1}'),
+    ],
     '<tool_call>{"name": "look"}': ['<tool_call>{"name": "look"}'],
     "<function=a b\n c": ["<function=a b\n c"],
     "1 < 2 <function": ["1 < 2 <function"],

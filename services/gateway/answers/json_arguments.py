@@ -1,0 +1,186 @@
+"""A JSON object that a model writes as the arguments of a call, read as it arrives.
+
+What is handed on can always be closed: whatever the model does next, or leaves out, the whole is
+the text of a JSON object.
+"""
+
+import json
+from typing import Literal, NoReturn
+
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
+_MAX_DEPTH = 100
+_CLOSERS = {"{": "}", "[": "]"}
+_ESCAPES = frozenset('"\\/bfnrt')
+_HEX = frozenset("0123456789abcdefABCDEF")
+_ENDS_SCALAR = frozenset(" \t\r\n,]}")
+
+
+class ArgumentsReader:
+    """Reads the object from its first brace on.
+
+    A comma, a key, and a number or word that may go on are handed on with what follows them. Line
+    breaks and the like within strings become escapes, unknown escapes backslashes; a comma too many
+    and Python's words are mended.
+
+    Attributes:
+        ended: the last brace has been read, or the text was closed.
+    """
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._state: Literal["value", "first", "key", "colon", "next", "string", "scalar"] = "value"
+        self._open: list[str] = []  # braces and brackets
+        self._is_key = False  # the string
+        self._escape = ""
+        self._scalar = ""
+        self._held = ""  # what the next value needs before it
+        self._new: list[str] = []
+
+    def read(self, character: str) -> bool:
+        """Takes one character; False: it cannot follow."""
+        if self._state == "string":
+            self._read_string(character)
+            return True
+        if self._state == "scalar":
+            if character not in _ENDS_SCALAR:
+                self._scalar += character
+                return True
+            if not self._end_scalar():
+                return False
+        if character in " \t\r\n":
+            self._held += character
+            return True
+        if self._open and character == _CLOSERS[self._open[-1]] and self._state != "colon":
+            return self._close_one(character)
+        match self._state:
+            case "next":
+                self._held += character
+                self._state = "key" if self._open[-1] == "{" else "value"
+                return character == ","
+            case "colon":
+                self._held += character
+                self._state = "value"
+                return character == ":"
+            case "key":
+                return self._begin_key(character)
+            case "first" if self._open[-1] == "{":
+                return self._begin_key(character)
+            case _:
+                return self._begin_value(character)
+
+    def take(self) -> str:
+        """What is new and certain."""
+        new = "".join(self._new)
+        self._new.clear()
+        return new
+
+    def close(self) -> None:
+        """No more text follows: closes what is open, without what is incomplete."""
+        if self.ended:
+            return
+        if self._state == "string" and not self._is_key:
+            self._new.append('"')
+        elif self._state == "scalar":
+            self._end_scalar()
+        self._new += [_CLOSERS[opened] for opened in reversed(self._open)]
+        self.ended = True
+
+    def _begin_key(self, character: str) -> bool:
+        if character != '"':
+            return False
+        self._held += character
+        self._state, self._is_key = "string", True
+        return True
+
+    def _begin_value(self, character: str) -> bool:
+        if character == '"':
+            self._flush(character)
+            self._state, self._is_key = "string", False
+        elif character in _CLOSERS:
+            if len(self._open) == _MAX_DEPTH:
+                return False
+            self._flush(character)
+            self._open.append(character)
+            self._state = "first"
+        else:
+            self._state, self._scalar = "scalar", character
+            return character not in ",:]}"
+        return True
+
+    def _close_one(self, character: str) -> bool:
+        if self._state == "value" and self._open[-1] == "{":
+            return False  # a key without a value
+        if self._state in ("key", "value"):
+            self._held = ""  # a comma
+        self._flush(character)
+        self._open.pop()
+        self._state = "next"
+        self.ended = not self._open
+        return True
+
+    def _end_scalar(self) -> bool:
+        word = PYTHON_WORDS.get(self._scalar, self._scalar)
+        self._scalar, self._state = "", "next"
+        try:
+            json.loads(word, parse_constant=_refuse, parse_int=_as_zero)
+        except ValueError:
+            return False
+        self._flush(word)
+        return True
+
+    def _read_string(self, character: str) -> None:
+        if self._escape:
+            self._read_escape(character)
+        elif character == "\\":
+            self._escape = character
+        elif character == '"':
+            self._write(character)
+            self._state = "colon" if self._is_key else "next"
+        else:
+            self._write(character if character >= " " else json.dumps(character)[1:-1])
+
+    def _read_escape(self, character: str) -> None:
+        escape, self._escape = self._escape + character, ""
+        if len(escape) == 2 and character in _ESCAPES:
+            self._write(escape)
+        elif escape == "\\u" or (len(escape) > 2 and character in _HEX):
+            if len(escape) == 6:
+                self._write(escape)
+            else:
+                self._escape = escape
+        else:  # none: a backslash, and what follows it
+            self._write("\\" + escape[:-1])
+            self._read_string(character)
+
+    def _write(self, text: str) -> None:
+        """Text of the string."""
+        if self._is_key:
+            self._held += text
+        else:
+            self._new.append(text)
+
+    def _flush(self, text: str) -> None:
+        self._new += (self._held, text)
+        self._held = ""
+
+
+def object_of(text: str) -> str:
+    """The JSON object that a string holds; empty if it holds none."""
+    reader = ArgumentsReader()
+    text = text.strip()
+    if not text.startswith("{"):
+        return ""
+    for character in text:
+        if reader.ended or not reader.read(character):
+            break
+    reader.close()
+    return reader.take()
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _as_zero(digits: str) -> int:
+    """Python refuses thousands of digits."""
+    return 0
