@@ -180,6 +180,17 @@ def test_images(client, stack):
     answer = client.responses.create(model=MODEL, input=[{"role": "user", "content": parts}])
     assert answer.output_text == "A red circle."
     assert stack.decoder.submits[0].images[0].num_tokens == 70
+    # As `model_dump` writes it, and as Chat Completions spell it.
+    for part in ({**parts[0], "file_id": None}, {**parts[0], "image_url": {"url": url}}):
+        client.responses.create(model=MODEL, input=[{"role": "user", "content": [part]}])
+        assert stack.decoder.submits[-1].images[0].num_tokens == 70
+    for part, field in (
+        ({**parts[0], "file_id": "file-1"}, "file_id"),
+        ({"type": "input_image"}, "image_url"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model=MODEL, input=[{"role": "user", "content": [part]}])
+        assert refused.value.param == f"input[0].content[0].{field}"
 
 
 def test_structured_text(client, stack):

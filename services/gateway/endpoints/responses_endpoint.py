@@ -213,13 +213,25 @@ def _content(given: str | list[InputPart] | None, path: str) -> str | list[Conte
     parts: list[ContentPart] = []
     for index, part in enumerate(given):
         if isinstance(part, ResponseImage):
-            detail = "high" if part.detail == "original" else part.detail
-            parts.append(ImageUrlPart(image_url=ImageUrl(part.image_url, detail)))
+            parts.append(ImageUrlPart(image_url=_image(part, f"{path}[{index}]")))
         elif isinstance(part, ResponseReasoningText):
             raise InvalidRequest("belongs to an item of reasoning", param=f"{path}[{index}].type")
         else:
             parts.append(TextPart(part.text))
     return parts
+
+
+def _image(part: ResponseImage, path: str) -> ImageUrl:
+    if part.file_id is not None:
+        raise InvalidRequest("files are not kept here; give image_url", param=f"{path}.file_id")
+    if part.image_url is None:
+        raise InvalidRequest("is required", param=f"{path}.image_url")
+    detail = "high" if part.detail == "original" else part.detail
+    if isinstance(part.image_url, str):
+        return ImageUrl(part.image_url, detail)
+    if part.image_url.detail is None:
+        part.image_url.detail = detail
+    return part.image_url
 
 
 def _only_text(content: str | list[ContentPart]) -> str | None:

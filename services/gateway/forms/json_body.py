@@ -86,7 +86,8 @@ def cut_images(body: Body) -> tuple[Body, LargeImages]:
     """The body's JSON with a name in place of each large image, and the images.
 
     An image is the value of a field `data`, or a `data:` URL that is the value of a field `url` or
-    `image_url`. Base64 has no escape but that of a slash; nobody has looked for others here.
+    `image_url`. Base64 has no escapes but those of slashes and line ends; nobody has looked for
+    others here.
     """
     images = LargeImages(body)
     pieces: list[Body] = []
@@ -129,8 +130,8 @@ def json_bytes(body: Body, limit: int) -> int | None:
     """Bytes of a body beside its images, or of the whole if they are few; None: over `limit`.
 
     An image is a long string that begins with `data:`, or the value of a field `data`. One with
-    letters beyond ASCII, or escapes but that of a slash, would take several times its bytes as a
-    `str`, so it does not count as an image.
+    letters beyond ASCII, or escapes but those of slashes and line ends, would take several times
+    its bytes as a `str`, so it does not count as an image.
     """
     if len(body) <= limit:
         return len(body)
@@ -168,10 +169,11 @@ def _beside_images(body: Body, limit: int) -> list[tuple[int, int]] | None:
 
 
 def _is_plain(body: Body, start: int, stop: int) -> bool:
-    """Whether a string has no escape but that of a slash."""
+    """Whether a string has no escapes but those of slashes and line ends."""
     if body.find(b"\\", start, stop) < 0:  # far faster than to count
         return True
-    return body.count(b"\\", start, stop) == body.count(b"\\/", start, stop)
+    allowed = (b"\\/", b"\\n", b"\\r")
+    return body.count(b"\\", start, stop) == sum(body.count(e, start, stop) for e in allowed)
 
 
 def has_more_nodes(text: Body, limit: int) -> bool:

@@ -20,7 +20,7 @@ from services.gateway.forms.generation import (
 )
 from services.gateway.forms.hints import PartHints, RequestHints
 from services.gateway.forms.json_body import Body, decode_json
-from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS, ReasoningEffort
+from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS, ImageUrl, ReasoningEffort
 from services.gateway.forms.responses import LogprobEntry
 from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition
 
@@ -48,9 +48,12 @@ class ResponseOutputText(
 
 
 class ResponseImage(PartHints, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
-    """An image; `original` and `high` mean the model's own limits."""
+    """An image; `original` and `high` mean the model's own limits. Files are not kept here: a
+    `file_id` is null.
+    """
 
-    image_url: str
+    image_url: ImageUrl | str | None = None
+    file_id: str | None = None
     detail: _Detail | None = None
 
 

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import random
 
 import pytest
 from PIL import Image
@@ -50,8 +51,8 @@ def test_data_url_round_trip():
     "url",
     [
         "data:", "data:,", "data:image/png,abc", "data:image/png;base64", "data:;base64,####",
-        "data:image/png;base64,YWJj\n", "data:image/png;base64, YWJj", "data:image/png;base64,YWJ",
-        "data:image/png;base64,YW-_", "data:image/png;base64,YWJj====", "data:image/png;base64,é",
+        "data:image/png;base64,Y", "data:image/png;base64,YWJj====", "data:image/png;base64,é",
+        "data:image/png;base64,@@@@YWJj", "data:image/png;base64,YWJj\x0b",
         "data:video/jpeg;base64,YWJj", "data:image/svg+xml;base64,YWJj",
         "data:text/html;base64,YWJj", "data:image/png;base64,YW%4Aj", "data:" + ";x" * 200 + ",",
         "data:image/png;base64;x,YWJj",
@@ -60,6 +61,26 @@ def test_data_url_round_trip():
 def test_bad_data_url_is_the_callers_fault(url):
     with pytest.raises(InvalidRequest):
         decode_data_url(url, 100)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 200, 70_000])
+def test_base64_is_read_as_encoders_write_it(size):
+    """In lines, with blanks, of the URL-safe alphabet, without padding; also where it is large."""
+    file = random.Random(size).randbytes(size)
+    text = base64.b64encode(file).decode()
+    lines = [text[at : at + 64] for at in range(0, len(text), 64)]
+    variants = [
+        base64.encodebytes(file).decode(), "\r\n".join(lines) + "\r\n", f" {text}", text + "\n",
+        base64.urlsafe_b64encode(file).decode(), text.rstrip("="),
+    ]  # fmt: skip
+    for variant in variants:
+        assert decode_data_url(f"data:image/png;base64,{variant}", size) == file
+        body = bytearray(json.dumps({"data": variant}).encode())
+        cut, images = cut_images(body)
+        if size == 70_000:
+            place = images.range_of(json.loads(cut)["data"])
+            assert place is not None and decode_large(images, place, size) == file
+        images.clear()
 
 
 def test_data_url_size_is_checked_before_decoding():
@@ -114,7 +135,7 @@ def test_a_large_image_that_is_no_image_of_the_request_is_refused():
         images.check(["data:image/png;base64,AAAA"])
 
 
-@pytest.mark.parametrize("text", ["####", "A\\u0041A", "A\nA"])
+@pytest.mark.parametrize("text", ["####", "A\\u00e9A", "A\nA"])
 def test_bad_base64_of_a_large_image_is_the_callers_fault(text):
     text = "A" * (1 << 16) + text
     _, images = cut_images(f'{{"data": "{text}"}}'.encode())
