@@ -31,6 +31,14 @@ async def async_least(measure: Callable[[], Awaitable[float]], bound_s: float) -
     return found
 
 
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Returns when `condition` holds; fails, and says `what` has not happened, if it never does."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not yet: {what}"
+        time.sleep(0.005)
+
+
 async def timed(call: Awaitable[object]) -> float:
     """Seconds until `call` is done."""
     start = time.monotonic()
