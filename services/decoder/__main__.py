@@ -1,5 +1,6 @@
 """`python -m services.decoder`: the front process. No torch here; the engine process has it."""
 
+import logging
 import socket
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from services.common.channel import FrontChannel
 from services.common.credentials import Credentials
 from services.common.embedding_cache import CacheCollector, RedisCache
 from services.common.families import read_spec
+from services.common.families.keys import unknown_keys
 from services.common.model_spec import ModelSpec
 from services.common.pb import decoder_pb2_grpc as pb_grpc
 from services.common.service_process import (
@@ -34,6 +36,8 @@ from services.decoder.masks.processes import MaskProcesses
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.service import SERVICE_NAME, DecoderServicer
 from services.decoder.settings import DecoderSettings
+
+log = logging.getLogger(__name__)
 
 # The decoder only reads, so no entry lives by this.
 _REDIS_TTL_S = 3600
@@ -86,6 +90,8 @@ class DecoderService:
             known=KnownEncoders(settings.encoders),
         )
         source = EmbeddingSource(arena, fetcher, cache, metrics)
+        for key in unknown_keys(settings.model):
+            log.warning("%s is not known, and has no effect here", key)
         mask_settings = MaskSettings(
             directory=str(settings.model),
             vocab_size=ready.vocab_size,

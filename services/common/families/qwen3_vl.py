@@ -75,6 +75,13 @@ def read_vision(
             f"vision hidden_act {vision['hidden_act']!r} is not supported; "
             "supported: 'gelu_pytorch_tanh'"
         )
+    rotary = vision.get("rope_parameters") or {}
+    for name, served in (("rope_type", ("axial", "default")), ("rope_theta", (10_000.0,))):
+        if (value := rotary.get(name, served[0])) not in served:
+            raise UnsupportedOption(
+                f"vision rope_parameters.{name} {value!r} is not supported; "
+                f"supported: {served[0]!r}"
+            )
     tower = TowerSpec(
         depth=vision["depth"],
         hidden_size=vision["hidden_size"],

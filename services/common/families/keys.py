@@ -1,0 +1,184 @@
+"""The keys of a checkpoint's JSON files that are known here. Each is read, and obeyed or refused by
+name, or has no effect, for a reason. Any other is a warning when a model is loaded.
+
+`docs/checkpoints.md` is made from these lists.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from services.common.model_spec import read_json
+
+_NAMES = "a name or a version"
+_TRAINING = "training alone"
+_RETURNED = "what a method of transformers takes or returns"
+_SPECULATION = "drafts change no answer"
+_BEAMS = "beam search, which `num_beams` asks for, is refused"
+_PLACES = "tokenizer.json says so"
+_MEMORY = "how transformers computes"
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Read, and obeyed or refused by name.
+READ: dict[str, frozenset[str]] = {
+    "config.json": _words(
+        """
+        architectures attention_bias attn_output_gate compression_config
+        decoder_sparse_step eos_token_id full_attention_interval head_dim hidden_act
+        hidden_size image_token_id intermediate_size layer_scale layer_types
+        linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+        linear_num_value_heads linear_value_head_dim mamba_ssm_dtype
+        max_position_embeddings max_window_layers mlp_bias mlp_only_layers
+        moe_intermediate_size n_routed_experts norm_topk_prob num_attention_heads
+        num_experts num_experts_per_tok num_hidden_layers num_key_value_heads
+        num_local_experts original_max_position_embeddings output_gate_type
+        partial_rotary_factor quantization_config rms_norm_eps rope_parameters
+        rope_scaling rope_theta shared_expert_intermediate_size sliding_window
+        text_config tie_word_embeddings use_sliding_window vision_config vocab_size
+        """
+    ),
+    "config.json: vision_config": _words(
+        """
+        deepstack_visual_indexes depth hidden_act hidden_size in_channels
+        intermediate_size num_heads num_position_embeddings out_hidden_size patch_size
+        rope_parameters spatial_merge_size temporal_patch_size
+        """
+    ),
+    "generation_config.json": _words(
+        """
+        bad_words_ids begin_suppress_tokens constraints do_sample dola_layers
+        encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id
+        epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids
+        forced_bos_token_id forced_eos_token_id frequency_penalty guidance_scale
+        max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size
+        num_beam_groups num_beams penalty_alpha presence_penalty remove_invalid_values
+        renormalize_logits repetition_penalty sequence_bias stop_strings suppress_tokens
+        temperature token_healing top_h top_k top_p typical_p watermarking_config
+        """
+    ),
+    "tokenizer_config.json": _words(
+        """
+        bos_token chat_template cls_token eos_token mask_token pad_token sep_token
+        unk_token
+        """
+    ),
+    "preprocessor_config.json": _words(
+        """
+        do_convert_rgb do_normalize do_rescale do_resize image_mean image_processor_type
+        image_std max_pixels merge_size min_pixels patch_size resample rescale_factor
+        size temporal_patch_size
+        """
+    ),
+    "processor_config.json": frozenset(("image_processor",)),
+}
+
+_REASONS: dict[str, dict[str, str]] = {
+    "config.json": {
+        _NAMES: """_name_or_path auto_map model_type transformers_version unsloth_fixed
+                unsloth_version""",
+        _TRAINING: """attention_dropout hidden_dropout initializer_range output_router_logits
+                pretraining_tp router_aux_loss_coef""",
+        _RETURNED: """add_cross_attention chunk_size_feed_forward finetuning_task id2label
+                is_decoder is_encoder_decoder label2id output_attentions output_hidden_states
+                problem_type return_dict torchscript use_cache""",
+        _MEMORY: "attn_implementation _attn_implementation use_flash_attn",
+        "`--dtype` decides": "dtype torch_dtype",
+        "the chat template writes them, and nothing is padded": """bos_token_id pad_token_id
+                vision_end_token_id vision_start_token_id""",
+        "videos are not served": "video_token_id",
+        "always interleaved": "mrope_interleaved",
+        _SPECULATION: "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers",
+    },
+    "config.json: vision_config": {
+        _NAMES: "_name_or_path architectures model_type transformers_version",
+        _TRAINING: "attention_dropout initializer_range",
+        _RETURNED: """chunk_size_feed_forward id2label is_encoder_decoder label2id
+                output_attentions output_hidden_states problem_type return_dict""",
+        "`--dtype` decides": "dtype torch_dtype",
+    },
+    "generation_config.json": {
+        _NAMES: "_commit_hash _from_model_config transformers_version",
+        _RETURNED: """num_return_sequences output_attentions output_hidden_states output_logits
+                output_scores return_dict_in_generate""",
+        _MEMORY: """cache_config cache_implementation compile_config continuous_batching_config
+                disable_compile low_memory max_cache_len prefill_chunk_size use_cache""",
+        _BEAMS: "diversity_penalty early_stopping length_penalty",
+        _SPECULATION: """assistant_confidence_threshold assistant_early_exit
+                assistant_ensemble_weight assistant_lookbehind is_assistant
+                max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule
+                prompt_lookup_num_tokens speculation_type target_lookbehind use_mtp""",
+        "the chat template writes them, and nothing is padded": """bos_token_id
+                decoder_start_token_id pad_token_id""",
+        "the model's context decides": "max_length",
+        "of chat programs": "chat_format max_window_size",
+    },
+    "tokenizer_config.json": {
+        _NAMES: """auto_map backend is_local name_or_path processor_class special_tokens_map_file
+                tokenizer_class tokenizer_file unsloth_version""",
+        _PLACES: """add_bos_token add_eos_token add_prefix_space added_tokens_decoder
+                additional_special_tokens extra_special_tokens legacy sp_model_kwargs
+                split_special_tokens use_fast""",
+        "answers keep the model's blanks": """clean_up_tokenization_spaces
+                spaces_between_special_tokens""",
+        "bytes that are no UTF-8 are always replaced": "errors",
+        "nothing is padded or cut": "max_length model_max_length padding_side truncation_side",
+        _RETURNED: "model_input_names model_specific_special_tokens stride",
+        "config.json says so": """audio_bos_token audio_eos_token audio_token image_token
+                video_token vision_bos_token vision_eos_token""",
+    },
+    "preprocessor_config.json": {
+        _NAMES: "auto_map processor_class",
+        "the processor has no such option": """crop_size default_to_square do_center_crop do_pad
+                feature_extractor_type image_seq_length pad_size""",
+        _RETURNED: "data_format device disable_grouping input_data_format return_tensors",
+    },
+    "processor_config.json": {
+        _NAMES: "auto_map processor_class",
+        "videos are not served": "video_processor",
+    },
+}
+WITHOUT_EFFECT: dict[str, dict[str, str]] = {
+    file: {key: reason for reason, keys in reasons.items() for key in keys.split()}
+    for file, reasons in _REASONS.items()
+}
+# Sections that are nested in another file's.
+_SECTIONS = {"text_config": "config.json", "vision_config": "config.json: vision_config"}
+
+
+def unknown_keys(directory: Path) -> list[str]:
+    """`FILE: KEY` of each key that is on no list."""
+    return [f"{where}: {key}" for where, table, key in _keys(directory) if not is_known(table, key)]
+
+
+def is_known(table: str, key: str) -> bool:
+    """Whether a key is on a list.
+
+    Args:
+        table: a key of `READ`.
+        key: of such a file.
+    """
+    return key in READ[table] or key in WITHOUT_EFFECT[table]
+
+
+def _keys(directory: Path) -> Iterator[tuple[str, str, str]]:
+    """Place, table and key of each that is not null."""
+    for file in READ:
+        path = directory / file
+        if not path.exists():
+            continue
+        sections: list[tuple[str, str, Mapping[str, Any]]] = [(file, file, read_json(path))]
+        if file == "processor_config.json":
+            nested = sections[0][2].get("image_processor")
+            if isinstance(nested, dict):
+                options = cast("dict[str, Any]", nested)
+                sections.append((f"{file}: image_processor", "preprocessor_config.json", options))
+        if file == "config.json":
+            for name, table in _SECTIONS.items():
+                if isinstance(nested := sections[0][2].get(name), dict):
+                    sections.append((f"{file}: {name}", table, cast("dict[str, Any]", nested)))
+        for where, table, found in sections:
+            yield from ((where, table, key) for key, value in found.items() if value is not None)
