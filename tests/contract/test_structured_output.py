@@ -139,12 +139,14 @@ async def test_refused_by_name(decoder):
         "look-around": grammar("REGEX", "a(?=b)"),
         "unknown name": grammar("GRAMMAR", "start: nothing"),
         "not JSON": grammar("JSON_SCHEMA", "{"),
+        "[z-a]": grammar("GRAMMAR", "start: a\na: /[z-a]/\n"),
         "characters": grammar("REGEX", "a" * 300_000),
     }
     async with Gateway(decoder) as gateway:
         for number, (name, form) in enumerate(cases.items(), 1):
             _, end = await answer(gateway, number, form)
             assert end.code == "invalid_grammar" and name in end.message, (name, end)
+            assert "\n" not in end.message and "1 |" not in end.message
     assert decoder.is_idle()
 
 

@@ -38,6 +38,7 @@ _JSON_OPTIONS = {
 _UNKNOWN_FORMAT = "Unknown format"
 _MAX_MESSAGE_CHARS = 500
 # What the library would have its caller change.
+_QUOTED = re.compile(r"\n *1 \| ")
 _OPTION_HINT = re.compile(r"\s*Enable \S+ option [^\n]*")
 _WORDS = {
     "json_schema": "the schema",
@@ -121,10 +122,10 @@ def limits() -> LLParserLimits:
 
 
 def short(text: str) -> str:
-    """A message of llguidance, which may hold a whole grammar."""
-    return text.strip()[:_MAX_MESSAGE_CHARS]
+    """A message of llguidance in a line, without the grammar that it quotes."""
+    return " ".join(_QUOTED.split(text, maxsplit=1)[0].split())[:_MAX_MESSAGE_CHARS]
 
 
 def _refused(kind: str, text: str) -> InvalidGrammar:
-    text = _OPTION_HINT.sub("", short(text))
+    text = short(_OPTION_HINT.sub("", text))
     return InvalidGrammar(f"{_WORDS[kind]} is not valid or not supported: {text}")

@@ -49,10 +49,14 @@ _PART = re.compile(
 )
 _RANGE = re.compile(r"([A-Za-z0-9])-([A-Za-z0-9])")
 _NO_AUTOMATON = re.compile(
-    r"\\(?:(?P<back>[1-9k])|(?P<boundary>[bB])|.)|\[(?:\\.|[^\]\\])*+\]|(?P<look>\(\?<?[=!])",
+    r"\\(?:(?P<back>[1-9k])|(?P<boundary>[bB])|.)|\[\^?\]?(?:\\.|[^\]\\])*+\]"
+    r"|(?P<look>\(\?<?[=!])|(?P<open>\()|(?P<close>\))|(?P<set>\[)",
     re.DOTALL,
 )
-_WORDS = {"look": "look-around", "back": "a back reference", "boundary": "a word boundary"}
+_WORDS = {
+    "look": "look-around", "back": "a back reference", "boundary": "a word boundary",
+    "set": "a set that nothing closes",
+}  # fmt: skip
 
 Refuse = Callable[[str, str], None]
 
@@ -71,18 +75,22 @@ def held_to(schema: Any, refuse: Refuse, *, strict: bool, path: str = "") -> Any
 
 
 def pattern_fault(pattern: str) -> str:
-    """What of a pattern no automaton does; empty: nothing that is known here."""
+    """What of a pattern is wrong or no automaton does; empty: nothing that is known here."""
+    depth = 0
     for match in _NO_AUTOMATON.finditer(pattern):
-        if match.lastgroup:
+        if match.lastgroup in _WORDS:
             return _WORDS[match.lastgroup]
-    return ""
+        depth += (match.lastgroup == "open") - (match.lastgroup == "close")
+        if depth < 0:
+            return "a group that nothing opens"
+    return "a group that nothing closes" if depth else ""
 
 
 def _is_surely_supported(pattern: str) -> bool:
     index, depth, last = 0, 0, "start"
     while index < len(pattern):
         match = _PART.match(pattern, index)
-        if match is None or match.lastgroup in _WORDS:
+        if match is None or match.lastgroup in ("look", "back", "boundary"):
             return False
         kind = match.lastgroup or ""
         depth += (kind == "open") - (kind == "close")

@@ -6,7 +6,6 @@ the next one is opened.
 
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -118,7 +117,7 @@ class MessagesEndpoint(Endpoint):
         answer = MessageAnswer(message_id, request.model, [], MessageUsage(0, 0))
         if not request.stream:
             updates = (await self.collect(completion))[0]
-            answer.content = _blocks([part for update in updates for part in update.parts])
+            answer.content = blocks([part for update in updates for part in update.parts])
             answer.stop_reason, answer.stop_sequence = _stop(updates[-1])
             answer.usage = _usage(completion)
             await work.exchange.write_json(answer)
@@ -277,7 +276,7 @@ def _tool_choice(request: CountTokensRequest) -> tuple[ToolChoice | None, bool |
     return found, False if choice.disable_parallel_tool_use else None
 
 
-def _blocks(pieces: Sequence[Part]) -> list[AnswerBlock]:
+def blocks(pieces: Sequence[Part]) -> list[AnswerBlock]:
     """A whole answer."""
     blocks: list[AnswerBlock] = []
     for part in join(pieces):
@@ -285,18 +284,12 @@ def _blocks(pieces: Sequence[Part]) -> list[AnswerBlock]:
             case Reasoning(text):
                 blocks.append(ThinkingAnswer(text))
             case Call():
-                blocks.append(ToolUseAnswer(part.call_id, part.name, _input(part.arguments)))
+                blocks.append(
+                    ToolUseAnswer(part.call_id, part.name, msgspec.json.decode(part.arguments))
+                )
             case _:
                 blocks.append(TextAnswer(part.text))
     return blocks
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's input; empty if `max_tokens` cut it."""
-    try:
-        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except msgspec.MsgspecError:
-        return {}
 
 
 def _stop(update: Update) -> tuple[StopReason, str | None]:

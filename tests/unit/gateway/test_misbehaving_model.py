@@ -6,12 +6,24 @@ taken back as history.
 
 import json
 import random
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.tool_parsers import PARSERS
+from services.gateway.endpoints import messages_endpoint, responses_endpoint
+from services.gateway.endpoints.messages_endpoint import MessageWriter, blocks
+from services.gateway.endpoints.responses_endpoint import ResponseWriter
+from services.gateway.forms.messages_api import (
+    MessageAnswer,
+    MessageUsage,
+    parse_messages_request,
+)
 from services.gateway.forms.openai import parse_chat_request
+from services.gateway.forms.responses import PromptTokensDetails, Usage
+from services.gateway.forms.responses_api import parse_responses_request
 from services.gateway.prompts.messages import read_messages
 from tests.unit.gateway.test_answers import (
     answer,
@@ -27,10 +39,11 @@ NUM_SEEDS = 1000
 NUM_NIGHTLY_SEEDS = 10_000
 _STARTS = ("open", "optional", "closed", None)
 _STRINGS = ("a.py", "5", "null", "{", '"', "\\", "\n", "</think>", "<tool_call>", "ü中", "")
+_SPECIAL = "<|im_start|>"
 _VALUES = ("5", "-", "1e", "true", "None", "[1, {", '{"b": "c"}', '"x', "NaN", "null", '"\\u12"')
 _PIECES = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "<function=now>",
-    "</function>", "<parameter=city>", "</parameter>", "<|python_tag|>", "<|im_start|>",
+    "</function>", "<parameter=city>", "</parameter>", "<|python_tag|>", _SPECIAL,
     '{"name": "now"', '"arguments": ', '"parameters": {', "}", "{", "]", ";", ", ", "\n", "\n\n",
     " and ", "Hello.", "<", '"', "\\",
 )  # fmt: skip
@@ -97,7 +110,7 @@ def check(tokenizer, form, seed):
     # With the last call that is allowed an answer ends, before its tokens do.
     expected = {"stop": ("tool_calls",), "length": ("length", "tool_calls")}[reason]
     assert choice.finish_reason in (expected if calls else (reason,)), text
-    if start == "open" and "</think>" not in text:
+    if start == "open" and "</think>" not in text.replace(_SPECIAL, ""):  # special: not in the text
         assert not message["content"], text
     for sizes in ([[i] for i in ids], groups(ids, rng)):
         pieces, cut = answer(tokenizer, ids, answer_format, sizes, reason)
@@ -117,7 +130,81 @@ def check(tokenizer, form, seed):
     ]
     request = parse_chat_request(json.dumps({"model": "m", "messages": history}).encode())
     read_messages(request, max_images=0, takes_images=False)
+    for surface in (check_messages, check_responses):
+        surface(pieces, choice, text)
     return bool(calls)
+
+
+def check_messages(updates, choice, text):
+    """Anthropic's form: the stream is the whole; each input is an object; it is taken back."""
+    completion = SimpleNamespace(
+        usage=lambda: Usage(1, 1, 2, PromptTokensDetails(0, 0)), cached_tokens=0
+    )
+    writer = MessageWriter(MessageAnswer("msg_1", "m", [], MessageUsage(0, 0)), completion)
+    events = [event for update in updates for event in writer.update(update)] + writer.finish()
+    found = []
+    for event in json.loads(msgspec.json.encode(events)):
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(found)
+                found.append(event["content_block"] | {"json": ""})
+            case "content_block_delta":
+                delta = event["delta"]
+                assert event["index"] == len(found) - 1
+                kind = delta.pop("type").removesuffix("_delta")
+                into = "json" if kind == "input_json" else kind
+                (more,) = delta.values()
+                found[-1][into] = found[-1].get(into, "") + more
+    for block in found:
+        arguments = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(arguments)
+    whole_answer = json.loads(
+        msgspec.json.encode(blocks([part for update in updates for part in update.parts]))
+    )
+    assert found == whole_answer, text
+    ids = [block["id"] for block in found if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": i, "content": "x"} for i in ids]
+    turns = [{"role": "user", "content": "x"}]
+    if found:
+        turns.append({"role": "assistant", "content": found})
+    turns.append({"role": "user", "content": [*results, {"type": "text", "text": "go on"}]})
+    body = {"model": "m", "max_tokens": 9, "messages": turns}
+    chat = messages_endpoint.to_chat(parse_messages_request(json.dumps(body).encode()), {})
+    read_messages(chat, max_images=0, takes_images=False)
+
+
+def check_responses(updates, choice, text):
+    """OpenAI's Responses: the deltas are the items; arguments are objects; they are taken back."""
+    completion = SimpleNamespace(
+        usage=lambda: Usage(1, 1, 2, PromptTokensDetails(0, 0)), cached_tokens=0, choices=[choice],
+        prepared=SimpleNamespace(
+            sampling=SimpleNamespace(temperature=1.0, top_p=1.0),
+            prompt=SimpleNamespace(num_image_tokens=0),
+        ),
+    )  # fmt: skip
+    request = parse_responses_request(b'{"model": "m", "input": "x"}')
+    writer = ResponseWriter(request, "resp-1", completion)
+    events = [*writer.start(), *(e for u in updates for e in writer.update(u)), *writer.finish()]
+    deltas = {}
+    for event in json.loads(msgspec.json.encode(events)):
+        if event["type"].endswith(".delta"):
+            at = event["item_id"]
+            deltas[at] = deltas.get(at, "") + event["delta"]
+    items = json.loads(msgspec.json.encode(writer.response.output))
+    for item in items:
+        if item["type"] == "function_call":
+            assert isinstance(json.loads(item["arguments"]), dict), text
+        mine = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert deltas.get(item["id"], "") == mine, text
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}
+        for item in items
+        if item["type"] == "function_call"
+    ]
+    turns = [{"role": "user", "content": "x"}, *items, *results, {"role": "user", "content": "y"}]
+    back = parse_responses_request(json.dumps({"model": "m", "input": turns}).encode())
+    read_messages(responses_endpoint.to_chat(back, {}), max_images=0, takes_images=False)
 
 
 @pytest.mark.parametrize("form", PARSERS)

@@ -26,6 +26,9 @@ PATTERNS = {
     "look-behind": "(?<=a)b",
     "back reference": "^(a)\\1$",
     "word boundary": "\\bx\\b",
+    "group that nothing closes": "^(a|(b)$",
+    "group that nothing opens": "[(]a)",
+    "set that nothing closes": "x[a-z\\]",
 }
 UNSUPPORTED = {
     **{f"{name}": ("pattern", {"type": "string", "pattern": p}) for name, p in PATTERNS.items()},
@@ -66,11 +69,11 @@ UNSURE = {
     "control": {"type": "string", "pattern": "\\cA"},
     "unknown property": {"type": "string", "pattern": "^\\p{Foo}+$"},
     "half a character": {"type": "string", "pattern": "\\ud83d"},
-    "open": {"type": "string", "pattern": "("},
     "range": {"type": "string", "pattern": "[z-a]"},
     "brace": {"type": "string", "pattern": "a{b}"},
     "quantifier": {"type": "string", "pattern": "*a"},
     "class in a class": {"type": "string", "pattern": "[a[b]"},
+    "brackets in a class": {"type": "string", "pattern": "^[])(]$"},
     "empty class": {"type": "string", "pattern": "[^]"},
     "blank in a class": {"type": "string", "pattern": "[\\b]"},
     "several patterns": {"type": "object", "patternProperties": {"^a": INT, "^ab": {}}},
