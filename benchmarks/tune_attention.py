@@ -134,6 +134,8 @@ class Step:
         self.block_ids = torch.randperm(blocks, device=_CUDA).int()
         self.seq_lens_cpu = np.full(count, context, np.int32)
         self.seq_lens = torch.from_numpy(self.seq_lens_cpu).to(_CUDA)
+        self.first_blocks_cpu = np.arange(count, dtype=np.int32) * (blocks // count)
+        self.first_blocks = torch.from_numpy(self.first_blocks_cpu).to(_CUDA)
         self.query = self._random(count, heads, dim)
         self.out = torch.empty_like(self.query)
         if case.with_rope:
@@ -186,7 +188,9 @@ class Step:
             cu_query_lens=np.arange(count + 1, dtype=np.int32),
             seq_lens=self.seq_lens_cpu,
             slot_mapping=torch.empty(0, dtype=torch.int64),
+            first_blocks=self.first_blocks_cpu,
             block_ids=self.block_ids,
+            first_blocks_device=self.first_blocks,
             seq_lens_device=self.seq_lens,
         )
 
@@ -203,8 +207,8 @@ def layer_of(step: Step, case: Case) -> Callable[[int], Tensor]:
         )
 
         def run_fused(layer: int) -> Tensor:
-            heads = step.projected(layer)
-            return fused(heads, step.block_ids, step.seq_lens).view_as(step.query)
+            tables = step.projected(layer), step.block_ids, step.first_blocks, step.seq_lens
+            return fused(*tables).view_as(step.query)
 
         return run_fused
     if case.kind == "paged":
@@ -212,7 +216,8 @@ def layer_of(step: Step, case: Case) -> Callable[[int], Tensor]:
         paged = PagedDecodeAttention(facts, _CUDA, config)
 
         def attend(query: Tensor, layer: int) -> None:
-            paged(query, step.pool[layer], step.block_ids, step.seq_lens, out=step.out)
+            tables = step.block_ids, step.first_blocks, step.seq_lens
+            paged(query, step.pool[layer], *tables, out=step.out)
 
     else:
         wrapper = _flashinfer_decode(step, bool(config))
@@ -362,7 +367,9 @@ def prefill_times(shape: str) -> dict[str, float | str]:
             cu_query_lens=np.array([0, PROMPT], np.int32),
             seq_lens=lengths,
             slot_mapping=torch.empty(0, dtype=torch.int64),
+            first_blocks=np.zeros(1, np.int32),
             block_ids=block_ids,
+            first_blocks_device=torch.zeros(1, dtype=torch.int32, device=_CUDA),
             seq_lens_device=torch.from_numpy(lengths).to(_CUDA),
         )
         wrapper: Any = prefill.plan(metadata, -(-lengths // BLOCK_SIZE))

@@ -21,7 +21,7 @@ from services.decoder.engine.pending_step import DevicePendingStep
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Step
-from services.decoder.engine.step_inputs import StepInputs
+from services.decoder.engine.step_inputs import RowUpdates, StepInputs
 from services.decoder.kernels.ops import PlainOps
 from services.decoder.models.transformer import Transformer
 from tests.image_processor import write_image_processor
@@ -148,8 +148,12 @@ class Harness:
         """`[T, V]` of all of a step's tokens, or of those in `only`."""
         runner = self.runner
         with torch.inference_mode():
-            inputs = runner._stage(self.inputs(*chunks))
+            step = self.step_of(*chunks)
+            runner._start_rows(step.row_starts)
+            updates = RowUpdates.of(step, runner._max_blocks)
+            inputs = runner._stage(step_inputs.lay_out(step, runner._max_blocks), None, updates)
             runner._staging.upload()
+            step_inputs.update_rows(inputs, runner._staging, runner._state.rows)
             rows = None if only is None else torch.tensor(only)
             return runner._model.logits(runner._forward(inputs, rows)).clone()
 
@@ -163,10 +167,7 @@ class Harness:
 
     def inputs(self, *chunks: Chunk) -> StepInputs:
         """What the runner makes of a step of these chunks."""
-        runner, step = self.runner, self.step_of(*chunks)
-        runner._start_rows(step.row_starts)
-        runner._table.update(step)
-        return step_inputs.lay_out(step, runner._table, self._size)
+        return step_inputs.lay_out(self.step_of(*chunks), self.runner._max_blocks)
 
     def generate(
         self, sequence: Sequence, num_tokens: int, chunk_size: int | None = None

@@ -28,6 +28,7 @@ from services.decoder.kernels.fused_decode_attention import FusedDecodeAttention
 from services.decoder.kernels.heads import HeadTransform, kv_rows
 from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
 from services.decoder.kernels.prefill_attention import PrefillAttention, PrefillChunk
+from tests.block_tables import first_blocks
 
 pytestmark = pytest.mark.gpu
 EPS, BLOCK_SIZE = 1e-6, 16
@@ -70,7 +71,8 @@ def check_fused(
     rows = kv_rows(torch.stack(last).cuda(), BLOCK_SIZE)
     cache = poisoned_pool(len(block_ids), kv_heads, dim)
     fill_pool(cache, tables, [length - 1 for length in lengths])
-    block_ids, seq_lens = block_ids.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    tables = block_ids.cuda(), torch.from_numpy(first_blocks(lengths, BLOCK_SIZE)).cuda()
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     norms = (random(dim), random(dim)) if has_norm else None
     finite = ~cache.isnan()
     for _ in range(3):  # the scratch is left as it was
@@ -80,8 +82,8 @@ def check_fused(
         twin = cache.nan_to_num()  # the twin zeroes what it masks only after it has read it
         projected = HeadTransform(norms, EPS, rope, cache, rows).of(qkv)
         of_twin = replace(projected, kv_cache=twin)
-        expected = plain.fused_decode_attention(of_twin, block_ids, seq_lens)
-        found = attend(projected, block_ids, seq_lens)
+        expected = plain.fused_decode_attention(of_twin, *tables, seq_lens)
+        found = attend(projected, *tables, seq_lens)
         assert error(found, expected) <= 2 * TOLERANCE
         assert error(cache.nan_to_num(), twin) <= TOLERANCE
     written = ~cache.isnan() & ~finite
@@ -89,7 +91,7 @@ def check_fused(
     # A padding token writes nothing.
     before = cache.clone()
     nowhere = kv_rows(torch.full((count,), -1, device="cuda"), BLOCK_SIZE)
-    attend(replace(projected, rows=nowhere), block_ids, seq_lens)
+    attend(replace(projected, rows=nowhere), *tables, seq_lens)
     torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
 
 
@@ -152,11 +154,11 @@ def test_prefill_attention_agrees_with_its_twin(
     if rising:  # scores that overflow relative to the first tile's row max, see `softmax`
         own[: num_tokens // 3 : 5, :kv_heads] *= 60
     attend = PrefillAttention(facts, CUDA)
-    first_blocks = (counts.cumsum(0) - counts).tolist()
+    firsts = first_blocks(seq_lens, size).tolist()
     listed = [
         PrefillChunk(first, length, cached, block)
         for first, (cached, length), block in zip(
-            cu_query_lens.tolist(), chunks, first_blocks, strict=False
+            cu_query_lens.tolist(), chunks, firsts, strict=False
         )
     ]
     work = attend.list_work(listed, attend.count_work(len(query), len(chunks)))
@@ -196,15 +198,16 @@ def check_paged_in_a_graph(
     num_blocks = max(count * most // BLOCK_SIZE // 4, 2 * -(-most // BLOCK_SIZE)) + 8
     block_ids = torch.zeros(count * -(-most // BLOCK_SIZE), dtype=torch.int32, device="cuda")
     seq_lens = torch.ones(count + 1, dtype=torch.int32, device="cuda")
+    firsts = torch.zeros_like(seq_lens)
     query = random(count + 1, heads, dim)
     out = torch.empty_like(query)
     pool = random(num_blocks, 2, BLOCK_SIZE, kv_heads, dim)
     clean = pool.clone()
-    attend(query, pool, block_ids, seq_lens, out=out)
+    attend(query, pool, block_ids, firsts, seq_lens, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attend(query, pool, block_ids, seq_lens, out=out)
+        attend(query, pool, block_ids, firsts, seq_lens, out=out)
     for turn, limit in enumerate(longest):
         generator = torch.Generator().manual_seed(turn)
         lengths = torch.randint(1, limit + 1, (count,), generator=generator, dtype=torch.int32)
@@ -223,6 +226,7 @@ def check_paged_in_a_graph(
             tables[index][-1] = block
             pool[int(block), :, :used] = clean[int(block), :, :used]
         block_ids[: len(ids)] = ids.cuda()
+        firsts[:count].copy_(torch.from_numpy(first_blocks(lengths, BLOCK_SIZE)))
         seq_lens[:count].copy_(lengths)
         seq_lens[count] = 0
         query.copy_(random(count + 1, heads, dim))
@@ -286,10 +290,10 @@ def test_decode_beside_prefill_is_as_one_after_the_other(
     num_blocks, num_tokens = int(counts.sum()), decodes + sum(lengths)
     block_ids = torch.randperm(num_blocks, dtype=torch.int32).cuda()
     seq_lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
-    first_blocks = (counts.cumsum(0) - counts).tolist()
+    starts = torch.from_numpy(first_blocks(contexts, size)).cuda()
     firsts = np.cumsum([decodes, *lengths]).tolist()
     chunks = [
-        PrefillChunk(firsts[index], length, 0, first_blocks[decodes + index])
+        PrefillChunk(firsts[index], length, 0, int(starts[decodes + index]))
         for index, length in enumerate(lengths)
     ]
     listed = prefill.list_work(chunks, prefill.count_work(num_tokens, len(lengths)))
@@ -302,7 +306,9 @@ def test_decode_beside_prefill_is_as_one_after_the_other(
         query.copy_(start)
         for _ in range(layers):
             decoded = out[:decodes]
-            decode(query[:decodes], pool, block_ids, seq_lens, out=decoded, beside_prefill=True)
+            decode(
+                query[:decodes], pool, block_ids, starts, seq_lens, out=decoded, beside_prefill=True
+            )
             between()
             prefill(query, own, pool, block_ids, work, out=out, beside_decode=True)
             between()

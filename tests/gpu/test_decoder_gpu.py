@@ -25,6 +25,7 @@ from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.staging import Staging
 from services.decoder.kernels.ops import PlainOps
+from tests.block_tables import first_blocks
 from tests.decoder_harness import Harness, write_checkpoint
 from tests.gpu.decoder_2b import (
     BLOCK_SIZE,
@@ -58,7 +59,9 @@ def layout(lengths: list[tuple[int, int]], device: torch.device) -> AttentionMet
         cu_query_lens=np.cumsum([0, *queries]).astype(np.int32),
         seq_lens=seq_lens,
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
+        first_blocks=(firsts := first_blocks(seq_lens, BLOCK_SIZE)),
         block_ids=ids.to(device),
+        first_blocks_device=torch.from_numpy(firsts).to(device),
         seq_lens_device=torch.from_numpy(seq_lens).to(device),
     )
 
@@ -192,7 +195,7 @@ def test_late_masks_are_sampled_under_without_waiting(dummy: Harness, eager: boo
         dummy.runner.graphs = graphs
     found = pending.result().token_ids[:, 0].tolist()
     assert pending.is_computed() and found[::2] == [1000, 1001, 1002, 1003]
-    assert dummy.runner._state.last_tokens[:8].min() >= 0
+    assert dummy.runner._state.rows.last_tokens[:8].min() >= 0
     assert len(before.result().token_ids) == len(after.result().token_ids) == 8
     for sequence in running:
         dummy.finish(sequence)

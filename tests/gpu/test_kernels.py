@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from tests import sampling_twins
 from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
+from tests.step_entries import check_step_entry
 
 pytest.importorskip("triton")
 from services.common.model_spec import RopeSpec
@@ -187,11 +188,7 @@ def test_rotation_rounds_each_product_as_torch_does() -> None:
 @pytest.mark.parametrize("count", [1, 64, 3000])
 def test_what_comes_before_the_layers_agrees_with_its_twins(count: int) -> None:
     ops, twins = fused(), PlainOps()
-    known = torch.randint(0, 9, (count,), dtype=torch.int32, device="cuda")
-    rows = torch.randint(-1, 257, (count,), device="cuda")
-    last_tokens = torch.arange(257, dtype=torch.int32, device="cuda")
-    arguments = (known, rows, last_tokens)
-    assert torch.equal(ops.pick_tokens(*arguments), twins.pick_tokens(*arguments))
+    check_step_entry(ops.enter_step, count, "cuda")
     mrope = RotaryEmbedding(
         RopeSpec(theta=5e6, rotary_dim=128, mrope_section=(24, 20, 20), attention_factor=1.3)
     )

@@ -53,6 +53,7 @@ def logits(directory: Path, ranks: Ranks) -> Tensor:
     metadata = AttentionMetadata(
         num_decodes=0, cu_query_lens=lens, seq_lens=total, slot_mapping=torch.arange(TOKENS),
         block_ids=torch.arange(BLOCKS, dtype=torch.int32), seq_lens_device=seq_lens,
+        first_blocks=np.zeros(1, np.int32), first_blocks_device=torch.zeros(1, dtype=torch.int32),
     )  # fmt: skip
     if text.linear_attention is not None:
         layers = len(text.linear_layers)

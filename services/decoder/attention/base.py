@@ -35,6 +35,7 @@ class StepLengths(Protocol):
     num_decodes: int
     cu_query_lens: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
+    first_blocks: npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -48,11 +49,11 @@ class AttentionMetadata:
             step with chunks, padding among them has none.
         cu_query_lens: `[S + 1]`, host.
         seq_lens: `[S]`, host: context after this step, query tokens included.
+        first_blocks: `[S]`, host: where each sequence's blocks begin in `block_ids`.
         slot_mapping: `[T]` int64, device: where each token's key and value go;
             block_id * block_size + offset; -1: a padding token, which is not stored.
-        block_ids: `[sum of blocks]` int32, device: the sequences' blocks one after the other;
-            longer in a captured step.
-        seq_lens_device: `[S]` int32, device.
+        block_ids: int32, device: the blocks of all rows, each row's in order.
+        first_blocks_device, seq_lens_device: `[S]` int32, device.
         work: the result of the backend's `list_work`, device.
         plan: the result of its `plan`.
         wants_keys_values: `forward` reads the step's own keys and values beside the cache; set by
@@ -64,8 +65,10 @@ class AttentionMetadata:
     num_decodes: int
     cu_query_lens: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
+    first_blocks: npt.NDArray[np.int32]
     slot_mapping: torch.Tensor
     block_ids: torch.Tensor
+    first_blocks_device: torch.Tensor
     seq_lens_device: torch.Tensor
     work: torch.Tensor | None = None
     plan: Any = None
@@ -98,6 +101,10 @@ class AttentionBackend(Protocol):
 
     def captures_chunks(self, step: StepLengths) -> bool:
         """Whether a captured step is faster than an eager one for the step's chunks."""
+        ...
+
+    def plans_from_blocks(self, num_decodes: int) -> bool:
+        """Whether the plan of a captured step of decodes alone reads block tables."""
         ...
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:

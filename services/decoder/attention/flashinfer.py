@@ -55,6 +55,7 @@ class _Workspaces:
         self._on_device = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._pinned = _PinnedRing(_INT_WORKSPACE_BYTES)
         self._indices = _PinnedRing(4 * (4 * max_num_sequences + 64))
+        self._tables = _PinnedRing(4 * (2 * max_num_sequences + 64))
 
     def assign(
         self, wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
@@ -63,6 +64,27 @@ class _Workspaces:
         wrapper._int_workspace_buffer = self._on_device
         wrapper._pin_memory_int_workspace_buffer = self._pinned.take()
         return self._indices.take().numpy().view(np.int32)
+
+    def blocks_of(
+        self, block_ids: Tensor, firsts: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
+    ) -> Tensor:
+        """The sequences' blocks one after the other, which flashinfer wants; on the device.
+
+        Args:
+            block_ids: of all rows.
+            firsts: `[S]`, where each sequence's blocks begin.
+            counts: `[S]`, their numbers.
+        """
+        given = self._tables.take()
+        ends = counts.cumsum()
+        host = given.numpy().view(np.int32)[: 2 * len(counts)].reshape(2, -1)
+        host[0], host[1] = firsts - ends + counts, counts
+        shifts, repeats = torch.from_numpy(host).to(block_ids.device, non_blocking=True)
+        self._tables.copied()
+        total = int(ends[-1])
+        places = shifts.repeat_interleave(repeats, output_size=total)
+        places += torch.arange(total, dtype=torch.int32, device=places.device)
+        return block_ids[places]
 
     def planned(self) -> None:
         """The copies of the plan are on the stream."""
@@ -124,7 +146,7 @@ class FlashInferDecode:
         last_len, host = _copied(host, metadata.seq_lens[:count] - (blocks - 1) * facts.block_size)
         wrapper.plan(
             indptr,
-            metadata.block_ids[: int(blocks.sum())],
+            self._workspaces.blocks_of(metadata.block_ids, metadata.first_blocks[:count], blocks),
             last_len,
             facts.num_heads,
             facts.num_kv_heads,
@@ -191,7 +213,7 @@ class FlashInferPrefill:
         self._wrapper.plan(
             query_indptr,
             indptr,
-            metadata.block_ids[int(num_blocks[:decodes].sum()) :],
+            self._workspaces.blocks_of(metadata.block_ids, metadata.first_blocks[decodes:], blocks),
             last_len,
             facts.num_heads,
             facts.num_kv_heads,

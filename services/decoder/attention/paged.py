@@ -10,7 +10,6 @@ Later failures are the caller's.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -112,6 +111,10 @@ class PagedBackend:
             return True
         return self._hopper.is_faster_captured(self._chunks(step))
 
+    def plans_from_blocks(self, num_decodes: int) -> bool:
+        """Flashinfer's does."""
+        return self._choose_captured_decode(num_decodes) == FLASHINFER
+
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
         """Work items of our own prefill kernel; None: it is not used."""
         kernel = self._hopper
@@ -150,8 +153,7 @@ class PagedBackend:
                 if run_chunks is None:
                     return self.plan(metadata, captured=captured)
             elif prefill == PLAIN:
-                part = _chunks_of(metadata, int(num_blocks[:decodes].sum()))
-                run_chunks = self._plan_plain(part)
+                run_chunks = self._plan_plain(_chunks_of(metadata))
         return _Plan(decode, prefill, run_decodes, run_chunks)
 
     def forward(
@@ -173,6 +175,7 @@ class PagedBackend:
                 query[:decodes],
                 kv_cache,
                 block_ids,
+                metadata.first_blocks_device,
                 metadata.seq_lens_device,
                 out=output[:decodes],
                 beside_prefill=concurrent,
@@ -267,8 +270,16 @@ class PagedBackend:
         hides_launches = captured or len(metadata.slot_mapping) >= LAUNCH_HIDING_TOKENS
         if not hides_launches and self._flashinfer_decode is not None:
             return FLASHINFER
-        with self.table.for_graph() if captured else nullcontext():
-            return self.table.choose(DECODE, metadata.num_decodes).name
+        if captured:
+            return self._choose_captured_decode(metadata.num_decodes)
+        return self.table.choose(DECODE, metadata.num_decodes).name
+
+    def _choose_captured_decode(self, num_decodes: int) -> str:
+        """For a step of decodes alone."""
+        if self._paged is not None and self._flashinfer_decode is None:
+            return PAGED
+        with self.table.for_graph():
+            return self.table.choose(DECODE, num_decodes).name
 
     def _names(self, operation: str) -> set[str]:
         """Implementations of an operation that can be used here."""
@@ -276,15 +287,14 @@ class PagedBackend:
 
     def _chunks(self, step: StepLengths) -> list[PrefillChunk]:
         """The step's chunks, which follow its decodes."""
-        decodes, size = step.num_decodes, self._facts.block_size
-        first_block = int((-(-step.seq_lens[:decodes] // size)).sum()) if decodes else 0
+        decodes = step.num_decodes
         starts: list[int] = step.cu_query_lens[decodes:].tolist()
         seq_lens: list[int] = step.seq_lens[decodes:].tolist()
-        chunks: list[PrefillChunk] = []
-        for (start, end), context in zip(pairwise(starts), seq_lens, strict=True):
-            chunks.append(PrefillChunk(start, end - start, context - (end - start), first_block))
-            first_block += -(-context // size)
-        return chunks
+        firsts: list[int] = step.first_blocks[decodes:].tolist()
+        return [
+            PrefillChunk(start, end - start, context - (end - start), first)
+            for (start, end), context, first in zip(pairwise(starts), seq_lens, firsts, strict=True)
+        ]
 
     def _plan_plain(self, part: AttentionMetadata) -> _Run:
         part.plan = self._plain.plan(part)
@@ -309,11 +319,13 @@ def _decodes_of(metadata: AttentionMetadata) -> AttentionMetadata:
         metadata,
         cu_query_lens=metadata.cu_query_lens[: count + 1],
         seq_lens=metadata.seq_lens[:count],
+        first_blocks=metadata.first_blocks[:count],
+        first_blocks_device=metadata.first_blocks_device[:count],
         seq_lens_device=metadata.seq_lens_device[:count],
     )
 
 
-def _chunks_of(metadata: AttentionMetadata, num_decode_blocks: int) -> AttentionMetadata:
+def _chunks_of(metadata: AttentionMetadata) -> AttentionMetadata:
     """The step's chunks alone."""
     count = metadata.num_decodes
     return replace(
@@ -321,6 +333,7 @@ def _chunks_of(metadata: AttentionMetadata, num_decode_blocks: int) -> Attention
         num_decodes=0,
         cu_query_lens=metadata.cu_query_lens[count:] - metadata.cu_query_lens[count],
         seq_lens=metadata.seq_lens[count:],
+        first_blocks=metadata.first_blocks[count:],
+        first_blocks_device=metadata.first_blocks_device[count:],
         seq_lens_device=metadata.seq_lens_device[count:],
-        block_ids=metadata.block_ids[num_decode_blocks:],
     )

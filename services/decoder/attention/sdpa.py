@@ -65,6 +65,9 @@ class SdpaBackend:
     def captures_chunks(self, step: StepLengths) -> bool:
         return False
 
+    def plans_from_blocks(self, num_decodes: int) -> bool:
+        return False
+
     def list_work(self, step: StepLengths, *, captured: bool) -> None:
         """None: `plan` makes all that `forward` reads."""
 
@@ -75,8 +78,9 @@ class SdpaBackend:
         seq_lens: list[int] = metadata.seq_lens.tolist()
         starts: list[int] = metadata.cu_query_lens.tolist()
         counts: list[int] = (-(-metadata.seq_lens // self._sizes.block_size)).tolist()
-        keys = 2 * metadata.block_ids[: sum(counts)].long()
-        tables = keys.split(counts)
+        firsts: list[int] = metadata.first_blocks.tolist()
+        keys = metadata.block_ids
+        tables = [2 * keys[f : f + n].long() for f, n in zip(firsts, counts, strict=True)]
         group = self._sizes.num_heads // self._sizes.num_kv_heads
         prefills: list[_Prefill] = []
         for index in range(metadata.num_decodes, len(seq_lens)):

@@ -21,6 +21,7 @@ from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import StepInputs
+from services.decoder.kernels.rows import DeviceRows, EnteredStep
 from services.decoder.kernels.states import StateCache
 from services.decoder.kernels.tuning import (
     MAX_CAPTURED_CHUNKS,
@@ -61,7 +62,8 @@ class StepParts:
     model: CausalLM
     backend: AttentionBackend
     images: ImageReader | None
-    last_tokens: Tensor  # [rows + 1] int32
+    rows: DeviceRows
+    entered: EnteredStep
     staging: Staging
     kv_cache: Tensor
     graph_pool: Any  # memory that graphs share; torch has no type for it
@@ -73,6 +75,11 @@ class StepGraphs(Protocol):
     """Graphs of one kind of step."""
 
     masks_images: bool  # every step has a mask of its visual tokens
+    updates_blocks: bool  # a graph changes block tables itself
+
+    def plans_from_blocks(self, step: StepInputs) -> bool:
+        """Whether a padded step's plan reads block tables, before the graph runs."""
+        ...
 
     def pad(self, step: StepInputs) -> StepInputs | None:
         """The step padded to a captured size, or None: it must run eagerly."""
@@ -115,29 +122,33 @@ class _GraphSet:
         return min((size for size in sizes if size >= wanted), default=None)
 
     def _capture(
-        self, kind: _Kind, step: StepInputs, rows: Tensor, sampled: Tensor | None = None
+        self, kind: _Kind, step: StepInputs, rows: Tensor | None, sampled: Tensor | None = None
     ) -> None:
         """Captures an uploaded step; the kind that samples most must be the first.
 
         Args:
             kind: what it is captured for.
             step: a staged step of that kind.
-            rows: of `last_tokens`, for each sampled token.
+            rows: of each sampled token; None: each chunk samples.
             sampled: indices of the tokens whose logits are sampled; None: all.
         """
         parts, model = self.parts, self.parts.model
-        metadata = step_inputs.captured_metadata(step, parts.staging, parts.states)
+        entered = parts.entered.part(step.num_tokens, len(step.seq_lens))
+        metadata = step_inputs.attention_metadata(
+            step, parts.staging, parts.rows, entered, parts.states
+        )
         metadata.fused = kind.fused
         if not kind.fused:
             metadata.plan = parts.backend.plan(metadata, captured=True)
 
         def run() -> tuple[Tensor, Tensor]:
-            hidden = self._forward(step, metadata, sampled)
+            hidden = self._forward(step, entered, metadata, sampled)
             if self._logits is None:
                 self._logits = torch.empty_like(model.logits(hidden))
             logits = model.logits(hidden, out=self._logits[: len(hidden)])
             token_ids = model.ops.greedy(logits)
-            parts.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
+            sampling = entered.rows if rows is None else rows
+            parts.rows.last_tokens.index_copy_(0, sampling, token_ids.clamp(min=0))
             return logits, token_ids
 
         stream = parts.capture_stream
@@ -169,15 +180,22 @@ class _GraphSet:
         return int(step.seq_lens.max()) <= longest
 
     def _forward(
-        self, step: StepInputs, metadata: AttentionMetadata, sampled: Tensor | None
+        self,
+        step: StepInputs,
+        entered: EnteredStep,
+        metadata: AttentionMetadata,
+        sampled: Tensor | None,
     ) -> Tensor:
         """The hidden states of `sampled`, see CausalLM."""
         parts, visual = self.parts, None
+        step_inputs.update_in_graph(step, parts.staging, parts.rows)
+        entry, block_size = step_inputs.entry(step, parts.staging), parts.kv_cache.shape[3]
+        parts.model.ops.enter_step(entry, parts.rows, entered, block_size)
         if step.places.visual_mask is not None and parts.images is not None:
             visual = parts.images.visual(parts.staging.device(step.places.visual_mask))
         return parts.model.forward(
-            step_inputs.input_ids(step, parts.staging, parts.last_tokens, parts.model.ops),
-            parts.staging.device(step.places.positions),
+            entered.input_ids,
+            entered.positions,
             parts.kv_cache,
             metadata,
             visual,
@@ -189,34 +207,38 @@ class DecodeGraphs(_GraphSet):
     """Steps of decodes alone."""
 
     masks_images = False
+    updates_blocks = True
 
-    def __init__(self, parts: StepParts, scratch_row: int) -> None:
+    def __init__(self, parts: StepParts, scratch: StepInputs) -> None:
         super().__init__(parts)
-        self._scratch_row = scratch_row
+        self._scratch = scratch
 
     def pad(self, step: StepInputs) -> StepInputs | None:
         count = len(step.seq_lens)
         if step.num_decodes != count or len(step.samples) != count or step.images:
             return None
         size = self._size(count)
-        return step_inputs.pad(step, size, self._scratch_row) if size else None
+        return step_inputs.pad(step, size, self._scratch) if size else None
+
+    def plans_from_blocks(self, step: StepInputs) -> bool:
+        return not self._is_fused(step) and self.parts.backend.plans_from_blocks(step.num_decodes)
 
     def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
         parts, size = self.parts, step.num_decodes
         parts.staging.upload()
-        rows = parts.staging.device(step.places.output_rows)
         kinds = [_Kind(size)]
         if self._is_fused(step):
             kinds.append(_Kind(size, fused=True))
         for kind in kinds:
-            self._capture(kind, step, rows)
+            self._capture(kind, step, None)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         kind = _Kind(step.num_decodes, self._is_fused(step))
         if not kind.fused:
             metadata = self._captured[kind].metadata
             metadata.cu_query_lens, metadata.seq_lens = step.cu_query_lens, step.seq_lens
+            metadata.first_blocks = step.first_blocks
             self.parts.backend.plan(metadata, captured=True)
         return self._replay(kind)
 
@@ -227,6 +249,10 @@ class _ChunkGraphs(_GraphSet):
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
         self.masks_images = parts.images is not None
+        self.updates_blocks = False
+
+    def plans_from_blocks(self, step: StepInputs) -> bool:
+        return False
 
     def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
@@ -255,32 +281,33 @@ class PromptGraphs(_ChunkGraphs):
     def pad(self, step: StepInputs) -> StepInputs | None:
         if len(step.seq_lens) != 1 or step.num_decodes or not self._is_faster(step):
             return None
-        size = self._size(len(step.input_ids))
+        size = self._size(step.tokens.shape[1])
         return step_inputs.pad_prompt(step, size) if size else None
 
 
 class MixedGraphs(_ChunkGraphs):
     """Steps of any chunks, and perhaps decodes before them."""
 
-    def __init__(self, parts: StepParts, scratch_row: int) -> None:
+    def __init__(self, parts: StepParts, scratch: StepInputs) -> None:
         super().__init__(parts)
-        self._scratch_row = scratch_row  # the row after those of sequences
-        self._decodes = min(MAX_CAPTURED_DECODES, scratch_row)
+        self._scratch = scratch
+        self._decodes = min(MAX_CAPTURED_DECODES, len(parts.rows.lengths) - 1)
 
     def scratch(self, num_tokens: int) -> StepInputs:
         """A step of `num_tokens` tokens to capture, more than the most decodes."""
         lengths = [1] * (self._decodes - 1) + [num_tokens - self._decodes + 1]
-        return self._padded(StepInputs.scratch(lengths, self._scratch_row), num_tokens)
+        row, max_blocks = (size - 1 for size in self.parts.rows.blocks.shape)
+        return self._padded(StepInputs.scratch(lengths, row, max_blocks + 1), num_tokens)
 
     def pad(self, step: StepInputs) -> StepInputs | None:
         if len(step.seq_lens) - step.num_decodes > MAX_CAPTURED_CHUNKS:
             return None
         if max(step.num_decodes, len(step.samples)) > self._decodes:
             return None
-        size = self._size(len(step.input_ids)) if self._is_faster(step) else None
+        size = self._size(step.tokens.shape[1]) if self._is_faster(step) else None
         return self._padded(step, size) if size else None
 
     def _padded(self, step: StepInputs, num_tokens: int) -> StepInputs:
         return step_inputs.pad_mixed(
-            step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._scratch_row
+            step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._scratch
         )

@@ -30,7 +30,8 @@ from services.decoder.engine.prompt_scores import PromptScores, score_prompt
 from services.decoder.engine.sampler import Sampled, SampledLogprobs, Sampler
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import RowStart, Step
-from services.decoder.engine.step_inputs import RowTable, StepInputs
+from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepInputs
+from services.decoder.kernels.rows import DeviceRows, EnteredStep
 from services.decoder.kernels.sampling import MaskedRows, SamplingInputs
 from services.decoder.kernels.states import StateCache
 from services.decoder.kernels.tuning import MAX_CAPTURED_CHUNKS
@@ -74,7 +75,7 @@ class DeviceState:
     kv_cache: Tensor  # [num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]
     states: StateCache | None  # of rows, and one more for padding; None: the model has none
     checkpoints: StateCache | None
-    last_tokens: Tensor  # [rows + 1] int32: what each row sampled last; the last row is scratch
+    rows: DeviceRows  # the last one is scratch, for padding
 
 
 class ModelRunner:
@@ -98,18 +99,20 @@ class ModelRunner:
         self._backend = backend
         self._state = state
         self._images = images
-        max_blocks = -(-info.max_model_len // info.block_size)
-        # One more row than the scheduler has, for padding; its one block is the scratch block.
-        self._table = RowTable(info.max_num_sequences + 1, max_blocks)
+        self._max_blocks = state.rows.blocks.shape[1]
         self._scratch_row = info.max_num_sequences
-        self._table.blocks[self._scratch_row] = info.num_blocks
+        state.rows.blocks[self._scratch_row] = info.num_blocks
+        chunks = _most_chunks(info)
+        tokens = max(info.max_batched_tokens, chunks)
+        self._entered = EnteredStep.allocate(tokens, chunks, state.device)
         self._sampler = Sampler(info.max_num_sequences, info.vocab_size, state.device, model.ops)
         words = -(-info.vocab_size // 32)
         self._masks = MaskBuffer(info.max_num_sequences, words, state.device)
-        self._staging = Staging(_staging_bytes(info, max_blocks), state.device)
+        self._staging = Staging(_staging_bytes(info, self._max_blocks), state.device)
         self._dtype = state.kv_cache.dtype
         self.graphs: list[StepGraphs] = []  # captured kinds of steps, see graphs.py
         self._prepared: PreparedStep | None = None
+        self._resend = False  # a step has failed: lengths on the device may be of it
 
     @property
     def kernel_calls(self) -> dict[str, int]:
@@ -133,12 +136,21 @@ class ModelRunner:
             if step.row_starts:
                 self._start_rows(step.row_starts)
             prepared = self._stage_all(step)
-        _, inputs, graphs, sampling = prepared
+        try:
+            return self._launch(prepared)
+        except Exception:
+            self._resend = True
+            raise
+
+    def _launch(self, prepared: PreparedStep) -> DevicePendingStep:
+        """Launches a step that was staged last."""
+        step, inputs, graphs, sampling = prepared
         if len(step.late):
             self._masks.begin()
             for index, mask in enumerate(step.token_masks):
                 self._masks.put(index, mask)
         self._staging.upload()
+        step_inputs.update_rows(inputs, self._staging, self._state.rows)
         logits = token_ids = None
         scores: list[PromptScores] = []
         if graphs is not None:
@@ -218,21 +230,22 @@ class ModelRunner:
             self._model,
             self._backend,
             self._images,
-            self._state.last_tokens,
+            self._state.rows,
+            self._entered,
             self._staging,
             self._state.kv_cache,
             torch.cuda.graph_pool_handle(),
             torch.cuda.Stream(),
             self._state.states,
         )
-        row = self._scratch_row
-        mixed_graphs, scratch_step = MixedGraphs(parts, row), StepInputs.scratch
-        decode_graphs, prompt_graphs = DecodeGraphs(parts, row), PromptGraphs(parts)
+        scratch = self._scratch([1] * self._scratch_row)
+        mixed_graphs, decode_graphs = MixedGraphs(parts, scratch), DecodeGraphs(parts, scratch)
+        prompt_graphs = PromptGraphs(parts)
         # The largest first, so that the smaller ones find their memory in the pool.
         steps = (
             (mixed_graphs, (mixed_graphs.scratch(n) for n in sorted(mixed, reverse=True))),
-            (prompt_graphs, (scratch_step([n], row) for n in sorted(prompts, reverse=True))),
-            (decode_graphs, (scratch_step([1] * n, row) for n in sorted(decodes, reverse=True))),
+            (prompt_graphs, (self._scratch([n]) for n in sorted(prompts, reverse=True))),
+            (decode_graphs, (self._scratch([1] * n) for n in sorted(decodes, reverse=True))),
         )
         for graphs, scratch in steps:
             try:
@@ -252,7 +265,7 @@ class ModelRunner:
 
         Warms kernels up, and shows how much memory a step of that size takes.
         """
-        step = self._stage(StepInputs.scratch(lengths, self._scratch_row))
+        step = self._stage(self._scratch(lengths))
         self._staging.upload()
         hidden = self._forward(step, self._staging.device(step.places.sampled_tokens))
         self._model.ops.greedy(self._model.logits(hidden))
@@ -282,7 +295,10 @@ class ModelRunner:
         assert isinstance(inputs, MaskedRows)
         token_ids = self._model.ops.greedy(logits)
         # Of meaningless tokens, which the row's next sequence does not read.
-        self._model.ops.greedy_masked(logits, inputs, token_ids, self._state.last_tokens)
+        self._model.ops.greedy_masked(logits, inputs, token_ids, self._state.rows.last_tokens)
+
+    def _scratch(self, lengths: list[int]) -> StepInputs:
+        return StepInputs.scratch(lengths, self._scratch_row, self._max_blocks)
 
     def _graphs_for(self, step: StepInputs) -> tuple[StepGraphs | None, StepInputs]:
         """The graphs that run the step, and the step padded for them."""
@@ -294,25 +310,31 @@ class ModelRunner:
 
     def _stage_all(self, step: Step) -> PreparedStep:
         """Copies all of a step's arrays into the staging buffer."""
-        self._table.update(step)
-        inputs = step_inputs.lay_out(step, self._table, self.info.block_size)
+        inputs = step_inputs.lay_out(step, self._max_blocks, resend=self._resend)
         graphs = None
         if len(step.scored) == 0:
             graphs, inputs = self._graphs_for(inputs)
-        self._stage(inputs, graphs)
+        self._stage(inputs, graphs, RowUpdates.of(step, self._max_blocks))
         return PreparedStep(step, inputs, graphs, self._prepare_sampling(step))
 
-    def _stage(self, step: StepInputs, graphs: StepGraphs | None = None) -> StepInputs:
+    def _stage(
+        self,
+        step: StepInputs,
+        graphs: StepGraphs | None = None,
+        updates: RowUpdates = NOTHING_NEW,
+    ) -> StepInputs:
         """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""
         self._staging.begin()
+        in_graph = graphs is not None and graphs.updates_blocks
         return step_inputs.stage(
             step,
-            self._table,
             self._staging,
-            self.info.block_size,
+            updates,
             work=self._backend.list_work(step, captured=graphs is not None),
             masked=bool(step.images) if graphs is None else graphs.masks_images,
             with_states=self._state.states is not None,
+            in_graph=self._state.rows.blocks.numel() - 1 if in_graph else None,
+            early=graphs is not None and graphs.plans_from_blocks(step),
         )
 
     def _start_rows(self, starts: list[RowStart]) -> None:
@@ -337,12 +359,17 @@ class ModelRunner:
 
     def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Runs an uploaded step eagerly; see `CausalLM.forward` for `rows`."""
-        metadata = step_inputs.attention_metadata(step, self._staging, self._state.states)
+        state, staging = self._state, self._staging
+        entered = self._entered.part(step.num_tokens, len(step.seq_lens))
+        self._model.ops.enter_step(
+            step_inputs.entry(step, staging), state.rows, entered, self.info.block_size
+        )
+        metadata = step_inputs.attention_metadata(step, staging, state.rows, entered, state.states)
         metadata.plan = self._backend.plan(metadata)
         return self._model.forward(
-            step_inputs.input_ids(step, self._staging, self._state.last_tokens, self._model.ops),
-            self._staging.device(step.places.positions),
-            self._state.kv_cache,
+            entered.input_ids,
+            entered.positions,
+            state.kv_cache,
             metadata,
             self._visual(step),
             rows,
@@ -388,7 +415,7 @@ class ModelRunner:
             token_ids = self._model.ops.greedy(logits)
             self._keep(rows, token_ids)
         if sampling is not None:
-            last_tokens = self._state.last_tokens
+            last_tokens = self._state.rows.last_tokens
             self._model.ops.greedy_masked(logits, sampling, token_ids, last_tokens)
         return self._copy_back(Sampled(token_ids, None), None)
 
@@ -396,7 +423,7 @@ class ModelRunner:
         """Writes a step's tokens where the next step reads them."""
         rows = rows[: len(token_ids)]  # without padding
         # A row that failed may be in the next step already, which then needs any valid id.
-        self._state.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
+        self._state.rows.last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
 
     def _copy_back(self, sampled: Sampled, sampling: SamplingInputs | None) -> HostTokens:
         token_ids, logprobs = self._to_host(sampled.token_ids), sampled.logprobs
@@ -427,9 +454,14 @@ class ModelRunner:
         return target.copy_(values, non_blocking=True)
 
 
+def _most_chunks(info: EngineInfo) -> int:
+    """Chunks of the largest step, see `step_inputs.pad_mixed`."""
+    return info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1
+
+
 def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
     """The most a step's arrays take: per token, and per chunk with its blocks and token mask."""
     per_token, per_row = 52, 324 + 1024 + 4 * -(-info.vocab_size // 32)
-    rows = info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1  # see step_inputs.pad_mixed
+    rows = _most_chunks(info)
     tokens = max(info.max_batched_tokens, rows)
-    return tokens * per_token + rows * (per_row + 4 * max_blocks) + _MOST_ELSE_BYTES
+    return tokens * per_token + rows * (per_row + 12 * max_blocks) + _MOST_ELSE_BYTES

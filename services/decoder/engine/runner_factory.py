@@ -31,6 +31,7 @@ from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.model_runner import DeviceState, ModelRunner
 from services.decoder.kernels.ops import PlainOps, create_ops
+from services.decoder.kernels.rows import DeviceRows
 from services.decoder.kernels.states import StateCache
 from services.decoder.models.stored import as_stored
 from services.decoder.models.transformer import Transformer
@@ -119,12 +120,13 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
 
     def make(info: EngineInfo) -> ModelRunner:
         pool = kv_cache.allocate(shape, info.num_blocks, device)
-        last_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        max_blocks = -(-info.max_model_len // info.block_size)
+        kept = DeviceRows.allocate(options.max_num_sequences, max_blocks, device)
         checkpoints = None
         if linear is not None and info.num_checkpoints:
             count = len(text.linear_layers)
             checkpoints = StateCache.allocate(linear, count, info.num_checkpoints, dtype, device)
-        state = DeviceState(device, pool, states, checkpoints, last_tokens)
+        state = DeviceState(device, pool, states, checkpoints, kept)
         return ModelRunner(info, model, backend, state, images)
 
     info = _info(spec, options, dtype)

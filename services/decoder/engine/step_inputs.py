@@ -1,49 +1,39 @@
-"""A step's arrays as the model reads them: laid out and padded on the host, uploaded at once.
+"""A step's arrays, which `enter_step` makes the model's of: laid out and padded on the host,
+uploaded at once.
 
 `ModelRunner` and the CUDA graphs use it. Nothing here waits for the device or knows a sequence; all
-lengths and blocks come from the `Step` and the row table.
+lengths come from the `Step`, and blocks are on the device (`kernels.rows`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.engine.images import ImageRun
 from services.decoder.engine.staging import Staged, Staging
-from services.decoder.engine.step import Step
-from services.decoder.kernels.ops import Ops
+from services.decoder.engine.step import Int32Array, Step
+from services.decoder.kernels.rows import (
+    CHUNK_END,
+    CHUNK_ROW,
+    NUM_CHUNK_FIELDS,
+    NUM_TOKEN_FIELDS,
+    TOKEN_ID,
+    TOKEN_INDEX,
+    TOKEN_POSITION,
+    TOKEN_ROW,
+    DeviceRows,
+    EnteredStep,
+    StepEntry,
+)
 from services.decoder.kernels.states import StateCache, StateLayout, prefill_pieces
 
 IntArray = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", np.int32, np.int64)
-
-
-class RowTable:
-    """What the host keeps per row between steps: block ids and the position delta."""
-
-    def __init__(self, num_rows: int, max_blocks: int) -> None:
-        self.blocks = np.zeros((num_rows, max_blocks), np.int32)
-        self.position_delta = np.zeros(num_rows, np.int64)
-
-    def update(self, step: Step) -> None:
-        """Applies a step's row starts and block table entries."""
-        for start in step.row_starts:
-            self.position_delta[start.row] = start.position_delta
-        taken = 0
-        for row, start, count in step.block_updates.tolist():
-            self.blocks[row, start : start + count] = step.block_ids[taken : taken + count]
-            taken += count
-
-    def slots(self, rows: IntArray, indices: IntArray, block_size: int) -> IntArray:
-        """The slots of one token per row."""
-        blocks = self.blocks[rows, indices // block_size].astype(np.int64)
-        return blocks * block_size + indices % block_size
 
 
 @dataclass(slots=True)
@@ -55,19 +45,16 @@ class Places:
     captured.
     """
 
-    input_ids: Staged
-    input_rows: Staged
-    positions: Staged
-    slot_mapping: Staged
-    seq_lens: Staged
-    output_rows: Staged  # [S] int64: where each chunk's sampled token goes, in a captured step
+    tokens: Staged
+    chunks: Staged
+    graph_updates: tuple[Staged, Staged] | None  # [S] of block tables, which a graph makes itself
     sampled_rows: Staged  # [B] int64: rows of the table
     sampled_tokens: Staged  # [B] int64: tokens of the step
     work: Staged | None  # the attention's, see AttentionBackend.list_work
     visual_mask: Staged | None  # [T] int32; None: no token can be an image's
     cu_query_lens: Staged | None  # [S + 1] int32, of a model with recurrent states
     pieces: Staged | None  # [W, 2] int32, of chunks of such a model
-    block_ids: Staged
+    updates: list[tuple[Staged, Staged] | None]  # of RowUpdates, in its order
 
 
 @dataclass(slots=True)
@@ -75,135 +62,158 @@ class StepInputs:
     """A step's arrays on the host: T tokens in S chunks.
 
     Padding tokens are added when the arrays are staged: id 0 at position 0, whose keys and values
-    go to slot -1 and which no token attends to.
+    go nowhere and which no token attends to.
     """
 
     num_tokens: int  # padding included, at least T
     num_decodes: int
-    input_ids: npt.NDArray[np.int32]  # [T]
-    input_rows: IntArray  # [T]: row whose last sampled token is the input; -1: `input_ids` is
-    positions: npt.NDArray[np.int32]  # [3, T]
-    slot_mapping: IntArray  # [T]
-    cu_query_lens: npt.NDArray[np.int32]  # [S + 1]
-    seq_lens: npt.NDArray[np.int32]  # [S]
-    table_rows: IntArray  # [S]
+    tokens: Int32Array  # [6, T], see kernels.rows
+    chunks: Int32Array  # [2, S], the same
+    cu_query_lens: Int32Array  # [S + 1]
+    seq_lens: Int32Array  # [S]
+    first_blocks: Int32Array  # [S]
     samples: IntArray  # [B]: chunks that sample
     images: list[ImageRun]
     places: Places = field(init=False)  # set by `stage`
 
     @classmethod
-    def scratch(cls, lengths: list[int], scratch_row: int) -> "StepInputs":
+    def scratch(cls, lengths: list[int], scratch_row: int, max_blocks: int) -> "StepInputs":
         """A step of meaningless sequences, all of them in the scratch row."""
-        sizes = np.array(lengths, np.int64)
-        num_tokens = int(sizes.sum())
-        chunks = np.arange(len(lengths))
+        sizes = np.array(lengths, np.int32)
+        num_tokens, count = int(sizes.sum()), len(lengths)
+        tokens = np.zeros((NUM_TOKEN_FIELDS, num_tokens), np.int32)
+        tokens[TOKEN_ROW] = -1
+        rows = np.full(count, scratch_row, np.int32)
         return cls(
             num_tokens=num_tokens,
             num_decodes=_leading_ones(lengths),
-            input_ids=np.zeros(num_tokens, np.int32),
-            input_rows=np.full(num_tokens, -1),
-            positions=np.zeros((3, num_tokens), np.int32),
-            slot_mapping=np.full(num_tokens, -1),
+            tokens=tokens,
+            chunks=np.stack((rows, sizes)),
             cu_query_lens=np.concatenate(([0], sizes.cumsum())).astype(np.int32),
-            seq_lens=sizes.astype(np.int32),
-            table_rows=np.full_like(chunks, scratch_row),
-            samples=chunks,
+            seq_lens=sizes,
+            first_blocks=rows * max_blocks,
+            samples=np.arange(count),
             images=[],
         )
 
 
-def lay_out(step: Step, table: RowTable, block_size: int) -> StepInputs:
-    """The inputs of a step; `table` has its updates already."""
+class RowUpdates(NamedTuple):
+    """What changes of the rows before a step runs: places, and the values there."""
+
+    blocks: tuple[IntArray, Int32Array]  # of the block tables, flat
+    position_deltas: tuple[IntArray, Int32Array]
+
+    @classmethod
+    def of(cls, step: Step, max_blocks: int) -> "RowUpdates":
+        """Those of a step."""
+        blocks = deltas = _NO_UPDATES
+        if len(step.block_updates):
+            rows, starts, counts = step.block_updates.T
+            places = rows * max_blocks + starts
+            if (counts != 1).any():
+                within = np.arange(len(step.block_ids)) - (counts.cumsum() - counts).repeat(counts)
+                places = places.repeat(counts) + within
+            blocks = places, step.block_ids
+        if step.row_starts:
+            starting = [start.row for start in step.row_starts]
+            values = [start.position_delta for start in step.row_starts]
+            deltas = np.array(starting, np.int64), np.array(values, np.int32)
+        return cls(blocks, deltas)
+
+
+_NO_UPDATES = np.empty(0, np.int64), np.empty(0, np.int32)
+NOTHING_NEW = RowUpdates(_NO_UPDATES, _NO_UPDATES)
+
+
+def lay_out(step: Step, max_blocks: int, *, resend: bool = False) -> StepInputs:
+    """The inputs of a step.
+
+    Args:
+        step: of the engine.
+        max_blocks: of a row.
+        resend: lengths of rows on the device may be wrong.
+    """
     if step.num_from_device == len(step.rows):
-        return _decodes_from_device(step, table, block_size)
+        return _decodes_from_device(step, max_blocks, resend=resend)
     # Plain Python per chunk, as in `Batch.to_step`.
     fed, lengths = step.num_from_device, step.lengths.tolist()
-    rows, starts = step.rows.tolist(), step.starts.tolist()
     *firsts, num_tokens = accumulate(lengths, initial=0)
-    decodes = _leading_ones(lengths)
-    input_ids, positions = step.token_ids, step.positions
+    tokens = np.zeros((NUM_TOKEN_FIELDS, num_tokens), np.int32)
+    tokens[TOKEN_ID, fed:] = step.token_ids
+    tokens[TOKEN_POSITION:, fed:] = step.positions
+    if len(lengths) == 1:
+        tokens[TOKEN_ROW] = step.rows[0]
+        tokens[TOKEN_INDEX] = np.arange(step.starts[0], step.starts[0] + num_tokens)
+    else:
+        tokens[TOKEN_ROW] = step.rows.repeat(step.lengths)
+        tokens[TOKEN_INDEX] = np.arange(num_tokens) + (step.starts - firsts).repeat(step.lengths)
+    chunks = np.empty((NUM_CHUNK_FIELDS, len(lengths)), np.int32)
+    chunks[CHUNK_ROW] = step.rows
+    chunks[CHUNK_END] = seq_lens = (step.starts + step.lengths).astype(np.int32)
     if fed:
-        of_device = np.empty((3, fed), np.int32)
-        of_device[:] = step.starts[:fed] + table.position_delta[step.rows[:fed]]
-        input_ids = np.concatenate((np.zeros(fed, np.int32), input_ids))
-        positions = np.concatenate((of_device, positions), axis=1)
-    inputs = StepInputs(
+        tokens[TOKEN_INDEX, :fed] = -1
+        if not resend:
+            chunks[CHUNK_END, :fed] = -1
+    return StepInputs(
         num_tokens=num_tokens,
-        num_decodes=decodes,
-        input_ids=input_ids,
-        input_rows=np.full(num_tokens, -1),
-        positions=positions,
-        slot_mapping=np.empty(num_tokens, np.int64),
+        num_decodes=_leading_ones(lengths),
+        tokens=tokens,
+        chunks=chunks,
         cu_query_lens=np.array([*firsts, num_tokens], np.int32),
-        seq_lens=np.array([s + n for s, n in zip(starts, lengths, strict=True)], np.int32),
-        table_rows=step.rows,
+        seq_lens=seq_lens,
+        first_blocks=chunks[CHUNK_ROW] * max_blocks,
         samples=step.samples,
         images=[ImageRun(*run) for run in step.images.tolist()],
     )
-    if decodes:
-        inputs.slot_mapping[:decodes] = table.slots(
-            step.rows[:decodes], step.starts[:decodes], block_size
-        )
-    if fed:
-        inputs.input_rows[:fed] = step.rows[:fed]
-    for index in range(decodes, len(lengths)):
-        first = firsts[index]
-        slots = inputs.slot_mapping[first : first + lengths[index]]
-        _fill_slots(slots, table.blocks[rows[index]], starts[index], block_size)
-    return inputs
 
 
-def _decodes_from_device(step: Step, table: RowTable, block_size: int) -> StepInputs:
+def _decodes_from_device(step: Step, max_blocks: int, *, resend: bool) -> StepInputs:
     """`lay_out` of the most frequent kind of step, in half the time."""
-    rows, starts, count = step.rows, step.starts, len(step.rows)
-    positions = np.empty((3, count), np.int32)
-    positions[:] = starts + table.position_delta[rows]
+    count = len(step.rows)
+    tokens = np.zeros((NUM_TOKEN_FIELDS, count), np.int32)
+    chunks = np.empty((NUM_CHUNK_FIELDS, count), np.int32)
+    tokens[TOKEN_ROW] = chunks[CHUNK_ROW] = step.rows
+    tokens[TOKEN_INDEX] = chunks[CHUNK_END] = -1
+    seq_lens = (step.starts + 1).astype(np.int32)
+    if resend:
+        chunks[CHUNK_END] = seq_lens
     return StepInputs(
         num_tokens=count,
         num_decodes=count,
-        input_ids=np.zeros(count, np.int32),
-        input_rows=rows,
-        positions=positions,
-        slot_mapping=table.slots(rows, starts, block_size),
+        tokens=tokens,
+        chunks=chunks,
         cu_query_lens=np.arange(count + 1, dtype=np.int32),
-        seq_lens=(starts + 1).astype(np.int32),
-        table_rows=rows,
+        seq_lens=seq_lens,
+        first_blocks=chunks[CHUNK_ROW] * max_blocks,
         samples=step.samples,
         images=[],
     )
-
-
-def _fill_slots(
-    slots: IntArray, blocks: npt.NDArray[np.int32], start: int, block_size: int
-) -> None:
-    """The slots of consecutive tokens from `start` on, of the sequence with these blocks."""
-    stop = start + len(slots)
-    first_block = start // block_size
-    used = blocks[first_block : -(-stop // block_size)]
-    every = (used[:, None] * np.int64(block_size) + np.arange(block_size)).reshape(-1)
-    offset = start - first_block * block_size
-    slots[:] = every[offset : offset + len(slots)]
 
 
 def _leading_ones(lengths: Iterable[int]) -> int:
     return sum(1 for _ in takewhile(lambda length: length == 1, lengths))
 
 
-def pad(step: StepInputs, num_chunks: int, scratch_row: int) -> StepInputs:
+def pad(step: StepInputs, num_chunks: int, scratch: "StepInputs") -> StepInputs:
     """A step of decodes padded to a bucket.
 
-    Padding has one token of context in the scratch block.
+    Args:
+        step: of decodes alone.
+        num_chunks: of the bucket.
+        scratch: `StepInputs.scratch` of at least as many decodes. Padding has one token of context
+            in the scratch block.
     """
-    extra = num_chunks - len(step.table_rows)
-    if extra == 0:
+    count = len(step.seq_lens)
+    if num_chunks == count:
         return step
     return replace(
         step,
         num_tokens=num_chunks,
         num_decodes=num_chunks,
-        cu_query_lens=np.arange(num_chunks + 1, dtype=np.int32),
-        seq_lens=_padded(step.seq_lens, extra, 1),
-        table_rows=_padded(step.table_rows, extra, scratch_row),
+        chunks=np.concatenate((step.chunks, scratch.chunks[:, count:num_chunks]), axis=1),
+        cu_query_lens=scratch.cu_query_lens[: num_chunks + 1],
+        seq_lens=np.concatenate((step.seq_lens, scratch.seq_lens[count:num_chunks])),
+        first_blocks=np.concatenate((step.first_blocks, scratch.first_blocks[count:num_chunks])),
     )
 
 
@@ -216,7 +226,7 @@ def pad_prompt(step: StepInputs, num_tokens: int) -> StepInputs:
 
 
 def pad_mixed(
-    step: StepInputs, num_tokens: int, num_decodes: int, num_chunks: int, scratch_row: int
+    step: StepInputs, num_tokens: int, num_decodes: int, num_chunks: int, scratch: StepInputs
 ) -> StepInputs:
     """A step of decodes and chunks, padded to these numbers of tokens, decodes and chunks.
 
@@ -225,13 +235,18 @@ def pad_mixed(
     repeatedly, for the scratch row.
     """
     decodes, count = step.num_decodes, len(step.seq_lens)
-    used, end = len(step.input_ids), num_decodes + count - decodes
+    used, end = step.tokens.shape[1], num_decodes + count - decodes
     total = num_decodes + num_chunks + 1  # one is always padding
     seq_lens = np.zeros(total, np.int32)
-    table_rows = np.full(total, scratch_row)
+    first_blocks = np.full(total, scratch.first_blocks[0])
+    chunks = np.zeros((NUM_CHUNK_FIELDS, total), np.int32)
+    chunks[CHUNK_ROW] = scratch.chunks[CHUNK_ROW, 0]
     cu_query_lens = np.full(total + 1, used, np.int32)
-    for target, source in ((seq_lens, step.seq_lens), (table_rows, step.table_rows)):
-        target[:decodes], target[num_decodes:end] = source[:decodes], source[decodes:]
+    for target, source in (
+        (seq_lens, step.seq_lens), (first_blocks, step.first_blocks), (chunks, step.chunks),
+    ):  # fmt: skip
+        target[..., :decodes] = source[..., :decodes]
+        target[..., num_decodes:end] = source[..., decodes:]
     cu_query_lens[: decodes + 1] = step.cu_query_lens[: decodes + 1]
     cu_query_lens[decodes : num_decodes + 1] = decodes
     cu_query_lens[num_decodes : end + 1] = step.cu_query_lens[decodes:]
@@ -242,77 +257,72 @@ def pad_mixed(
         step,
         num_tokens=num_tokens,
         num_decodes=num_decodes,
+        chunks=chunks,
         cu_query_lens=cu_query_lens,
         seq_lens=seq_lens,
-        table_rows=table_rows,
+        first_blocks=first_blocks,
         samples=samples,
     )
 
 
-def _padded(array: npt.NDArray[_Number], extra: int, value: int) -> npt.NDArray[_Number]:
-    """`array` with `extra` more elements; numpy.pad takes ten times as long."""
-    padded = np.full(len(array) + extra, value, array.dtype)
-    padded[: len(array)] = array
-    return padded
-
-
 def stage(
     step: StepInputs,
-    table: RowTable,
     staging: Staging,
-    block_size: int,
+    updates: RowUpdates = NOTHING_NEW,
     *,
-    work: npt.NDArray[np.int32] | None,
+    work: Int32Array | None,
     masked: bool,
     with_states: bool = False,
+    in_graph: int | None = None,
+    early: bool = False,
 ) -> StepInputs:
     """Copies a step's arrays into the staging buffer; returns the step, with its places.
 
     Args:
         step: laid out, and padded if a graph runs it.
-        table: of the rows.
         staging: the buffer.
-        block_size: tokens per block.
+        updates: of the rows.
         work: what the attention backend reads besides lengths and blocks, if anything.
         masked: the step has a mask of its visual tokens.
         with_states: the model has recurrent states.
+        in_graph: the step's graph changes block tables itself, at one place for each chunk, and at
+            this place of scratch for those that have none.
+        early: they are changed before it all the same, for its plan.
     """
-    num_tokens, num_chunks = step.num_tokens, len(step.table_rows)
-    sampled_rows, sampled_tokens = step.table_rows, step.cu_query_lens[1:].astype(np.int64) - 1
+    num_tokens, num_chunks = step.num_tokens, len(step.seq_lens)
+    tokens, chunks = staging.add(step.tokens, size=num_tokens), staging.add(step.chunks)
+    if num_tokens > step.tokens.shape[1]:
+        staging.host(tokens)[TOKEN_ROW, step.tokens.shape[1] :] = -1
+    blocks, graph_updates = updates.blocks, None
+    if in_graph is not None:
+        fit = len(blocks[0]) <= num_chunks
+        places, values = blocks if fit else _NO_UPDATES
+        graph_updates = (
+            staging.add(places, size=num_chunks, fill=in_graph),
+            staging.add(values, size=num_chunks),
+        )
+        if fit and not early:
+            blocks = _NO_UPDATES
+    sampled_rows = step.chunks[CHUNK_ROW].astype(np.int64)
+    sampled_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
     if len(step.samples) < num_chunks:  # else all chunks sample, in their order
         sampled_rows, sampled_tokens = sampled_rows[step.samples], sampled_tokens[step.samples]
     step.places = Places(
-        input_ids=staging.add(step.input_ids, size=num_tokens),
-        input_rows=staging.add(step.input_rows, size=num_tokens, fill=-1),
-        positions=staging.add(step.positions, size=num_tokens),
-        slot_mapping=staging.add(step.slot_mapping, size=num_tokens, fill=-1),
-        seq_lens=staging.add(step.seq_lens),
-        output_rows=staging.add(step.table_rows),
+        tokens=tokens,
+        chunks=chunks,
+        graph_updates=graph_updates,
         sampled_rows=staging.add(sampled_rows, room=num_chunks),
         sampled_tokens=staging.add(sampled_tokens, room=num_chunks),
         work=None if work is None else staging.add(work),
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
         cu_query_lens=staging.add(step.cu_query_lens) if with_states else None,
         pieces=_stage_pieces(step, staging) if with_states else None,
-        block_ids=staging.add(_block_ids(step, table, block_size)),
+        updates=[
+            (staging.add(places), staging.add(values)) if len(places) else None
+            for places, values in (blocks, updates.position_deltas)
+        ],
     )
     return step
-
-
-def _block_ids(step: StepInputs, table: RowTable, block_size: int) -> npt.NDArray[np.int32]:
-    """The blocks of all sequences, one sequence after the other."""
-    decodes = step.num_decodes
-    parts: list[npt.NDArray[np.int32]] = []
-    if decodes:
-        counts = -(-step.seq_lens[:decodes] // block_size)
-        blocks = table.blocks[step.table_rows[:decodes], : int(counts.max())]
-        parts.append(blocks[np.arange(blocks.shape[1]) < counts[:, None]])
-        if decodes == len(step.seq_lens):
-            return parts[0]
-    rows, seq_lens = step.table_rows[decodes:].tolist(), step.seq_lens[decodes:].tolist()
-    for row, context in zip(rows, seq_lens, strict=True):
-        parts.append(table.blocks[row, : -(-context // block_size)])
-    return np.concatenate(parts)
 
 
 def _stage_pieces(step: StepInputs, staging: Staging) -> Staged | None:
@@ -328,18 +338,45 @@ def _stage_visual_mask(step: StepInputs, staging: Staging) -> Staged:
     return staging.add(mask)
 
 
+def update_rows(step: StepInputs, staging: Staging, rows: DeviceRows) -> None:
+    """Makes an uploaded step's changes of rows, but for those that its graph makes."""
+    targets = rows.blocks.view(-1), rows.position_deltas
+    for target, update in zip(targets, step.places.updates, strict=True):
+        if update is not None:
+            target.index_copy_(0, *map(staging.device, update))
+
+
+def update_in_graph(step: StepInputs, staging: Staging, rows: DeviceRows) -> None:
+    """The changes that a graph makes."""
+    if step.places.graph_updates is not None:
+        rows.blocks.view(-1).index_copy_(0, *map(staging.device, step.places.graph_updates))
+
+
+def entry(step: StepInputs, staging: Staging) -> StepEntry:
+    """What `enter_step` reads of an uploaded step."""
+    return StepEntry(staging.device(step.places.tokens), staging.device(step.places.chunks))
+
+
 def attention_metadata(
-    step: StepInputs, staging: Staging, states: StateCache | None
+    step: StepInputs,
+    staging: Staging,
+    rows: DeviceRows,
+    entered: EnteredStep,
+    states: StateCache | None,
 ) -> AttentionMetadata:
-    """The uploaded step's layout; `plan` is not made yet."""
+    """The uploaded step's layout; `plan` is not made yet. For a CUDA graph it serves all steps that
+    are padded to the same size: their arrays are at the same places on the device.
+    """
     places = step.places
     metadata = AttentionMetadata(
         num_decodes=step.num_decodes,
         cu_query_lens=step.cu_query_lens,
         seq_lens=step.seq_lens,
-        slot_mapping=staging.device(places.slot_mapping),
-        block_ids=staging.device(places.block_ids),
-        seq_lens_device=staging.device(places.seq_lens),
+        first_blocks=step.first_blocks,
+        slot_mapping=entered.slots,
+        block_ids=rows.blocks.view(-1),
+        first_blocks_device=entered.first_blocks,
+        seq_lens_device=entered.lengths,
         work=None if places.work is None else staging.device(places.work),
     )
     if states is not None:
@@ -349,26 +386,9 @@ def attention_metadata(
             num_decodes=step.num_decodes,
             cu_query_lens=step.cu_query_lens,
             seq_lens=step.seq_lens,
-            slots=staging.device(places.output_rows),
+            slots=entered.rows,
             cu_query_lens_device=staging.device(places.cu_query_lens),
-            seq_lens_device=metadata.seq_lens_device,
+            seq_lens_device=entered.lengths,
             work=None if places.pieces is None else staging.device(places.pieces),
         )
     return metadata
-
-
-def captured_metadata(
-    step: StepInputs, staging: Staging, states: StateCache | None
-) -> AttentionMetadata:
-    """The layout for a CUDA graph, which serves all steps that are padded to the same size. Their
-    arrays are at the same places on the device; block ids come last, in any number.
-    """
-    metadata = attention_metadata(step, staging, states)
-    metadata.block_ids = staging.device_from(step.places.block_ids)
-    return metadata
-
-
-def input_ids(step: StepInputs, staging: Staging, last_tokens: Tensor, ops: Ops) -> Tensor:
-    """`[T]`: known ids, or what the row sampled last (`last_tokens`, `[rows + 1]` int32)."""
-    known, rows = staging.device(step.places.input_ids), staging.device(step.places.input_rows)
-    return ops.pick_tokens(known, rows, last_tokens)

@@ -67,12 +67,15 @@ class FusedDecodeAttention:
         limits = self._max_contexts
         return limits[num_sequences - 1] if num_sequences <= len(limits) else 0
 
-    def __call__(self, heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
+    def __call__(
+        self, heads: ProjectedHeads, block_ids: Tensor, first_blocks: Tensor, seq_lens: Tensor
+    ) -> Tensor:
         """q/k norm (if the model has it), rotation, the write to the KV cache and attention.
 
         Args:
             heads: one token per sequence; all tensors are contiguous.
-            block_ids: the sequences' KV blocks one after the other, int32.
+            block_ids: KV blocks of all sequences, int32.
+            first_blocks: `[T]` int32, where each sequence's blocks begin among them.
             seq_lens: `[T]` int32, the new token included.
 
         Returns:
@@ -95,15 +98,14 @@ class FusedDecodeAttention:
         at_once = 1 if rows > 4 else min(max(at_once, 1), config.num_splits)
         _fused_decode_kernel[(num_heads // config.heads, config.num_splits, num_tokens)](
             heads.qkv, *(heads.norms or (out, out)),
-            *heads.rope, heads.rows, heads.kv_cache, block_ids, seq_lens,
+            *heads.rope, heads.rows, heads.kv_cache, block_ids, first_blocks, seq_lens,
             self._acc, self._m_l, self._arrived, out,
             num_tokens, num_heads, num_kv_heads, heads.eps, head_dim**-0.5 * _LOG2_E,
             heads.qkv[0].numel(),
             HEADS=config.heads, ROWS=rows, GROUP=num_heads // num_kv_heads, HALF=head_dim // 2,
             COLUMNS=triton.next_power_of_2(head_dim // 2), BLOCK_SIZE=block_size, TILE=config.tile,
             SPLITS=config.num_splits, MERGED=at_once,
-            TOKENS=triton.next_power_of_2(num_tokens), SCRATCH=len(self._acc),
-            NORM=heads.norms is not None, PARTIALS=heads.num_splits,
+            SCRATCH=len(self._acc), NORM=heads.norms is not None, PARTIALS=heads.num_splits,
             TENSOR_CORES=config.tensor_cores, PDL=pdl, num_warps=config.num_warps, launch_pdl=pdl,
         )  # fmt: skip
         return out
@@ -112,11 +114,11 @@ class FusedDecodeAttention:
 @triton.jit
 def _fused_decode_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, block_ids_ptr,
-    seq_lens_ptr, acc_ptr, m_l_ptr, arrived_ptr, out_ptr,
+    first_blocks_ptr, seq_lens_ptr, acc_ptr, m_l_ptr, arrived_ptr, out_ptr,
     num_tokens, num_heads, num_kv_heads, eps, scale, stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    MERGED: tl.constexpr, TOKENS: tl.constexpr, SCRATCH: tl.constexpr, NORM: tl.constexpr,
+    MERGED: tl.constexpr, SCRATCH: tl.constexpr, NORM: tl.constexpr,
     PARTIALS: tl.constexpr, TENSOR_CORES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS query heads of one key head, padded to ROWS, one split, one sequence. A half of a head
@@ -130,9 +132,7 @@ def _fused_decode_kernel(
     half = tl.arange(0, COLUMNS)
 
     # The context without the new token, in equal splits. No kernel of this step writes to it.
-    before = tl.arange(0, TOKENS)
-    lengths = tl.load(seq_lens_ptr + before, mask=before < token, other=0)
-    table_ptr = block_ids_ptr + tl.sum((lengths + BLOCK_SIZE - 1) // BLOCK_SIZE)
+    table_ptr = block_ids_ptr + tl.load(first_blocks_ptr + token)
     context = tl.load(seq_lens_ptr + token) - 1
     split_tokens = tl.cdiv(context, SPLITS)
     begin = split * split_tokens

@@ -21,6 +21,7 @@ from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.kernels import table
 from services.decoder.kernels.heads import ProjectedHeads, Rotary
+from services.decoder.kernels.rows import DeviceRows, EnteredStep, StepEntry
 from services.decoder.kernels.sampling import MaskedRows, SamplingInputs
 from services.decoder.kernels.states import DeltaInputs, LayerStates, StateLayout
 from services.decoder.kernels.table import KernelFacts
@@ -65,7 +66,7 @@ class StepKernels:
     shared_gate: Callable[[Tensor, Tensor, Linear, Tensor], Tensor | None]
     qk_rope_cache: Callable[[ProjectedHeads, Tensor | None, Tensor | None], Tensor]
     output_gate: Callable[[Tensor, Tensor], Tensor]
-    fused_decode_attention: Callable[[ProjectedHeads, Tensor, Tensor], Tensor]
+    fused_decode_attention: Callable[[ProjectedHeads, Tensor, Tensor, Tensor], Tensor]
 
     def add_norm(self, x: Tensor | None, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """The norm of the hidden state `x + residual`, or `residual` alone, and the state."""
@@ -183,18 +184,11 @@ class Ops:
 
     # Before the first layer.
 
-    def pick_tokens(self, known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-        """A step's token ids.
-
-        Args:
-            known: `[T]` int32, the ids that the host knows.
-            rows: `[T]` int64, the row whose last sampled token it is instead; -1: it is known.
-            last_tokens: int32, by row.
-
-        Returns:
-            `[T]` int32.
-        """
-        return self.table.call("pick_tokens", known, rows, last_tokens)
+    def enter_step(
+        self, step: StepEntry, rows: DeviceRows, out: EnteredStep, block_size: int
+    ) -> None:
+        """Writes what the model reads of a step to `out`, and its rows' lengths after it."""
+        self.table.call("enter_step", step, rows, out, block_size, num_tokens=len(out.slots))
 
     def rope_and_rows(
         self, positions: Tensor, slots: Tensor, rope: Rotary, dtype: torch.dtype, block_size: int

@@ -62,6 +62,7 @@ class PagedDecodeAttention:
         query: Tensor,
         kv_cache: Tensor,
         block_ids: Tensor,
+        first_blocks: Tensor,
         seq_lens: Tensor,
         *,
         out: Tensor,
@@ -72,7 +73,8 @@ class PagedDecodeAttention:
         Args:
             query: `[S, num_heads, head_dim]`, contiguous.
             kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, contiguous.
-            block_ids: the sequences' blocks one after the other, int32; more may follow.
+            block_ids: blocks of all sequences, int32.
+            first_blocks: where each sequence's blocks begin among them, int32; more may follow.
             seq_lens: context lengths, int32; more may follow. Sequences of length 0 come after all
                 others; their rows of `out` are not written.
             out: the result, as `query`.
@@ -85,8 +87,8 @@ class PagedDecodeAttention:
         ctas_per_sm, stages = beside if beside_prefill else config.alone
         num_ctas, pdl = facts.device.num_sms * ctas_per_sm, facts.device.supports_pdl
         _paged_decode_kernel[(num_ctas,)](
-            query, kv_cache, block_ids, seq_lens, self._acc, self._m_l, self._arrived, out,
-            num_sequences, facts.head_dim**-0.5 * _LOG2_E,
+            query, kv_cache, block_ids, first_blocks, seq_lens, self._acc, self._m_l,
+            self._arrived, out, num_sequences, facts.head_dim**-0.5 * _LOG2_E,
             ITEMS=facts.num_kv_heads // config.kv_heads, KV_HEADS=config.kv_heads,
             GROUP=facts.group_size, DIM=facts.head_dim,
             COLUMNS=triton.next_power_of_2(facts.head_dim),
@@ -100,8 +102,8 @@ class PagedDecodeAttention:
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def _paged_decode_kernel(
-    query_ptr, cache_ptr, block_ids_ptr, seq_lens_ptr, acc_ptr, m_l_ptr, arrived_ptr, out_ptr,
-    num_sequences, scale,
+    query_ptr, cache_ptr, block_ids_ptr, first_blocks_ptr, seq_lens_ptr, acc_ptr, m_l_ptr,
+    arrived_ptr, out_ptr, num_sequences, scale,
     ITEMS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, PREFETCHED: tl.constexpr, SEQUENCES: tl.constexpr, CTAS: tl.constexpr,
@@ -116,11 +118,12 @@ def _paged_decode_kernel(
     if PDL and not BESIDE_PREFILL:
         gdc_launch_dependents()
 
-    unit, stop, least, rest, sequence, origin, blocks = _find_range(
-        cta, seq_lens_ptr, num_sequences, ITEMS, UNIT, BLOCK_SIZE, SEQUENCES, CTAS
+    unit, stop, least, rest, sequence, origin = _find_range(
+        cta, seq_lens_ptr, num_sequences, ITEMS, UNIT, SEQUENCES, CTAS
     )
-    table_ptr = block_ids_ptr + blocks
-    length = tl.load(seq_lens_ptr + tl.minimum(sequence, num_sequences - 1))
+    found = tl.minimum(sequence, num_sequences - 1)
+    table_ptr = block_ids_ptr + tl.load(first_blocks_ptr + found)
+    length = tl.load(seq_lens_ptr + found)
     if PDL:
         if unit < stop:
             _prefetch(
@@ -140,10 +143,12 @@ def _paged_decode_kernel(
         first = unit - origin - item * count
         taken = tl.minimum(count - first, stop - unit)
         number = sequence * ITEMS + item
-        # The next length is loaded early.
+        # The next length and table are loaded early.
         ends = (item == ITEMS - 1) & (first + taken == count)
         sequence += ends.to(tl.int32)
-        next_length = tl.load(seq_lens_ptr + tl.minimum(sequence, num_sequences - 1))
+        found = tl.minimum(sequence, num_sequences - 1)
+        next_length = tl.load(seq_lens_ptr + found)
+        next_table = tl.load(first_blocks_ptr + found)
 
         query = tl.load(query_ptr + number * (HEADS * DIM) + offset, mask=inside, other=0.0)
         m_i, l_i, acc = _attend(
@@ -159,7 +164,7 @@ def _paged_decode_kernel(
         )  # fmt: skip
         if ends:
             origin += count * ITEMS
-            table_ptr += (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+            table_ptr = block_ids_ptr + next_table
         length = next_length
         unit += taken
 
@@ -167,12 +172,11 @@ def _paged_decode_kernel(
 @triton.jit
 def _find_range(
     cta, seq_lens_ptr, num_sequences,
-    ITEMS: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEQUENCES: tl.constexpr,
-    CTAS: tl.constexpr,
+    ITEMS: tl.constexpr, UNIT: tl.constexpr, SEQUENCES: tl.constexpr, CTAS: tl.constexpr,
 ):  # fmt: skip
     """A CTA's range of units: its first and the one after its last; `least`, which each CTA has,
-    and `rest`, the number of CTAs with one more; the first unit's sequence, and the units and
-    blocks before that sequence.
+    and `rest`, the number of CTAs with one more; the first unit's sequence, and the units before
+    that sequence.
     """
     sequences = tl.arange(0, SEQUENCES)
     lengths = tl.load(seq_lens_ptr + sequences, mask=sequences < num_sequences, other=0)
@@ -182,8 +186,7 @@ def _find_range(
     unit = cta * least + tl.minimum(cta, rest)
     stop = unit + least + (cta < rest).to(tl.int32)
     over = ((tl.cumsum(units) <= unit) & (sequences < num_sequences)).to(tl.int32)
-    blocks = tl.sum(over * ((lengths + BLOCK_SIZE - 1) // BLOCK_SIZE))
-    return unit, stop, least, rest, tl.sum(over), tl.sum(over * units), blocks
+    return unit, stop, least, rest, tl.sum(over), tl.sum(over * units)
 
 
 @triton.jit

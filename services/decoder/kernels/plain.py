@@ -13,9 +13,21 @@ from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import reduce_split_k, rms_norm, silu_and_mul
 from services.common.nn.linear import Linear
 from services.decoder.kernels.heads import ProjectedHeads, Rotary, kv_rows, write_kv
+from services.decoder.kernels.rows import (
+    CHUNK_END,
+    CHUNK_ROW,
+    TOKEN_ID,
+    TOKEN_INDEX,
+    TOKEN_POSITION,
+    TOKEN_ROW,
+    DeviceRows,
+    EnteredStep,
+    StepEntry,
+)
 
 __all__ = [
     "add_rms_norm",
+    "enter_step",
     "fused_decode_attention",
     "linear",
     "linear_residual",
@@ -24,7 +36,6 @@ __all__ = [
     "norm_linear",
     "norm_swiglu",
     "output_gate",
-    "pick_tokens",
     "qk_rope_cache",
     "reduce_split_k",
     "rms_norm",
@@ -40,9 +51,23 @@ __all__ = [
 # Before the first layer.
 
 
-def pick_tokens(known: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-    """Implements `Ops.pick_tokens`."""
-    return torch.where(rows >= 0, last_tokens[rows.clamp(min=0)], known)
+def enter_step(step: StepEntry, rows: DeviceRows, out: EnteredStep, block_size: int) -> None:
+    """Implements `Ops.enter_step`."""
+    row, index = step.tokens[TOKEN_ROW], step.tokens[TOKEN_INDEX]
+    sampled = (row >= 0) & (index < 0)
+    of = row.clamp(min=0)
+    index = torch.where(sampled, rows.lengths[of], index)
+    out.input_ids.copy_(torch.where(sampled, rows.last_tokens[of], step.tokens[TOKEN_ID]))
+    later = index + rows.position_deltas[of]
+    out.positions.copy_(torch.where(sampled, later, step.tokens[TOKEN_POSITION:]))
+    blocks = rows.blocks[of, index // block_size].long()
+    slots = torch.add(index % block_size, blocks, alpha=block_size)
+    out.slots.copy_(slots.masked_fill_(row < 0, -1))
+    owner, end = step.chunks[CHUNK_ROW], step.chunks[CHUNK_END]
+    out.rows.copy_(owner)
+    out.lengths.copy_(torch.where(end < 0, rows.lengths[owner] + 1, end))
+    rows.lengths[owner] = out.lengths
+    torch.mul(owner, rows.blocks.shape[1], out=out.first_blocks)
 
 
 def rope_and_rows(
@@ -212,12 +237,15 @@ def output_gate(attended: Tensor, gates: Tensor) -> Tensor:
     return attended.mul_(gates.sigmoid())
 
 
-def fused_decode_attention(heads: ProjectedHeads, block_ids: Tensor, seq_lens: Tensor) -> Tensor:
+def fused_decode_attention(
+    heads: ProjectedHeads, block_ids: Tensor, first_blocks: Tensor, seq_lens: Tensor
+) -> Tensor:
     """q/k norm, rotation, the write to the KV cache, and attention of one token per sequence.
 
     Args:
         heads: of the projection, one token per sequence; its memory may be overwritten.
-        block_ids: the sequences' KV blocks one after the other, int32.
+        block_ids: KV blocks of all sequences, int32.
+        first_blocks: `[T]` int32, where each sequence's blocks begin among them.
         seq_lens: `[T]` int32, the new token included.
 
     Returns:
@@ -225,10 +253,9 @@ def fused_decode_attention(heads: ProjectedHeads, block_ids: Tensor, seq_lens: T
     """
     query = qk_rope_cache(heads)
     kv_cache, block_size = heads.kv_cache, heads.kv_cache.shape[2]
-    counts = -(-seq_lens // block_size)
     index = torch.arange(int(seq_lens.max()), device=query.device)
     inside = index < seq_lens[:, None]  # [T, longest]
-    place = (counts.cumsum(0) - counts)[:, None] + index // block_size
+    place = first_blocks[:, None] + index // block_size
     blocks = block_ids[place.where(inside, 0)]
     keys, values = (kv_cache[blocks, part, index % block_size].transpose(1, 2) for part in (0, 1))
     attended = F.scaled_dot_product_attention(

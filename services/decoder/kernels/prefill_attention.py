@@ -70,7 +70,7 @@ class PrefillChunk(NamedTuple):
         first_token: tokens of the step before it.
         length: number of its tokens.
         cached: tokens of its sequence that are in the cache.
-        first_block: where the sequence's blocks start among the step's block ids.
+        first_block: where the sequence's blocks begin among the block ids.
     """
 
     first_token: int
@@ -161,7 +161,7 @@ class PrefillAttention:
             keys_values: `[T, 2 * num_kv_heads, head_dim]`, contiguous: the step's own, see
                 `qk_rope_cache`.
             kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, contiguous.
-            block_ids: of the step's sequences, int32.
+            block_ids: of all sequences, int32.
             work: `[room, 8]` int32, from `list_work`, on the device.
             out: the result, as `query`.
             beside_decode: it runs concurrently with the kernel before it on the stream,

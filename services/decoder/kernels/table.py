@@ -342,10 +342,10 @@ def _delta_prefill(facts: KernelFacts) -> Kernel:
     return delta_rule_prefill.prefill
 
 
-def _pick_tokens(facts: KernelFacts) -> Kernel:
+def _enter_step(facts: KernelFacts) -> Kernel:
     from services.decoder.kernels import step_entry
 
-    return step_entry.pick_tokens
+    return step_entry.enter_step
 
 
 def _rope_and_rows(facts: KernelFacts) -> Kernel:
@@ -398,8 +398,8 @@ _MOE = _needs(_experts, _triton, _half_precision, _one_rank)
 _few_tokens = _tokens(1, tuning.MOE_GEMV_TOKENS)
 
 ROWS: Sequence[Row] = (
-    Row("pick_tokens", "triton", _pick_tokens, _triton),
-    Row("pick_tokens", "plain", _plain(plain.pick_tokens)),
+    Row("enter_step", "triton", _enter_step, _triton),
+    Row("enter_step", "plain", _plain(plain.enter_step)),
     Row("rope_and_rows", "triton", _rope_and_rows, _needs(_triton, _even_head)),
     Row("rope_and_rows", "plain", _plain(plain.rope_and_rows)),
     Row("rms_norm", "triton", lambda facts: _add_norm(facts, "rms_norm"), _triton),

@@ -91,7 +91,9 @@ class Attention(nn.Module):
         transform = HeadTransform(norms, self.eps, step.rope, kv_cache, step.kv_rows, self.gated)
         if metadata.fused:
             attend, heads = kernels.fused_decode_attention, transform.of(qkv)
-            return attend(heads, metadata.block_ids, metadata.seq_lens_device)
+            return attend(
+                heads, metadata.block_ids, metadata.first_blocks_device, metadata.seq_lens_device
+            )
         keys_values = None
         if metadata.wants_keys_values:
             num_kv_heads, head_dim = kv_cache.shape[-2:]

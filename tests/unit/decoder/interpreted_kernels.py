@@ -41,6 +41,8 @@ from services.decoder.kernels.qk_rope_cache import qk_rope_cache
 from services.decoder.kernels.tuning import GemvConfig, SkinnyConfig, SwigluGemmConfig
 from services.decoder.models.rope import RotaryEmbedding
 from tests import sampling_twins
+from tests.block_tables import first_blocks
+from tests.step_entries import check_step_entry
 from tests.unit.decoder import interpreted_moe
 from tests.unit.interpreter import assert_close
 
@@ -82,10 +84,11 @@ def check_fused(
     angles = torch.rand(count, dim // 2) * 6.28
     rope = (angles.cos(), angles.sin())
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    tables = block_ids, torch.from_numpy(first_blocks(lengths, BLOCK_SIZE))
     of_plain, of_rope, of_few = (
         HeadTransform(weights, EPS, rope, pool.clone(), rows).of(qkv) for _ in range(3)
     )
-    expected = plain.fused_decode_attention(of_plain, block_ids, seq_lens)
+    expected = plain.fused_decode_attention(of_plain, *tables, seq_lens)
     query = plain.qk_rope_cache(replace(of_plain, kv_cache=pool.clone()))
     close(qk_rope_cache(of_rope), query)
     close(of_rope.kv_cache, of_plain.kv_cache)
@@ -94,10 +97,10 @@ def check_fused(
         fused_decode_config if config is None else lambda *_: config,
     )  # fmt: skip
     for _ in range(2):  # its scratch is left as it was
-        close(attend(of_few, block_ids, seq_lens), expected)
+        close(attend(of_few, *tables, seq_lens), expected)
     close(of_few.kv_cache, of_plain.kv_cache)
     nowhere = kv_rows(torch.full((count,), -1), BLOCK_SIZE)  # padding
-    attend(replace(of_few, rows=nowhere), block_ids, seq_lens)
+    attend(replace(of_few, rows=nowhere), *tables, seq_lens)
     close(of_few.kv_cache, of_plain.kv_cache)
 
 
@@ -128,7 +131,8 @@ def check_paged(
             expected.append(attended[:, 0])
         seq_lens = torch.tensor([*contexts, 99], dtype=torch.int32)  # one behind them
         found = torch.empty_like(query)
-        attend(query, pool, block_ids, seq_lens, out=found, beside_prefill=turn == 1)
+        tables = block_ids, torch.from_numpy(first_blocks(contexts, BLOCK_SIZE))
+        attend(query, pool, *tables, seq_lens, out=found, beside_prefill=turn == 1)
         close(found, torch.stack(expected))
 
 
@@ -154,13 +158,7 @@ def check_kept(num_tokens: int, heads: int, kv_heads: int, dim: int) -> None:
 
 def check_entry(count: int, half: int) -> None:
     """What a step computes before its first layer."""
-    known = torch.randint(0, 9, (count,), dtype=torch.int32)
-    last_tokens = torch.arange(100, 110, dtype=torch.int32)
-    rows = torch.randint(-1, 10, (count,))
-    assert torch.equal(
-        step_entry.pick_tokens(known, rows, last_tokens),
-        plain.pick_tokens(known, rows, last_tokens),
-    )
+    check_step_entry(step_entry.enter_step, count, "cpu")
     section = (half // 2, half // 4, half // 4)
     mrope = RotaryEmbedding(
         RopeSpec(theta=5e6, rotary_dim=2 * half, mrope_section=section, attention_factor=1.3)

@@ -63,7 +63,7 @@ def fused(facts: AttentionFacts, count: int, *, has_norm: bool = True) -> Compil
     ).of(half(count, (facts.num_heads + 2 * facts.num_kv_heads) * dim))  # fmt: skip
     with compiled_launches(facts.device) as found:
         attend = fused_decode_attention.FusedDecodeAttention(facts, CPU)
-        attend(heads, ints(9), ints(count))
+        attend(heads, ints(9), ints(count), ints(count))
     return found[0]
 
 
@@ -72,7 +72,7 @@ def paged(facts: AttentionFacts, count: int, *, beside_prefill: bool) -> Compile
     with compiled_launches(facts.device) as found:
         attend = paged_decode_attention.PagedDecodeAttention(facts, CPU)
         attend(
-            query, pool_of(facts), ints(9), ints(count), out=torch.empty_like(query),
+            query, pool_of(facts), ints(9), ints(count), ints(count), out=torch.empty_like(query),
             beside_prefill=beside_prefill,
         )  # fmt: skip
     return found[0]

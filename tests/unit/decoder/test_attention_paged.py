@@ -18,6 +18,7 @@ from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.attention.paged import PagedBackend
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.kernels.attention_tuning import AttentionFacts
+from tests.block_tables import first_blocks
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -82,6 +83,7 @@ class Step:
         contexts = [100] * self.num_decodes + [sum(chunk) for chunk in self.chunks]
         self.cu_query_lens = np.cumsum([0, *lengths]).astype(np.int32)
         self.seq_lens = np.array(contexts, np.int32)
+        self.first_blocks = first_blocks(self.seq_lens, BLOCK_SIZE)
         self.num_tokens = sum(lengths)
 
     def metadata(self, work: np.ndarray | None = None) -> AttentionMetadata:
@@ -91,7 +93,9 @@ class Step:
             cu_query_lens=self.cu_query_lens,
             seq_lens=self.seq_lens,
             slot_mapping=torch.zeros(self.num_tokens, dtype=torch.int64),
+            first_blocks=self.first_blocks,
             block_ids=torch.arange(num_blocks, dtype=torch.int32),
+            first_blocks_device=torch.from_numpy(self.first_blocks),
             seq_lens_device=torch.from_numpy(self.seq_lens),
             work=None if work is None else torch.from_numpy(work),
         )

@@ -14,6 +14,7 @@ from services.decoder.attention.base import AttentionBackend, AttentionMetadata,
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.kernels import plain
 from services.decoder.kernels.heads import HeadTransform, kv_rows, write_kv
+from tests.block_tables import first_blocks
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -41,6 +42,8 @@ def layout(lengths: list[tuple[int, int]], seed: int = 0) -> AttentionMetadata:
         seq_lens=seq_lens,
         slot_mapping=torch.tensor(slots),
         block_ids=torch.cat(tables),
+        first_blocks=(firsts := first_blocks(seq_lens, BLOCK_SIZE)),
+        first_blocks_device=torch.from_numpy(firsts),
         seq_lens_device=torch.from_numpy(seq_lens),
     )
 
@@ -194,6 +197,8 @@ def test_fused_decode_attention_is_rotation_and_then_attention(contexts: list[in
     query = plain.qk_rope_cache(replace(projected, kv_cache=written))
     truth = expected(query, written, metadata).flatten(1)
     attend = plain.fused_decode_attention
-    found = attend(projected, metadata.block_ids, metadata.seq_lens_device)
+    found = attend(
+        projected, metadata.block_ids, metadata.first_blocks_device, metadata.seq_lens_device
+    )
     assert torch.equal(pool, written)
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)

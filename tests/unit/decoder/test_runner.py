@@ -30,7 +30,7 @@ from services.decoder.engine.pending_step import DevicePendingStep
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Step
-from services.decoder.engine.step_inputs import StepInputs
+from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepInputs
 from services.decoder.kernels import ALL_MASKED
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 from tests.sampling_twins import mask_of
@@ -386,17 +386,21 @@ def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None
     harness.step(harness.chunk(sequences[0]))
     chunk = harness.chunk(sequences[0])
     step = harness.inputs(chunk)
-    padded = step_inputs.pad(step, 4, runner._scratch_row)
-    full = StepInputs.scratch([1] * 4, runner._scratch_row)
-    first, second = runner._stage(padded).places, runner._stage(full).places
-    for name in ("input_ids", "input_rows", "positions", "slot_mapping", "seq_lens", "output_rows"):
+    full = runner._scratch([1] * 4)
+    padded = step_inputs.pad(step, 4, full)
+    graphs = DecodeGraphs(parts_of(runner), full)
+    update = RowUpdates((np.array([5]), np.array([7], np.int32)), NOTHING_NEW.position_deltas)
+    second, first = runner._stage(full, graphs).places, runner._stage(padded, graphs, update).places
+    for name in ("tokens", "chunks", "graph_updates"):
         assert getattr(first, name) == getattr(second, name)
-    assert runner._staging.host(second.slot_mapping).tolist() == [-1] * 4
-    first = runner._stage(padded).places
-    assert runner._staging.host(first.slot_mapping).tolist()[1:] == [-1] * 3
-    assert runner._staging.host(first.input_rows).tolist()[1:] == [-1] * 3
-    assert padded.table_rows.tolist()[1:] == [runner._scratch_row] * 3
-    assert runner._table.blocks[runner._scratch_row, 0] == runner.info.num_blocks
+    assert runner._staging.host(first.tokens)[0].tolist() == [0, -1, -1, -1]
+    rows = padded.chunks[0].tolist()
+    assert rows == [0] + [runner._scratch_row] * 3
+    table = runner._state.rows.blocks
+    assert table[runner._scratch_row, 0] == runner.info.num_blocks
+    places, values = map(runner._staging.host, first.graph_updates)
+    assert places.tolist() == [5] + [table.numel() - 1] * 3
+    assert values.tolist() == [7, 0, 0, 0]
     sequences[0].num_in_flight = 0
     harness.finish(sequences[0])
 
@@ -411,24 +415,25 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
     chunks += [harness.chunk(prompts[0], 5), harness.chunk(prompts[1])]
     used = sum(chunk.length for chunk in chunks)
     step = harness.inputs(*chunks)
-    padded = step_inputs.pad_mixed(step, 64, 4, 3, runner._scratch_row)
+    padded = step_inputs.pad_mixed(step, 64, 4, 3, runner._scratch([1]))
     assert padded.num_decodes == 4
     assert padded.num_tokens == 64
     assert np.diff(padded.cu_query_lens).tolist() == [1, 1, 0, 0, 5, 10, 0, 0]
     places = [0, 1, 4, 5]
     assert padded.seq_lens[places].tolist() == step.seq_lens.tolist()
-    assert padded.table_rows[places].tolist() == [0, 1, 2, 3]
+    assert padded.chunks[0, places].tolist() == [0, 1, 2, 3]
+    assert padded.chunks[1, places].tolist() == step.chunks[1].tolist() == [11, 11, 5, 10]
     others = [2, 3, 6, 7]
     assert not padded.seq_lens[others].any()
-    assert padded.table_rows[others].tolist() == [runner._scratch_row] * 4
+    assert padded.chunks[0, others].tolist() == [runner._scratch_row] * 4
+    assert not padded.chunks[1, others].any()
     # Three sample: two decodes and the whole prompt. Padding samples for the scratch row.
     assert padded.samples.tolist() == [0, 1, 5, 7]
     staged = runner._stage(padded).places
-    for name in ("input_ids", "input_rows", "positions", "slot_mapping"):
-        found = runner._staging.host(getattr(staged, name))
-        assert found.shape[-1] == 64
-        assert np.array_equal(found[..., :used], getattr(step, name))
-    assert runner._staging.host(staged.slot_mapping)[used:].tolist() == [-1] * (64 - used)
+    found = runner._staging.host(staged.tokens)
+    assert found.shape == (6, 64)
+    assert np.array_equal(found[:, :used], step.tokens)
+    assert found[0, used:].tolist() == [-1] * (64 - used)
     runner._staging.upload()
     assert runner._staging.device(staged.sampled_tokens).tolist() == [0, 1, used - 1, used - 1]
     assert runner._staging.device(staged.sampled_rows).tolist() == [0, 1, 3, runner._scratch_row]
@@ -437,13 +442,16 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
         harness.finish(sequence)
 
 
-def mixed_graphs(runner: ModelRunner) -> MixedGraphs:
+def parts_of(runner: ModelRunner) -> StepParts:
     state = runner._state
-    parts = StepParts(
-        runner._model, runner._backend, runner._images, state.last_tokens, runner._staging,
-        state.kv_cache, graph_pool=None, capture_stream=None,
+    return StepParts(
+        runner._model, runner._backend, runner._images, state.rows, runner._entered,
+        runner._staging, state.kv_cache, graph_pool=None, capture_stream=None,
     )  # fmt: skip
-    return MixedGraphs(parts, runner._scratch_row)
+
+
+def mixed_graphs(runner: ModelRunner) -> MixedGraphs:
+    return MixedGraphs(parts_of(runner), runner._scratch([1]))
 
 
 @pytest.mark.parametrize("failing", KINDS)
@@ -496,7 +504,7 @@ def test_a_capture_without_memory_is_an_error(
 def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
 ) -> None:
-    """Whatever the step: its work, its mask, and its block ids, of which there are any number."""
+    """Whatever the step: its tokens, its work and its mask."""
     runner = harness.runner
     monkeypatch.setattr(
         runner._backend,
@@ -506,17 +514,12 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
     graphs = mixed_graphs(runner)
     first = runner._stage(graphs.scratch(64), graphs)
     captured = first.places
-    step = graphs._padded(StepInputs.scratch(lengths, runner._scratch_row), 64)
+    step = graphs._padded(runner._scratch(lengths), 64)
     staged = runner._stage(step, graphs).places
     for field in dataclasses.fields(staged):
-        if field.name != "block_ids":
-            place = getattr(staged, field.name)
-            assert place == getattr(captured, field.name), field.name
-            assert (place is None) == (field.name in ("cu_query_lens", "pieces"))
-    assert staged.block_ids.offset == captured.block_ids.offset
-    everything = step_inputs.captured_metadata(first, runner._staging, None).block_ids
-    found = runner._staging.host(staged.block_ids)
-    assert everything[: len(found)].tolist() == found.tolist()
+        place = getattr(staged, field.name)
+        assert place == getattr(captured, field.name), field.name
+        assert (place is None) == (field.name in ("cu_query_lens", "pieces", "graph_updates"))
 
 
 def test_a_mixture_takes_the_smallest_graph_that_holds_it(
@@ -535,7 +538,7 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     assert all(len(rows) == 8 for rows in graphs._captured.values())  # as many as may decode
 
     def padded(lengths: list[int]) -> int | None:
-        step = graphs.pad(StepInputs.scratch(lengths, runner._scratch_row))
+        step = graphs.pad(runner._scratch(lengths))
         return step.num_tokens if step is not None else None
 
     assert padded([1, 1, 200]) == padded([256]) == 256

@@ -1,0 +1,54 @@
+"""Random steps for `enter_step`, and the check against its plain twin."""
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+
+from services.decoder.kernels import plain
+from services.decoder.kernels.rows import DeviceRows, EnteredStep, StepEntry
+
+BLOCK_SIZE, MAX_BLOCKS, ROWS = 16, 40, 300
+
+
+def check_step_entry(enter: Callable[..., None], count: int, device: str) -> None:
+    """Decodes from the device, known tokens, chunks and padding, three steps on the same rows."""
+    generator = torch.Generator().manual_seed(count)
+
+    def integers(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator, dtype=torch.int32)
+
+    start = (
+        integers(900, ROWS + 1, MAX_BLOCKS), integers(MAX_BLOCKS * BLOCK_SIZE - 4, ROWS + 1),
+        integers(50, ROWS + 1) - 25, integers(1000, ROWS + 1),
+    )  # fmt: skip
+    ours, twins = (DeviceRows(*(part.clone().to(device) for part in start)) for _ in range(2))
+    for turn in range(3):
+        num_decodes = min(count, ROWS) if turn == 2 else min(count // 2, 200)
+        owners = torch.randperm(ROWS, generator=generator).int()
+        num_chunks = num_decodes + 3
+        tokens, chunks = torch.zeros(6, count, dtype=torch.int32), torch.zeros(2, num_chunks)
+        tokens[2:] = integers(5000, 4, count)
+        tokens[0], tokens[1] = -1, 0
+        tokens[0, :num_decodes] = owners[:num_decodes]
+        tokens[1, :num_decodes] = -integers(2, num_decodes)  # 0: known
+        used = num_decodes + (count - num_decodes) * 2 // 3  # one chunk, then padding
+        tokens[0, num_decodes:used] = owners[-1]
+        tokens[1, num_decodes:used] = torch.arange(used - num_decodes) % (MAX_BLOCKS * BLOCK_SIZE)
+        chunks[0] = ROWS
+        chunks[0, :num_decodes], chunks[1, :num_decodes] = tokens[0, :num_decodes], 1
+        chunks[1, :num_decodes][tokens[1, :num_decodes] < 0] = -1
+        chunks[0, num_decodes], chunks[1, num_decodes] = owners[-1], used - num_decodes
+        step = StepEntry(tokens.to(device), chunks.int().to(device))
+        found, expected = (
+            EnteredStep.allocate(count, num_chunks, torch.device(device)).part(count, num_chunks)
+            for _ in range(2)
+        )
+        enter(step, ours, found, BLOCK_SIZE)
+        plain.enter_step(step, twins, expected, BLOCK_SIZE)
+        for name in (field.name for field in fields(EnteredStep)):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert torch.equal(ours.lengths[:ROWS], twins.lengths[:ROWS])
+        for rows in (ours, twins):  # tokens that the step samples
+            rows.last_tokens[:ROWS] = integers(1000, ROWS).to(device)
+        twins.last_tokens.copy_(ours.last_tokens)
