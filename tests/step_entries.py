@@ -6,7 +6,7 @@ from dataclasses import fields
 import torch
 
 from services.decoder.kernels import plain
-from services.decoder.kernels.rows import DeviceRows, EnteredStep, StepEntry
+from services.decoder.kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, EnteredStep, StepEntry
 
 BLOCK_SIZE, MAX_BLOCKS, ROWS = 16, 40, 300
 
@@ -24,10 +24,10 @@ def check_step_entry(enter: Callable[..., None], count: int, device: str) -> Non
     )  # fmt: skip
     ours, twins = (DeviceRows(*(part.clone().to(device) for part in start)) for _ in range(2))
     for turn in range(3):
-        num_decodes = min(count, ROWS) if turn == 2 else min(count // 2, 200)
+        num_decodes = min(count, ROWS - 1) if turn == 2 else min(count // 2, 200)
         owners = torch.randperm(ROWS, generator=generator).int()
         num_chunks = num_decodes + 3
-        tokens, chunks = torch.zeros(6, count, dtype=torch.int32), torch.zeros(2, num_chunks)
+        tokens, chunks = torch.zeros(6, count, dtype=torch.int32), torch.zeros(4, num_chunks)
         tokens[2:] = integers(5000, 4, count)
         tokens[0], tokens[1] = -1, 0
         tokens[0, :num_decodes] = owners[:num_decodes]
@@ -35,10 +35,14 @@ def check_step_entry(enter: Callable[..., None], count: int, device: str) -> Non
         used = num_decodes + (count - num_decodes) * 2 // 3  # one chunk, then padding
         tokens[0, num_decodes:used] = owners[-1]
         tokens[1, num_decodes:used] = torch.arange(used - num_decodes) % (MAX_BLOCKS * BLOCK_SIZE)
-        chunks[0] = ROWS
+        chunks[0], chunks[2] = ROWS, -1
+        if max(count, num_chunks) <= MAX_CHANGING_CHUNKS:
+            changing = torch.randperm(num_chunks, generator=generator)[: num_chunks // 3]
+            chunks[2, changing] = owners[: len(changing)] * MAX_BLOCKS + turn + 0.0
+            chunks[3, changing] = 900.0 + turn
         chunks[0, :num_decodes], chunks[1, :num_decodes] = tokens[0, :num_decodes], 1
         chunks[1, :num_decodes][tokens[1, :num_decodes] < 0] = -1
-        chunks[0, num_decodes], chunks[1, num_decodes] = owners[-1], used - num_decodes
+        chunks[0, num_decodes], chunks[1, num_decodes] = owners[-1], 5
         step = StepEntry(tokens.to(device), chunks.int().to(device))
         found, expected = (
             EnteredStep.allocate(count, num_chunks, torch.device(device)).part(count, num_chunks)
@@ -49,6 +53,7 @@ def check_step_entry(enter: Callable[..., None], count: int, device: str) -> Non
         for name in (field.name for field in fields(EnteredStep)):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
         assert torch.equal(ours.lengths[:ROWS], twins.lengths[:ROWS])
+        assert torch.equal(ours.blocks, twins.blocks)
         for rows in (ours, twins):  # tokens that the step samples
             rows.last_tokens[:ROWS] = integers(1000, ROWS).to(device)
         twins.last_tokens.copy_(ours.last_tokens)

@@ -55,7 +55,6 @@ class _Workspaces:
         self._on_device = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._pinned = _PinnedRing(_INT_WORKSPACE_BYTES)
         self._indices = _PinnedRing(4 * (4 * max_num_sequences + 64))
-        self._tables = _PinnedRing(4 * (2 * max_num_sequences + 64))
 
     def assign(
         self, wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
@@ -75,16 +74,11 @@ class _Workspaces:
             firsts: `[S]`, where each sequence's blocks begin.
             counts: `[S]`, their numbers.
         """
-        given = self._tables.take()
         ends = counts.cumsum()
-        host = given.numpy().view(np.int32)[: 2 * len(counts)].reshape(2, -1)
-        host[0], host[1] = firsts - ends + counts, counts
-        shifts, repeats = torch.from_numpy(host).to(block_ids.device, non_blocking=True)
-        self._tables.copied()
-        total = int(ends[-1])
-        places = shifts.repeat_interleave(repeats, output_size=total)
-        places += torch.arange(total, dtype=torch.int32, device=places.device)
-        return block_ids[places]
+        places = (firsts - ends + counts).repeat(counts) + np.arange(ends[-1])
+        # The pinned copy returns to torch's allocator, which waits for the stream.
+        given = torch.from_numpy(places).pin_memory().to(block_ids.device, non_blocking=True)
+        return block_ids.index_select(0, given)
 
     def planned(self) -> None:
         """The copies of the plan are on the stream."""

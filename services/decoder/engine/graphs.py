@@ -8,6 +8,7 @@ that all graphs of a kind share. All graphs share one memory pool: one runs at a
 fits no graph eagerly.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -75,7 +76,7 @@ class StepGraphs(Protocol):
     """Graphs of one kind of step."""
 
     masks_images: bool  # every step has a mask of its visual tokens
-    updates_blocks: bool  # a graph changes block tables itself
+    runs_decodes: bool  # alone, each of which samples
 
     def plans_from_blocks(self, step: StepInputs) -> bool:
         """Whether a padded step's plan reads block tables, before the graph runs."""
@@ -115,11 +116,12 @@ class _GraphSet:
     def __init__(self, parts: StepParts) -> None:
         self.parts = parts
         self._captured: dict[_Kind, _Captured] = {}
+        self._sizes: list[int] = []  # of them, ascending
         self._logits: Tensor | None = None
 
     def _size(self, wanted: int) -> int | None:
-        sizes = (kind.size for kind in self._captured)
-        return min((size for size in sizes if size >= wanted), default=None)
+        place = bisect_left(self._sizes, wanted)
+        return self._sizes[place] if place < len(self._sizes) else None
 
     def _capture(
         self, kind: _Kind, step: StepInputs, rows: Tensor | None, sampled: Tensor | None = None
@@ -167,6 +169,7 @@ class _GraphSet:
         torch.cuda.current_stream().wait_stream(stream)
         graph.replay()  # the first one takes longer
         self._captured[kind] = _Captured(graph, metadata, logits, token_ids, calls)
+        self._sizes = sorted({kind.size for kind in self._captured})
 
     def _replay(self, kind: _Kind) -> tuple[Tensor, Tensor]:
         captured = self._captured[kind]
@@ -188,7 +191,6 @@ class _GraphSet:
     ) -> Tensor:
         """The hidden states of `sampled`, see CausalLM."""
         parts, visual = self.parts, None
-        step_inputs.update_in_graph(step, parts.staging, parts.rows)
         entry, block_size = step_inputs.entry(step, parts.staging), parts.kv_cache.shape[3]
         parts.model.ops.enter_step(entry, parts.rows, entered, block_size)
         if step.places.visual_mask is not None and parts.images is not None:
@@ -207,7 +209,7 @@ class DecodeGraphs(_GraphSet):
     """Steps of decodes alone."""
 
     masks_images = False
-    updates_blocks = True
+    runs_decodes = True
 
     def __init__(self, parts: StepParts, scratch: StepInputs) -> None:
         super().__init__(parts)
@@ -249,7 +251,7 @@ class _ChunkGraphs(_GraphSet):
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
         self.masks_images = parts.images is not None
-        self.updates_blocks = False
+        self.runs_decodes = False
 
     def plans_from_blocks(self, step: StepInputs) -> bool:
         return False
@@ -258,6 +260,7 @@ class _ChunkGraphs(_GraphSet):
         """Captures a padded step; the largest must be the first."""
         parts = self.parts
         parts.staging.upload()
+        assert step.places.sampled_rows is not None and step.places.sampled_tokens is not None
         rows = parts.staging.device(step.places.sampled_rows)
         sampled = parts.staging.device(step.places.sampled_tokens)
         self._capture(_Kind(step.num_tokens), step, rows, sampled)

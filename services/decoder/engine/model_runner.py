@@ -158,7 +158,7 @@ class ModelRunner:
             logits, token_ids = (out[:count] for out in graphs.replay(inputs))
         else:
             # Scored prompt tokens may be any.
-            sampled = self._staging.device(inputs.places.sampled_tokens)
+            sampled = self._last_tokens_of(inputs)
             narrow = len(step.samples) > 0 and len(step.scored) == 0
             hidden = self._forward(inputs, sampled if narrow else None)
             scores = self._score(step, hidden)
@@ -167,19 +167,36 @@ class ModelRunner:
         self._save_states(step)
         if logits is None:
             # The step still reads the arena, which may be reused once its result is there.
-            tokens = HostTokens(torch.empty(0, dtype=torch.int32), None, None, self._mark())
+            done = self._mark()
+            self._staging.done_by(done)
+            tokens = HostTokens(torch.empty(0, dtype=torch.int32), None, None, done)
             return DevicePendingStep(tokens, None, scores)
-        rows = self._staging.device(inputs.places.sampled_rows)
+        rows = self._rows_of_samples(inputs)
         if sampling is None or len(step.late) == 0:
             tokens = self._sample(rows, logits, token_ids, sampling)
+            self._staging.done_by(tokens.event)
             return DevicePendingStep(tokens, None, scores)
+        computed = self._mark()
+        self._staging.done_by(computed)
         first, count = len(step.token_masks), len(step.token_masks) + len(step.late)
         late = LateSampling(
-            computed=self._mark(),
+            computed=computed,
             put=lambda index, mask: self._masks.put(first + index, mask),
             sample=partial(self._sample_late, rows, logits, token_ids, sampling, count),
         )
         return DevicePendingStep(None, late, scores)
+
+    def _rows_of_samples(self, step: StepInputs) -> Tensor:
+        """Those of a launched step, perhaps with padding; valid until the next one."""
+        place = step.places.sampled_rows
+        if place is None:
+            return self._entered.rows[: len(step.seq_lens)]
+        return self._staging.device(place)
+
+    def _last_tokens_of(self, step: StepInputs) -> Tensor:
+        """Indices of an eager step's tokens that sample."""
+        assert step.places.sampled_tokens is not None
+        return self._staging.device(step.places.sampled_tokens)
 
     def _score(self, step: Step, hidden: Tensor) -> list[PromptScores]:
         """Logprobs of the prompt tokens that a step names, on their way to the host.
@@ -267,7 +284,7 @@ class ModelRunner:
         """
         step = self._stage(self._scratch(lengths))
         self._staging.upload()
-        hidden = self._forward(step, self._staging.device(step.places.sampled_tokens))
+        hidden = self._forward(step, self._last_tokens_of(step))
         self._model.ops.greedy(self._model.logits(hidden))
 
     @torch.inference_mode()
@@ -325,7 +342,6 @@ class ModelRunner:
     ) -> StepInputs:
         """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""
         self._staging.begin()
-        in_graph = graphs is not None and graphs.updates_blocks
         return step_inputs.stage(
             step,
             self._staging,
@@ -333,7 +349,7 @@ class ModelRunner:
             work=self._backend.list_work(step, captured=graphs is not None),
             masked=bool(step.images) if graphs is None else graphs.masks_images,
             with_states=self._state.states is not None,
-            in_graph=self._state.rows.blocks.numel() - 1 if in_graph else None,
+            decodes=graphs is not None and graphs.runs_decodes,
             early=graphs is not None and graphs.plans_from_blocks(step),
         )
 

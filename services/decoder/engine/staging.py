@@ -44,7 +44,10 @@ class Staging:
             torch.empty(size_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(turns)
         ]
         self._arrays = [host.numpy() for host in self._hosts]
-        self._events = [torch.cuda.Event() for _ in range(turns)] if cuda else []
+        self._cuda = cuda
+        # Of each turn: whether its copy may be under way, and what happens after it.
+        self._uploaded = [False] * turns
+        self._events: list[torch.cuda.Event | None] = [None] * turns
         self._device_side = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self._size_bytes = size_bytes
         self._turn = 0
@@ -54,8 +57,13 @@ class Staging:
         """Starts a step; waits in the rare case that this turn's last copy has not run."""
         self._turn = (self._turn + 1) % len(self._hosts)
         self._used = 0
-        if self._events:
-            self._events[self._turn].synchronize()
+        if self._uploaded[self._turn]:
+            event = self._events[self._turn]
+            if event is None:  # of warm-up, or a step that failed
+                torch.cuda.current_stream().synchronize()
+            else:
+                event.synchronize()
+            self._uploaded[self._turn], self._events[self._turn] = False, None
 
     def add(
         self,
@@ -97,19 +105,17 @@ class Staging:
 
     def upload(self) -> None:
         """Enqueues the copy on the stream."""
-        if self._events:
+        if self._cuda:
             source = self._hosts[self._turn][: self._used]
             self._device_side[: self._used].copy_(source, non_blocking=True)
-            self._events[self._turn].record()
+            self._uploaded[self._turn] = True
+
+    def done_by(self, event: torch.cuda.Event | None) -> None:
+        """The last `upload` is over when the event happens."""
+        self._events[self._turn] = event
 
     def device(self, staged: Staged) -> Tensor:
         """The array on the device, valid until the next step's `upload`."""
-        side = self._device_side if self._events else self._hosts[self._turn]
+        side = self._device_side if self._cuda else self._hosts[self._turn]
         raw = side[staged.offset : staged.offset + staged.size_bytes]
         return raw.view(_DTYPES[staged.dtype]).view(staged.shape)
-
-    def device_from(self, staged: Staged) -> Tensor:
-        """The array on the device and all bytes after it, as elements of its dtype."""
-        side = self._device_side if self._events else self._hosts[self._turn]
-        whole = (len(side) - staged.offset) // staged.dtype.itemsize * staged.dtype.itemsize
-        return side[staged.offset : staged.offset + whole].view(_DTYPES[staged.dtype])

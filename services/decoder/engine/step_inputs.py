@@ -18,8 +18,11 @@ from services.decoder.engine.images import ImageRun
 from services.decoder.engine.staging import Staged, Staging
 from services.decoder.engine.step import Int32Array, Step
 from services.decoder.kernels.rows import (
+    CHUNK_BLOCK,
     CHUNK_END,
+    CHUNK_PLACE,
     CHUNK_ROW,
+    MAX_CHANGING_CHUNKS,
     NUM_CHUNK_FIELDS,
     NUM_TOKEN_FIELDS,
     TOKEN_ID,
@@ -47,9 +50,8 @@ class Places:
 
     tokens: Staged
     chunks: Staged
-    graph_updates: tuple[Staged, Staged] | None  # [S] of block tables, which a graph makes itself
-    sampled_rows: Staged  # [B] int64: rows of the table
-    sampled_tokens: Staged  # [B] int64: tokens of the step
+    sampled_rows: Staged | None  # [B] int64: rows of the table; None: each chunk samples
+    sampled_tokens: Staged | None  # [B] int64: tokens of the step; None: the same
     work: Staged | None  # the attention's, see AttentionBackend.list_work
     visual_mask: Staged | None  # [T] int32; None: no token can be an image's
     cu_query_lens: Staged | None  # [S + 1] int32, of a model with recurrent states
@@ -68,7 +70,7 @@ class StepInputs:
     num_tokens: int  # padding included, at least T
     num_decodes: int
     tokens: Int32Array  # [6, T], see kernels.rows
-    chunks: Int32Array  # [2, S], the same
+    chunks: Int32Array  # [4, S], the same
     cu_query_lens: Int32Array  # [S + 1]
     seq_lens: Int32Array  # [S]
     first_blocks: Int32Array  # [S]
@@ -88,7 +90,7 @@ class StepInputs:
             num_tokens=num_tokens,
             num_decodes=_leading_ones(lengths),
             tokens=tokens,
-            chunks=np.stack((rows, sizes)),
+            chunks=np.stack((rows, sizes, np.full_like(rows, -1), np.zeros_like(rows))),
             cu_query_lens=np.concatenate(([0], sizes.cumsum())).astype(np.int32),
             seq_lens=sizes,
             first_blocks=rows * max_blocks,
@@ -148,7 +150,7 @@ def lay_out(step: Step, max_blocks: int, *, resend: bool = False) -> StepInputs:
         tokens[TOKEN_ROW] = step.rows.repeat(step.lengths)
         tokens[TOKEN_INDEX] = np.arange(num_tokens) + (step.starts - firsts).repeat(step.lengths)
     chunks = np.empty((NUM_CHUNK_FIELDS, len(lengths)), np.int32)
-    chunks[CHUNK_ROW] = step.rows
+    chunks[CHUNK_ROW], chunks[CHUNK_PLACE] = step.rows, -1
     chunks[CHUNK_END] = seq_lens = (step.starts + step.lengths).astype(np.int32)
     if fed:
         tokens[TOKEN_INDEX, :fed] = -1
@@ -173,7 +175,7 @@ def _decodes_from_device(step: Step, max_blocks: int, *, resend: bool) -> StepIn
     tokens = np.zeros((NUM_TOKEN_FIELDS, count), np.int32)
     chunks = np.empty((NUM_CHUNK_FIELDS, count), np.int32)
     tokens[TOKEN_ROW] = chunks[CHUNK_ROW] = step.rows
-    tokens[TOKEN_INDEX] = chunks[CHUNK_END] = -1
+    tokens[TOKEN_INDEX] = chunks[CHUNK_END : CHUNK_PLACE + 1] = -1
     seq_lens = (step.starts + 1).astype(np.int32)
     if resend:
         chunks[CHUNK_END] = seq_lens
@@ -240,6 +242,7 @@ def pad_mixed(
     seq_lens = np.zeros(total, np.int32)
     first_blocks = np.full(total, scratch.first_blocks[0])
     chunks = np.zeros((NUM_CHUNK_FIELDS, total), np.int32)
+    chunks[CHUNK_PLACE] = -1
     chunks[CHUNK_ROW] = scratch.chunks[CHUNK_ROW, 0]
     cu_query_lens = np.full(total + 1, used, np.int32)
     for target, source in (
@@ -273,7 +276,7 @@ def stage(
     work: Int32Array | None,
     masked: bool,
     with_states: bool = False,
-    in_graph: int | None = None,
+    decodes: bool = False,
     early: bool = False,
 ) -> StepInputs:
     """Copies a step's arrays into the staging buffer; returns the step, with its places.
@@ -285,34 +288,31 @@ def stage(
         work: what the attention backend reads besides lengths and blocks, if anything.
         masked: the step has a mask of its visual tokens.
         with_states: the model has recurrent states.
-        in_graph: the step's graph changes block tables itself, at one place for each chunk, and at
-            this place of scratch for those that have none.
-        early: they are changed before it all the same, for its plan.
+        decodes: a graph of decodes alone runs it, which changes block tables itself.
+        early: its plan reads them, so that they are changed before.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.seq_lens)
+    blocks = updates.blocks
+    if decodes and not early and len(blocks[0]) <= num_chunks <= MAX_CHANGING_CHUNKS:
+        places, block_ids = blocks
+        step.chunks[CHUNK_PLACE, : len(places)], blocks = places, _NO_UPDATES
+        step.chunks[CHUNK_BLOCK, : len(places)] = block_ids
     tokens, chunks = staging.add(step.tokens, size=num_tokens), staging.add(step.chunks)
     if num_tokens > step.tokens.shape[1]:
         staging.host(tokens)[TOKEN_ROW, step.tokens.shape[1] :] = -1
-    blocks, graph_updates = updates.blocks, None
-    if in_graph is not None:
-        fit = len(blocks[0]) <= num_chunks
-        places, values = blocks if fit else _NO_UPDATES
-        graph_updates = (
-            staging.add(places, size=num_chunks, fill=in_graph),
-            staging.add(values, size=num_chunks),
-        )
-        if fit and not early:
-            blocks = _NO_UPDATES
-    sampled_rows = step.chunks[CHUNK_ROW].astype(np.int64)
-    sampled_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
-    if len(step.samples) < num_chunks:  # else all chunks sample, in their order
-        sampled_rows, sampled_tokens = sampled_rows[step.samples], sampled_tokens[step.samples]
+    sampled_rows = sampled_tokens = None
+    if not decodes:
+        all_rows = step.chunks[CHUNK_ROW].astype(np.int64)
+        last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
+        if len(step.samples) < num_chunks:  # else all chunks sample, in their order
+            all_rows, last_tokens = all_rows[step.samples], last_tokens[step.samples]
+        sampled_rows = staging.add(all_rows, room=num_chunks)
+        sampled_tokens = staging.add(last_tokens, room=num_chunks)
     step.places = Places(
         tokens=tokens,
         chunks=chunks,
-        graph_updates=graph_updates,
-        sampled_rows=staging.add(sampled_rows, room=num_chunks),
-        sampled_tokens=staging.add(sampled_tokens, room=num_chunks),
+        sampled_rows=sampled_rows,
+        sampled_tokens=sampled_tokens,
         work=None if work is None else staging.add(work),
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
         cu_query_lens=staging.add(step.cu_query_lens) if with_states else None,
@@ -339,17 +339,11 @@ def _stage_visual_mask(step: StepInputs, staging: Staging) -> Staged:
 
 
 def update_rows(step: StepInputs, staging: Staging, rows: DeviceRows) -> None:
-    """Makes an uploaded step's changes of rows, but for those that its graph makes."""
+    """Makes an uploaded step's changes of rows, but for those that it makes itself."""
     targets = rows.blocks.view(-1), rows.position_deltas
     for target, update in zip(targets, step.places.updates, strict=True):
         if update is not None:
             target.index_copy_(0, *map(staging.device, update))
-
-
-def update_in_graph(step: StepInputs, staging: Staging, rows: DeviceRows) -> None:
-    """The changes that a graph makes."""
-    if step.places.graph_updates is not None:
-        rows.blocks.view(-1).index_copy_(0, *map(staging.device, step.places.graph_updates))
 
 
 def entry(step: StepInputs, staging: Staging) -> StepEntry:

@@ -14,7 +14,9 @@ from services.common.nn.layers import reduce_split_k, rms_norm, silu_and_mul
 from services.common.nn.linear import Linear
 from services.decoder.kernels.heads import ProjectedHeads, Rotary, kv_rows, write_kv
 from services.decoder.kernels.rows import (
+    CHUNK_BLOCK,
     CHUNK_END,
+    CHUNK_PLACE,
     CHUNK_ROW,
     TOKEN_ID,
     TOKEN_INDEX,
@@ -53,6 +55,9 @@ __all__ = [
 
 def enter_step(step: StepEntry, rows: DeviceRows, out: EnteredStep, block_size: int) -> None:
     """Implements `Ops.enter_step`."""
+    places = step.chunks[CHUNK_PLACE]
+    if (changes := places >= 0).any():
+        rows.blocks.view(-1)[places[changes]] = step.chunks[CHUNK_BLOCK, changes]
     row, index = step.tokens[TOKEN_ROW], step.tokens[TOKEN_INDEX]
     sampled = (row >= 0) & (index < 0)
     of = row.clamp(min=0)

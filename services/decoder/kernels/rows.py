@@ -9,10 +9,12 @@ from torch import Tensor
 # that the row sampled last), its id, its position on each axis.
 TOKEN_ROW, TOKEN_INDEX, TOKEN_ID, TOKEN_POSITION = 0, 1, 2, 3
 NUM_TOKEN_FIELDS = 6
-# Of `StepEntry.chunks`: the chunk's row, and the row's length after the step (-1: one more than
-# before).
-CHUNK_ROW, CHUNK_END = 0, 1
-NUM_CHUNK_FIELDS = 2
+# Of `StepEntry.chunks`: the chunk's row, the row's length after the step (-1: one more than
+# before), an entry of `DeviceRows.blocks`, flat, that changes before (-1: none), and its new value.
+CHUNK_ROW, CHUNK_END, CHUNK_PLACE, CHUNK_BLOCK = 0, 1, 2, 3
+NUM_CHUNK_FIELDS = 4
+# Of a step in which entries change: one program of a kernel has to see all of them.
+MAX_CHANGING_CHUNKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class StepEntry:
 
     Attributes:
         tokens: `[6, T]` int32, see `TOKEN_ROW` and the others.
-        chunks: `[2, S]` int32, see `CHUNK_ROW` and the other.
+        chunks: `[4, S]` int32, see `CHUNK_ROW` and the others.
     """
 
     tokens: Tensor

@@ -11,7 +11,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.decoder.kernels.heads import Rotary
-from services.decoder.kernels.rows import DeviceRows, EnteredStep, StepEntry
+from services.decoder.kernels.rows import (
+    MAX_CHANGING_CHUNKS,
+    DeviceRows,
+    EnteredStep,
+    StepEntry,
+)
 
 _BLOCK = 256
 
@@ -19,12 +24,13 @@ _BLOCK = 256
 def enter_step(step: StepEntry, rows: DeviceRows, out: EnteredStep, block_size: int) -> None:
     """Implements `Ops.enter_step`."""
     num_tokens, num_chunks = step.tokens.shape[1], step.chunks.shape[1]
-    grid = (triton.cdiv(max(num_tokens, num_chunks), _BLOCK),)
-    _enter_kernel[grid](
+    most = max(num_tokens, num_chunks)
+    block = max(_BLOCK, triton.next_power_of_2(most)) if most <= MAX_CHANGING_CHUNKS else _BLOCK
+    _enter_kernel[(triton.cdiv(most, block),)](
         step.tokens, step.chunks, rows.blocks, rows.lengths, rows.position_deltas,
         rows.last_tokens, out.input_ids, out.positions, out.slots, out.rows, out.lengths,
         out.first_blocks, num_tokens, num_chunks, rows.blocks.shape[1],
-        BLOCK_SIZE=block_size, BLOCK=_BLOCK,
+        BLOCK_SIZE=block_size, BLOCK=block,
     )  # fmt: skip
 
 
@@ -56,6 +62,11 @@ def _enter_kernel(
     has the chunk's own index, so that one program alone reads and writes a row's length.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_chunk = index < num_chunks
+    place = tl.load(chunks_ptr + 2 * num_chunks + index, mask=is_chunk, other=-1)
+    changed = tl.load(chunks_ptr + 3 * num_chunks + index, mask=is_chunk, other=0)
+    tl.store(blocks_ptr + place, changed, mask=place >= 0)
+    tl.debug_barrier()
     inside = index < num_tokens
     row = tl.load(tokens_ptr + index, mask=inside, other=-1)
     at = tl.load(tokens_ptr + num_tokens + index, mask=inside, other=0)
@@ -75,7 +86,6 @@ def _enter_kernel(
     slot = tl.where(used, block * BLOCK_SIZE + at % BLOCK_SIZE, -1)
     tl.store(slots_ptr + index, slot, mask=inside)
 
-    is_chunk = index < num_chunks
     owner = tl.load(chunks_ptr + index, mask=is_chunk, other=0)
     end = tl.load(chunks_ptr + num_chunks + index, mask=is_chunk, other=0)
     before = tl.load(row_lengths_ptr + owner, mask=is_chunk & (end < 0), other=0)

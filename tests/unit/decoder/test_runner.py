@@ -391,16 +391,15 @@ def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None
     graphs = DecodeGraphs(parts_of(runner), full)
     update = RowUpdates((np.array([5]), np.array([7], np.int32)), NOTHING_NEW.position_deltas)
     second, first = runner._stage(full, graphs).places, runner._stage(padded, graphs, update).places
-    for name in ("tokens", "chunks", "graph_updates"):
+    for name in ("tokens", "chunks"):
         assert getattr(first, name) == getattr(second, name)
     assert runner._staging.host(first.tokens)[0].tolist() == [0, -1, -1, -1]
     rows = padded.chunks[0].tolist()
     assert rows == [0] + [runner._scratch_row] * 3
     table = runner._state.rows.blocks
     assert table[runner._scratch_row, 0] == runner.info.num_blocks
-    places, values = map(runner._staging.host, first.graph_updates)
-    assert places.tolist() == [5] + [table.numel() - 1] * 3
-    assert values.tolist() == [7, 0, 0, 0]
+    assert runner._staging.host(first.chunks)[2:, 0].tolist() == [5, 7]
+    assert runner._staging.host(first.chunks)[2, 1:].tolist() == [-1] * 3
     sequences[0].num_in_flight = 0
     harness.finish(sequences[0])
 
@@ -519,7 +518,7 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
     for field in dataclasses.fields(staged):
         place = getattr(staged, field.name)
         assert place == getattr(captured, field.name), field.name
-        assert (place is None) == (field.name in ("cu_query_lens", "pieces", "graph_updates"))
+        assert (place is None) == (field.name in ("cu_query_lens", "pieces"))
 
 
 def test_a_mixture_takes_the_smallest_graph_that_holds_it(
@@ -536,6 +535,7 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     for size in (512, 384, 256):
         graphs.capture(runner._stage(graphs.scratch(size), graphs))
     assert all(len(rows) == 8 for rows in graphs._captured.values())  # as many as may decode
+    graphs._sizes = [256, 384, 512]
 
     def padded(lengths: list[int]) -> int | None:
         step = graphs.pad(runner._scratch(lengths))
