@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from kernels.attention.segments import BatchSegments
 from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
 from services.common.image_geometry import ImageLimits, image_grid
@@ -52,11 +53,10 @@ from services.encoder.engine_main import (
     prepare_device,
     warm_up,
 )
-from services.encoder.kernels.ops import Grid
-from services.encoder.kernels.segments import BatchSegments
-from services.encoder.kernels.table import TowerFacts, resolve
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel
+from services.encoder.operations.ops import Grid
+from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings
 

@@ -22,8 +22,8 @@ from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Step
 from services.decoder.engine.step_inputs import RowUpdates, StepInputs
-from services.decoder.kernels.ops import PlainOps
 from services.decoder.models.transformer import Transformer
+from services.decoder.operations.ops import PlainOps
 from tests.image_processor import write_image_processor
 
 ARENA_BYTES = 16 << 20

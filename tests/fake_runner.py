@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kernels.sampling import ALL_MASKED, NOT_FINITE
 from services.decoder.engine.messages import (
     AddSequence,
     EngineInfo,
@@ -30,7 +31,6 @@ from services.decoder.engine.messages import (
     SamplingParams,
 )
 from services.decoder.engine.step import RowStart, Scores, Step, StepOutput
-from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 VOCAB_SIZE = 1000
 _GARBAGE = -7  # the entry of a token that was not accepted

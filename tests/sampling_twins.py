@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.sampling import ALL_MASKED, NOT_FINITE
+from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.kernels import ALL_MASKED, NOT_FINITE
-from services.decoder.kernels.ops import Ops, PlainOps
-from services.decoder.kernels.sampling import MaskedRows, SamplingInputs
+from services.decoder.operations.ops import Ops, PlainOps
 
 _LEAST_SHARE = 5e-6  # sums in float32 leave a share's middle by a hundredth of this
 

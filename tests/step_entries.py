@@ -5,8 +5,8 @@ from dataclasses import fields
 
 import torch
 
-from services.decoder.kernels import plain
-from services.decoder.kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, EnteredStep, StepEntry
+from kernels import plain
+from kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, EnteredStep, StepEntry
 
 BLOCK_SIZE, MAX_BLOCKS, ROWS = 16, 40, 300
 

@@ -4,8 +4,8 @@ import torch
 
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import DeviceFacts
-from services.encoder.kernels.ops import Ops
-from services.encoder.kernels.table import TowerFacts, resolve
+from services.encoder.operations.ops import Ops
+from services.encoder.operations.table import TowerFacts, resolve
 
 
 def cpu_ops(spec: TowerSpec) -> Ops:

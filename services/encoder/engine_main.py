@@ -42,10 +42,10 @@ from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.fair_pool import num_large_workers
 from services.encoder.engine.messages import EngineReady, FrontMessage
 from services.encoder.engine.runner import Runner
-from services.encoder.kernels.ops import Ops
-from services.encoder.kernels.table import TowerFacts, resolve
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel
+from services.encoder.operations.ops import Ops
+from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings
 

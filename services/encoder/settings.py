@@ -13,7 +13,7 @@ class EncoderSettings(EngineServiceSettings):
     too: very large images then leave it to them half of the time.
 
     Attributes:
-        kernels: `operation=implementation,...` of `services.encoder.kernels.table`, or `plain`;
+        kernels: `operation=implementation,...` of `services.encoder.operations.table`, or `plain`;
             empty: the fastest that run here. One that cannot run is refused at start.
         max_batch_patches: budget of one batch, in patches before merging (4 per image token). A
             larger one keeps a device no busier, and images wait longer for each other. On a CPU

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from tests.gpu.twins import CUDA, TOLERANCE, attention_facts, error, random
 
 pytest.importorskip("triton")
-from services.decoder.kernels import plain
-from services.decoder.kernels.attention_tuning import (
+from kernels import plain
+from kernels.attention.attention_tuning import (
     FusedDecodeConfig,
     PagedDecodeConfig,
     fused_decode_config,
@@ -24,10 +24,10 @@ from services.decoder.kernels.attention_tuning import (
     paged_decode_obstacle,
     prefill_obstacle,
 )
-from services.decoder.kernels.fused_decode_attention import FusedDecodeAttention
-from services.decoder.kernels.heads import HeadTransform, kv_rows
-from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
-from services.decoder.kernels.prefill_attention import PrefillAttention, PrefillChunk
+from kernels.attention.fused_decode_attention import FusedDecodeAttention
+from kernels.attention.heads import HeadTransform, kv_rows
+from kernels.attention.paged_decode_attention import PagedDecodeAttention
+from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
 from tests.block_tables import first_blocks
 
 pytestmark = pytest.mark.gpu

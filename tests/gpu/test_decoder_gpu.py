@@ -24,7 +24,7 @@ from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.staging import Staging
-from services.decoder.kernels.ops import PlainOps
+from services.decoder.operations.ops import PlainOps
 from tests.block_tables import first_blocks
 from tests.decoder_harness import Harness, write_checkpoint
 from tests.gpu.decoder_2b import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.decoder.kernels.sampling import greedy
+from kernels.sampling.sampling import greedy
 from tests.decoder_harness import Harness
 from tests.gpu.decoder_2b import needs_flashinfer, prompts, relative
 

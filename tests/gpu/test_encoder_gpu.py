@@ -21,9 +21,9 @@ from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.runner import PreparedImage, Runner
 from services.encoder.engine.throttle import Throttle, count_flops
-from services.encoder.kernels.ops import Grid, Ops
-from services.encoder.kernels.table import TowerFacts, resolve
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from services.encoder.operations.ops import Grid, Ops
+from services.encoder.operations.table import TowerFacts, resolve
 
 pytestmark = pytest.mark.gpu
 

@@ -6,13 +6,13 @@ import torch
 from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
+from kernels.attention.segments import BatchSegments, StaticSegments
+from kernels.tower import plain
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import UnknownOverride
-from services.encoder.kernels import plain
-from services.encoder.kernels.ops import Ops
-from services.encoder.kernels.segments import BatchSegments, StaticSegments
-from services.encoder.kernels.table import TowerFacts, resolve
+from services.encoder.operations.ops import Ops
+from services.encoder.operations.table import TowerFacts, resolve
 from tests.tower import cpu_ops
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,8 @@ from tests.fp8_checkpoints import FORMATS, write
 from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
-from services.common.nn import fp8, fp8_kernels
+from kernels.gemm import fp8_kernels
+from services.common.nn import fp8
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import KernelTable
 from services.common.nn.fp8 import E4M3, Fp8Weight

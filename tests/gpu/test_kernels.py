@@ -12,25 +12,17 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, fused, random
 from tests.step_entries import check_step_entry
 
 pytest.importorskip("triton")
+from kernels import launches, plain, tuning
+from kernels.attention import qk_rope_cache
+from kernels.attention.heads import HeadTransform, kv_rows
+from kernels.gemm import add_norm, cublaslt, gemv, silu_mul, skinny_gemm, swiglu_gemm
+from kernels.tuning import SwigluGemmConfig
 from services.common.model_spec import RopeSpec
-from services.common.nn import cublaslt, launches
 from services.common.nn.device import DeviceFacts
 from services.common.nn.linear import Linear
-from services.decoder.kernels import (
-    add_norm,
-    gemv,
-    plain,
-    qk_rope_cache,
-    silu_mul,
-    skinny_gemm,
-    swiglu_gemm,
-    table,
-    tuning,
-)
-from services.decoder.kernels.heads import HeadTransform, kv_rows
-from services.decoder.kernels.ops import PlainOps
-from services.decoder.kernels.tuning import SwigluGemmConfig
 from services.decoder.models.rope import RotaryEmbedding
+from services.decoder.operations import table
+from services.decoder.operations.ops import PlainOps
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6

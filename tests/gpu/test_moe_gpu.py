@@ -14,14 +14,16 @@ from tests.decoder_harness import Harness
 from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
-from benchmarks.moe import Layer
-from benchmarks.moe_variants import Variants, compile_ahead
+from benchmarks.kernels.moe import Layer
+from benchmarks.kernels.moe_variants import Variants, compile_ahead
 from benchmarks.text_shapes import TEXT_SHAPES
+from kernels import plain
+from kernels.experts import moe_routing
+from kernels.tuning import MoEGemvConfig
 from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import load_dummy
-from services.decoder.kernels import moe_routing, plain, table
-from services.decoder.kernels.table import KernelFacts
-from services.decoder.kernels.tuning import MoEGemvConfig
+from services.decoder.operations import table
+from services.decoder.operations.table import KernelFacts
 
 pytestmark = pytest.mark.gpu
 TEXT = TEXT_SHAPES["30b-a3b"]

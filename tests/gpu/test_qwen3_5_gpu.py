@@ -20,12 +20,13 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 # isort: split
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from kernels import plain
+from kernels.linear_attention import delta_rule
+from kernels.sampling.sampling import greedy
 from services.common.model_spec import LinearAttentionSpec
-from services.decoder.kernels import delta_rule, plain
-from services.decoder.kernels.sampling import greedy
 from tests.decoder_harness import Harness
 from tests.gpu.decoder_2b import GPU, options, prompts, relative
-from tests.unit.decoder.delta_rule_steps import (
+from tests.unit.kernels.delta_rule_steps import (
     difference,
     random_inputs,
     random_layout,
@@ -35,12 +36,8 @@ from tests.unit.decoder.delta_rule_steps import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 pytest.importorskip("triton")
-from services.decoder.kernels import (  # noqa: E402
-    delta_rule_decode,
-    delta_rule_prefill,
-    output_gates,
-    skinny_gemm,
-)
+from kernels.gemm import skinny_gemm  # noqa: E402
+from kernels.linear_attention import delta_rule_decode, delta_rule_prefill, output_gates  # noqa: E402
 
 SPECS = {
     "4b": spec_of(16, 32, 128, 128),

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from services.decoder.kernels.sampling import greedy
+from kernels.sampling.sampling import greedy
 from tests.decoder_harness import Harness
 from tests.gpu.decoder_2b import GPU, options, prompts, relative
 

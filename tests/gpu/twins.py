@@ -10,9 +10,9 @@ from importlib.util import find_spec
 
 import torch
 
+from kernels.attention.attention_tuning import AttentionFacts
 from services.common.model_spec import RopeSpec, TextSpec
 from services.common.nn.device import DeviceFacts
-from services.decoder.kernels.attention_tuning import AttentionFacts
 
 TOLERANCE = 4e-3
 CUDA = torch.device("cuda")
@@ -35,8 +35,8 @@ def attention_facts(heads: int, kv_heads: int, dim: int) -> AttentionFacts:
 
 def fused(heads: int = 16, kv_heads: int = 8, dim: int = 128):
     """The decoder's operations for the 2B shape, or one with other heads."""
-    from services.decoder.kernels import table
-    from services.decoder.kernels.ops import Ops
+    from services.decoder.operations import table
+    from services.decoder.operations.ops import Ops
 
     text = TextSpec(
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=28,

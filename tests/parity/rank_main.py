@@ -14,17 +14,17 @@ import torch.distributed
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kernels.linear_attention.states import StateCache, StateLayout
 from services.common.families import read_spec
 from services.common.nn.collectives import Ranks
 from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import Checkpoint, load_weights
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.kernels import table
-from services.decoder.kernels.kernel_facts import KernelFacts
-from services.decoder.kernels.ops import Ops
-from services.decoder.kernels.states import StateCache, StateLayout
 from services.decoder.models.transformer import Transformer, rank_spec
+from services.decoder.operations import table
+from services.decoder.operations.kernel_facts import KernelFacts
+from services.decoder.operations.ops import Ops
 
 CPU, BLOCK_SIZE, TOKENS = torch.device("cpu"), 4, 23
 BLOCKS = -(-TOKENS // BLOCK_SIZE)

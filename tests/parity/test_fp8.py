@@ -20,9 +20,9 @@ from services.common.nn.checkpoint import CheckpointError
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.formats import rows_of
 from services.common.nn.layers import rms_norm, silu_and_mul
-from services.decoder.kernels import table
-from services.decoder.kernels.ops import Ops
-from services.decoder.kernels.table import KernelFacts, Row
+from services.decoder.operations import table
+from services.decoder.operations.ops import Ops
+from services.decoder.operations.table import KernelFacts, Row
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, compressed, write
 from tests.parity.oracle import EOS_ID, VOCAB_SIZE, Oracle, Prompt, Tiny, make_oracle
@@ -184,7 +184,7 @@ def test_fused_operations_agree(
     quantized: the unquantized operation has to take it.
     """
     pytest.importorskip("triton")
-    from services.common.nn import fp8_kernels
+    from kernels.gemm import fp8_kernels
 
     called = []
 

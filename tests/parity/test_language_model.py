@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import plain
 from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.kernels import plain, table
-from services.decoder.kernels.ops import Ops
-from services.decoder.kernels.table import KernelFacts, Row
 from services.decoder.models import rope
+from services.decoder.operations import table
+from services.decoder.operations.ops import Ops
+from services.decoder.operations.table import KernelFacts, Row
 from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Answer, Oracle, Prompt, make_oracle
 from tests.parity.oracle import largest_difference as error

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from kernels import plain
 from services.common.model_spec import MoESpec, RopeSpec, TextSpec
 from services.common.nn.checkpoint import CheckpointError
 from services.common.nn.collectives import ALONE
 from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.weights import materialize
-from services.decoder.kernels import plain
-from services.decoder.kernels.ops import PlainOps
 from services.decoder.models.mlp import MoE
+from services.decoder.operations.ops import PlainOps
 from tests.decoder_harness import Harness
 from tests.parity.oracle import EXPERTS, Oracle, Tiny, make_oracle
 from tests.parity.oracle import largest_difference as error

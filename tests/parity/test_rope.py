@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from kernels.plain import rotate
 from services.common.model_spec import RopeSpec
-from services.decoder.kernels.plain import rotate
 from services.decoder.models.rope import RotaryEmbedding, inverse_frequencies
 
 LLAMA3 = {

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.linear_attention.states import StateCache
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
-from services.decoder.kernels.states import StateCache
 from tests.parity.oracle import Prompt
 from tests.parity.qwen3_5_oracle import CONFIGS, make_qwen3_5
 from tests.parity.test_same_answers import Bench, Part, Question

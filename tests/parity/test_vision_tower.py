@@ -19,12 +19,12 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as HfVisionModel
 
+from kernels.attention.segments import BatchSegments
 from services.common.model_spec import TowerSpec
 from services.common.nn.weights import Checkpoint, load_weights
-from services.encoder.kernels.ops import Grid
-from services.encoder.kernels.segments import BatchSegments
 from services.encoder.models import positions, qwen3_vl
 from services.encoder.models.base import VisionModel
+from services.encoder.operations.ops import Grid
 from tests.tower import cpu_ops
 
 TOLERANCE = 2e-5

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.gemm.fp8_weight import BLOCK, Fp8Weight, dequantize
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
-from services.common.nn.fp8_weight import BLOCK, Fp8Weight, dequantize
 from services.common.nn.layers import RMSNorm, reduce_split_k
 from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-# The most tokens for which they are the fastest, by benchmarks/fp8.py on an H200, 8B shapes.
+# The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes.
 GEMV_TOKENS = 1
 SKINNY_TOKENS = 32
 
@@ -106,7 +106,7 @@ def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Impleme
         return found or ("" if hasattr(F, "scaled_mm") else "needs torch.nn.functional.scaled_mm")
 
     def kernel(name: str, facts: Any) -> Kernel:  # noqa: ANN401
-        from services.common.nn import fp8_kernels
+        from kernels.gemm import fp8_kernels
 
         device = device_of(facts)
         if name == "skinny_gemm":
@@ -180,7 +180,7 @@ def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
 
 
 def _norm_gemv(name: str, facts: Any) -> Kernel:  # noqa: ANN401
-    from services.common.nn import fp8_kernels
+    from kernels.gemm import fp8_kernels
 
     fused, pdl = getattr(fp8_kernels, name), facts.device.supports_pdl
 
@@ -196,7 +196,7 @@ def _norm_gemv(name: str, facts: Any) -> Kernel:  # noqa: ANN401
 
 
 def _gemv_add(facts: Any) -> Kernel:  # noqa: ANN401
-    from services.common.nn import fp8_kernels
+    from kernels.gemm import fp8_kernels
 
     pdl = facts.device.supports_pdl
 
@@ -208,7 +208,7 @@ def _gemv_add(facts: Any) -> Kernel:  # noqa: ANN401
 
 
 def _split_k(facts: Any) -> Kernel:  # noqa: ANN401
-    from services.common.nn import fp8_kernels
+    from kernels.gemm import fp8_kernels
 
     def project(x: Tensor, layer: Linear) -> Tensor:
         weight = layer.method.weight(layer)

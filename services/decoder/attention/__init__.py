@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 import torch
 
+from kernels.attention.attention_tuning import AttentionFacts
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import PLAIN
 from services.decoder.attention import table
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.kernels.attention_tuning import AttentionFacts
 
 
 def create_backend(

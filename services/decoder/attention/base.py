@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.linear_attention.states import StateLayout
 from services.common.nn.dispatch import KernelTable
-from services.decoder.kernels.states import StateLayout
 
 
 @dataclass(frozen=True, slots=True)

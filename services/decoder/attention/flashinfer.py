@@ -16,8 +16,8 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
+from kernels.attention.attention_tuning import AttentionFacts, size_class
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
-from services.decoder.kernels.attention_tuning import AttentionFacts, size_class
 
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20

@@ -19,14 +19,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.attention.attention_tuning import AttentionFacts
+from kernels.attention.paged_decode_attention import PagedDecodeAttention
+from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
+from kernels.tuning import LAUNCH_HIDING_TOKENS
 from services.common.nn.dispatch import PLAIN, KernelTable
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.attention.table import DECODE, FLASHINFER, HOPPER, PAGED, PREFILL
-from services.decoder.kernels.attention_tuning import AttentionFacts
-from services.decoder.kernels.paged_decode_attention import PagedDecodeAttention
-from services.decoder.kernels.prefill_attention import PrefillAttention, PrefillChunk
-from services.decoder.kernels.tuning import LAUNCH_HIDING_TOKENS
 
 # Runs some of a step's tokens: (queries `[n, num_heads, head_dim]`, the layer's KV cache, output of
 # the same shape).

@@ -2,20 +2,20 @@
 
 Operations: `decode_attention`, by number of sequences, and `prefill_attention`, by number of
 tokens. `PagedBackend` composes a step of them, so the rows create nothing. The row of
-`fused_decode_attention` is in `services.decoder.kernels.table`. No kernel's module is imported, so
-a table can be printed for any device.
+`fused_decode_attention` is in `services.decoder.operations.table`. No kernel's module is imported,
+so a table can be printed for any device.
 """
 
 from collections.abc import Mapping, Sequence
 
-from services.common.nn.dispatch import PLAIN, Implementation, KernelTable, TokenRange
-from services.decoder.kernels.attention_tuning import (
+from kernels.attention.attention_tuning import (
     AttentionFacts,
     paged_decode_obstacle,
     prefill_obstacle,
     size_class,
 )
-from services.decoder.kernels.tuning import LAUNCH_HIDING_TOKENS
+from kernels.tuning import LAUNCH_HIDING_TOKENS
+from services.common.nn.dispatch import PLAIN, Implementation, KernelTable, TokenRange
 
 DECODE, PREFILL = "decode_attention", "prefill_attention"
 PAGED, HOPPER, FLASHINFER = "paged", "hopper", "flashinfer"

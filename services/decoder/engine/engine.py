@@ -14,6 +14,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from kernels.sampling import ALL_MASKED, NOT_FINITE
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.mask_deadline import MaskDeadline
@@ -43,7 +44,6 @@ from services.decoder.engine.step import (
     StepOutput,
 )
 from services.decoder.engine.step_cost import StepCost, StepLoad
-from services.decoder.kernels import ALL_MASKED, NOT_FINITE
 
 # How long the device waits for late masks where no other row of the batch could be sampled.
 _LONE_MASK_GRACE_S = 0.02

@@ -15,21 +15,21 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from services.common.nn import launches
+from kernels import launches
+from kernels.linear_attention.states import StateCache
+from kernels.rows import DeviceRows, EnteredStep
+from kernels.tuning import (
+    MAX_CAPTURED_CHUNKS,
+    MAX_CAPTURED_DECODES,
+    MAX_CAPTURED_PROMPT,
+    MAX_CAPTURED_TOKENS,
+)
 from services.common.nn.dispatch import CapturedCalls
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import StepInputs
-from services.decoder.kernels.rows import DeviceRows, EnteredStep
-from services.decoder.kernels.states import StateCache
-from services.decoder.kernels.tuning import (
-    MAX_CAPTURED_CHUNKS,
-    MAX_CAPTURED_DECODES,
-    MAX_CAPTURED_PROMPT,
-    MAX_CAPTURED_TOKENS,
-)
 from services.decoder.models.base import CausalLM
 
 

@@ -13,6 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.linear_attention.states import StateCache
+from kernels.rows import DeviceRows, EnteredStep
+from kernels.sampling.sampling import MaskedRows, SamplingInputs
+from kernels.tuning import MAX_CAPTURED_CHUNKS
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
 from services.decoder.engine.graphs import (
@@ -31,10 +35,6 @@ from services.decoder.engine.sampler import Sampled, SampledLogprobs, Sampler
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import RowStart, Step
 from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepInputs
-from services.decoder.kernels.rows import DeviceRows, EnteredStep
-from services.decoder.kernels.sampling import MaskedRows, SamplingInputs
-from services.decoder.kernels.states import StateCache
-from services.decoder.kernels.tuning import MAX_CAPTURED_CHUNKS
 from services.decoder.models.base import CausalLM, VisualInput
 
 logger = logging.getLogger(__name__)

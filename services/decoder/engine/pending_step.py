@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.sampling.sampling import SamplingInputs
 from services.decoder.engine.messages import Logprobs
 from services.decoder.engine.prompt_scores import PromptScores
 from services.decoder.engine.sampler import SampledLogprobs
 from services.decoder.engine.step import Int32Array, Scores, StepOutput
-from services.decoder.kernels.sampling import SamplingInputs
 
 
 class HostTokens(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.decoder.kernels.sampling import by_rank
+from kernels.sampling.sampling import by_rank
 
 
 class PromptScores(NamedTuple):

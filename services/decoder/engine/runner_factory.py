@@ -15,6 +15,8 @@ import torch
 from msgspec import structs
 from torch import nn
 
+from kernels.linear_attention.states import StateCache
+from kernels.rows import DeviceRows
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
 from services.common.nn.device import resolve_device, resolve_dtype
@@ -30,11 +32,9 @@ from services.decoder.engine.images import ImageReader
 from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.model_runner import DeviceState, ModelRunner
-from services.decoder.kernels.ops import PlainOps, create_ops
-from services.decoder.kernels.rows import DeviceRows
-from services.decoder.kernels.states import StateCache
 from services.decoder.models.stored import as_stored
 from services.decoder.models.transformer import Transformer
+from services.decoder.operations.ops import PlainOps, create_ops
 
 logger = logging.getLogger(__name__)
 

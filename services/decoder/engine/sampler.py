@@ -16,12 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.staging import Staging
-from services.decoder.engine.step import Int32Array, Int64Array
-from services.decoder.kernels import NOT_FINITE
-from services.decoder.kernels.ops import Ops
-from services.decoder.kernels.sampling import (
+from kernels.sampling import NOT_FINITE
+from kernels.sampling.sampling import (
     FLOATS,
     FloatArray,
     MaskedRows,
@@ -29,6 +25,10 @@ from services.decoder.kernels.sampling import (
     are_finite,
     by_rank,
 )
+from services.decoder.engine.messages import SamplingParams
+from services.decoder.engine.staging import Staging
+from services.decoder.engine.step import Int32Array, Int64Array
+from services.decoder.operations.ops import Ops
 
 _NO_IDS = np.empty(0, np.int64)
 GREEDY_TEMPERATURE = 1e-5  # below it, sampling is greedy, as in vLLM

@@ -152,7 +152,7 @@ class StepOutput(NamedTuple):
     A runner whose `info.max_tokens_per_step` is 1 yields exactly one token for each. Any other
     yields 0 to `Step.limits`, and has computed keys and values of all of them but the last; of the
     sequence's tokens, exactly the last is then without. A failed sequence has one id, `NOT_FINITE`
-    or `ALL_MASKED` of `services.decoder.kernels`.
+    or `ALL_MASKED` of `kernels.sampling`.
     """
 
     token_ids: Int32Array  # [B, k]; of each row, the first num_tokens count

@@ -13,11 +13,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from services.decoder.attention.base import AttentionMetadata
-from services.decoder.engine.images import ImageRun
-from services.decoder.engine.staging import Staged, Staging
-from services.decoder.engine.step import Int32Array, Step
-from services.decoder.kernels.rows import (
+from kernels.linear_attention.states import StateCache, StateLayout, prefill_pieces
+from kernels.rows import (
     CHUNK_BLOCK,
     CHUNK_END,
     CHUNK_PLACE,
@@ -33,7 +30,10 @@ from services.decoder.kernels.rows import (
     EnteredStep,
     StepEntry,
 )
-from services.decoder.kernels.states import StateCache, StateLayout, prefill_pieces
+from services.decoder.attention.base import AttentionMetadata
+from services.decoder.engine.images import ImageRun
+from services.decoder.engine.staging import Staged, Staging
+from services.decoder.engine.step import Int32Array, Step
 
 IntArray = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", np.int32, np.int64)

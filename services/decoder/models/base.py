@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionMetadata
-from services.decoder.kernels.ops import Ops, StepKernels
+from services.decoder.operations.ops import Ops, StepKernels
 
 
 @dataclass(frozen=True, slots=True)

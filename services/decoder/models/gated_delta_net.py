@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from kernels.linear_attention.states import DeltaInputs
 from services.common.model_spec import TextSpec
 from services.common.nn.collectives import Ranks, Share
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, MergedLinear
-from services.decoder.kernels.states import DeltaInputs
 from services.decoder.models.base import StepContext
 
 

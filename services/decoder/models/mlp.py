@@ -6,13 +6,13 @@ among ranks by the intermediate size: of the MLP, of each expert, of the shared 
 
 from torch import Tensor, nn
 
+from kernels import plain
 from services.common.model_spec import MoESpec, TextSpec
 from services.common.nn.collectives import Ranks
 from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, MergedLinear
-from services.decoder.kernels import plain
-from services.decoder.kernels.ops import StepKernels
+from services.decoder.operations.ops import StepKernels
 
 
 def row_parallel(

@@ -18,19 +18,19 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels import plain
+from kernels.attention.heads import HeadTransform
 from services.common.model_spec import ModelSpec, TextSpec
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.layers import RMSNorm, embedding
 from services.common.nn.linear import Linear, MergedLinear
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
-from services.decoder.kernels import plain
-from services.decoder.kernels.heads import HeadTransform
-from services.decoder.kernels.ops import Ops
 from services.decoder.models.base import StepContext, VisualInput
 from services.decoder.models.gated_delta_net import GatedDeltaNet
 from services.decoder.models.mlp import create_mlp, row_parallel
 from services.decoder.models.rope import RotaryEmbedding
+from services.decoder.operations.ops import Ops
 
 
 class Attention(nn.Module):

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.common.nn import launches
+from kernels import launches
 from services.common.nn.dispatch import CapturedCalls
-from services.encoder.kernels.ops import Grid
 from services.encoder.models.base import VisionModel
+from services.encoder.operations.ops import Grid
 
 MAX_CAPTURED_PATCHES = 12288  # as many as a batch has by default
 _MAX_SEGMENTS = 16

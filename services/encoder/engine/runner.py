@@ -18,8 +18,8 @@ from torch import Tensor
 from services.encoder.engine.arena_writer import ArenaWriter
 from services.encoder.engine.graphs import TowerGraphs, buckets
 from services.encoder.engine.throttle import Throttle, count_flops
-from services.encoder.kernels.ops import Grid
 from services.encoder.models.base import VisionModel
+from services.encoder.operations.ops import Grid
 
 _WARM_HOST_BLOCKS = 16
 _WARM_HOST_BYTES = 4 << 20

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kernels.attention.segments import Segments
 from services.common.model_spec import TowerSpec
 from services.common.nn.weights import WeightMap
-from services.encoder.kernels.ops import Grid, Ops
-from services.encoder.kernels.segments import Segments
+from services.encoder.operations.ops import Grid, Ops
 
 
 @dataclass(frozen=True, slots=True)

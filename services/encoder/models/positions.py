@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.encoder.kernels.ops import Grid
-from services.encoder.kernels.segments import BatchSegments, StaticSegments
+from kernels.attention.segments import BatchSegments, StaticSegments
 from services.encoder.models.base import VisionLayout
+from services.encoder.operations.ops import Grid
 
 ROPE_THETA = 10_000.0
 _CACHE_BYTES = 256 << 20

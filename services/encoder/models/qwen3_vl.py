@@ -15,9 +15,9 @@ from services.common.model_spec import TowerSpec
 from services.common.nn.layers import embedding
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
-from services.encoder.kernels.ops import Grid, Ops
 from services.encoder.models.base import VisionLayout
 from services.encoder.models.positions import PositionCache, StaticLayout, batch_layout
+from services.encoder.operations.ops import Grid, Ops
 
 _LAYER_NORM_EPS = 1e-6
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from kernels.attention.attention_tuning import AttentionFacts
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride
 from services.decoder.attention import table
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.attention.paged import PagedBackend
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.kernels.attention_tuning import AttentionFacts
 from tests.block_tables import first_blocks
 
 BLOCK_SIZE = 16

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import plain
+from kernels.attention.heads import HeadTransform, kv_rows, write_kv
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import UnknownOverride
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata, AttentionSizes
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.kernels import plain
-from services.decoder.kernels.heads import HeadTransform, kv_rows, write_kv
 from tests.block_tables import first_blocks
 
 CPU = torch.device("cpu")

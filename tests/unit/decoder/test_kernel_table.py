@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import kernel_table
+from benchmarks.kernels import kernel_table
 from benchmarks.text_shapes import TEXT_SHAPES
+from kernels import plain, tuning
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import TokenRange, UnknownOverride
 from services.common.nn.formats import rows_of
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, UnquantizedLinear
-from services.decoder.kernels import plain, table, tuning
-from services.decoder.kernels.ops import Ops, create_ops
-from services.decoder.kernels.table import KernelFacts, Row
+from services.decoder.operations import table
+from services.decoder.operations.ops import Ops, create_ops
+from services.decoder.operations.table import KernelFacts, Row
 
 H200 = KNOWN_DEVICES["h200"]
 

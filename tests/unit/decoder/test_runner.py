@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.sampling import ALL_MASKED
 from services.common.nn.device import resolve_device
 from services.decoder.engine import step_inputs
 from services.decoder.engine.engine import Engine
@@ -31,7 +32,6 @@ from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Step
 from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepInputs
-from services.decoder.kernels import ALL_MASKED
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 from tests.sampling_twins import mask_of
 

@@ -8,13 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.pending_step import DevicePendingStep, HostTokens
-from services.decoder.engine.sampler import Sampled, Sampler, uniforms
-from services.decoder.engine.staging import Staging
-from services.decoder.kernels import ALL_MASKED
-from services.decoder.kernels.ops import PlainOps
-from services.decoder.kernels.sampling import (
+from kernels.sampling import ALL_MASKED
+from kernels.sampling.sampling import (
     MaskedRows,
     SamplingInputs,
     by_rank,
@@ -23,6 +18,11 @@ from services.decoder.kernels.sampling import (
     sample,
     split_width,
 )
+from services.decoder.engine.messages import SamplingParams
+from services.decoder.engine.pending_step import DevicePendingStep, HostTokens
+from services.decoder.engine.sampler import Sampled, Sampler, uniforms
+from services.decoder.engine.staging import Staging
+from services.decoder.operations.ops import PlainOps
 from tests import sampling_twins
 from tests.sampling_twins import distribution, mask_of
 

@@ -14,7 +14,8 @@ from scripts import quick
         ("triptych/plan.py", "tests/unit/triptych"),
         ("deploy/k8s/base/decoder.yaml", "tests/unit/deploy"),
         ("benchmarks/simulation/engines.py", "tests/unit/simulation"),
-        ("tests/unit/decoder/interpreted_kernels.py", "tests/unit/decoder"),
+        ("tests/unit/kernels/interpreted_kernels.py", "tests/unit/kernels"),
+        ("kernels/gemm/gemv.py", "tests/unit/kernels"),
         ("tests/contract/test_partition.py", "tests/contract/test_partition.py"),
     ],
 )

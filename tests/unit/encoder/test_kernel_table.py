@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 
+from kernels.attention.segments import BatchSegments
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride, parse_overrides
-from services.encoder.kernels.ops import Ops
-from services.encoder.kernels.segments import BatchSegments
-from services.encoder.kernels.table import HOPPER_SHARED_MEMORY, TowerFacts, resolve
+from services.encoder.operations.ops import Ops
+from services.encoder.operations.table import HOPPER_SHARED_MEMORY, TowerFacts, resolve
 from tests.tower import cpu_ops
 
 TWO_B = TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
@@ -89,7 +89,7 @@ def test_a_kernel_that_fails_at_warm_up_gives_way(
     def fail(*_: object) -> None:
         raise RuntimeError("out of resources")
 
-    monkeypatch.setattr("services.encoder.kernels.elementwise.rotary", fail)
+    monkeypatch.setattr("kernels.tower.elementwise.rotary", fail)
     found = table(TWO_B, KNOWN_DEVICES["l40s"])
     x, angles = torch.randn(4, 2, 16, 64), torch.rand(4, 32)
     with found.warming_up(), caplog.at_level(logging.WARNING):

@@ -9,9 +9,9 @@ import torch
 from services.common.model_spec import TowerSpec
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.runner import PreparedImage, Runner
-from services.encoder.kernels.ops import Grid
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel
+from services.encoder.operations.ops import Grid
 from tests.tower import cpu_ops
 
 SPEC = TowerSpec(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))

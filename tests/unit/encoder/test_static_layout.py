@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.segments import Segments
+from kernels.tower import plain
 from services.common.model_spec import TowerSpec
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, buckets
-from services.encoder.kernels import plain
-from services.encoder.kernels.ops import Grid, Ops
-from services.encoder.kernels.segments import Segments
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from services.encoder.operations.ops import Grid, Ops
 from tests.tower import cpu_ops
 
 CPU = torch.device("cpu")

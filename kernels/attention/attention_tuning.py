@@ -1,0 +1,279 @@
+"""Facts that attention kernels are chosen by, and their tuned constants by size class.
+
+A size class is the number of query heads per key head (the group), the head dimension and the
+number of key heads. Classes marked `measured` were measured on an H200 (the 2B, 4B, 8B, 32B and
+30B-A3B); others are extrapolated until `benchmarks.kernels.tune_attention` has been run for them.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from services.common.nn.device import DeviceFacts
+
+FUSED_MAX_SEQUENCES = 2  # with more, separate kernels are faster
+_MMA_ROWS = 16  # query rows of a tensor-core instruction
+_SHARED_MEMORY_RESERVE = 8 << 10  # what a compiled kernel needs beside its tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFacts:
+    """What decides which attention kernels a model can use on a device.
+
+    Attributes:
+        block_size: tokens of a KV block.
+        rotary_dim: leading elements of a head that rotate; None: all.
+        has_flashinfer: the package is installed.
+    """
+
+    device: DeviceFacts
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    rotary_dim: int | None = None
+    has_flashinfer: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class FusedDecodeConfig:
+    """How `FusedDecodeAttention` divides a step.
+
+    Attributes:
+        heads: query heads of a CTA; all of a group, or a power of two that divides it.
+        num_splits: CTAs that share a head's context; a power of two.
+        tile: tokens of a K/V tile.
+        tensor_cores: use MMAs, with the group padded to their 16 rows; else FMAs.
+        num_warps: of a CTA.
+    """
+
+    heads: int
+    num_splits: int
+    tile: int = 64
+    tensor_cores: bool = False
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PagedDecodeConfig:
+    """How `PagedDecodeAttention` divides a step.
+
+    Attributes:
+        kv_heads: key heads of a work item; a power of two.
+        tile_rows: rows of a K/V tile, each of one token and one key head.
+        num_warps: of a CTA.
+        alone: CTAs per SM and pipeline stages where the kernel has the device to itself.
+        beside_few: the same beside prefill attention, for up to `few` sequences.
+        beside_many: the same beside prefill attention, for more.
+        few: most sequences for which `beside_few` holds.
+    """
+
+    kv_heads: int
+    tile_rows: int = 64
+    num_warps: int = 4
+    alone: tuple[int, int] = (1, 5)
+    beside_few: tuple[int, int] = (1, 3)
+    beside_many: tuple[int, int] = (2, 3)
+    few: int = 64
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a K/V tile."""
+        return self.tile_rows // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeClass:
+    """Tuned constants of a size class. None: by a rule, see the functions below.
+
+    Attributes:
+        measured: on an H200; else extrapolated.
+        fused: by number of sequences, from one: for 132 SMs.
+        fused_max_context: longest context, the new token included, for which the fused kernel is
+            faster than separate ones, by number of sequences, from one.
+        paged: for 227 KiB of shared memory.
+        paged_min_sequences: number of sequences from which the paged kernel in a graph is faster
+            than flashinfer's.
+        flashinfer_tensor_cores: whether flashinfer's decode uses its tensor-core kernel.
+    """
+
+    measured: bool = False
+    fused: tuple[FusedDecodeConfig, ...] | None = None
+    fused_max_context: tuple[int, ...] = (4096, 2048)
+    paged: PagedDecodeConfig | None = None
+    paged_min_sequences: int = 48
+    flashinfer_tensor_cores: bool = True
+
+
+# (group, head_dim, key heads) → constants, as `benchmarks.kernels.tune_attention` prints them.
+# Contexts longer than `fused_max_context` are faster through flashinfer, which keeps more reads in
+# flight.
+# With one or two query heads per key head, flashinfer's CUDA-core decode is up to a sixth faster
+# than its tensor-core one.
+_CLASSES: dict[tuple[int, int, int], SizeClass] = {
+    (2, 128, 8): SizeClass(
+        measured=True,
+        fused=(FusedDecodeConfig(2, 32, 64, False, 4), FusedDecodeConfig(2, 16, 64, False, 4)),
+        fused_max_context=(4096, 2048),
+        paged=PagedDecodeConfig(8, 64, 4, alone=(1, 5)),
+        paged_min_sequences=48,
+        flashinfer_tensor_cores=False,
+    ),
+    (1, 128, 8): SizeClass(flashinfer_tensor_cores=False),
+    (4, 128, 8): SizeClass(
+        measured=True,
+        fused=(FusedDecodeConfig(2, 16, 64, False, 4), FusedDecodeConfig(4, 16, 64, True, 4)),
+        fused_max_context=(2048, 4096),
+        paged_min_sequences=8,
+    ),
+    (8, 128, 8): SizeClass(
+        measured=True,
+        fused=(FusedDecodeConfig(8, 16, 64, True, 4), FusedDecodeConfig(8, 8, 64, True, 4)),
+        fused_max_context=(4096, 4096),
+        paged=PagedDecodeConfig(2, 64, 4, alone=(2, 3)),
+        paged_min_sequences=4,
+    ),
+    (8, 128, 4): SizeClass(
+        measured=True,
+        fused=(FusedDecodeConfig(2, 16, 64, False, 4), FusedDecodeConfig(8, 16, 64, True, 4)),
+        fused_max_context=(2048, 1024),
+        paged=PagedDecodeConfig(1, 64, 4, alone=(2, 3)),
+        paged_min_sequences=16,
+    ),
+}
+
+
+def size_class(facts: AttentionFacts) -> SizeClass:
+    """Constants of a size class. Those of an unlisted one are extrapolated: from the class with 8
+    key heads, whose division of the fused kernel's work does not serve another number.
+    """
+    group, dim, kv_heads = facts.group_size, facts.head_dim, facts.num_kv_heads
+    if (found := _CLASSES.get((group, dim, kv_heads))) is not None:
+        return found
+    return replace(_CLASSES.get((group, dim, 8), SizeClass()), measured=False, fused=None)
+
+
+def fused_decode_config(facts: AttentionFacts, num_sequences: int) -> FusedDecodeConfig:
+    """For a step of this many decodes.
+
+    The rule: a CTA has all query heads of a key head, as FMAs up to four, and there are two CTAs
+    per SM, as far as powers of two allow.
+    """
+    group, device = facts.group_size, facts.device
+    tuned = size_class(facts).fused
+    if tuned is not None and device.num_sms == 132:
+        return tuned[num_sequences - 1]
+    splits = max(2 * device.num_sms // (facts.num_kv_heads * num_sequences), 1)
+    splits = min(max(1 << (splits.bit_length() - 1), 4), 64)
+    tile = 32 if facts.head_dim > 128 else 64
+    return FusedDecodeConfig(group, splits, tile, tensor_cores=group == 3 or group > 4)
+
+
+def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
+    """The tuned configuration, with as many stages and CTAs as fit the shared memory of an SM.
+
+    The rule: as many key heads, up to eight, as fill the rows of an MMA.
+    """
+    tuned = size_class(facts).paged or PagedDecodeConfig(8)
+    kv_heads = tuned.kv_heads
+    while kv_heads > 1 and (
+        kv_heads * facts.group_size > _MMA_ROWS or facts.num_kv_heads % kv_heads
+    ):
+        kv_heads //= 2
+    width = 1 << (facts.head_dim - 1).bit_length()
+    stage_bytes = 2 * tuned.tile_rows * width * facts.dtype.itemsize
+    room = facts.device.shared_memory_bytes
+
+    def fitting(ctas: int, stages: int) -> tuple[int, int]:
+        """A pipeline of n stages has n - 1 buffers."""
+        most = room // ctas - _SHARED_MEMORY_RESERVE
+        if ctas > 1 and 2 * stage_bytes > most:
+            return fitting(ctas - 1, stages)
+        return ctas, min(stages, most // stage_bytes + 1)
+
+    return replace(
+        tuned,
+        kv_heads=kv_heads,
+        alone=fitting(*tuned.alone),
+        beside_few=fitting(*tuned.beside_few),
+        beside_many=fitting(*tuned.beside_many),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """When `PrefillAttention` is faster than FA3, and how it splits; measured for the 2B (28
+    layers) on an H200.
+
+    FA3 attends to twice as many pairs of a new and a cached token in the same time, but runs in no
+    graph. It is faster once the eager step keeps the device longer than its launches take the host,
+    some 10 ms: 1,000 new tokens take 5, and a million pairs 0.8.
+
+    Attributes:
+        ctas_per_sm: that fit.
+        min_split_tiles: K/V tiles of a split, at least.
+        max_cached_share: pairs with cached tokens per pair within the chunk.
+        min_captured_pairs: pairs with cached tokens that a captured step may always have.
+        max_captured_pairs: pairs with cached tokens that a captured step may have, before
+            `pairs_per_token` is subtracted for each new token.
+        pairs_per_token: a captured step may have this many pairs fewer per new token.
+    """
+
+    ctas_per_sm: int = 2
+    min_split_tiles: int = 4
+    max_cached_share: float = 0.25
+    min_captured_pairs: int = 1_000_000
+    max_captured_pairs: int = 12_000_000
+    pairs_per_token: int = 6_000
+
+
+PREFILL = PrefillTuning()
+
+
+# What the kernels need; a check returns the obstacle in words, or "".
+
+
+def fused_decode_obstacle(facts: AttentionFacts) -> str:
+    """Why `fused_decode_attention` cannot serve these facts, or ""."""
+    if facts.rotary_dim not in (None, facts.head_dim):
+        return f"needs rotary_dim {facts.rotary_dim} to be head_dim {facts.head_dim}"
+    return _decode_obstacle(facts)
+
+
+def paged_decode_obstacle(facts: AttentionFacts) -> str:
+    """Why `paged_decode_attention` cannot serve these facts, or ""."""
+    if why := _decode_obstacle(facts):
+        return why
+    tokens = paged_decode_config(facts).tile_tokens
+    if facts.block_size % tokens and tokens % facts.block_size:
+        return f"needs a block_size that divides {tokens} or is a multiple of it"
+    return ""
+
+
+def prefill_obstacle(facts: AttentionFacts) -> str:
+    """Why `prefill_attention` cannot serve these facts, or ""."""
+    if not facts.device.has_triton or not facts.device.is_hopper:
+        return "needs Triton and Hopper's wgmma"
+    if facts.dtype.itemsize != 2:
+        return f"needs bfloat16 or float16, not {facts.dtype}"
+    if facts.head_dim not in (64, 128, 256):
+        return f"needs a head_dim of 64, 128 or 256, not {facts.head_dim}"
+    return ""
+
+
+def _decode_obstacle(facts: AttentionFacts) -> str:
+    if not facts.device.has_triton or facts.device.capability < (8, 0):
+        return "needs Triton and compute capability 8.0"
+    if facts.dtype.itemsize != 2:
+        return f"needs bfloat16 or float16, not {facts.dtype}"
+    if facts.group_size > _MMA_ROWS:
+        return f"needs at most {_MMA_ROWS} query heads per key head, not {facts.group_size}"
+    if facts.head_dim % 16 or not 32 <= facts.head_dim <= 256:
+        return f"needs a head_dim of 32 to 256 in steps of 16, not {facts.head_dim}"
+    return ""

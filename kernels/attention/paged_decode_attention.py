@@ -1,0 +1,348 @@
+"""Paged decode attention of many sequences as one persistent Triton kernel.
+
+A work item is one sequence with some of its key heads; a unit is the tokens of it that one K/V tile
+holds. Units are ordered by sequence, heads and tokens, and each CTA takes an equal range of them,
+which it computes from the context lengths (as in stream-K): nothing is planned on the host,
+and a CUDA graph serves any lengths. A range covers the end of one item, some whole ones and the
+start of another. Whole items are written to the output; the partials of a split item lie in float32
+until the last of its CTAs to finish merges them, in the order of the CTAs.
+
+A tile's rows are tokens times key heads, so that a token is read as one run of memory. All query
+heads of the item are multiplied with all rows, and scores of another key head are masked: an MMA
+has 16 query rows anyway, many more than share a key head.
+
+The plain twin is `services.decoder.attention.sdpa`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.attention.attention_tuning import (
+    AttentionFacts,
+    PagedDecodeConfig,
+    paged_decode_config,
+)
+
+_PREFETCHED_TILES = 1  # into L2, while the kernel before ends
+_LOG2_E = 1.4426950408889634
+
+
+class PagedDecodeAttention:
+    """The kernel and its scratch for split items: for one device, one step at a time.
+
+    Args:
+        facts: of the model and the device.
+        device: of the model.
+        config: default: the tuned constants.
+    """
+
+    def __init__(
+        self,
+        facts: AttentionFacts,
+        device: torch.device,
+        config: PagedDecodeConfig | None = None,
+    ) -> None:
+        self.config = config = config or paged_decode_config(facts)
+        assert facts.num_kv_heads % config.kv_heads == 0
+        self._facts = facts
+        self._rows = config.kv_heads * facts.group_size
+        most = max(ctas for ctas, _ in (config.alone, config.beside_few, config.beside_many))
+        num_ctas = facts.device.num_sms * most
+        # A CTA has at most two partials of split items: at the start and at the end of its range.
+        rows = 2 * num_ctas * self._rows
+        self._acc = torch.empty((rows, facts.head_dim), dtype=torch.float32, device=device)
+        self._m_l = torch.empty((2, rows), dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(num_ctas, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_ids: Tensor,
+        first_blocks: Tensor,
+        seq_lens: Tensor,
+        *,
+        out: Tensor,
+        beside_prefill: bool = False,
+    ) -> None:
+        """Attention of one token of each of S sequences, whose key and value are in the cache.
+
+        Args:
+            query: `[S, num_heads, head_dim]`, contiguous.
+            kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, contiguous.
+            block_ids: blocks of all sequences, int32.
+            first_blocks: where each sequence's blocks begin among them, int32; more may follow.
+            seq_lens: context lengths, int32; more may follow. Sequences of length 0 come after all
+                others; their rows of `out` are not written.
+            out: the result, as `query`.
+            beside_prefill: the next kernel on the stream reads what this one reads, runs
+                concurrently and waits for it at its end (PDL).
+        """
+        assert query.is_contiguous() and kv_cache.is_contiguous() and out.is_contiguous()
+        config, facts, num_sequences = self.config, self._facts, len(query)
+        beside = config.beside_few if num_sequences <= config.few else config.beside_many
+        ctas_per_sm, stages = beside if beside_prefill else config.alone
+        num_ctas, pdl = facts.device.num_sms * ctas_per_sm, facts.device.supports_pdl
+        _paged_decode_kernel[(num_ctas,)](
+            query, kv_cache, block_ids, first_blocks, seq_lens, self._acc, self._m_l,
+            self._arrived, out, num_sequences, facts.head_dim**-0.5 * _LOG2_E,
+            ITEMS=facts.num_kv_heads // config.kv_heads, KV_HEADS=config.kv_heads,
+            GROUP=facts.group_size, DIM=facts.head_dim,
+            COLUMNS=triton.next_power_of_2(facts.head_dim),
+            ROWS=max(16, triton.next_power_of_2(self._rows)), BLOCK_SIZE=kv_cache.shape[2],
+            TILE=config.tile_rows, STAGES=stages, PREFETCHED=_PREFETCHED_TILES,
+            SEQUENCES=max(triton.next_power_of_2(num_sequences), 32 * config.num_warps),
+            CTAS=num_ctas, SCRATCH=self._m_l.shape[1], PDL=pdl, BESIDE_PREFILL=beside_prefill,
+            num_warps=config.num_warps, launch_pdl=pdl,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def _paged_decode_kernel(
+    query_ptr, cache_ptr, block_ids_ptr, first_blocks_ptr, seq_lens_ptr, acc_ptr, m_l_ptr,
+    arrived_ptr, out_ptr, num_sequences, scale,
+    ITEMS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, PREFETCHED: tl.constexpr, SEQUENCES: tl.constexpr, CTAS: tl.constexpr,
+    SCRATCH: tl.constexpr, PDL: tl.constexpr, BESIDE_PREFILL: tl.constexpr,
+):  # fmt: skip
+    """A sequence has ITEMS work items of KV_HEADS key heads; their query heads are padded to ROWS,
+    and head_dim DIM to COLUMNS.
+    """
+    HEADS: tl.constexpr = KV_HEADS * GROUP  # of queries
+    UNIT: tl.constexpr = TILE // KV_HEADS  # tokens
+    cta = tl.program_id(0)
+    if PDL and not BESIDE_PREFILL:
+        gdc_launch_dependents()
+
+    unit, stop, least, rest, sequence, origin = _find_range(
+        cta, seq_lens_ptr, num_sequences, ITEMS, UNIT, SEQUENCES, CTAS
+    )
+    found = tl.minimum(sequence, num_sequences - 1)
+    table_ptr = block_ids_ptr + tl.load(first_blocks_ptr + found)
+    length = tl.load(seq_lens_ptr + found)
+    if PDL:
+        if unit < stop:
+            _prefetch(
+                cache_ptr, table_ptr, unit - origin, length,
+                ITEMS, UNIT, KV_HEADS * DIM, BLOCK_SIZE, PREFETCHED,
+            )  # fmt: skip
+        gdc_wait()
+        if BESIDE_PREFILL:  # not before what it reads is there
+            gdc_launch_dependents()
+
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    offset = row[:, None] * DIM + column[None, :]
+    inside = (row < HEADS)[:, None] & (column < DIM)[None, :]
+    while unit < stop:
+        count = (length + UNIT - 1) // UNIT
+        item = (unit - origin) // count
+        first = unit - origin - item * count
+        taken = tl.minimum(count - first, stop - unit)
+        number = sequence * ITEMS + item
+        # The next length and table are loaded early.
+        ends = (item == ITEMS - 1) & (first + taken == count)
+        sequence += ends.to(tl.int32)
+        found = tl.minimum(sequence, num_sequences - 1)
+        next_length = tl.load(seq_lens_ptr + found)
+        next_table = tl.load(first_blocks_ptr + found)
+
+        query = tl.load(query_ptr + number * (HEADS * DIM) + offset, mask=inside, other=0.0)
+        m_i, l_i, acc = _attend(
+            query, cache_ptr + item * (KV_HEADS * DIM), table_ptr, first * UNIT,
+            tl.minimum((first + taken) * UNIT, length), scale,
+            ITEMS * KV_HEADS * DIM, KV_HEADS, GROUP, DIM, COLUMNS, BLOCK_SIZE, TILE, STAGES,
+        )  # fmt: skip
+        begin = unit - first
+        _finish_item(
+            acc_ptr, m_l_ptr, arrived_ptr, out_ptr + number * (HEADS * DIM), taken == count,
+            2 * cta + (first == 0).to(tl.int32), _cta_of(begin, least, rest),
+            _cta_of(begin + count - 1, least, rest), m_i, l_i, acc, HEADS, DIM, SCRATCH,
+        )  # fmt: skip
+        if ends:
+            origin += count * ITEMS
+            table_ptr = block_ids_ptr + next_table
+        length = next_length
+        unit += taken
+
+
+@triton.jit
+def _find_range(
+    cta, seq_lens_ptr, num_sequences,
+    ITEMS: tl.constexpr, UNIT: tl.constexpr, SEQUENCES: tl.constexpr, CTAS: tl.constexpr,
+):  # fmt: skip
+    """A CTA's range of units: its first and the one after its last; `least`, which each CTA has,
+    and `rest`, the number of CTAs with one more; the first unit's sequence, and the units before
+    that sequence.
+    """
+    sequences = tl.arange(0, SEQUENCES)
+    lengths = tl.load(seq_lens_ptr + sequences, mask=sequences < num_sequences, other=0)
+    units = (lengths + UNIT - 1) // UNIT * ITEMS
+    total = tl.sum(units)
+    least, rest = total // CTAS, total % CTAS
+    unit = cta * least + tl.minimum(cta, rest)
+    stop = unit + least + (cta < rest).to(tl.int32)
+    over = ((tl.cumsum(units) <= unit) & (sequences < num_sequences)).to(tl.int32)
+    return unit, stop, least, rest, tl.sum(over), tl.sum(over * units)
+
+
+@triton.jit
+def _prefetch(
+    cache_ptr, table_ptr, within, length,
+    ITEMS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+):  # fmt: skip
+    """Prefetches the first tiles of a range to L2. Among them may be the new token's key and
+    value, whose writes reach L2, too.
+    """
+    count = (length + UNIT - 1) // UNIT
+    item = within // count
+    token = (within - item * count) * UNIT + tl.arange(0, PREFETCHED * UNIT)
+    token = tl.minimum(token, length - 1)
+    block = tl.load(table_ptr + token // BLOCK_SIZE).to(tl.int64)
+    row = block * (2 * BLOCK_SIZE) + token % BLOCK_SIZE
+    key_ptr = cache_ptr + (row * ITEMS + item) * WIDTH
+    width: tl.constexpr = WIDTH * cache_ptr.dtype.element_ty.primitive_bitwidth // 8
+    num_bytes = tl.full((PREFETCHED * UNIT,), width, tl.int32)
+    for is_value in tl.static_range(2):
+        tl.inline_asm_elementwise(
+            "{ mov.u32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], $2; }", "=r,l,r",
+            [key_ptr + is_value * (BLOCK_SIZE * ITEMS * WIDTH), num_bytes],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    query, keys_ptr, table_ptr, begin, end, scale,
+    STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax, in base 2, over tokens [begin, end), where begin is the first of a unit:
+    row max, row sum and accumulator. STRIDE: elements from one token of a block to the next.
+    """
+    ROWS: tl.constexpr = query.shape[0]
+    UNIT: tl.constexpr = TILE // KV_HEADS
+    row, column, query_row = tl.arange(0, TILE), tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    token = row // KV_HEADS
+    # Padding rows count as the first head's.
+    own = tl.where(query_row < KV_HEADS * GROUP, query_row // GROUP, 0)
+    matches = own[:, None] == (row % KV_HEADS)[None, :]
+    m_i = tl.full((ROWS,), -1e30, tl.float32)
+    p_sum = tl.zeros((ROWS, TILE), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # Block ids are loaded a tile ahead, so that keys and values need not wait for them. A tile lies
+    # in one block, or covers whole ones.
+    if UNIT <= BLOCK_SIZE:
+        offset = (token * STRIDE + row % KV_HEADS * DIM)[:, None] + column[None, :]
+        block = tl.load(table_ptr + begin // BLOCK_SIZE)
+    else:
+        offset = (token % BLOCK_SIZE * STRIDE + row % KV_HEADS * DIM)[:, None] + column[None, :]
+        block = tl.load(
+            table_ptr + (begin + token) // BLOCK_SIZE, mask=begin + token < end, other=0
+        )
+    for at in tl.range(begin, end, UNIT, num_stages=STAGES):
+        inside = token < end - at
+        following = at + UNIT
+        if UNIT <= BLOCK_SIZE:
+            line = block.to(tl.int64) * (2 * BLOCK_SIZE * STRIDE) + at % BLOCK_SIZE * STRIDE
+            ptr = keys_ptr + line + offset
+            block = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
+        else:
+            line = block.to(tl.int64) * (2 * BLOCK_SIZE * STRIDE)
+            ptr = keys_ptr + line[:, None] + offset
+            block = tl.load(
+                table_ptr + (following + token) // BLOCK_SIZE,
+                mask=following + token < end, other=0,
+            )  # fmt: skip
+        mask = inside[:, None]
+        if COLUMNS > DIM:
+            mask = mask & (column < DIM)[None, :]
+        key = tl.load(ptr, mask=mask, other=0.0)
+        value = tl.load(ptr + BLOCK_SIZE * STRIDE, mask=mask, other=0.0)
+        score = tl.dot(query, tl.trans(key))
+        score = tl.where(matches & inside[None, :], score, float("-inf"))
+        new_m = tl.maximum(m_i, tl.max(score, axis=1) * scale)
+        p = tl.exp2(score * scale - new_m[:, None])
+        alpha = tl.exp2(m_i - new_m)
+        p_sum = p_sum * alpha[:, None] + p
+        acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None])
+        m_i = new_m
+    return m_i, tl.sum(p_sum, axis=1), acc
+
+
+@triton.jit
+def _finish_item(
+    acc_ptr, m_l_ptr, arrived_ptr, out_ptr, is_whole, partial, first, last, m_i, l_i, acc,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SCRATCH: tl.constexpr,
+):  # fmt: skip
+    """Writes an item out, or stores a partial of an item that CTAs [first, last] share; the last of
+    them to finish merges.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    row, column = tl.arange(0, ROWS), tl.arange(0, acc.shape[1])
+    offset = row[:, None] * DIM + column[None, :]
+    inside, m_ptr = row < HEADS, m_l_ptr + partial * HEADS + row
+    mask = inside[:, None] & (column < DIM)[None, :]
+    if is_whole:
+        result = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offset, result, mask=mask)
+    else:
+        # Past L1, which is not coherent between SMs.
+        tl.store(acc_ptr + partial * (HEADS * DIM) + offset, acc, mask=mask, cache_modifier=".cg")
+        tl.store(m_ptr, m_i, mask=inside, cache_modifier=".cg")
+        tl.store(m_ptr + SCRATCH, l_i, mask=inside, cache_modifier=".cg")
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + first, 1, sem="acq_rel") == last - first:
+            tl.debug_barrier()
+            _merge(acc_ptr, m_l_ptr, out_ptr, first, last, ROWS, HEADS, DIM, acc.shape[1], SCRATCH)
+            tl.store(arrived_ptr + first, 0)
+
+
+@triton.jit
+def _cta_of(unit, least, rest):
+    """The CTA that has a unit: the first `rest` CTAs have one more than `least`."""
+    longer = rest * (least + 1)
+    behind = rest + (unit - longer) // tl.maximum(least, 1)
+    return tl.where(unit < longer, unit // (least + 1), behind)
+
+
+@triton.jit
+def _merge(
+    acc_ptr, m_l_ptr, out_ptr, first, last,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    SCRATCH: tl.constexpr,
+):  # fmt: skip
+    """The partials of one item, in the order of the CTAs."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    offset = row[:, None] * DIM + column[None, :]
+    inside = row < HEADS
+    mask = inside[:, None] & (column < DIM)[None, :]
+    m_i = tl.full((ROWS,), -1e30, tl.float32)
+    l_i = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for cta in tl.range(first, last + 1, num_stages=4):
+        # The item starts in the first CTA's second partial.
+        partial = 2 * cta + (cta == first).to(tl.int32)
+        m_ptr = m_l_ptr + partial * HEADS + row
+        part_m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg")
+        part_l = tl.load(m_ptr + SCRATCH, mask=inside, other=1.0, cache_modifier=".cg")
+        part_acc = tl.load(
+            acc_ptr + partial * (HEADS * DIM) + offset, mask=mask, other=0.0, cache_modifier=".cg"
+        )
+        m_i, l_i, acc = merge_softmax(m_i, l_i, acc, part_m, part_l, part_acc)
+    result = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset, result, mask=mask)
+
+
+@triton.jit
+def merge_softmax(  # noqa: ANN201 - three of the inputs' kind
+    m_i, l_i, acc, part_m, part_l, part_acc
+):
+    """Two partial softmaxes, in base 2, as one: row max, row sum, accumulator."""
+    new_m = tl.maximum(m_i, part_m)
+    alpha, beta = tl.exp2(m_i - new_m), tl.exp2(part_m - new_m)
+    return new_m, l_i * alpha + part_l * beta, acc * alpha[:, None] + part_acc * beta[:, None]

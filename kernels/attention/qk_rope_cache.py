@@ -1,0 +1,166 @@
+"""q/k norm, rotation and the write to the KV cache as one Triton kernel.
+
+Between the fused q/k/v projection and attention, plain torch launches a score of small kernels that
+each read and write q, k and v. This one reads them once. Its plain twin is
+`kernels.plain.qk_rope_cache`; the rounding points are the same.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.attention.heads import ProjectedHeads
+from kernels.gemm.skinny_gemm import load_reduced
+from kernels.tuning import qk_rope_config
+
+
+def qk_rope_cache(
+    heads: ProjectedHeads,
+    keys_values: Tensor | None = None,
+    gates: Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """Implements `plain.qk_rope_cache` where all tensors are contiguous."""
+    assert heads.is_contiguous
+    num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
+    num_tokens, num_heads = heads.num_tokens, heads.num_heads
+    query = heads.kv_cache.new_empty(num_tokens, num_heads, head_dim)
+    block, num_warps = qk_rope_config(num_tokens, head_dim)
+    norms, half = heads.norms or (query, query), heads.rope[0].shape[-1]
+    rest = head_dim - 2 * half
+    _qk_rope_cache_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
+        heads.qkv, *norms, *heads.rope, heads.rows, heads.kv_cache, query,
+        query if keys_values is None else keys_values, query if gates is None else gates,
+        num_tokens, num_heads, num_kv_heads, heads.eps, heads.qkv[0].numel(),
+        HALF=half, COLUMNS=triton.next_power_of_2(half), REST=rest,
+        REST_COLUMNS=triton.next_power_of_2(max(rest, 1)), BLOCK=block,
+        NORM=heads.norms is not None, SPLITS=heads.num_splits, KEEP=keys_values is not None,
+        GATED=heads.gated, PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit
+def _product(a, b):
+    """Product of a and b with one rounding, as in torch. The compiler would contract a
+    multiplication in the narrow type and the addition after it to an FMA, which does not round the
+    product.
+    """
+    return tl.fma(a.to(tl.float32), b.to(tl.float32), 0.0).to(a.dtype)
+
+
+@triton.jit
+def normed(  # noqa: ANN201 - two of the inputs' kind
+    first, second, weight_first, weight_second, eps, HALF: tl.constexpr
+):
+    """RMSNorm of heads, by halves: `[heads, columns]` each, zeros behind the HALF columns."""
+    squares = _squares(first) + _squares(second)
+    scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+    return _scaled(first, scale, weight_first), _scaled(second, scale, weight_second)
+
+
+@triton.jit
+def _squares(x):
+    """Sum of each head's squares."""
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, axis=1)
+
+
+@triton.jit
+def _scaled(x, scale, weight):
+    """Heads times `scale`, rounded to the weight's dtype, times the weight."""
+    return _product((x.to(tl.float32) * scale).to(weight.dtype), weight).to(x.dtype)
+
+
+@triton.jit
+def turned(one, two, cos, sin):  # noqa: ANN201 - two of the inputs' kind
+    """Heads rotated, by halves, rounded as in torch."""
+    first = _product(one, cos).to(tl.float32) - _product(two, sin).to(tl.float32)
+    second = _product(two, cos).to(tl.float32) + _product(one, sin).to(tl.float32)
+    return first.to(one.dtype), second.to(one.dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _qk_rope_cache_kernel(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, query_ptr,
+    kept_ptr, gate_ptr, num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, REST: tl.constexpr, REST_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A head is two halves that rotate, and REST elements behind them that do not."""
+    DIM: tl.constexpr = 2 * HALF + REST
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    all_heads = num_heads + 2 * num_kv_heads
+    column, rest_column = tl.arange(0, COLUMNS)[None, :], tl.arange(0, REST_COLUMNS)[None, :]
+    known = column < HALF
+    is_head = (head < all_heads)[:, None]
+    is_query = (head < num_heads)[:, None]
+    is_value = (head >= num_heads + num_kv_heads)[:, None]
+
+    if NORM:
+        norm_ptr = tl.where(is_query, q_norm_ptr, k_norm_ptr)
+        weight_first = tl.load(norm_ptr + column, mask=known, other=0.0)
+        weight_second = tl.load(norm_ptr + HALF + column, mask=known, other=0.0)
+        if REST > 0:
+            at = norm_ptr + 2 * HALF + rest_column
+            weight_rest = tl.load(at, mask=rest_column < REST, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    place = (token * all_heads + head)[:, None] * DIM
+    if GATED:  # each query head is followed by its gate
+        slot = tl.where(head < num_heads, 2 * head, head + num_heads)
+        place = (token * (all_heads + num_heads) + slot)[:, None] * DIM
+    first = load_reduced(qkv_ptr, place + column, is_head & known, stride, SPLITS, dtype)
+    second = load_reduced(qkv_ptr, place + HALF + column, is_head & known, stride, SPLITS, dtype)
+    rest = first
+    if REST > 0:
+        at = place + 2 * HALF + rest_column
+        rest = load_reduced(qkv_ptr, at, is_head & (rest_column < REST), stride, SPLITS, dtype)
+    cos = tl.load(cos_ptr + token * HALF + column, mask=known, other=0.0)
+    sin = tl.load(sin_ptr + token * HALF + column, mask=known, other=0.0)
+    one, two = first, second
+    if NORM and REST > 0:
+        squares = _squares(first) + _squares(second) + _squares(rest)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        one, two = _scaled(first, scale, weight_first), _scaled(second, scale, weight_second)
+        rest = tl.where(is_value, rest, _scaled(rest, scale, weight_rest))
+    elif NORM:
+        one, two = normed(first, second, weight_first, weight_second, eps, HALF)
+    one, two = turned(one, two, cos, sin)
+    first, second = tl.where(is_value, first, one), tl.where(is_value, second, two)
+    out = query_ptr + (token * num_heads + head)[:, None] * DIM
+    _store(out, first, second, rest, column, rest_column, is_query, HALF, REST)
+    if GATED:
+        gate = gate_ptr + (token * num_heads + head)[:, None] * DIM
+        for start in tl.static_range(0, DIM, COLUMNS):
+            inside = is_query & (start + column < DIM)
+            at = place + DIM + start + column
+            found = load_reduced(qkv_ptr, at, inside, stride, SPLITS, dtype)
+            tl.store(gate + start + column, found, mask=inside)
+    if KEEP:
+        out = kept_ptr + (token * (2 * num_kv_heads) + head[:, None] - num_heads) * DIM
+        _store(out, first, second, rest, column, rest_column, is_head & ~is_query, HALF, REST)
+    # rows: [2, T], the cache's row of the token's keys, then of its values.
+    key_row, value_row = tl.load(rows_ptr + token), tl.load(rows_ptr + num_tokens + token)
+    kv_head = head[:, None] - num_heads - tl.where(is_value, num_kv_heads, 0)
+    row = tl.where(is_value, value_row, key_row) * num_kv_heads + kv_head
+    # Padding has negative rows: they count from the cache's end in torch, and go nowhere here.
+    keep = is_head & ~is_query & (key_row >= 0)
+    _store(cache_ptr + row * DIM, first, second, rest, column, rest_column, keep, HALF, REST)
+
+
+@triton.jit
+def _store(
+    out, first, second, rest, column, rest_column, inside, HALF: tl.constexpr, REST: tl.constexpr
+):
+    """Writes heads of which `inside` says that they are to be written."""
+    tl.store(out + column, first, mask=inside & (column < HALF))
+    tl.store(out + HALF + column, second, mask=inside & (column < HALF))
+    if REST > 0:
+        tl.store(out + 2 * HALF + rest_column, rest, mask=inside & (rest_column < REST))

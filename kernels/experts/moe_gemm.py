@@ -1,0 +1,189 @@
+"""The experts of many tokens: GEMMs over tiles of rows that share an expert.
+
+`grouped_experts` multiplies by a kernel of ours, which reads its tokens where they lie and whose
+epilogue applies SwiGLU; `library_experts` by torch's grouped GEMM. Both leave the outputs sorted by
+expert, and `_combine_kernel` adds up each token's in the order of its experts.
+
+The plain twin is `kernels.plain.moe`; the rounding points are the same.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.experts.moe_routing import Routing
+from kernels.experts.moe_weights import ExpertWeights, widen
+from kernels.gemm.fp8_weight import BLOCK
+from kernels.gemm.silu_mul import silu_and_mul, swiglu
+from kernels.tuning import MoEGemmConfig
+
+_COMBINE_COLUMNS = 1024
+
+
+def grouped_experts(
+    x: Tensor,
+    routing: Routing,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    residual: Tensor,
+    config: MoEGemmConfig,
+    *,
+    pure: bool = False,
+    pdl: bool,
+) -> None:
+    """Adds the experts' weighted outputs to the residual stream, in place.
+
+    Args:
+        x: `[T, hidden]`.
+        routing: of the tokens, with tiles of `config.tokens`.
+        gate_up: `[E, 2 * I, hidden]`.
+        down: `[E, hidden, I]`.
+        residual: `[T, hidden]`.
+        config: of the tiles.
+        pure: see `fp8_kernels.unpack`.
+        pdl: see `DeviceFacts.supports_pdl`.
+    """
+    num_rows = len(routing.order)
+    inner = x.new_empty(num_rows, gate_up.num_rows // 2)
+    _launch(x, routing, gate_up, inner, config, is_up=True, pure=pure, pdl=pdl)
+    out = x.new_empty(num_rows, down.num_rows)
+    _launch(inner, routing, down, out, config, is_up=False, pure=pure, pdl=pdl)
+    combine(out, routing, residual, pdl=pdl)
+
+
+def library_experts(
+    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, residual: Tensor, *, pdl: bool
+) -> None:
+    """`grouped_experts` by torch's grouped GEMM, in bfloat16."""
+    top_k = routing.experts.shape[1]
+    rows = x[routing.order // top_k]
+    inner = F.grouped_mm(rows, gate_up.mT, offs=routing.ends)
+    inner = silu_and_mul(inner, pdl=pdl)
+    out = F.grouped_mm(inner, down.mT, offs=routing.ends)
+    combine(out, routing, residual, pdl=pdl)
+
+
+def combine(outputs: Tensor, routing: Routing, residual: Tensor, *, pdl: bool) -> None:
+    """Adds each token's weighted outputs to the residual stream, in place.
+
+    Args:
+        outputs: `[T * k, hidden]`, in the routing's order.
+        routing: of the tokens.
+        residual: `[T, hidden]`.
+        pdl: see `DeviceFacts.supports_pdl`.
+    """
+    num_tokens, hidden = residual.shape
+    top_k = routing.experts.shape[1]
+    _combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_COLUMNS))](
+        outputs, routing.places, routing.weights, residual, WIDTH=hidden, TOP_K=top_k,
+        COLUMNS=_COMBINE_COLUMNS, PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _launch(
+    x: Tensor,
+    routing: Routing,
+    weight: ExpertWeights,
+    out: Tensor,
+    config: MoEGemmConfig,
+    *,
+    is_up: bool,
+    pure: bool,
+    pdl: bool,
+) -> None:
+    num_tiles = routing.tiles.shape[1]
+    num_rows = weight.num_rows // 2 if is_up else weight.num_rows
+    rows = math.gcd(config.rows // 2 if is_up else config.rows, num_rows)
+    columns = math.gcd(BLOCK if weight.block_rows else config.columns, x.shape[1])
+    _grouped_gemm_kernel[(num_rows // rows, num_tiles)](
+        x, weight.values, weight.scale, out, routing.order, routing.tiles, num_tiles,
+        WIDTH=x.shape[1], HEIGHT=weight.num_rows, TOP_K=routing.experts.shape[1],
+        TOKENS=config.tokens, ROWS=2 * rows if is_up else rows, COLUMNS=columns,
+        STAGES=config.stages, UP=is_up, **weight.constants, PURE=pure, PDL=pdl,
+        num_warps=config.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _grouped_gemm_kernel(
+    x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, UP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PACKED: tl.constexpr,
+    PURE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows of one expert by ROWS of its matrix. UP: the rows are read where their tokens
+    lie, half of the matrix' rows are the gate's and half the same rows of up, and SwiGLU follows.
+    """
+    HALF: tl.constexpr = ROWS // 2
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile = tl.program_id(1)
+    size = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    if size > 0:
+        expert = tl.load(tiles_ptr + tile).to(tl.int64)
+        index = tl.arange(0, ROWS)
+        if UP:
+            row = tl.program_id(0) * HALF + index % HALF + index // HALF * (HEIGHT // 2)
+        else:
+            row = tl.program_id(0) * ROWS + index
+        within = tl.arange(0, TOKENS)
+        inside = (within < size)[:, None]
+        place = tl.load(tiles_ptr + num_tiles + tile) + within
+        source = place
+        if UP:
+            source = tl.load(order_ptr + place, mask=within < size, other=0) // TOP_K
+        column = tl.arange(0, COLUMNS)
+        weights = weight_ptr + (expert * HEIGHT + row)[:, None] * WIDTH + column[None, :]
+        inputs = x_ptr + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        if BLOCK_ROWS > 0:
+            scales = scale_ptr + (expert * SCALE_ROWS + row // BLOCK_ROWS) * SCALE_COLUMNS
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        # Tensor cores want at least 64 rows on one side, which tokens need not have.
+        acc = tl.zeros((ROWS, TOKENS), tl.float32)
+        for at in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
+            weight = tl.load(weights + at)
+            x = tl.load(inputs + at, mask=inside, other=0.0)
+            if BLOCK_ROWS > 0:
+                weight = widen(weight, dtype, PACKED, PURE)
+            if BLOCK_ROWS > 1:
+                acc += tl.dot(weight, tl.trans(x)) * tl.load(scales + at // 128)[:, None]
+            else:
+                acc = tl.dot(weight, tl.trans(x), acc)
+        if BLOCK_ROWS == 1:
+            acc *= tl.load(scales)[:, None]
+        out = out_ptr + place.to(tl.int64)[:, None] * (HEIGHT // 2 if UP else HEIGHT)
+        if UP:
+            halves = tl.permute(tl.reshape(acc.to(dtype), (2, HALF, TOKENS)), (2, 1, 0))
+            gate, up = tl.split(halves)  # [TOKENS, HALF] each
+            column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+            tl.store(out + column[None, :], swiglu(gate, up), mask=inside)
+        else:
+            tl.store(out + row[None, :], tl.trans(acc).to(dtype), mask=inside)
+
+
+@triton.jit
+def _combine_kernel(
+    outputs_ptr, places_ptr, weights_ptr, residual_ptr, WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        place = tl.load(places_ptr + token * TOP_K + j).to(tl.int64)
+        weight = tl.load(weights_ptr + token * TOP_K + j)
+        total += tl.load(outputs_ptr + place * WIDTH + column, mask=inside, other=0.0) * weight
+    residual = residual_ptr + token * WIDTH + column
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    found = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+    tl.store(residual, (found + total.to(dtype).to(tl.float32)).to(dtype), mask=inside)

@@ -1,0 +1,57 @@
+"""The experts' matrices as their kernels read them: unquantized, or FP8 with scales."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gemm.fp8_kernels import unpack
+from kernels.gemm.fp8_weight import Fp8Weight
+from services.common.nn.linear import StackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One of the matrices of each expert.
+
+    Attributes:
+        values: `[E, N, K]`; FP8 on a GPU as bytes.
+        scale: of FP8, `[E, ...]` float32, else None.
+        block_rows: rows per scale, see `Fp8Weight`; 0: there are none.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+    block_rows: int = 0
+
+    @classmethod
+    def of(cls, stack: StackedLinear) -> "ExpertWeights":
+        """Those of a loaded layer."""
+        weight: Tensor | Fp8Weight = stack.method.weight(stack)
+        if isinstance(weight, Tensor):
+            return cls(weight)
+        values = weight.values.view(torch.uint8) if weight.values.is_cuda else weight.values
+        return cls(values, weight.scale, weight.block_rows)
+
+    @property
+    def num_rows(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of the kernels."""
+        rows, columns = (0, 0) if self.scale is None else self.scale.shape[1:]
+        return {
+            "BLOCK_ROWS": self.block_rows, "SCALE_ROWS": rows, "SCALE_COLUMNS": columns,
+            "PACKED": self.values.dtype == torch.uint8,
+        }  # fmt: skip
+
+
+@triton.jit
+def widen(values, dtype: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr):  # noqa: ANN201
+    """Weights in the activations' dtype, exactly; bytes of FP8 by assembly."""
+    # The interpreter has no assembly.
+    return unpack(values, dtype, PURE) if PACKED else values.to(tl.float32).to(dtype)

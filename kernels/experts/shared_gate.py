@@ -1,0 +1,51 @@
+"""A shared expert's gate, its sigmoid and product, and the residual addition, as one Triton kernel.
+
+The plain twin is `kernels.plain.shared_gate`; the rounding points are the same.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gemm.skinny_gemm import load_reduced
+
+
+def add(out: Tensor, x: Tensor, gate: Tensor, residual: Tensor, *, pdl: bool = False) -> None:
+    """`residual += out * sigmoid(x @ gate.T)`, in place.
+
+    Args:
+        out: `[T, hidden]`, or split-K partials of it.
+        x: `[T, hidden]`.
+        gate: `[1, hidden]`.
+        residual: `[T, hidden]`.
+        pdl: see `DeviceFacts.supports_pdl`.
+    """
+    num_tokens, width = residual.shape
+    _shared_gate_kernel[(num_tokens,)](
+        out, x, gate, residual, width, residual.numel(),
+        SPLITS=len(out) if out.dim() == 3 else 0, BLOCK=triton.next_power_of_2(width), PDL=pdl,
+        num_warps=4 if width <= 2048 else 8, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _shared_gate_kernel(
+    out_ptr, x_ptr, gate_ptr, residual_ptr, width, stride, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
+    score = tl.sum(x * gate).to(dtype).to(tl.float32)
+    share = (1.0 / (1.0 + tl.exp(-score))).to(dtype).to(tl.float32)
+    out = load_reduced(out_ptr, row + column, inside, stride, SPLITS, dtype).to(tl.float32)
+    residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
+    total = residual + (out * share).to(dtype).to(tl.float32)
+    tl.store(residual_ptr + row + column, total.to(dtype), mask=inside)

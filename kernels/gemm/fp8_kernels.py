@@ -1,0 +1,522 @@
+"""FP8 linear layers on a GPU: the dispatch table's rows, and the Triton kernels behind them.
+
+| name         | tokens | computes    | how                                                        |
+|--------------|--------|-------------|------------------------------------------------------------|
+| gemv         | 1      | weight-only | a CTA holds whole rows in registers                        |
+| skinny_gemm  | 2-32   | weight-only | split-K; values become bf16 in registers, for tensor cores |
+| scaled_mm    | any    | W8A8        | activations are quantized, then cuBLAS or CUTLASS          |
+| triton_gemm  | any    | W8A8        | the same by a kernel of ours, where cuBLAS has no blocks   |
+| plain        | any    | weight-only | dequantizes the whole weight, then `F.linear`              |
+
+A weight's value is exact in bf16, so weight-only kernels apply scales to sums in float32, per 128
+columns or once, and round once. The plain twins are in `fp8`.
+"""
+
+# ruff: noqa: ANN201 - blocks and constants of the kernels' compiler
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportAssignmentType=false, reportPrivateImportUsage=false
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gemm.fp8_weight import BLOCK, Fp8Weight
+from services.common.nn.device import DeviceFacts
+
+_MAX_SPLITS = 8
+_TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}  # tokens, rows, warps
+
+
+@dataclass(frozen=True, slots=True)
+class GemvConfig:
+    """Rows of the weight per CTA, and its warps."""
+
+    rows: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """Rows of the weight per CTA, parts that K is split into, buffers of the pipeline, warps."""
+
+    rows: int
+    splits: int
+    stages: int
+    warps: int = 4
+
+
+def gemv_config(columns: int, num_tokens: int) -> GemvConfig:
+    """By `benchmarks/kernels/fp8.py --tune` on an H200, 8B shapes."""
+    if num_tokens > 2:
+        return GemvConfig(4 if columns <= 8192 else 2, 8)
+    return GemvConfig(8, 4) if columns <= 4096 else GemvConfig(4, 8)
+
+
+def skinny_config(
+    num_tokens: int, num_rows: int, columns: int, device: DeviceFacts
+) -> SkinnyConfig:
+    """By `benchmarks.kernels.fp8 --tune` on an H200, 8B shapes: K is split while most SMs get no
+    second CTA by that; fewer stages where some SMs get one, so that two fit.
+    """
+    rows, splits = 64, 1
+    tiles = -(-num_rows // rows)
+    while (
+        splits < _MAX_SPLITS
+        and tiles * splits * 2 <= 1.5 * device.num_sms
+        and columns % (splits * 2 * BLOCK) == 0
+    ):
+        splits *= 2
+    is_uneven = device.num_sms < tiles * splits <= 2 * device.num_sms
+    # A stage holds bytes of the weight and 16-bit inputs; beside them, one tile is unpacked.
+    stage_bytes = rows * BLOCK + _padded(num_tokens) * BLOCK * 2 + 64
+    fitting = (device.shared_memory_bytes - rows * BLOCK * 2) // stage_bytes
+    return SkinnyConfig(rows, splits, min(4 if is_uneven else 6, fitting))
+
+
+def _padded(num_tokens: int) -> int:
+    """Tensor cores want 16 at least, and a power of two."""
+    return max(16, 1 << (num_tokens - 1).bit_length())
+
+
+def gemv(x: Tensor, weight: Fp8Weight, *, pdl: bool, config: GemvConfig | None = None) -> Tensor:
+    """`[T, K]` → `[T, N]`, weight-only, for a few tokens; a CTA holds whole rows in registers."""
+    out = x.new_empty(len(x), len(weight.values))
+    _launch_gemv(x, weight, out, pdl=pdl, config=config)
+    return out
+
+
+def norm_gemv(
+    x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool
+) -> Tensor:
+    """`gemv` after RMSNorm with weight `norm` `[K]`, plus `bias`."""
+    out = x.new_empty(len(x), len(weight.values))
+    _launch_gemv(x, weight, out, bias=bias, norm=norm, eps=eps, pdl=pdl)
+    return out
+
+
+def norm_swiglu_gemv(
+    x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool
+) -> Tensor:
+    """`norm_gemv` to gate and up, `[2 * N, K]`, then `silu(gate) * up`: `[T, N]`."""
+    out = x.new_empty(len(x), len(weight.values) // 2)
+    _launch_gemv(x, weight, out, bias=bias, norm=norm, eps=eps, pdl=pdl, swiglu=True)
+    return out
+
+
+def gemv_add(
+    x: Tensor, weight: Fp8Weight, bias: Tensor | None, residual: Tensor, *, pdl: bool
+) -> None:
+    """`residual += gemv(x) + bias`, in place."""
+    _launch_gemv(x, weight, residual, bias=bias, pdl=pdl, add=True)
+
+
+def _launch_gemv(
+    x: Tensor,
+    weight: Fp8Weight,
+    out: Tensor,
+    *,
+    pdl: bool,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    add: bool = False,
+    config: GemvConfig | None = None,
+) -> None:
+    num_tokens, columns = x.shape
+    num_rows = out.shape[1]
+    config = config or gemv_config(columns, num_tokens)
+    rows = config.rows
+    if swiglu:
+        rows = max(1, rows // 2)
+    while num_rows % rows:
+        rows //= 2
+    is_native, values = _values(weight)
+    _gemv_kernel[(num_rows // rows,)](
+        x, values, weight.scale, out, norm, bias, num_rows, eps,
+        WIDTH=columns, TOKENS=num_tokens, ROWS=rows, COLUMNS=triton.next_power_of_2(columns),
+        BLOCK_ROWS=weight.block_rows, SCALE_COLUMNS=weight.scale.shape[1],
+        NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, ADD=add, NATIVE=is_native,
+        PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def skinny_gemm(
+    x: Tensor, weight: Fp8Weight, *, device: DeviceFacts, config: SkinnyConfig | None = None
+) -> Tensor:
+    """`[T, K]` → `[T, N]`, weight-only, for up to 64 tokens."""
+    partials = split_k_partials(x, weight, device=device, config=config)
+    if partials.dim() == 2:
+        return partials
+    out = x.new_empty(partials.shape[1:])
+    size = out.numel()
+    _reduce_split_k_kernel[(triton.cdiv(size, 1024),)](
+        partials, out, size, SPLITS=len(partials), SIZE=1024, PDL=device.supports_pdl,
+        num_warps=4, launch_pdl=device.supports_pdl,
+    )  # fmt: skip
+    return out
+
+
+def split_k_partials(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    device: DeviceFacts,
+    config: SkinnyConfig | None = None,
+) -> Tensor:
+    """Split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not
+    split, the result `[T, N]` in x's dtype.
+    """
+    num_tokens, columns = x.shape
+    num_rows = len(weight.values)
+    config = config or skinny_config(num_tokens, num_rows, columns, device)
+    if config.splits == 1:
+        out = x.new_empty(num_tokens, num_rows)
+    else:
+        size = config.splits, num_tokens, num_rows
+        out = torch.empty(size, dtype=torch.float32, device=x.device)
+    is_packed, values = _packed(weight)
+    _skinny_kernel[(triton.cdiv(num_rows, config.rows), config.splits)](
+        x, values, weight.scale, bias, out, num_tokens, num_rows, columns,
+        TOKENS=_padded(num_tokens), ROWS=config.rows, COLUMNS=BLOCK,
+        SPAN=columns // config.splits, STAGES=config.stages, BLOCK_ROWS=weight.block_rows,
+        SCALE_COLUMNS=weight.scale.shape[1], BIAS=bias is not None, PACKED=is_packed,
+        PURE=device.capability[0] == 10, PDL=device.supports_pdl,
+        num_warps=config.warps, launch_pdl=device.supports_pdl,
+    )  # fmt: skip
+    return out
+
+
+def quantize_activations(
+    x: Tensor, block_columns: int, *, pdl: bool, token_multiple: int = 1
+) -> tuple[Tensor, Tensor]:
+    """As `fp8.quantize_activations`, as one kernel.
+
+    Args:
+        x: `[T, K]`.
+        block_columns: columns per scale: 128, or K for a scale per token.
+        pdl: see `DeviceFacts.supports_pdl`.
+        token_multiple: the results have T rounded up to a multiple of this, filled with zeros.
+
+    Returns:
+        `[T, K]` e4m3, and scales `[T, K / block_columns]` float32, whose columns are contiguous, as
+        cuBLAS wants them.
+    """
+    num_tokens, columns = x.shape
+    padded = triton.cdiv(num_tokens, token_multiple) * token_multiple
+    groups = -(-columns // block_columns)
+    values = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(groups, padded, dtype=torch.float32, device=x.device).t()
+    size = triton.next_power_of_2(block_columns)
+    per_cta = 1 << (min(groups, 8).bit_length() - 1)
+    _quantize_kernel[(padded, triton.cdiv(groups, per_cta))](
+        x, values, scale, num_tokens, padded, columns,
+        BLOCK_COLUMNS=block_columns, SIZE=size, GROUPS=per_cta, PDL=pdl,
+        num_warps=4 if size * per_cta <= 4096 else 8, launch_pdl=pdl,
+    )  # fmt: skip
+    return values, scale
+
+
+def scaled_mm(x: Tensor, weight: Fp8Weight, *, pdl: bool) -> Tensor:
+    """`[T, K]` → `[T, N]`, W8A8: torch's scaled GEMM, with slow accumulation (the exact one)."""
+    num_tokens, columns = x.shape
+    if weight.block_columns == columns:  # per channel
+        values, scale = quantize_activations(x, columns, pdl=pdl)
+        return torch._scaled_mm(
+            values, weight.values.t(), scale, weight.scale.t(), out_dtype=x.dtype
+        )
+    if weight.scale.shape[1] % 4:
+        return triton_gemm(x, weight, pdl=pdl)
+    # cuBLAS wants scales whose tokens are contiguous, and both scales in multiples of 4.
+    values, scale = quantize_activations(x, BLOCK, pdl=pdl, token_multiple=4)
+    kinds: Any = F.ScalingType
+    return F.scaled_mm(
+        values, weight.values.t(), scale, kinds.BlockWise1x128, weight.scale.t(),
+        kinds.BlockWise128x128, output_dtype=x.dtype,
+    )[:num_tokens]  # fmt: skip
+
+
+def triton_gemm(x: Tensor, weight: Fp8Weight, *, pdl: bool) -> Tensor:
+    """`[T, K]` → `[T, N]`, W8A8 with block scales; sums of 128 columns are scaled in float32."""
+    num_tokens, columns = x.shape
+    num_rows = len(weight.values)
+    values, scale = quantize_activations(x, BLOCK, pdl=pdl)
+    out = x.new_empty(num_tokens, num_rows)
+    limit = next((size for size in _TRITON_TILE if num_tokens <= size), 128)
+    tokens, rows, warps = _TRITON_TILE[limit]
+    grid = (triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, rows),)
+    _block_gemm_kernel[grid](
+        values, scale, weight.values, weight.scale, out, num_tokens, num_rows, columns,
+        scale.stride(1), weight.scale.shape[1],
+        TOKENS=tokens, ROWS=rows, COLUMNS=BLOCK, GROUP=16, PDL=pdl,
+        num_warps=warps, num_stages=3, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _values(weight: Fp8Weight) -> tuple[bool, Tensor]:
+    """Whether the device converts e4m3 itself, and the values; as bytes where it does not."""
+    device = weight.values.device
+    is_native = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return is_native, weight.values if is_native else weight.values.view(torch.uint8)
+
+
+def _packed(weight: Fp8Weight) -> tuple[bool, Tensor]:
+    """Whether assembly unpacks the values, and the values; as bytes where it does."""
+    is_packed = weight.values.is_cuda
+    return is_packed, weight.values.view(torch.uint8) if is_packed else weight.values
+
+
+@triton.jit
+def _widen(values, NATIVE: tl.constexpr):
+    """e4m3 as float16, exactly. Bytes: sign and exponent move to float16's places, whose bias is 8
+    more; the caller's scale has the factor of 256.
+    """
+    if NATIVE:
+        wide = values.to(tl.float16)
+    else:
+        bits = values.to(tl.uint16)
+        wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return wide
+
+
+def _unpack_assembly(shift: int, factor: int, dtype: str) -> str:
+    """PTX that makes two registers of two 16-bit floats from four e4m3 bytes, exactly.
+
+    A byte becomes the upper half of 16 bits. Its sign stays, exponent and mantissa move `shift`
+    bits down to their places; `factor`, a power of two, corrects for the exponent's bias, and makes
+    normal numbers of subnormal ones. Ten instructions for four values: the conversions that Triton
+    emits handle 12 values per clock and SM, far below the memory's rate.
+    """
+    halves = [
+        f"""
+        prmt.b32 bytes, $2, 0, {selector};
+        and.b32 value, bytes, 0x7f007f00;
+        shr.b32 value, value, {shift};
+        lop3.b32 value, bytes, 0x80008000, value, 0xEA;
+        fma.rn.{dtype} ${index}, value, factor, zero;"""
+        for index, selector in enumerate(("0x1404", "0x3424"))
+    ]
+    return f"""{{
+        .reg .b32 bytes, value, factor, zero;
+        mov.b32 factor, {factor:#06x}{factor:04x};
+        mov.b32 zero, 0x80008000;{"".join(halves)}
+        }}"""
+
+
+# 2^120 and 2^8: the difference of the exponents' biases.
+_TO_BF16 = tl.constexpr(_unpack_assembly(4, 0x7B80, "bf16x2"))
+_TO_F16 = tl.constexpr(_unpack_assembly(1, 0x5C00, "f16x2"))
+
+
+@triton.jit
+def unpack(values, dtype: tl.constexpr, PURE: tl.constexpr):
+    """Bytes of e4m3 as bfloat16 or float16.
+
+    If the assembly is declared pure, the compiler moves it behind the change to the tensor cores'
+    layout, where a thread loads two bytes at a time. For Blackwell's data center GPUs it fails to
+    pipeline a loop with impure assembly.
+    """
+    if dtype == tl.float16:
+        wide = tl.inline_asm_elementwise(
+            _TO_F16, "=r,=r,r", [values], dtype=tl.float16, is_pure=PURE, pack=4
+        )
+    else:
+        wide = tl.inline_asm_elementwise(
+            _TO_BF16, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=PURE, pack=4
+        )
+    return wide
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr, weight_ptr, scale_ptr, out_ptr, norm_ptr, bias_ptr, num_rows, eps,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
+    NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    UNIT: tl.constexpr = 1.0 if NATIVE else 256.0
+    # What no earlier kernel writes is read before the wait.
+    place = weight_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    weight = tl.load(place, mask=inside[None, :], other=0.0)
+    if SWIGLU:
+        up_place = place + tl.cast(num_rows, tl.int64) * WIDTH
+        up_weight = tl.load(up_place, mask=inside[None, :], other=0.0)
+    if BLOCK_ROWS > 1:  # a CTA's rows have one row of scales
+        block = tl.program_id(0) * ROWS // BLOCK_ROWS
+        of_column = scale_ptr + block * SCALE_COLUMNS + column // 128
+        scale = tl.load(of_column, mask=inside, other=0.0) * UNIT
+        if SWIGLU:
+            of_column += num_rows // BLOCK_ROWS * SCALE_COLUMNS
+            up_scale = tl.load(of_column, mask=inside, other=0.0) * UNIT
+    else:
+        scale = tl.load(scale_ptr + row) * UNIT
+        if SWIGLU:
+            up_scale = tl.load(scale_ptr + num_rows + row) * UNIT
+    if NORM:
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype = out_ptr.dtype.element_ty
+    for token in tl.static_range(TOKENS):
+        x = tl.load(x_ptr + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            factor = tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
+            x = (x * factor).to(norm.dtype).to(tl.float32) * norm.to(tl.float32)
+            x = x.to(dtype).to(tl.float32)
+        result = _dot_rows(weight, x, scale, BLOCK_ROWS, NATIVE)
+        if BIAS:
+            result += tl.load(bias_ptr + row).to(tl.float32)
+        result = result.to(dtype).to(tl.float32)
+        if SWIGLU:
+            up = _dot_rows(up_weight, x, up_scale, BLOCK_ROWS, NATIVE)
+            if BIAS:
+                up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
+            up = up.to(dtype).to(tl.float32)
+            gate = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32)
+            result = gate * up
+        out = out_ptr + token * num_rows + row
+        if ADD:
+            result += tl.load(out).to(tl.float32)
+        tl.store(out, result.to(dtype))
+
+
+@triton.jit
+def _dot_rows(weight, x, scale, BLOCK_ROWS: tl.constexpr, NATIVE: tl.constexpr):
+    """`[ROWS]`: sums of `weight * x` over the columns; `scale` is per column or per row."""
+    if BLOCK_ROWS > 1:
+        found = tl.sum(_widen(weight, NATIVE).to(tl.float32) * (x * scale)[None, :], axis=1)
+    else:
+        found = tl.sum(_widen(weight, NATIVE).to(tl.float32) * x[None, :], axis=1) * scale
+    return found
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _skinny_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    token, column = tl.arange(0, TOKENS), split * SPAN + tl.arange(0, COLUMNS)
+    is_row, is_token = row < num_rows, (token < num_tokens)[:, None]
+    weights = weight_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    inputs = x_ptr + token[:, None] * num_columns + column[None, :]
+    if BLOCK_ROWS > 1:  # all rows are of one block
+        scales = scale_ptr + tl.program_id(0) * ROWS // BLOCK_ROWS * SCALE_COLUMNS
+        scales += split * SPAN // 128
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    # Tensor cores want 64 rows on one side, which tokens need not have.
+    for at in tl.range(0, SPAN, COLUMNS, num_stages=STAGES):
+        values = tl.load(weights + at, mask=is_row[:, None], other=0.0)
+        x = tl.load(inputs + at, mask=is_token, other=0.0)
+        # The interpreter has no assembly.
+        weight = unpack(values, x.dtype, PURE) if PACKED else values.to(tl.float32)
+        weight = weight.to(x.dtype)
+        if BLOCK_ROWS > 1:
+            sums += tl.dot(weight, tl.trans(x)) * tl.load(scales + at // 128)
+        else:
+            sums = tl.dot(weight, tl.trans(x), sums)
+    if BLOCK_ROWS == 1:
+        sums *= tl.load(scale_ptr + row, mask=is_row, other=0.0)[:, None]
+    if BIAS:
+        bias = tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+        sums += tl.where(split == 0, bias, 0.0)[:, None]
+    place = (split * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
+    result = tl.trans(sums).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, result, mask=is_token & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _reduce_split_k_kernel(
+    partials_ptr, out_ptr, size, SPLITS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
+):
+    """Adds partials in one order, so that results do not depend on timing."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = place < size
+    total = tl.zeros((SIZE,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partials_ptr + tl.cast(split, tl.int64) * size + place, mask=inside)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "padded"])
+def _quantize_kernel(
+    x_ptr, values_ptr, scale_ptr, num_tokens, padded, num_columns,
+    BLOCK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    within = tl.arange(0, SIZE)
+    column = group[:, None] * BLOCK_COLUMNS + within[None, :]
+    inside = (column < num_columns) & (within < BLOCK_COLUMNS)[None, :]
+    place = token.to(tl.int64) * num_columns + column
+    x = tl.load(x_ptr + place, mask=inside & (token < num_tokens), other=0.0).to(tl.float32)
+    amax = tl.max(tl.abs(x), axis=1)
+    scale = tl.where(amax > 0, tl.div_rn(amax, 448.0), 1.0)
+    quotient = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS, SIZE)))
+    values = tl.clamp(quotient, -448.0, 448.0).to(tl.float8e4nv)
+    tl.store(values_ptr + place, values, mask=inside)
+    is_group = group * BLOCK_COLUMNS < num_columns
+    tl.store(scale_ptr + group * padded + token, scale, mask=is_group)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
+def _block_gemm_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, out_ptr, num_tokens, num_rows, num_columns,
+    scale_stride, scale_columns,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # GROUP tiles of rows for all tokens before the next ones: their weights stay in the L2.
+    token_tiles, row_tiles = tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS)
+    index = tl.program_id(0)
+    first = index // (GROUP * token_tiles) * GROUP
+    height = min(row_tiles - first, GROUP)
+    index = index % (GROUP * token_tiles)
+    row = (first + index % height) * ROWS + tl.arange(0, ROWS)
+    token = index // height * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, COLUMNS)
+    is_token, is_row = token < num_tokens, row < num_rows
+    inputs = x_ptr + token.to(tl.int64)[:, None] * num_columns + column[None, :]
+    weights = weight_ptr + row.to(tl.int64)[None, :] * num_columns + column[:, None]
+    # ROWS divides 128: one scale for all of them.
+    scales = scale_ptr + (first + index % height) * ROWS // 128 * scale_columns
+    x_scales = x_scale_ptr + token
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = tl.zeros((TOKENS, ROWS), tl.float32)
+    for at in range(0, num_columns, COLUMNS):
+        block = at // COLUMNS
+        x = tl.load(inputs + at, mask=is_token[:, None], other=0.0)
+        weight = tl.load(weights + at, mask=is_row[None, :], other=0.0)
+        x_scale = tl.load(x_scales + block * scale_stride, mask=is_token, other=0.0)
+        sums += tl.dot(x, weight) * (x_scale * tl.load(scales + block))[:, None]
+    place = token.to(tl.int64)[:, None] * num_rows + row[None, :]
+    result = sums.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, result, mask=is_token[:, None] & is_row[None, :])

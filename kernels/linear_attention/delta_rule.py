@@ -1,0 +1,179 @@
+"""The gated delta rule in plain torch: the specification, the path of CPUs, and the oracle of the
+kernels (Yang et al., "Gated Delta Networks", 2024).
+
+A causal convolution over the channels of queries, keys and values, then SiLU. With keys and queries
+of length 1, a head's state S `[key_dim, value_dim]` becomes, for each token,
+
+    S = exp(g) * S;  S = S + k (beta * (v - S^T k))^T;  o = S^T q / sqrt(key_dim)
+
+Rounding points are Hugging Face's: q, k and v after SiLU, beta after its sigmoid, and o are rounded
+to the model's dtype; all else, and S, is float32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.linear_attention.states import DeltaInputs, LayerStates, StateLayout
+
+CHUNK = 64  # tokens whose recurrence is solved at once
+_NORM_EPS = 1e-6
+
+
+def decode(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor) -> None:
+    """The step's decodes: one token of each sequence, from its slot's state to the next.
+
+    Args:
+        inputs: of all of the step's tokens.
+        states: of the layer; updated.
+        layout: of the step.
+        out: `[T, value_heads, value_dim]`; the decodes' tokens are written.
+    """
+    _refuse_capture()
+    count, width = layout.num_decodes, inputs.spec.conv_width
+    slots, index = layout.slots[:count], layout.seq_lens_device[:count].long() - 1
+    tokens = inputs.qkv[:count]
+    taps = [_column(states, slots, index - back, width) for back in range(width - 1, 0, -1)]
+    states.conv[slots, index % width] = tokens
+    query, key, value = _heads(_convolved([*taps, tokens], inputs), inputs)
+    decay, beta = _gates(inputs, slice(0, count))
+    state = states.recurrent[slots].where((index > 0)[:, None, None, None], 0.0)
+    state = state * decay.exp()[..., None, None]
+    delta = (value - (state * key[..., None]).sum(-2)) * beta[..., None]
+    state = state + key[..., None] * delta[..., None, :]
+    out[:count] = (state * query[..., None]).sum(-2).to(out.dtype)
+    states.recurrent[slots] = state
+
+
+def prefill(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor) -> None:
+    """The step's chunks, one sequence after the other; arguments as of `decode`."""
+    _refuse_capture()
+    starts, lens = layout.cu_query_lens.tolist(), layout.seq_lens.tolist()
+    for index in range(layout.num_decodes, len(lens)):
+        tokens = slice(starts[index], starts[index + 1])
+        length, slot = tokens.stop - tokens.start, layout.slots[index : index + 1]
+        if length:
+            _prefill_chunk(inputs, states, slot, lens[index] - length, tokens, out)
+
+
+def _prefill_chunk(
+    inputs: DeltaInputs, states: LayerStates, slot: Tensor, start: int, tokens: slice, out: Tensor
+) -> None:
+    """Tokens [start, start + length) of the sequence in `slot`, which are `tokens` of the step."""
+    width, own = inputs.spec.conv_width, inputs.qkv[tokens]
+    length = len(own)
+    ahead = torch.arange(start - width + 1, start, device=own.device)
+    before = _column(states, slot.expand(width - 1), ahead, width)
+    window = torch.cat((before, own))
+    taps = [window[tap : tap + length] for tap in range(width)]
+    last = torch.arange(max(start, start + length - width), start + length, device=own.device)
+    states.conv[slot, last % width] = own[len(own) - len(last) :]
+    query, key, value = (part.transpose(0, 1) for part in _heads(_convolved(taps, inputs), inputs))
+    decay, beta = (part.T for part in _gates(inputs, tokens))
+    initial = states.recurrent[slot[0]] if start else None
+    found, state = chunked(query, key, value, decay, beta, initial)
+    out[tokens] = found.transpose(0, 1).to(out.dtype)
+    states.recurrent[slot[0]] = state
+
+
+def chunked(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The rule for many tokens of H heads, `CHUNK` at a time; all in float32.
+
+    Within a chunk, the tokens' corrections u solve a unit lower triangular system: token i sees the
+    state that those before it have changed. The chunk then is three GEMMs.
+
+    Args:
+        query: `[H, T, key_dim]`, of length 1 / sqrt(key_dim).
+        key: `[H, T, key_dim]`, of length 1.
+        value: `[H, T, value_dim]`.
+        decay: `[H, T]`, g.
+        beta: `[H, T]`.
+        state: `[H, key_dim, value_dim]`; None: zero.
+
+    Returns:
+        `[H, T, value_dim]`, and the state after the last token.
+    """
+    now = value.new_zeros(len(value), key.shape[-1], value.shape[-1]) if state is None else state
+    parts: list[Tensor] = []
+    for begin in range(0, query.shape[1], CHUNK):
+        q, k, v, g, b = (x[:, begin : begin + CHUNK] for x in (query, key, value, decay, beta))
+        total = g.cumsum(-1)  # log of the decay since before the chunk
+        between = (total[:, :, None] - total[:, None, :]).tril().exp().tril()
+        from_start, to_end = total.exp()[..., None], (total[:, -1:] - total).exp()[..., None]
+        system = ((k * b[..., None]) @ k.mT * between).tril(-1)
+        wanted = (v - (k * from_start) @ now) * b[..., None]
+        found = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        parts.append((q * from_start) @ now + (q @ k.mT * between) @ found)
+        now = now * total[:, -1].exp()[:, None, None] + (k * to_end).mT @ found
+    return torch.cat(parts, dim=1), now
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head, times its weight, times SiLU of the gate.
+
+    Args:
+        x: `[T, heads, value_dim]`.
+        gate: `[T, heads * value_dim]`; rows may be strided.
+        weight: `[value_dim]`.
+        eps: of the norm.
+
+    Returns:
+        `[T, heads * value_dim]`.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = (weight * normed.to(x.dtype)).flatten(1)
+    return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+def _refuse_capture() -> None:
+    """A graph's lengths change from replay to replay; these functions read them on the host.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the plain gated delta rule cannot be part of a CUDA graph")
+
+
+def _column(states: LayerStates, slots: Tensor, index: Tensor, width: int) -> Tensor:
+    """`[n, channels]`: the convolution's input at a token of each slot; zero before the first."""
+    return states.conv[slots, index % width].where((index >= 0)[:, None], 0.0)
+
+
+def _convolved(taps: Sequence[Tensor], inputs: DeltaInputs) -> Tensor:
+    """`[n, channels]` for each tap → SiLU of their weighted sum, `[n, channels]`."""
+    weights = inputs.conv.float().unbind(1)
+    mixed = sum(tap.float() * weight for tap, weight in zip(taps, weights, strict=True))
+    assert isinstance(mixed, Tensor)
+    return F.silu(mixed).to(inputs.qkv.dtype)
+
+
+def _heads(mixed: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """`[n, channels]` → queries, keys and values of each value head, `[n, H, dim]` float32."""
+    spec = inputs.spec
+    query, key, value = mixed.float().split((spec.key_size, spec.key_size, spec.value_size), dim=1)
+    query = _normed(query.unflatten(1, (spec.num_key_heads, -1))) * spec.key_head_dim**-0.5
+    key = _normed(key.unflatten(1, (spec.num_key_heads, -1)))
+    group = spec.group_size
+    return (
+        query.repeat_interleave(group, dim=1),
+        key.repeat_interleave(group, dim=1),
+        value.unflatten(1, (spec.num_value_heads, -1)),
+    )
+
+
+def _normed(x: Tensor) -> Tensor:
+    """Heads of length 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+
+
+def _gates(inputs: DeltaInputs, tokens: slice) -> tuple[Tensor, Tensor]:
+    """The log of the decay, and beta, `[n, H]` float32 each."""
+    wide = inputs.decay[tokens].float() + inputs.dt_bias.float()
+    beta = inputs.beta[tokens].sigmoid().float()
+    return -inputs.a_log.exp() * F.softplus(wide), beta

@@ -1,0 +1,120 @@
+"""One token of the gated delta rule for each sequence, as one Triton kernel: the convolution with
+its state, the gates, the norms of query and key, and the recurrence.
+
+A decode reads and writes the whole state, so it is limited by memory bandwidth, and at small
+batches by the latency of a launch. A CTA holds some columns of one head's state in registers. It
+loads them before it waits for the projection: what a step's state depends on ended with the last
+step. The plain twin is `kernels.linear_attention.delta_rule.decode`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.linear_attention.states import DeltaInputs, LayerStates, StateLayout
+from kernels.tuning import DeltaDecodeConfig, delta_decode_config
+
+NORM_EPS = tl.constexpr(1e-6)
+
+
+def decode(
+    inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor, *,
+    pdl: bool = False, config: DeltaDecodeConfig | None = None,
+) -> None:  # fmt: skip
+    """Implements `delta_rule.decode`."""
+    spec, count = inputs.spec, layout.num_decodes
+    config = config or delta_decode_config(count)
+    columns = min(config.columns, triton.next_power_of_2(spec.value_head_dim))
+    grid = count, spec.num_value_heads, triton.cdiv(spec.value_head_dim, columns)
+    _decode_kernel[grid](
+        inputs.qkv, inputs.beta, inputs.decay, inputs.conv, inputs.a_log, inputs.dt_bias,
+        states.conv, states.recurrent, layout.slots, layout.cu_query_lens_device,
+        layout.seq_lens_device, out,
+        inputs.qkv.stride(0), inputs.beta.stride(0), inputs.decay.stride(0),
+        HEADS=spec.num_value_heads, GROUP=spec.group_size, KEY_DIM=spec.key_head_dim,
+        VALUE_DIM=spec.value_head_dim, KEY_SIZE=spec.key_size, CHANNELS=spec.num_channels,
+        WIDTH=spec.conv_width, ROWS=triton.next_power_of_2(spec.key_head_dim), COLUMNS=columns,
+        PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def gates(beta, decay, a_log, dt_bias, dtype: tl.constexpr):  # noqa: ANN201 - two of float32
+    """The log of the decay, and beta, which is rounded to `dtype`."""
+    wide = decay.to(tl.float32) + dt_bias
+    soft = tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(wide)))
+    learned = (1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))).to(dtype).to(tl.float32)
+    return -tl.exp(a_log) * soft, learned
+
+
+@triton.jit
+def _mixed(
+    own, conv, weight_ptr, channel, inside, index, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """SiLU of the convolution at some channels of a token; `conv` is the slot's state."""
+    total = tl.zeros_like(own.to(tl.float32))
+    for back in tl.static_range(WIDTH - 1, 0, -1):
+        column = (index + WIDTH - back) % WIDTH
+        before = tl.load(conv + column * CHANNELS + channel, mask=inside & (index >= back), other=0)
+        weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - back, mask=inside, other=0)
+        total += before.to(tl.float32) * weight.to(tl.float32)
+    weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=inside, other=0)
+    total += own.to(tl.float32) * weight.to(tl.float32)
+    return (total / (1.0 + tl.exp(-total))).to(own.dtype).to(tl.float32)
+
+
+@triton.jit
+def _decode_kernel(
+    qkv_ptr, beta_ptr, decay_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, conv_ptr, state_ptr,
+    slots_ptr, starts_ptr, lens_ptr, out_ptr, qkv_stride, beta_stride, decay_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    index = tl.load(lens_ptr + sequence) - 1
+    slot = tl.load(slots_ptr + sequence)
+    row, column = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = row < KEY_DIM, column < VALUE_DIM
+    place = (slot * HEADS + head) * (KEY_DIM * VALUE_DIM) + row[:, None] * VALUE_DIM + column
+    inside = is_row[:, None] & is_column
+    # The first token starts from zero, whatever the slot holds.
+    state = tl.load(state_ptr + place, mask=inside & (index > 0), other=0.0)
+    a_log = tl.load(a_log_ptr + head)
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if index >= 0:  # else it is padding of a captured step, which has no token
+        token = tl.load(starts_ptr + sequence).to(tl.int64)
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        beta = tl.load(beta_ptr + token * beta_stride + head)
+        decay = tl.load(decay_ptr + token * decay_stride + head)
+        log_decay, beta = gates(beta, decay, a_log, dt_bias, dtype)
+
+        own, conv = qkv_ptr + token * qkv_stride, conv_ptr + slot * (WIDTH * CHANNELS)
+        at_query = head // GROUP * KEY_DIM + row
+        at_key, at_value = KEY_SIZE + at_query, 2 * KEY_SIZE + head * VALUE_DIM + column
+        own_query = tl.load(own + at_query, mask=is_row, other=0.0)
+        own_key = tl.load(own + at_key, mask=is_row, other=0.0)
+        own_value = tl.load(own + at_value, mask=is_column, other=0.0)
+        query = _mixed(own_query, conv, weight_ptr, at_query, is_row, index, CHANNELS, WIDTH)
+        key = _mixed(own_key, conv, weight_ptr, at_key, is_row, index, CHANNELS, WIDTH)
+        value = _mixed(own_value, conv, weight_ptr, at_value, is_column, index, CHANNELS, WIDTH)
+        # The column of this token is read by no CTA of this step.
+        kept = conv + index % WIDTH * CHANNELS
+        is_first = (head % GROUP == 0) & (block == 0)
+        tl.store(kept + at_query, own_query, mask=is_row & is_first)
+        tl.store(kept + at_key, own_key, mask=is_row & is_first)
+        tl.store(kept + at_value, own_value, mask=is_column)
+
+        query = query * (tl.rsqrt(tl.sum(query * query) + NORM_EPS) * KEY_DIM**-0.5)
+        key = key * tl.rsqrt(tl.sum(key * key) + NORM_EPS)
+        state = state * tl.exp(log_decay)
+        delta = (value - tl.sum(state * key[:, None], axis=0)) * beta
+        state += key[:, None] * delta[None, :]
+        found = tl.sum(state * query[:, None], axis=0)
+        out = out_ptr + (token * HEADS + head) * VALUE_DIM + column
+        tl.store(out, found.to(dtype), mask=is_column)
+        tl.store(state_ptr + place, state, mask=inside)

@@ -1,0 +1,69 @@
+"""What decides which of the decoder's kernels run: facts of the device, the model and its weights.
+
+`table` resolves its rows from them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention.attention_tuning import AttentionFacts
+from services.common.model_spec import TextSpec
+from services.common.nn.device import DeviceFacts
+
+UNQUANTIZED = "plain"  # as `LinearMethod.weight_format`
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """What decides which kernels run.
+
+    Attributes:
+        device: that they run on.
+        text: the model's sizes and options.
+        dtype: of weights, activations and the KV cache.
+        weight_format: of the linear layers, see `LinearMethod`.
+        num_ranks: that share the model by tensor parallelism.
+    """
+
+    device: DeviceFacts
+    text: TextSpec
+    dtype: torch.dtype
+    weight_format: str = UNQUANTIZED
+    num_ranks: int = 1
+
+    @property
+    def query_size(self) -> int:
+        """Columns of the output projection."""
+        return self.text.num_heads * self.text.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the merged q, k and v projection."""
+        gates = self.query_size if self.text.output_gate else 0
+        return self.query_size + gates + 2 * self.text.num_kv_heads * self.text.head_dim
+
+    @property
+    def residual_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(N, K) of the projections that add to the residual stream: output, down."""
+        hidden = self.text.hidden_size
+        return (hidden, self.query_size), (hidden, self.text.intermediate_size)
+
+    @property
+    def gate_up_shape(self) -> tuple[int, int]:
+        """(N, K) of the merged gate and up projection."""
+        return 2 * self.text.intermediate_size, self.text.hidden_size
+
+
+def attention_facts(
+    facts: KernelFacts, *, block_size: int = 16, has_flashinfer: bool = False
+) -> AttentionFacts:
+    """The facts that select attention kernels. Fused operations depend neither on `block_size` nor
+    on flashinfer.
+    """
+    text = facts.text
+    return AttentionFacts(
+        device=facts.device, dtype=facts.dtype, num_heads=text.num_heads,
+        num_kv_heads=text.num_kv_heads, head_dim=text.head_dim, block_size=block_size,
+        rotary_dim=text.rope.rotary_dim, has_flashinfer=has_flashinfer,
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""A mixture of experts by kernels: the router's scores, the routing, the experts.
+
+| name         | tokens | how                                                             |
+|--------------|--------|-----------------------------------------------------------------|
+| gemv         | 1-4    | a GEMV for each token and each of its experts                   |
+| grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
+| grouped_mm   | any    | the same by torch's grouped GEMM                                |
+| plain        | any    | `plain.moe`                                                     |
+
+All but the last add to the residual stream in place. Weights of the first two may be FP8, which
+becomes the activations' dtype in registers.
+"""
+
+from torch import Tensor
+
+from kernels import tuning
+from kernels.experts import moe_gemm, moe_gemv
+from kernels.experts.moe_routing import Routing, route
+from kernels.experts.moe_weights import ExpertWeights
+from kernels.gemm import gemv, skinny_gemm
+from kernels.tuning import MoEGemvConfig, SkinnyConfig
+from services.common.model_spec import MoESpec
+from services.common.nn.device import DeviceFacts
+from services.common.nn.experts import Experts, Router
+
+_SCORE_ROWS, _SCORE_COLUMNS = 64, 128  # of a CTA of the router's skinny GEMM
+
+
+class MoEKernels:
+    """The implementations of `moe` for one model on one device.
+
+    Args:
+        device: that they run on.
+        spec: of the experts.
+    """
+
+    def __init__(self, device: DeviceFacts, spec: MoESpec) -> None:
+        self._device = device
+        self._spec = spec
+        self._pdl = device.supports_pdl
+        # Blackwell's data center GPUs want the assembly that unpacks FP8 declared pure.
+        self._pure = device.capability[0] == 10
+
+    def gemv(
+        self,
+        x: Tensor,
+        router: Router,
+        experts: Experts,
+        residual: Tensor,
+        *,
+        config: MoEGemvConfig | None = None,
+    ) -> None:
+        """Implements `plain.moe` for a few tokens."""
+        routing = self._route(x, router, tile=0)
+        up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
+        moe_gemv.experts(
+            x, routing, up, down, residual, config or MoEGemvConfig(), pure=self._pure,
+            pdl=self._pdl,
+        )  # fmt: skip
+
+    def grouped_gemm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
+        """Implements `plain.moe` for any number of tokens."""
+        config = tuning.moe_gemm_config(self._device, len(x), self._spec)
+        routing = self._route(x, router, config.tokens)
+        up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
+        moe_gemm.grouped_experts(
+            x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
+        )  # fmt: skip
+
+    def grouped_mm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
+        """Implements `plain.moe` for unquantized weights."""
+        routing = self._route(x, router, tile=128)
+        up, down = (stack.weight for stack in experts.stacks.values())
+        moe_gemm.library_experts(x, routing, up, down, residual, pdl=self._pdl)
+
+    def _route(self, x: Tensor, router: Router, tile: int) -> Routing:
+        return route(
+            self._scores(x, router), router.top_k, normalize=router.normalize, dtype=x.dtype,
+            tile=tile, pdl=self._pdl,
+        )  # fmt: skip
+
+    def _scores(self, x: Tensor, router: Router) -> Tensor:
+        """The router's logits, or split-K partials of them."""
+        num_tokens, width = x.shape
+        if not router.is_plain:
+            return router(x)
+        if num_tokens <= tuning.GEMV_TOKENS:
+            return gemv.linear(x, router.weight, pdl=self._pdl)
+        divides = router.out_features % _SCORE_ROWS == 0 and width % _SCORE_COLUMNS == 0
+        if num_tokens > tuning.ROUTER_TOKENS or not divides:
+            return router(x)
+        splits = min(tuning.router_splits(num_tokens), width // _SCORE_COLUMNS)
+        return skinny_gemm.split_k_partials(
+            x, router.weight, None, SkinnyConfig(_SCORE_ROWS, _SCORE_COLUMNS, 4, 1, 4, splits),
+            shared_memory_bytes=self._device.shared_memory_bytes, pdl=self._pdl,
+        )  # fmt: skip

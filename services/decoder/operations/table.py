@@ -1,0 +1,548 @@
+"""The decoder's dispatch table: which kernel computes what, what it needs, where it is the fastest.
+
+Rows are in order of preference, and the last one of an operation is its specification in torch, or
+`unfused`: the operation is composed of others of the table. Constants are in `tuning`. Nothing is
+imported from a kernel's module before the kernel is used, so that a table can be resolved and
+printed for any device, without a GPU and without Triton.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels import plain, tuning
+from kernels.attention import attention_tuning
+from kernels.gemm import cublaslt, fp8_weight
+from kernels.linear_attention import delta_rule
+from kernels.sampling import sampling
+from kernels.tuning import SkinnyConfig, SwigluGemmConfig
+from services.common.model_spec import RopeSpec, TextSpec
+from services.common.nn import layers
+from services.common.nn.device import DeviceFacts
+from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
+from services.common.nn.formats import Rows, rows_of
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear
+from services.decoder.operations.kernel_facts import UNQUANTIZED, KernelFacts, attention_facts
+
+Row = Implementation[KernelFacts]
+Check = Callable[[KernelFacts], str]
+
+
+# What implementations need. A check returns the obstacle in words, or "".
+
+
+def _needs(*checks: Check) -> Check:
+    """The first obstacle of several."""
+
+    def obstacle(facts: KernelFacts) -> str:
+        return next(filter(None, (check(facts) for check in checks)), "")
+
+    return obstacle
+
+
+def _triton(facts: KernelFacts) -> str:
+    # Triton supports Ampere and later.
+    if facts.device.kind != "cuda":
+        return "needs a GPU"
+    if facts.device.capability < (8, 0):
+        return "needs compute capability 8.0"
+    return "" if facts.device.has_triton else "needs Triton"
+
+
+def _pdl(facts: KernelFacts) -> str:
+    return "" if facts.device.supports_pdl else "needs programmatic dependent launch"
+
+
+def _hopper(facts: KernelFacts) -> str:
+    return "" if facts.device.is_hopper else "needs Hopper's wgmma"
+
+
+def _half_precision(facts: KernelFacts) -> str:
+    """Tensor cores would round float32."""
+    return "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
+
+
+def _unquantized(facts: KernelFacts) -> str:
+    found = facts.weight_format
+    return "" if found == UNQUANTIZED else f"needs unquantized weights, not {found}"
+
+
+def _one_rank(facts: KernelFacts) -> str:
+    """An all-reduce comes between the GEMM and the residual addition."""
+    return "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
+
+
+def _no_mlp_bias(facts: KernelFacts) -> str:
+    return "needs an MLP without biases" if facts.text.mlp_bias else ""
+
+
+def _delta_sizes(facts: KernelFacts) -> str:
+    """A CTA holds all rows of a head's state."""
+    sizes = facts.text.linear_attention
+    if sizes is None:
+        return "the model has no linear attention"
+    largest = max(sizes.key_head_dim, sizes.value_head_dim)
+    return "" if largest <= 128 else f"needs heads of at most 128 elements, not {largest}"
+
+
+def _even_head(facts: KernelFacts) -> str:
+    head = facts.text.head_dim
+    fits = head % 2 == 0 and head <= 256
+    return "" if fits else f"needs an even head_dim up to 256, not {head}"
+
+
+def _experts(facts: KernelFacts) -> str:
+    """Tiles of the kernels divide the experts' matrices; blocks of scales do."""
+    moe, unit = facts.text.moe, 64 if facts.weight_format == UNQUANTIZED else fp8_weight.BLOCK
+    if moe is None:
+        return "needs experts"
+    odd = [size for size in (facts.text.hidden_size, moe.intermediate_size) if size % unit]
+    return f"{odd[0]} is not a multiple of {unit}" if odd else ""
+
+
+def _shared_expert(facts: KernelFacts) -> str:
+    moe = facts.text.moe
+    return "" if moe is not None and moe.shared_intermediate_size else "needs a shared expert"
+
+
+def _grouped_mm(facts: KernelFacts) -> str:
+    if facts.dtype != torch.bfloat16:
+        return "needs bfloat16"
+    return "" if hasattr(F, "grouped_mm") else "needs torch.nn.functional.grouped_mm"
+
+
+def _skinny_projections(facts: KernelFacts) -> str:
+    for rows, columns in ((facts.qkv_size, facts.text.hidden_size), *facts.residual_shapes):
+        if tuning.split_k_config(facts.device, rows, columns) is None:
+            return f"the weight [{rows}, {columns}] does not divide into tiles that fit an SM"
+    return ""
+
+
+def _skinny_swiglu(facts: KernelFacts) -> str:
+    rows, columns = facts.gate_up_shape
+    if tuning.skinny_swiglu_config(facts.device, rows, columns) is None:
+        return f"the weight [{rows}, {columns}] does not divide into tiles that fit an SM"
+    return ""
+
+
+def _swiglu_tiles(facts: KernelFacts) -> str:
+    return SwigluGemmConfig(facts.device.num_sms).obstacle(*facts.gate_up_shape)
+
+
+def _fused_decode(facts: KernelFacts) -> str:
+    return attention_tuning.fused_decode_obstacle(attention_facts(facts))
+
+
+# Number of tokens for which they are the fastest.
+
+
+def _tokens(least: int = 1, most: int | None = None, least_eager: int = 1) -> Any:  # noqa: ANN401
+    return lambda _: TokenRange(least, most, least_eager)
+
+
+def _swiglu_gemm_tokens(facts: KernelFacts) -> TokenRange:
+    rows, config = facts.gate_up_shape[0], SwigluGemmConfig(facts.device.num_sms)
+    return TokenRange(
+        least=tuning.SKINNY_TOKENS + 1,
+        least_eager=tuning.LAUNCH_HIDING_TOKENS,
+        is_faster=lambda num_tokens: config.is_faster(num_tokens, rows),
+        condition="where tiles fill the SMs",
+    )
+
+
+def _fused_decode_sequences(facts: KernelFacts) -> TokenRange:
+    contexts = attention_tuning.size_class(attention_facts(facts)).fused_max_context
+    limits = ", ".join(str(limit) for limit in contexts)
+    return TokenRange(most=len(contexts), condition=f"of a context up to {limits}")
+
+
+# How they are made: kernels whose arguments are those of `ops.StepKernels` and `ops.Ops`. Modules
+# are imported here, not before.
+
+
+def _add_norm(facts: KernelFacts, name: str) -> Kernel:
+    from kernels.gemm import add_norm
+
+    return _with_pdl(getattr(add_norm, name), facts)
+
+
+def _with_pdl(kernel: Kernel, facts: KernelFacts) -> Kernel:
+    supported = facts.device.supports_pdl
+
+    def launched(*arguments: Any) -> Any:  # noqa: ANN401 - the kernel's
+        return kernel(*arguments, pdl=supported)
+
+    return launched
+
+
+def _gemv_norm_linear(facts: KernelFacts, name: str) -> Kernel:
+    from kernels.gemm import gemv
+
+    fused, supported = getattr(gemv, name), facts.device.supports_pdl
+
+    def norm_linear(
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        if x is not None:
+            residual = residual + plain.reduce_split_k(x, residual.dtype)
+        found = fused(residual, norm.weight, norm.eps, layer.weight, layer.bias, pdl=supported)
+        return found, residual
+
+    return norm_linear
+
+
+def _gemv_residual(facts: KernelFacts) -> Kernel:
+    from kernels.gemm import gemv
+
+    supported = facts.device.supports_pdl
+
+    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
+        gemv.linear_residual(x, layer.weight, layer.bias, residual, pdl=supported)
+
+    return linear_residual
+
+
+def _gemv_logits(facts: KernelFacts) -> Kernel:
+    from kernels.gemm import gemv
+
+    supported = facts.device.supports_pdl
+
+    def logits(hidden: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return gemv.linear(hidden, weight, out=out, pdl=supported)
+
+    return logits
+
+
+def _gemm_residual(facts: KernelFacts) -> Kernel:
+    """The residual is the GEMM's accumulator. Whether its result is rounded before it is added is
+    the library's business.
+    """
+
+    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
+        if cublaslt.linear(x, layer.weight, layer.bias, residual=residual) is None:
+            if layer.bias is not None:
+                return layer(x)
+            residual.addmm_(x, layer.weight.t())
+        return None
+
+    return linear_residual
+
+
+def _cublaslt_linear(facts: KernelFacts) -> Kernel:
+    """A tile of our choice where cuBLAS would choose a slower one; the bits are the same."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found = cublaslt.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if found is None else found
+
+    return linear
+
+
+def _skinny_project(facts: KernelFacts) -> Kernel:
+    from kernels.gemm import skinny_gemm
+
+    @cache
+    def config(rows: int, columns: int) -> SkinnyConfig | None:
+        return tuning.split_k_config(facts.device, rows, columns)
+
+    shared, supported = facts.device.shared_memory_bytes, facts.device.supports_pdl
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        chosen = config(layer.out_features, layer.in_features)
+        if chosen is None:  # linear attention's may have any number of rows
+            return layer(x)
+        return skinny_gemm.split_k_partials(
+            x, layer.weight, layer.bias, chosen, shared_memory_bytes=shared, pdl=supported
+        )
+
+    return project
+
+
+def _skinny_linear_swiglu(facts: KernelFacts) -> Kernel:
+    from kernels.gemm import skinny_gemm
+
+    config = tuning.skinny_swiglu_config(facts.device, *facts.gate_up_shape)
+    assert config is not None
+    shared, supported = facts.device.shared_memory_bytes, facts.device.supports_pdl
+
+    def linear_swiglu(x: Tensor, layer: Linear) -> Tensor:
+        return skinny_gemm.linear_swiglu(
+            x, layer.weight, layer.bias, config, shared_memory_bytes=shared, pdl=supported
+        )
+
+    return linear_swiglu
+
+
+def _swiglu_gemm(facts: KernelFacts) -> Kernel:
+    from kernels.gemm import swiglu_gemm
+
+    config = tuning.swiglu_gemm_config(facts.device, facts.gate_up_shape[1])
+    return lambda x, layer: swiglu_gemm.linear_swiglu(x, layer.weight, config)
+
+
+def _silu_mul(facts: KernelFacts) -> Kernel:
+    from kernels.gemm import silu_mul
+
+    supported = facts.device.supports_pdl
+    return lambda x, layer: silu_mul.silu_and_mul(layer(x), pdl=supported)
+
+
+def _moe(facts: KernelFacts, name: str) -> Kernel:
+    from services.decoder.operations.moe import MoEKernels
+
+    assert facts.text.moe is not None
+    return getattr(MoEKernels(facts.device, facts.text.moe), name)
+
+
+def _shared_gate(facts: KernelFacts) -> Kernel:
+    from kernels.experts import shared_gate
+
+    supported = facts.device.supports_pdl
+
+    def gated(out: Tensor, x: Tensor, gate: Linear, residual: Tensor) -> Tensor | None:
+        if not gate.is_plain:
+            return plain.shared_gate(out, x, gate, residual)
+        return shared_gate.add(out, x, gate.weight, residual, pdl=supported)
+
+    return gated
+
+
+def _qk_rope_cache(facts: KernelFacts) -> Kernel:
+    from kernels.attention import qk_rope_cache
+
+    return _with_pdl(qk_rope_cache.qk_rope_cache, facts)
+
+
+def _output_gates(name: str) -> Callable[[KernelFacts], Kernel]:
+    def create(facts: KernelFacts) -> Kernel:
+        from kernels.linear_attention import output_gates
+
+        return _with_pdl(getattr(output_gates, name), facts)
+
+    return create
+
+
+def _reduce_split_k(facts: KernelFacts) -> Kernel:
+    from kernels.gemm import skinny_gemm
+
+    return _with_pdl(skinny_gemm.reduce_split_k, facts)
+
+
+def _delta_decode(facts: KernelFacts) -> Kernel:
+    from kernels.linear_attention import delta_rule_decode
+
+    return _with_pdl(delta_rule_decode.decode, facts)
+
+
+def _delta_prefill(facts: KernelFacts) -> Kernel:
+    from kernels.linear_attention import delta_rule_prefill
+
+    return delta_rule_prefill.prefill
+
+
+def _enter_step(facts: KernelFacts) -> Kernel:
+    from kernels import step_entry
+
+    return step_entry.enter_step
+
+
+def _rope_and_rows(facts: KernelFacts) -> Kernel:
+    from kernels import step_entry
+
+    return _with_pdl(step_entry.rope_and_rows, facts)
+
+
+def _greedy(name: str) -> Callable[[KernelFacts], Kernel]:
+    def create(facts: KernelFacts) -> Kernel:
+        from kernels.sampling import greedy
+
+        return getattr(greedy, name)
+
+    return create
+
+
+def _sample(facts: KernelFacts) -> Kernel:
+    from kernels.sampling import top_k_top_p_sampling
+
+    return top_k_top_p_sampling.sample
+
+
+def _penalties(name: str) -> Callable[[KernelFacts], Kernel]:
+    def create(facts: KernelFacts) -> Kernel:
+        from kernels.sampling import penalties
+
+        return getattr(penalties, name)
+
+    return create
+
+
+def _fused_decode_attention(facts: KernelFacts) -> Kernel:
+    from kernels.attention.fused_decode_attention import FusedDecodeAttention
+
+    return FusedDecodeAttention(attention_facts(facts), torch.device("cuda"))
+
+
+def _plain(kernel: Kernel) -> Callable[[KernelFacts], Kernel]:
+    return lambda _: kernel
+
+
+def _unfused(_: KernelFacts) -> None:
+    """Composed by `Ops` of other operations."""
+
+
+_FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
+_SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
+_MOE = _needs(_experts, _triton, _half_precision, _one_rank)
+_few_tokens = _tokens(1, tuning.MOE_GEMV_TOKENS)
+
+ROWS: Sequence[Row] = (
+    Row("enter_step", "triton", _enter_step, _triton),
+    Row("enter_step", "plain", _plain(plain.enter_step)),
+    Row("rope_and_rows", "triton", _rope_and_rows, _needs(_triton, _even_head)),
+    Row("rope_and_rows", "plain", _plain(plain.rope_and_rows)),
+    Row("rms_norm", "triton", lambda facts: _add_norm(facts, "rms_norm"), _triton),
+    Row("rms_norm", "plain", _plain(layers.rms_norm)),
+    Row("add_rms_norm", "triton", lambda facts: _add_norm(facts, "add_rms_norm"), _triton),
+    Row("add_rms_norm", "plain", _plain(plain.add_rms_norm)),
+    Row(
+        "norm_linear", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_linear"),
+        _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row("norm_linear", "unfused", _unfused),
+    Row(
+        "norm_swiglu", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_swiglu"),
+        _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row("norm_swiglu", "unfused", _unfused),
+    Row(
+        "linear_residual", "gemv", _gemv_residual,
+        _needs(_triton, _pdl, _unquantized, _one_rank), _tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row(
+        "linear_residual", "gemm", _gemm_residual,
+        _needs(_triton, _half_precision, _unquantized, _one_rank),
+        _tokens(tuning.RESIDUAL_GEMM_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
+    ),
+    Row("linear_residual", "unfused", _unfused),
+    Row(
+        "project", "skinny_gemm", _skinny_project,
+        _needs(_SKINNY, _skinny_projections), _tokens(1, tuning.SKINNY_TOKENS),
+    ),
+    Row("project", "linear", _plain(lambda x, layer: layer(x))),
+    Row(
+        "linear", "cublaslt", _cublaslt_linear, _needs(_hopper, _half_precision),
+        _tokens(cublaslt.LEAST_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
+    ),
+    Row("linear", "plain", _plain(F.linear)),
+    Row(
+        "linear_swiglu", "skinny_gemm", _skinny_linear_swiglu,
+        _needs(_SKINNY, _skinny_swiglu), _tokens(1, tuning.SKINNY_TOKENS),
+    ),
+    Row(
+        "linear_swiglu", "swiglu_gemm", _swiglu_gemm,
+        _needs(_triton, _hopper, _half_precision, _unquantized, _no_mlp_bias, _swiglu_tiles),
+        _swiglu_gemm_tokens,
+    ),
+    Row("linear_swiglu", "silu_mul", _silu_mul, _triton),
+    Row("linear_swiglu", "plain", _plain(lambda x, layer: layers.silu_and_mul(layer(x)))),
+    Row("moe", "gemv", lambda facts: _moe(facts, "gemv"), _MOE, _few_tokens),
+    Row("moe", "grouped_gemm", lambda facts: _moe(facts, "grouped_gemm"), _MOE),
+    Row(
+        "moe", "grouped_mm", lambda facts: _moe(facts, "grouped_mm"),
+        _needs(_MOE, _unquantized, _grouped_mm),
+    ),
+    Row("moe", "plain", _plain(plain.moe)),
+    Row(
+        "shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert, _one_rank)
+    ),
+    Row("shared_gate", "plain", _plain(plain.shared_gate)),
+    Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head)),
+    Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
+    Row(
+        "fused_decode_attention", "triton", _fused_decode_attention,
+        _needs(_triton, _fused_decode), _fused_decode_sequences,
+    ),
+    Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
+    Row("output_gate", "triton", _output_gates("output_gate"), _triton),
+    Row("output_gate", "plain", _plain(plain.output_gate)),
+    Row("reduce_split_k", "triton", _reduce_split_k, _triton),
+    Row("reduce_split_k", "plain", _plain(plain.reduce_split_k)),
+    Row("delta_decode", "triton", _delta_decode, _needs(_triton, _delta_sizes)),
+    Row("delta_decode", "plain", _plain(delta_rule.decode)),
+    Row("delta_prefill", "triton", _delta_prefill, _needs(_triton, _delta_sizes)),
+    Row("delta_prefill", "plain", _plain(delta_rule.prefill)),
+    Row("gated_norm", "triton", _output_gates("gated_norm"), _triton),
+    Row("gated_norm", "plain", _plain(delta_rule.gated_norm)),
+    Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),
+    Row("logits", "plain", _plain(plain.linear)),
+    Row("greedy", "triton", _greedy("greedy"), _triton),
+    Row("greedy", "plain", _plain(sampling.greedy)),
+    Row("greedy_masked", "triton", _greedy("greedy_masked"), _triton),
+    Row("greedy_masked", "plain", _plain(sampling.greedy_masked)),
+    Row("penalize", "triton", _penalties("penalize"), _triton),
+    Row("penalize", "plain", _plain(sampling.penalize)),
+    Row("count_tokens", "triton", _penalties("count_tokens"), _triton),
+    Row("count_tokens", "plain", _plain(sampling.count_tokens)),
+    Row("sample", "triton", _sample, _triton),
+    Row("sample", "plain", _plain(sampling.sample)),
+)  # fmt: skip
+
+
+# Operations of layers' weights, and the position of the layer among their arguments. They are
+# resolved by weight format.
+LAYER_ARGUMENT = {
+    "norm_linear": 3, "norm_swiglu": 3, "linear_residual": 1, "project": 1, "linear_swiglu": 1,
+    "moe": 2,
+}  # fmt: skip
+
+
+def resolve(
+    facts: KernelFacts,
+    overrides: Mapping[str, str] | None = None,
+    rows: Sequence[Row] = ROWS,
+    formats: Rows | None = None,
+) -> KernelTable[KernelFacts]:
+    """The table for a model on a device.
+
+    Args:
+        facts: that decide.
+        overrides: see `dispatch.parse_overrides`.
+        rows: the table's own.
+        formats: of the model's layers, with the rows that they bring; None: that of the facts.
+
+    Raises:
+        UnknownOverride: see `dispatch.parse_overrides`.
+    """
+    formats = rows_of(facts.weight_format) if formats is None else formats
+    if len(formats) == 1:
+        ((weight_format, brought),) = formats.items()
+        alone = replace(facts, weight_format=weight_format)
+        return KernelTable.resolve((*brought, *rows), alone, overrides)
+    shared = [row for row in rows if row.operation not in LAYER_ARGUMENT]
+    shared += [row for rows in formats.values() for row in rows
+               if row.operation not in LAYER_ARGUMENT]  # fmt: skip
+    of_layers = [row for row in rows if row.operation in LAYER_ARGUMENT]
+    by_format = {
+        weight_format: (
+            replace(facts, weight_format=weight_format),
+            [*(row for row in brought if row.operation in LAYER_ARGUMENT), *of_layers],
+        )
+        for weight_format, brought in formats.items()
+    }
+    return KernelTable.resolve(shared, facts, overrides, by_format)
+
+
+def plain_facts() -> KernelFacts:
+    """Facts of a small model on a CPU, for a table whose operations are plain for any model."""
+    text = TextSpec(
+        vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1,
+        num_kv_heads=1, head_dim=2, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e4, rotary_dim=2),
+        max_position_embeddings=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    return KernelFacts(DeviceFacts("cpu"), text, torch.float32)

@@ -1,0 +1,152 @@
+"""The operations of a vision tower: what each computes, and the call through the kernel table.
+
+Models and the runner call `Ops`; which kernel runs is the table's decision. An implementation that
+fails during the warm-up is replaced by the next one, any later failure is raised.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from kernels.attention.segments import Segments
+from services.common.nn.dispatch import KernelTable
+from services.encoder.operations.table import TowerFacts
+
+Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
+
+
+class Ops:
+    """What a tower computes with.
+
+    Args:
+        table: resolved for the tower and the device.
+    """
+
+    def __init__(self, table: KernelTable[TowerFacts]) -> None:
+        self.table = table
+
+    def pack_patches(
+        self,
+        pixels: Tensor,
+        grids: Sequence[Grid],
+        patch_size: int,
+        merge_size: int,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Patches of still images, normalized to [-1, 1], without the time axis.
+
+        Args:
+            pixels: the images' `[h * patch, w * patch, channels]` uint8, flat, one after the other.
+            grids: of the images, t = 1.
+            patch_size: pixels per patch side.
+            merge_size: patches per image-token side.
+            dtype: of the result; computed in float32, as by the reference image processor.
+            out: where the result goes; None: new memory.
+
+        Returns:
+            `[N, channels * patch²]`, rows in merge-block order, channel-major.
+        """
+        num_patches = sum(height * width for _, height, width in grids)
+        if out is None:
+            size = num_patches, pixels.numel() // num_patches
+            out = torch.empty(size, dtype=dtype, device=pixels.device)
+        first_pixel, first_row = 0, 0
+        for (_, height, width), equal in groupby(grids):
+            count = len(list(equal))
+            rows = out[first_row : first_row + count * height * width]
+            images = pixels[first_pixel : first_pixel + rows.numel()].view(
+                count, height * patch_size, width * patch_size, -1
+            )
+            self.table.call("pack_patches", images, height, width, merge_size, rows)
+            first_pixel += rows.numel()
+            first_row += len(rows)
+        return out
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The residual addition and the LayerNorm after it.
+
+        Rounding points: the sum is rounded once; the norm is float32's from there, weight and bias
+        included, and rounded once.
+
+        Args:
+            x: `[N, hidden]`; may be overwritten.
+            residual: as `x`; only read.
+            weight: `[hidden]`.
+            bias: as `weight`.
+            eps: added to the variance.
+
+        Returns:
+            `(layer_norm(x + residual), x + residual)`.
+        """
+        return self.table.call("add_layer_norm", x, residual, weight, bias, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """As `add_layer_norm`, of x alone."""
+        return self.table.call("layer_norm", x, weight, bias, eps)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """`x @ weight.T + bias`.
+
+        Args:
+            x: `[N, in_features]`.
+            weight: `[out_features, in_features]`.
+            bias: `[out_features]`.
+        """
+        return self.table.call("linear", x, weight, bias)
+
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
+    ) -> Tensor | None:
+        """`x @ weight.T + bias`, to be added to the residual stream.
+
+        Args:
+            x: `[N, in_features]`.
+            weight: `[hidden, in_features]`.
+            bias: `[hidden]`.
+            residual: `[N, hidden]`, contiguous; may be overwritten.
+
+        Returns:
+            What the next `add_layer_norm` has to add; None: the GEMM's epilogue has added it.
+        """
+        return self.table.call("linear_add", x, weight, bias, residual)
+
+    def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """`gelu(x @ weight.T + bias)` by GELU's tanh form.
+
+        Args:
+            x: `[N, in_features]`.
+            weight: `[out_features, in_features]`.
+            bias: `[out_features]`.
+        """
+        return self.table.call("linear_gelu", x, weight, bias)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding over the two halves of the head, in float32 and cast once.
+
+        Args:
+            x: `[N, 2, num_heads, head_dim]`, queries and keys; may be overwritten.
+            cos: `[N, head_dim / 2]` float32; element j is rotated with element j + head_dim / 2.
+            sin: as `cos`.
+        """
+        return self.table.call("rotary", x, cos, sin)
+
+    def ragged_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
+    ) -> Tensor:
+        """Full (non-causal) multi-head attention within each segment, scaled by head_dim ** -0.5.
+
+        Args:
+            query: `[N, num_heads, head_dim]`, rotated; may be strided over N, as key and value may.
+            key: as the query.
+            value: as the query, not rotated.
+            segments: of the rows.
+
+        Returns:
+            `[N, num_heads, head_dim]`, contiguous; rows behind the last segment are undefined.
+        """
+        return self.table.call("ragged_attention", query, key, value, segments)

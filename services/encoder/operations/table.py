@@ -1,0 +1,184 @@
+"""The kernel table of a vision tower: each operation's implementations, the fastest first.
+
+The last one of each operation is its plain twin in `plain`. `engine_main` resolves the table once
+for a tower and a device, without importing a kernel; `ENCODER_KERNELS` overrides its choices, and
+one that names what cannot run is an `UnknownOverride`.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import launches
+from kernels.attention.segments import Segments
+from kernels.gemm import cublaslt
+from kernels.tower import plain
+from services.common.model_spec import TowerSpec
+from services.common.nn.device import DeviceFacts
+from services.common.nn.dispatch import PLAIN, Implementation, Kernel, KernelTable, TokenRange
+
+_HALF = (torch.bfloat16, torch.float16)
+HOPPER_HEAD_DIMS = (64, 72, 80)
+HOPPER_SHARED_MEMORY = 62 << 10  # bytes of a CTA with the widest of these heads
+_FLASH_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerFacts:
+    """What implementations must know.
+
+    Attributes:
+        device: where the tower runs.
+        dtype: of weights and activations.
+        num_heads: of the attention.
+        head_dim: of the attention.
+    """
+
+    device: DeviceFacts
+    dtype: torch.dtype
+    num_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, spec: TowerSpec, device: DeviceFacts, dtype: torch.dtype) -> "TowerFacts":
+        return cls(device, dtype, spec.num_heads, spec.head_dim)
+
+
+def resolve(
+    facts: TowerFacts, overrides: Mapping[str, str] | None = None
+) -> KernelTable[TowerFacts]:
+    """The table for a tower on a device.
+
+    Args:
+        facts: of both.
+        overrides: operation → implementation, as for `KernelTable.resolve`.
+    """
+    return KernelTable.resolve(IMPLEMENTATIONS, facts, overrides)
+
+
+def _triton(name: str) -> Callable[[TowerFacts], Kernel]:
+    """Imported only where Triton is."""
+    return lambda _: getattr(importlib.import_module("kernels.tower.elementwise"), name)
+
+
+def _plain(operation: str) -> "Implementation[TowerFacts]":
+    return Implementation(operation, PLAIN, lambda _: getattr(plain, operation))
+
+
+def _hopper_attention(facts: TowerFacts) -> Kernel:
+    module = importlib.import_module("kernels.attention.hopper_attention")
+    return module.HopperAttention(facts.device.num_sms)
+
+
+def _varlen_attention(facts: TowerFacts) -> Kernel:
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> object:
+        most = segments.max_length(len(query))
+        ends = segments.cu_seqlens
+        return varlen_attn(query, key, value, ends, ends, most, most)
+
+    return attend
+
+
+def _linear(facts: TowerFacts) -> Kernel:
+    """A tile of our choice; the results are those of torch, bit for bit."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        found = cublaslt.linear(x, weight, bias)
+        return plain.linear(x, weight, bias) if found is None else found
+
+    return linear
+
+
+def _linear_gelu(facts: TowerFacts) -> Kernel:
+    """CuBLASLt adds the bias and applies the GELU in the epilogue, before it rounds."""
+    fused = torch._addmm_activation  # pyright: ignore[reportPrivateImportUsage]
+    return lambda x, weight, bias: fused(bias, x, weight.t(), use_gelu=True)
+
+
+def _tiled_linear_gelu(facts: TowerFacts) -> Kernel:
+    """The same with a tile of our choice."""
+    by_torch = _linear_gelu(facts)
+
+    def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        found = cublaslt.linear(x, weight, bias, gelu=True)
+        return by_torch(x, weight, bias) if found is None else found
+
+    return linear_gelu
+
+
+def _linear_add(facts: TowerFacts) -> Kernel:
+    """The residual is the accumulator that the epilogue adds to."""
+
+    def linear_add(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor | None:
+        found = cublaslt.linear(x, weight, bias, residual=residual)
+        return plain.linear_add(x, weight, bias, residual) if found is None else None
+
+    return linear_add
+
+
+def _many_tokens(_: TowerFacts) -> TokenRange:
+    """Measured on an H200; with fewer tokens torch's choice of a kernel is faster."""
+    return TokenRange(least=cublaslt.LEAST_TOKENS, least_eager=launches.LAUNCH_HIDING_TOKENS)
+
+
+def _without_triton(facts: TowerFacts) -> str:
+    if facts.device.kind != "cuda":
+        return f"it runs on CUDA, not on {facts.device.kind}"
+    return "" if facts.device.has_triton else "the package triton is not installed"
+
+
+def _without_half_on_cuda(facts: TowerFacts) -> str:
+    if facts.device.kind != "cuda":
+        return f"it runs on CUDA, not on {facts.device.kind}"
+    return "" if facts.dtype in _HALF else f"it has no kernel for {facts.dtype}"
+
+
+def _without_hopper(facts: TowerFacts) -> str:
+    if why := _without_half_on_cuda(facts) or _without_triton(facts):
+        return why
+    return "" if facts.device.is_hopper else "it needs compute capability 9.0 (wgmma)"
+
+
+def _without_hopper_attention(facts: TowerFacts) -> str:
+    if why := _without_hopper(facts):
+        return why
+    if facts.head_dim not in HOPPER_HEAD_DIMS:
+        return f"it has no kernel for head_dim {facts.head_dim}"
+    if facts.device.shared_memory_bytes < HOPPER_SHARED_MEMORY:
+        return f"it needs {HOPPER_SHARED_MEMORY} bytes of shared memory"
+    return ""
+
+
+def _without_varlen(facts: TowerFacts) -> str:
+    if why := _without_half_on_cuda(facts):
+        return why
+    if facts.device.capability < _FLASH_CAPABILITY:
+        return "it needs compute capability 8.0"
+    return f"it has no kernel for head_dim {facts.head_dim}" if facts.head_dim % 8 else ""
+
+
+IMPLEMENTATIONS: tuple[Implementation[TowerFacts], ...] = (
+    Implementation("pack_patches", "triton", _triton("pack_patches"), _without_triton),
+    _plain("pack_patches"),
+    Implementation("add_layer_norm", "triton", _triton("add_layer_norm"), _without_triton),
+    _plain("add_layer_norm"),
+    Implementation("layer_norm", "triton", _triton("layer_norm"), _without_triton),
+    _plain("layer_norm"),
+    Implementation("rotary", "triton", _triton("rotary"), _without_triton),
+    _plain("rotary"),
+    Implementation("ragged_attention", "hopper", _hopper_attention, _without_hopper_attention),
+    Implementation("ragged_attention", "torch_varlen", _varlen_attention, _without_varlen),
+    _plain("ragged_attention"),
+    Implementation("linear", "cublaslt", _linear, _without_hopper, _many_tokens),
+    _plain("linear"),
+    Implementation("linear_gelu", "cublaslt", _tiled_linear_gelu, _without_hopper, _many_tokens),
+    Implementation("linear_gelu", "cublas", _linear_gelu, _without_half_on_cuda),
+    _plain("linear_gelu"),
+    Implementation("linear_add", "cublaslt", _linear_add, _without_hopper, _many_tokens),
+    _plain("linear_add"),
+)

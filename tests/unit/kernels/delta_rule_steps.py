@@ -1,0 +1,101 @@
+"""Random steps of the gated delta rule, for tests of kernels against their twins."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.linear_attention.states import DeltaInputs, StateCache, StateLayout, prefill_pieces
+from services.common.model_spec import LinearAttentionSpec
+
+
+def spec_of(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, width: int = 4
+) -> LinearAttentionSpec:
+    return LinearAttentionSpec(
+        num_key_heads=key_heads, num_value_heads=value_heads, key_head_dim=key_dim,
+        value_head_dim=value_dim, conv_width=width,
+    )  # fmt: skip
+
+
+def random_inputs(
+    spec: LinearAttentionSpec,
+    num_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    repeated: bool = False,
+) -> DeltaInputs:
+    """Strided as the projection leaves them. `repeated`: equal keys, no decay, betas of nearly 1,
+    for which powers of the system overflow.
+    """
+    heads = spec.num_value_heads
+    width = spec.num_channels + spec.value_size + 2 * heads
+    generator = torch.Generator(device).manual_seed(num_tokens)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    projected = normal(num_tokens, width)
+    a_log = normal(heads) - 1
+    if repeated:
+        projected[:] = projected[0]
+        projected[:, -2 * heads : -heads] = 8.0
+        a_log = a_log - 20
+    projected = projected.to(dtype)
+    gates = projected[:, -2 * heads :]
+    return DeltaInputs(
+        spec, projected[:, : spec.num_channels], gates[:, :heads], gates[:, heads:],
+        (normal(spec.num_channels, spec.conv_width) / 2).to(dtype), a_log,
+        normal(heads).to(dtype),
+    )  # fmt: skip
+
+
+def random_layout(
+    spec: LinearAttentionSpec,
+    lengths: list[int],
+    contexts: list[int],
+    num_decodes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_tokens: int | None = None,
+) -> StateLayout:
+    """Sequences of `lengths` tokens after `contexts`; slots of those without any hold NaN."""
+    count = len(lengths)
+    cache = StateCache.allocate(spec, 1, count + 2, dtype, device)
+    generator = torch.Generator(device).manual_seed(count)
+    for states in (cache.conv, cache.recurrent):
+        states.normal_(generator=generator)
+    slots = torch.arange(count, 0, -1, device=device)
+    for slot, context in zip(slots.tolist(), contexts, strict=True):
+        if context == 0:
+            cache.conv[:, slot], cache.recurrent[:, slot] = torch.nan, torch.nan
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    seq_lens = np.array(contexts, np.int32) + np.array(lengths, np.int32)
+    work = None
+    if num_decodes < count:
+        total = int(starts[-1]) if num_tokens is None else num_tokens
+        work = torch.from_numpy(prefill_pieces(starts, num_decodes, total)).to(device)
+    return StateLayout(
+        cache, num_decodes, starts, seq_lens, slots, torch.from_numpy(starts).to(device),
+        torch.from_numpy(seq_lens).to(device), work,
+    )  # fmt: skip
+
+
+def twin_of(layout: StateLayout) -> StateLayout:
+    """The layout without sequences that have no token, over a copy of the states."""
+    cache, lengths = layout.cache, np.diff(layout.cu_query_lens)
+    live = np.flatnonzero(lengths)
+    index = torch.from_numpy(live).to(layout.slots.device)
+    starts = np.cumsum([0, *lengths[live]], dtype=np.int32)
+    return StateLayout(
+        StateCache(cache.conv.clone(), cache.recurrent.clone()),
+        int((live < layout.num_decodes).sum()), starts, layout.seq_lens[live],
+        layout.slots[index], torch.from_numpy(starts).to(index.device),
+        layout.seq_lens_device[index],
+    )  # fmt: skip
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest; NaN equals NaN."""
+    both = actual.isnan() & expected.isnan()
+    return float((actual.float() - expected.float()).masked_fill(both, 0.0).abs().max())

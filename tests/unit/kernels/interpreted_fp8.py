@@ -1,0 +1,100 @@
+"""Run by test_fp8_kernels.py with TRITON_INTERPRET=1, which Triton reads when it is imported.
+
+float32 inputs: what differs from the twins is the order of sums.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from kernels.gemm import fp8_kernels
+from services.common.nn import fp8
+from services.common.nn.device import DeviceFacts
+from services.common.nn.fp8 import Fp8Weight
+from services.common.nn.layers import rms_norm, silu_and_mul
+from tests.fp8_checkpoints import quantize
+from tests.unit.kernels.interpreter import assert_close
+
+EPS = 1e-6
+DEVICE = DeviceFacts("cuda", num_sms=8, shared_memory_bytes=1 << 17)  # K is split
+_convert = interpreter._convert_float
+
+
+def convert(values: np.ndarray, kind: tl.dtype, wanted: tl.dtype, mode: object) -> np.ndarray:
+    """The interpreter's own conversion to e4m3 loses the carry from mantissa to exponent."""
+    if wanted == tl.float8e4nv and kind == tl.float32:
+        wide = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+        return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return _convert(values, kind, wanted, mode)
+
+
+def make(rows: int, columns: int, block: bool) -> Fp8Weight:
+    values, scale = quantize(torch.randn(rows, columns), (128, 128) if block else (1, None))
+    return Fp8Weight(values, scale, *((128, 128) if block else (1, columns)))
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert_close(actual, expected, atol=1e-3, rtol=1e-5)
+
+
+def check_weight_only(num_tokens: int, rows: int, columns: int, block: bool) -> None:
+    weight, x = make(rows, columns, block), torch.randn(num_tokens, columns)
+    expected = fp8.weight_only_linear(x, weight)
+    close(fp8_kernels.skinny_gemm(x, weight, device=DEVICE), expected)
+    if num_tokens > 4:
+        return
+    close(fp8_kernels.gemv(x, weight, pdl=False), expected)
+    norm, residual = torch.randn(columns), torch.randn(num_tokens, rows)
+    normed = fp8.weight_only_linear(rms_norm(x, norm, EPS), weight)
+    for bias in (None, torch.randn(rows)):
+        added = torch.zeros(rows) if bias is None else bias
+        close(fp8_kernels.norm_gemv(x, norm, EPS, weight, bias, pdl=False), normed + added)
+        partials = fp8_kernels.split_k_partials(x, weight, bias, device=DEVICE)
+        close(partials.view(-1, num_tokens, rows).sum(0), expected + added)
+        if num_tokens == 1:
+            found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, bias, pdl=False)
+            twin = silu_and_mul(normed + added)
+            assert_close(found, twin, atol=1e-2, rtol=1e-4)
+        total = residual.clone()
+        fp8_kernels.gemv_add(x, weight, bias, total, pdl=False)
+        close(total, residual + expected + added)
+
+
+def check_quantization(num_tokens: int, columns: int, block_columns: int) -> None:
+    x = torch.randn(num_tokens, columns) * torch.logspace(-20, 20, num_tokens)[:, None]
+    x[0, :block_columns] = 0
+    values, scale = fp8.quantize_activations(x, block_columns)
+    found, found_scale = fp8_kernels.quantize_activations(
+        x, block_columns, pdl=False, token_multiple=4
+    )
+    assert found_scale[:num_tokens].equal(scale)
+    assert found[:num_tokens].float().equal(values.float())
+    assert len(found) % 4 == 0 and not found[num_tokens:].float().any()
+    assert (found_scale[num_tokens:] == 1).all()
+
+
+def check_w8a8(num_tokens: int, rows: int, columns: int) -> None:
+    weight, x = make(rows, columns, block=True), torch.randn(num_tokens, columns)
+    close(fp8_kernels.triton_gemm(x, weight, pdl=False), fp8.w8a8_linear(x, weight))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    interpreter._convert_float = convert
+    by_device = fp8_kernels._values
+    for is_native in (True, False):  # what the device converts, and what the kernel does
+        if not is_native:
+            fp8_kernels._values = lambda weight: (False, weight.values.view(torch.uint8))
+        for block in (True, False):
+            check_weight_only(1, 256 if block else 48, 256, block)  # gate and up: whole blocks
+            check_weight_only(3, 144 if block else 72, 384, block)
+            check_weight_only(17, 320, 512, block)
+    fp8_kernels._values = by_device
+    check_quantization(3, 512, 128)
+    check_quantization(5, 1152, 128)
+    check_quantization(2, 640, 640)
+    check_w8a8(3, 256, 384)
+    check_w8a8(70, 192, 256)
+    print("agreed")

@@ -1,0 +1,83 @@
+"""The kernels of linear attention: in Triton's interpreter against their twins, and compiled for
+each known GPU, because the interpreter does not check types.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from kernels.attention.heads import HeadTransform
+from kernels.attention.qk_rope_cache import qk_rope_cache
+from kernels.gemm import skinny_gemm
+from kernels.linear_attention import delta_rule_decode, delta_rule_prefill, output_gates
+from kernels.linear_attention.states import prefill_pieces
+from services.common.nn.device import KNOWN_DEVICES
+from tests.gpu_compiler import compiled_launches
+from tests.unit.kernels.delta_rule_steps import random_inputs, random_layout, spec_of
+
+ROOT, CPU, BF16 = Path(__file__).resolve().parents[3], torch.device("cpu"), torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.kernels.interpreted_delta_rule"],
+        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "agreed"
+
+
+@pytest.mark.parametrize("gpu", ["h200", "l40s"])
+def test_kernels_compile_and_fit(gpu: str) -> None:
+    """For the heads of the 4B, in bf16. The A100 differs from the L40S in FP8 alone, and has more
+    shared memory.
+    """
+    facts, spec = KNOWN_DEVICES[gpu], spec_of(16, 32, 128, 128)
+    pdl = facts.supports_pdl
+    inputs = random_inputs(spec, 70, BF16, CPU)
+    layout = random_layout(spec, [1, 69], [4, 0], 1, BF16, CPU)
+    out = torch.zeros(70, 32, 128, dtype=BF16)
+    with compiled_launches(facts) as found:
+        delta_rule_decode.decode(inputs, layout.cache.layer(0), layout, out, pdl=pdl)
+        delta_rule_prefill.prefill(inputs, layout.cache.layer(0), layout, out)
+        output_gates.output_gate(out, out.clone(), pdl=pdl)
+        output_gates.gated_norm(out, inputs.qkv[:, :4096], out[0, 0], 1e-6, pdl=pdl)
+        skinny_gemm.reduce_split_k(torch.zeros(3, 5, 64), BF16, pdl=pdl)
+        transform = HeadTransform(
+            (torch.zeros(256), torch.zeros(256)), 1e-6, (torch.zeros(70, 32, dtype=BF16),) * 2,
+            torch.zeros(9, 2, 16, 4, 256, dtype=BF16), torch.zeros(2, 70, dtype=torch.int64), True,
+        )  # fmt: skip
+        heads = transform.of(torch.zeros(70, 40 * 256, dtype=BF16))
+        qk_rope_cache(heads, None, torch.zeros(70, 16, 256, dtype=BF16), pdl=pdl)
+    assert len(found) == 8
+    for launch in found:
+        assert launch.shared_bytes <= facts.shared_memory_bytes, launch
+        assert "ld.global" in launch.ptx
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_decodes", "padding"),
+    [([1], 0, 0), ([64], 0, 0), ([65, 1, 200], 0, 9), ([1, 1, 0, 63, 0, 64], 3, 100)],
+)
+def test_pieces_cover_each_token_of_a_chunk_once(
+    lengths: list[int], num_decodes: int, padding: int
+) -> None:
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    pieces = prefill_pieces(starts, num_decodes, int(starts[-1]) + padding)
+    seen = np.zeros(starts[-1], np.int64)
+    for sequence, first in pieces.tolist():
+        if sequence >= 0:
+            assert sequence >= num_decodes
+            seen[first : min(first + 64, starts[sequence + 1])] += 1
+    assert (seen[: starts[num_decodes]] == 0).all() and (seen[starts[num_decodes] :] == 1).all()
+    count = len(lengths) - num_decodes
+    assert len(pieces) == (int(starts[-1]) + padding) // 64 + count

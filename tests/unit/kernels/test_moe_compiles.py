@@ -1,0 +1,79 @@
+"""The kernels of a mixture of experts compile for each GPU, and fit its shared memory."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from benchmarks.text_shapes import TEXT_SHAPES
+from kernels.experts import shared_gate
+from kernels.experts.moe_weights import ExpertWeights
+from services.common.model_spec import QuantizationSpec
+from services.common.nn.device import KNOWN_DEVICES
+from services.common.nn.experts import Experts, Router
+from services.common.nn.fp8 import Fp8Linear
+from services.common.nn.linear import StackedLinear
+from services.common.nn.weights import materialize
+from services.decoder.operations import table
+from services.decoder.operations.ops import Ops
+from services.decoder.operations.table import KernelFacts
+from tests.gpu_compiler import compiled_launches
+
+HIDDEN, SIZE, COUNT = 2048, 768, 4  # as the 30B's, with fewer experts in memory
+CASES = [
+    pytest.param("h200", "plain", marks=pytest.mark.nightly),
+    ("h200", "fp8_block"),
+    ("h200", "fp8_channel"),
+    ("a100", "fp8_block"),
+    ("l40s", "plain"),
+    ("b200", "fp8_block"),
+]
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("device", "weight_format"), CASES)
+def test_what_the_table_picks_compiles_and_fits(
+    device: str, weight_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = KernelFacts(
+        KNOWN_DEVICES[device], TEXT_SHAPES["30b-a3b"], torch.bfloat16, weight_format
+    )
+    with torch.device("meta"):
+        router = Router(HIDDEN, 128, 8, normalize=True)
+        experts = Experts(COUNT, HIDDEN, SIZE)
+        if weight_format != "plain":
+            for stack in experts.stacks.values():
+                stack.set_method(Fp8Linear(QuantizationSpec(format=weight_format)))  # type: ignore[arg-type]
+    for module in (router, experts):
+        materialize(module, "cpu", torch.bfloat16)
+    of = ExpertWeights.of
+
+    def as_on_a_gpu(stack: StackedLinear) -> ExpertWeights:
+        found = of(stack)
+        values = found.values if found.scale is None else found.values.view(torch.uint8)
+        return ExpertWeights(values, found.scale, found.block_rows)
+
+    monkeypatch.setattr(ExpertWeights, "of", as_on_a_gpu)
+    ops = Ops(table.resolve(facts, {"fused_decode_attention": "plain"}))
+    with compiled_launches(facts.device) as launches:
+        # On the others, what the experts of few tokens share with those of many is compiled once.
+        for count in (1, 2, 40, 1008) if facts.device.is_hopper else (1, 1008):
+            x = half(count, HIDDEN)
+            ops.for_tokens(count).moe(x, router, experts, half(count, HIDDEN))
+        for out in (half(8, HIDDEN), torch.empty(4, 8, HIDDEN)):
+            shared_gate.add(out, half(8, HIDDEN), half(1, HIDDEN), half(8, HIDDEN), pdl=False)
+    compiled = {launch.name for launch in launches}
+    assert compiled >= {
+        "_route_kernel", "_sort_kernel", "_gate_up_kernel", "_down_kernel", "_grouped_gemm_kernel",
+        "_combine_kernel", "_shared_gate_kernel",
+    }  # fmt: skip
+    for launch in launches:
+        assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch.name
+        if launch.name == "_combine_kernel":
+            assert ".v4" in launch.ptx, "loads elements one by one"
+        if launch.name == "_grouped_gemm_kernel" and facts.device.is_hopper:
+            assert "wgmma" in launch.ptx

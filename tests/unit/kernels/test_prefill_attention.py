@@ -1,0 +1,78 @@
+"""Work items of prefill attention. What the kernel computes is compared with its twin in
+tests/gpu/test_attention_kernels.py: Triton's interpreter does not run Gluon.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from kernels.attention.attention_tuning import AttentionFacts
+from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
+from services.common.nn.device import KNOWN_DEVICES
+
+HEADS = 4
+FACTS = AttentionFacts(
+    device=KNOWN_DEVICES["h200"], dtype=torch.bfloat16, num_heads=HEADS, num_kv_heads=2,
+    head_dim=64, block_size=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(0, 1)],
+        [(0, 64), (40, 3), (70, 90), (0, 1)],
+        [(131, 65), (0, 129)],
+        [(9000, 40)],
+        [(330, 10), (600, 70)],
+        [(16, 2)] * 80,
+    ],
+    ids=["token", "ragged", "blocks", "split", "questions", "many"],
+)
+def test_each_token_attends_once_to_all_up_to_itself(chunks: list[tuple[int, int]]) -> None:
+    """`chunks`: (cached, new) tokens."""
+    cached, lengths = np.array(chunks).T
+    starts = np.concatenate(([7], 7 + lengths.cumsum())).tolist()  # behind decodes
+    listed = [
+        PrefillChunk(starts[index], new, before, 1000 * index)
+        for index, (before, new) in enumerate(chunks)
+    ]
+    attend = PrefillAttention(FACTS, torch.device("cpu"))
+    room = attend.count_work(starts[-1], len(chunks)) + 2
+    items = attend.list_work(listed, room)
+    assert items.shape == (room, 8)
+    seen = [np.zeros((new, before + new), np.int64) for before, new in chunks]
+    place = 0
+    while place < room and items[place, 1]:
+        splits = items[place, 6]
+        for split, item in enumerate(items[place : place + splits]):
+            first, size, chunk, begins, cached_from, cached_to, count, which = item.tolist()
+            assert (count, which) == (splits, split) and 0 < size <= 64
+            assert (item[:4] == items[place, :4]).all()
+            index = starts.index(chunk)
+            assert begins == 1000 * index
+            at = first - chunk
+            seen[index][at : at + size, cached_from:cached_to] += 1
+            if split == splits - 1:
+                before = chunks[index][0]
+                for row in range(at, at + size):
+                    seen[index][row, before : before + row + 1] += 1
+        place += splits
+    assert not items[place:].any()
+    for counts, before in zip(seen, cached, strict=True):
+        assert (counts == np.tri(*counts.shape, before)).all()
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "captured", "eager"),
+    [
+        (1000, 0, True, True), (1000, 100, True, True), (1000, 200, True, False),
+        (1000, 5000, True, False), (1000, 7000, False, False), (50, 100_000, True, False),
+        (2000, 400, True, False), (2000, 1000, False, False),
+    ],
+)  # fmt: skip
+def test_many_cached_tokens_are_for_fa3(new: int, cached: int, captured: bool, eager: bool) -> None:
+    chunks = [PrefillChunk(0, new, cached, 0)]
+    assert PrefillAttention.is_faster_captured(chunks) == captured
+    assert PrefillAttention.is_faster_than_fa3(chunks) == eager
