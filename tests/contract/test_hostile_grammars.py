@@ -59,6 +59,15 @@ KILLERS = {
     "optional": optional(7000),
 }
 
+# Lexemes that take all that should follow them.
+GREEDY = {
+    "a mask": 'start: R "x"\nR: /[^x]{3}/ "x"+',
+    "the first mask": 'start: R{50,51}\nR: "z" "z"*',
+    "within": 'start: %lark {\n%llguidance {"no_forcing": false}\nstart: R "x"\nR: "ab" "x"+\n}',
+    "an option": '%llguidance {"no_forcing": false}\nstart: R "x"\nR: "ab" "x"+ // "',
+    "GBNF": 'root ::= r1 "x"\nr1 ::= r2 "x"*\nr2 ::= [^x]{3}',
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -96,6 +105,17 @@ def test_hostile_regexes_end_in_time(unbounded, text):
     verdict = unbounded.compile(Compile("regex", text))
     assert verdict.cpu_s < compile_worker.CPU_S + 0.5
     assert not unbounded.compile(TEXT).error
+
+
+def test_the_time_of_a_grammar_is_its_own(unbounded):
+    """Although one process compiles many."""
+    assert not unbounded.compile(TEXT).error
+    fork, earlier_s = unbounded.pid, 0.0
+    while earlier_s < 1.0:
+        earlier_s += unbounded.compile(optional(1000)).cpu_s
+    assert unbounded.pid == fork
+    verdict = unbounded.compile(KILLERS["optional"])
+    assert verdict.died and verdict.cpu_s < compile_worker.CPU_S + 0.5
 
 
 def test_memory_is_limited(unbounded):
@@ -217,17 +237,30 @@ async def test_a_mask_process_that_hangs_is_replaced(decoder, monkeypatch):
         jsonschema.validate(json.loads(text_of(ids)), SCHEMA)
 
 
-async def test_a_grammar_without_an_end_of_work_fails_alone_and_is_not_tried_again(
+@pytest.mark.parametrize("name", GREEDY)
+async def test_a_lexeme_that_takes_what_should_follow_it_ends_nothing(decoder, name):
+    """It is never complete, so that its text goes on."""
+    (process,) = decoder.masks.processes
+    async with Gateway(decoder) as gateway:
+        ids, end = await answer(gateway, 1, grammar("GRAMMAR", GREEDY[name]), max_tokens=24)
+    assert isinstance(end, pb.Finished) and end.reason == pb.Finished.REASON_LENGTH, end
+    assert len(ids) == 24
+    assert process.link == 1, "one process ended"
+
+
+async def test_a_sequence_without_an_end_of_work_fails_alone_and_is_not_tried_again(
     decoder, monkeypatch
 ):
-    """llguidance fills its third mask for ever: a lexeme that takes all that should follow it."""
     monkeypatch.setattr("services.decoder.masks.processes._WORK_S", 1.0)
+    monkeypatch.setattr("services.decoder.masks.processes._RUNS_S", 60.0)
     (process,) = decoder.masks.processes
-    endless = grammar("GRAMMAR", 'start: R "x"\nR: /[^x]{3}/ "x"+')
+    endless = grammar("JSON_SCHEMA", {"type": "string", "minLength": 301})
     async with Gateway(decoder) as gateway:
         await ask(gateway, 1, grammar("JSON_SCHEMA", {"type": "string", "minLength": 300}))
-        await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 1)
         await ask(gateway, 2, endless)
+        await gateway.until(lambda: all(len(gateway.tokens.get(n, ())) > 1 for n in (1, 2)))
+        process.process.send_signal(signal.SIGSTOP)
+        process.marks.set(0, max(process.sequences))  # the second submission
         _, end = await told(gateway, 2)
         assert isinstance(end, pb.Failed) and end.code == "invalid_grammar"
         _, end = await told(gateway, 1)

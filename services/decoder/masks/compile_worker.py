@@ -60,6 +60,7 @@ class Compiler:
         self._wall_s = wall_s
         self._check = check
         self._pid = 0  # 0: there is no fork
+        self._charged_s = 0.0  # of the fork's CPU time: to grammars before
         self._channel: EngineChannel[Verdict] | None = None
         self.num_deaths = 0
 
@@ -82,11 +83,13 @@ class Compiler:
         with suppress(ChannelClosed):
             answers = self._channel.receive(self._wall_s) if self._channel is not None else []
         if answers:
+            self._charged_s += answers[0].cpu_s
             if answers[0].is_last:
                 self._reap()
             return answers[0]
         self.num_deaths += 1
-        status, cpu_s = self._reap()
+        status, used_s = self._reap()
+        cpu_s = used_s - self._charged_s
         if status == signal.SIGPROF:
             return Verdict(
                 f"takes more than {self._cpu_s:g} s of CPU time to compile", cpu_s, died=True
@@ -118,6 +121,7 @@ class Compiler:
 
     def _fork(self) -> None:
         mine, theirs = create_socket_pair()
+        self._charged_s = 0.0
         self._pid = os.fork()
         if self._pid == 0:
             mine.close()
@@ -135,28 +139,32 @@ class Compiler:
         go_first()
         channel = EngineChannel[Compile](end, Compile)
         most = mapped_bytes() + _KEPT_BYTES
+        charged_s = 0.0
         while True:
             for task in channel.receive(None):
-                verdict = self._verdict(task)
-                verdict.is_last = mapped_bytes() > most
-                channel.send(verdict)
+                error = self._error(task)
+                used_s = _cpu_s()
+                is_last = mapped_bytes() > most
+                channel.send(Verdict(error, used_s - charged_s, is_last=is_last))
+                charged_s = used_s
 
-    def _verdict(self, task: Compile) -> Verdict:
-        before, error = _cpu_s(), ""
+    def _error(self, task: Compile) -> str:
+        """Why the grammar cannot be compiled; empty: it can."""
         with limited(self._cpu_s, MEMORY_BYTES):
             try:
                 self._check(task.kind, task.text)
                 compile_grammar(self._vocabulary, task.kind, task.text, task.probe)
             except InvalidGrammar as refused:
-                error = refused.message
+                return refused.message
             except MemoryError:
-                error = "takes more memory to compile than it may"
+                return "takes more memory to compile than it may"
             except BaseException as panic:
-                error = f"cannot be compiled: {type(panic).__name__}"
-        return Verdict(error, _cpu_s() - before)
+                return f"cannot be compiled: {type(panic).__name__}"
+        return ""
 
 
 def _cpu_s() -> float:
+    """Of this process since its fork."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

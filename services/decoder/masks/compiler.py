@@ -35,6 +35,11 @@ _JSON_OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
+# Where one byte alone may come next, the library reads on to where two may, so that the mask has
+# the canonical token alone. Behind a lexeme that takes all that should follow it (`start: R "x"`,
+# `R: "ab" "x"+`) there is no such place, and no limit counts this reading. Of all kinds, `grammar`
+# alone can have such a lexeme. The last value of an option holds, in grammars within it, too.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _UNKNOWN_FORMAT = "Unknown format"
 _MAX_MESSAGE_CHARS = 500
 # What the library would have its caller change.
@@ -106,6 +111,8 @@ def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
         source = LLMatcher.grammar_from_json_schema(text, overrides=options)
     else:
         source = grammar_from(kind, text)  # pyright: ignore[reportArgumentType]
+    if kind == "grammar":
+        source += _NO_FORCING
     return LLMatcher(vocabulary, source, log_level=0, limits=limits())
 
 

@@ -157,14 +157,16 @@ def write_without_end(matcher, process):
 
 
 async def test_a_parser_at_its_limit_is_the_grammars_fault(process):
-    process.masks.add(1, Demands(Grammar("grammar", 'start: r\nr: "a" r "x"', (), (END,))), [])
+    wide = " | ".join(f'"{number}" t' for number in range(2100))
+    text = f'start: "a" r\nr: {wide}\nt: "x" | "y" t'
+    process.masks.add(1, Demands(Grammar("grammar", text, (), (END,))), [])
     assert (await process.received()).num_generated == [0]
     process.step(1, process.tokenizer.tokenize_str("a")[:1], 1)
     async with asyncio.timeout(WAIT_S):
         while not process.failures:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     ((number, error),) = process.failures
-    assert number == 1 and isinstance(error, InvalidGrammar) and "limit" in error.message
+    assert number == 1 and isinstance(error, InvalidGrammar) and "max is 2000" in error.message
 
 
 async def test_compiled_grammars_are_forgotten_when_the_process_is_too_large(process, monkeypatch):
