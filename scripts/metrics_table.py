@@ -13,7 +13,7 @@ sys.path.insert(0, str(_ROOT))
 from prometheus_client import CollectorRegistry  # noqa: E402
 
 from services.common.credentials import NO_CREDENTIALS  # noqa: E402
-from services.common.embedding_cache import CacheCollector, CacheCounters  # noqa: E402
+from services.common.embedding_cache import RedisCache  # noqa: E402
 from services.common.rpc_credentials import PeerCheck  # noqa: E402
 from services.decoder.metrics import DecoderMetrics  # noqa: E402
 from services.encoder.metrics import EncoderMetrics  # noqa: E402
@@ -38,7 +38,7 @@ def registries() -> dict[str, CollectorRegistry]:
     decoder = CollectorRegistry()
     DecoderMetrics(decoder)
     for service, registry in (("encoder", encoder), ("decoder", decoder)):
-        registry.register(CacheCollector(service, CacheCounters()))
+        registry.register(RedisCache("redis://", ttl_s=1, timeout_s=1, service=service))
         PeerCheck(NO_CREDENTIALS, service, (), registry)
     return {"gateway": gateway, "encoder": encoder, "decoder": decoder}
 

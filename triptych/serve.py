@@ -28,7 +28,7 @@ _REDIS_MAX_MEMORY = "1gb"
 _MAX_SOCKET_DIRECTORY = 80
 # What the services may do: encoders write, decoders read. deploy/k8s/README.md has the same rules.
 REDIS_RULES = {
-    "encoder": "~triptych:* -@all +ping +get +getrange +set +del +unlink",
+    "encoder": "~triptych:embedding:* -@all +ping +getrange +set",
     "decoder": "~triptych:embedding:* -@all +ping +getrange",
 }
 

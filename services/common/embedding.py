@@ -28,7 +28,7 @@ _NOT_FINITE = {
 # The digest is that of its blocks' digests, so that threads can compute blocks in parallel.
 BLOCK_BYTES = 1 << 20
 
-_MAGIC = b"TRPTEMB4"
+_MAGIC = b"TRPTEMB5"
 _DTYPES = tuple(ITEM_BYTES)
 _HEADER = struct.Struct("<8s32sB3xIII16s")
 STORED_HEADER_BYTES = _HEADER.size

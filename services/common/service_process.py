@@ -33,7 +33,7 @@ from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.process_memory import freeze_gc, raise_malloc_trim_threshold
 from services.common.rpc import create_server
 from services.common.rpc_credentials import PeerCheck
-from services.common.seals import SealKeys, read_secrets
+from services.common.seals import SealKeys
 from services.common.settings import EngineServiceSettings, SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
 from services.common.tracing import setup_tracing
@@ -138,7 +138,7 @@ def run_service(service: GpuService[SettingsT]) -> int:
     try:
         settings = service.settings.from_environment()
         if settings.redis_seal_key_file is not None:
-            read_secrets(settings.redis_seal_key_file)  # before a model is loaded
+            SealKeys(settings.redis_seal_key_file, b"")  # before a model is loaded
         setup_logging(service.name, settings.log_level)
         setup_tracing(service.name)
         credentials = Credentials.from_settings(settings)

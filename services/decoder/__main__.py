@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from services.common.arena import Arena
 from services.common.channel import FrontChannel
 from services.common.credentials import Credentials
-from services.common.embedding_cache import CacheCollector, RedisCache
+from services.common.embedding_cache import RedisCache
 from services.common.families import read_spec
 from services.common.families.keys import unknown_keys
 from services.common.model_spec import ModelSpec
@@ -80,10 +80,10 @@ class DecoderService:
                 ttl_s=_REDIS_TTL_S,
                 timeout_s=settings.redis_timeout_s,
                 seals=seals_of(settings, fingerprint),
-                read_only=True,
+                service="decoder",
             )
             await cache.connect()
-            registry.register(CacheCollector("decoder", cache.counters))
+            registry.register(cache)
         metrics = DecoderMetrics(registry)
         fetcher = EncoderFetcher(
             credentials=credentials,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.common.arena import Arena, ArenaEntry
-from services.common.embedding_cache import StoredEntry
+from services.common.embedding import EmbeddingSpec
 from services.common.errors import InternalError, InvalidRequest, TriptychError
 from services.common.single_flight import InFlight
 from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
@@ -32,12 +32,8 @@ Ready = Callable[[ArenaEntry], None]
 class EmbeddingCache(Protocol):
     """`services.common.embedding_cache.RedisCache`, as far as it is used here. Never raises."""
 
-    async def header(self, key: bytes) -> StoredEntry | None:
-        """The header of a stored entry."""
-        ...
-
-    async def read(self, key: bytes, stored: StoredEntry, into: memoryview) -> bool:
-        """Whether `into` now holds the entry, verified."""
+    async def read(self, key: bytes, spec: EmbeddingSpec, into: memoryview) -> bytes | None:
+        """The digest of what `into` now holds, verified; None: a miss."""
         ...
 
 
@@ -297,14 +293,13 @@ class EmbeddingSource:
     async def _read_cache(self, entry: ArenaEntry, view: memoryview) -> bool:
         if self.cache is None:
             return False
-        found = await self.cache.header(entry.key)
-        if found is not None and found.spec == entry.spec:
-            entry.digest = found.digest
-            if await self.cache.read(entry.key, found, view):
-                self.observer.embedding_found("redis")
-                return True
-        self.observer.embedding_missed("redis")
-        return False
+        digest = await self.cache.read(entry.key, entry.spec, view)
+        if digest is None:
+            self.observer.embedding_missed("redis")
+            return False
+        entry.digest = digest
+        self.observer.embedding_found("redis")
+        return True
 
 
 def _copy_of(error: BaseException, address: str) -> Exception:

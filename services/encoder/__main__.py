@@ -16,7 +16,7 @@ from services.common.arena import Arena
 from services.common.channel import FrontChannel
 from services.common.credentials import Credentials
 from services.common.embedding import ITEM_BYTES, EmbeddingSpec
-from services.common.embedding_cache import CacheCollector, RedisCache
+from services.common.embedding_cache import RedisCache
 from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.pod_limits import memory_limit_bytes
 from services.common.service_process import (
@@ -95,9 +95,10 @@ class EncoderService:
                 ttl_s=settings.cache_ttl_s,
                 timeout_s=settings.redis_timeout_s,
                 seals=seals_of(settings, fingerprint),
+                service="encoder",
             )
             await cache.connect()
-            metrics.registry.register(CacheCollector("encoder", cache.counters))
+            metrics.registry.register(cache)
             redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
         description = replace(describe(ready, settings), fingerprint=fingerprint)
         max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)

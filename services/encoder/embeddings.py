@@ -1,7 +1,7 @@
 """The encoder's embeddings: memory, then Redis, then the engine; one encode per image at a time.
 
 All callers that want one key share the encode in flight; when the last of them leaves, it is
-cancelled. Across pods, a lock in Redis does the same. The servicer calls `encode` and `reading`; no
+cancelled. Other pods may encode it, too. The servicer calls `encode` and `reading`; no
 gRPC and no pixels are seen here. Errors are `TriptychError`s, and a failed encode leaves nothing.
 """
 
@@ -28,7 +28,7 @@ from services.common.tenant_room import TenantRoom
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier, Reading
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.redis_tier import Found, Lock, RedisTier
+from services.encoder.redis_tier import RedisTier
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
 _MAX_SOURCES_BYTES = 256 << 20
@@ -289,33 +289,32 @@ class Embeddings:
         # The image is decoded during the lookup in Redis, which rarely has the embedding.
         job = self._engine.submit(encode.image, encode.grid, encode.share)
         try:
-            lock = await self._look_up(encode)
+            found = await self._look_up(encode)
         except BaseException:
             self._engine.cancel(job)
             raise
         lookup_s = time.monotonic() - start
-        if isinstance(lock, Found):
+        if found:
             self._engine.cancel(job)
-            return Encoded(Origin.JOINED if lock.joined else Origin.REDIS, lookup_s)
+            return Encoded(Origin.REDIS, lookup_s)
         try:
             entry, times = await self._compute(encode, job)
         except BaseException:
             self._engine.cancel(job)
-            if self._redis is not None:
-                await self._redis.unlock(encode.key, lock)
             raise
         self._s_per_patch = (time.monotonic() - start) / encode.num_queued_patches
         try:
             if self._redis is not None:
-                self._redis.put(entry, lock)
+                self._redis.put(entry)
         finally:
             self._memory.release(entry)
         self._metrics.observe_stage("lookup", lookup_s)
         return Encoded(Origin.COMPUTED, lookup_s, times)
 
-    async def _look_up(self, encode: _Encode) -> Found | Lock:
+    async def _look_up(self, encode: _Encode) -> bool:
+        """Whether Redis has it, and memory, too, if its bytes are needed."""
         if self._redis is None:
-            return Lock()
+            return False
         return await self._redis.find(encode.key, encode.spec, need_bytes=encode.need_bytes)
 
     async def _compute(self, encode: _Encode, job: EngineJob) -> tuple[ArenaEntry, StageTimes]:

@@ -12,7 +12,7 @@ import numpy as np
 from services.common.arena import Arena
 from services.common.channel import ChannelClosed
 from services.common.embedding import EmbeddingSpec, digest
-from services.common.embedding_cache import CacheCollector, RedisCache
+from services.common.embedding_cache import RedisCache
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
@@ -210,9 +210,9 @@ async def run_pod(
     client = EngineClient(engine, metrics.observe_batch)
     cache = redis = None
     if redis_url:
-        cache = RedisCache(redis_url, ttl_s=60, timeout_s=redis_timeout_s)
+        cache = RedisCache(redis_url, ttl_s=60, timeout_s=redis_timeout_s, service="encoder")
         redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
-        metrics.registry.register(CacheCollector("encoder", cache.counters))
+        metrics.registry.register(cache)
     embeddings = Embeddings(
         like=LIKE, merge_size=2, memory=memory, engine=client, redis=redis,
         metrics=metrics, max_queued_patches=max_queued_patches, min_streamed_bytes=1 << 20,

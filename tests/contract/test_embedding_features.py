@@ -6,11 +6,9 @@ import random
 import grpc.aio
 import pytest
 
-from services.common.embedding import EmbeddingSpec
 from services.common.errors import EmbeddingUnavailable, TriptychError
 from services.common.pb import encoder_pb2 as pb
 from services.decoder.embedding_fetch import EncoderFailed
-from services.encoder.redis_tier import Lock
 from tests.contract.encoder_pod import Pod, key_of
 from tests.contract.test_embedding_transport import (
     GRID,
@@ -160,44 +158,6 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
         await encoding
     await until(lambda: len(arena) == 0)
     assert arena.used_bytes == 0 and not pod.memory._partials
-
-
-class SlowLocks:
-    """In Redis' place: nothing is found, and locks are given back late."""
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-
-    async def find(self, key: bytes, spec: EmbeddingSpec, *, need_bytes: bool) -> Lock:
-        return Lock(b"owner")
-
-    async def unlock(self, key: bytes, lock: Lock) -> None:
-        await self.gate.wait()
-
-
-async def test_a_reader_that_comes_between_failure_and_its_end_holds_nothing(pod: Pod):
-    """The memory is released before the lock in Redis is."""
-    locks = pod.embeddings._redis = SlowLocks()
-    pod.engine.feature_gate.clear()
-    pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
-    encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, b"image", GRID))
-    await until(lambda: bool(pod.memory._partials))
-    pod.engine.feature_gate.set()
-    await until(lambda: len(pod.memory.arena) == 0)
-
-    async def read() -> None:
-        async with pod.embeddings.reading(KEY, 0.2):
-            pytest.fail("there is nothing to read")
-
-    getting = asyncio.create_task(read())
-    await asyncio.sleep(0.02)
-    assert not getting.done() and not encoding.done()
-    locks.gate.set()
-    with pytest.raises(EmbeddingUnavailable):
-        await getting
-    with pytest.raises(TriptychError, match="made to fail"):
-        await encoding
-    assert len(pod.memory.arena) == pod.memory.arena.used_bytes == 0
 
 
 async def come_and_go(

@@ -221,9 +221,9 @@ async def test_writes_to_redis_wait_for_readers(
         for _ in range(4):
             await call.read()
         await asyncio.sleep(0.05)
-        assert pod.cache is not None and pod.cache.counters.writes == 0
+        assert pod.cache is not None and pod.cache.counters["writes"] == 0
         call.cancel()
-        await until(lambda: pod.cache.counters.writes == 1)
+        await until(lambda: pod.cache.counters["writes"] == 1)
 
 
 # Two processes.

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from services.common.embedding import EmbeddingSpec, digest
-from services.common.embedding_cache import RedisCache, StoredEntry
+from services.common.embedding_cache import RedisCache
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer
 from triptych.serve import REDIS_RULES
@@ -43,14 +43,15 @@ def url_of(server: RedisServer, user: str) -> str:
 async def encoder(server: RedisServer) -> AsyncIterator[RedisCache]:
     cache = RedisCache(url_of(server, "encoder"), ttl_s=60, timeout_s=PATIENCE_S)
     yield cache
-    await cache.delete(KEY)
     await cache.close()
+    with server.client() as client:
+        client.execute_command("SET", ENTRY, b"", "PX", 1)  # all that it may do to take it away
 
 
 @pytest.fixture
 async def decoder(server: RedisServer) -> AsyncIterator[RedisCache]:
     url = url_of(server, "decoder")
-    cache = RedisCache(url, ttl_s=60, timeout_s=PATIENCE_S, read_only=True)
+    cache = RedisCache(url, ttl_s=60, timeout_s=PATIENCE_S)
     yield cache
     await cache.close()
 
@@ -60,40 +61,38 @@ def test_the_local_stack_has_the_same_rules() -> None:
     assert given == REDIS_RULES
 
 
-async def test_the_encoder_may_do_all_that_it_does(encoder: RedisCache) -> None:
-    assert await encoder.ping()
-    assert await encoder.try_lock(KEY, b"me", 5.0)
-    assert not await encoder.try_lock(KEY, b"you", 5.0)
-    await encoder.unlock(KEY, b"me")
-    assert await encoder.try_lock(KEY, b"you", 5.0)
+async def test_the_encoder_may_do_all_that_it_does(
+    encoder: RedisCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    await encoder.connect()
+    assert not caplog.records
     assert await encoder.write(KEY, SPEC, digest(DATA), DATA)
-    found = await encoder.header(KEY)
-    assert found == StoredEntry(SPEC, digest(DATA))
+    assert await encoder.has(KEY, SPEC)
     into = memoryview(bytearray(SPEC.size_bytes))
-    assert await encoder.read(KEY, found, into) and bytes(into) == DATA
-    await encoder.delete(KEY)
-    assert await encoder.header(KEY) is None
-    assert encoder.counters.errors == 0
+    assert await encoder.read(KEY, SPEC, into) == digest(DATA) and bytes(into) == DATA
+    assert encoder.counters["errors"] == 0
 
 
 async def test_the_decoder_reads_and_leaves_what_is_corrupt_to_the_encoder(
-    encoder: RedisCache, decoder: RedisCache, server: RedisServer
+    encoder: RedisCache,
+    decoder: RedisCache,
+    server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert await decoder.ping()
+    await decoder.connect()
+    assert not caplog.records
     assert await encoder.write(KEY, SPEC, digest(DATA), DATA)
-    found = await decoder.header(KEY)
-    assert found is not None
     into = memoryview(bytearray(SPEC.size_bytes))
-    assert await decoder.read(KEY, found, into) and bytes(into) == DATA
+    assert await decoder.read(KEY, SPEC, into) == digest(DATA) and bytes(into) == DATA
     assert not await decoder.write(KEY, SPEC, digest(DATA), DATA)
-    assert decoder.counters.errors == 1 and decoder.available
+    assert decoder.counters["errors"] == 1 and decoder.available
     with server.client() as client:
         client.set(ENTRY, b"garbage")
-    assert await decoder.header(KEY) is None
-    assert decoder.counters.corrupt == 1
-    assert await encoder.header(KEY) is None
-    with server.client() as client:
-        assert client.get(ENTRY) is None  # the encoder has deleted it
+    assert await decoder.read(KEY, SPEC, into) is None
+    assert decoder.counters["corrupt"] == 1
+    assert not await encoder.has(KEY, SPEC)
+    assert await encoder.write(KEY, SPEC, digest(DATA), DATA)
+    assert await decoder.read(KEY, SPEC, into) == digest(DATA)
 
 
 NEITHER = [
@@ -102,14 +101,12 @@ NEITHER = [
     ("SHUTDOWN",), ("ACL", "LIST"), ("MONITOR",), ("DEBUG", "SLEEP", "0"), ("SAVE",),
     ("REPLICAOF", "NO", "ONE"), ("SUBSCRIBE", "triptych:x"), ("PUBLISH", "triptych:x", "1"),
     ("MODULE", "LIST"), ("CLIENT", "LIST"), ("RENAME", ENTRY, "triptych:x"),
-    ("GETRANGE", "x", 0, 1),
+    ("GETRANGE", "x", 0, 1), ("GETRANGE", "triptych:x", 0, 1), ("SET", "triptych:x", "1"),
+    ("DEL", ENTRY), ("UNLINK", ENTRY), ("GET", ENTRY), ("EXPIRE", ENTRY, "1"),
+    ("SETRANGE", ENTRY, "0", "x"), ("APPEND", ENTRY, "x"), ("GETDEL", ENTRY),
+    ("RESTORE", ENTRY, 0, b"x"), ("COPY", ENTRY, "triptych:embedding:x"),
 ]  # fmt: skip
-NOT_THE_DECODER = [
-    ("SET", ENTRY, "1"), ("DEL", ENTRY), ("UNLINK", ENTRY), ("EXPIRE", ENTRY, "1"),
-    ("SETRANGE", ENTRY, "0", "x"), ("APPEND", ENTRY, "x"), ("GETDEL", ENTRY), ("GET", ENTRY),
-    ("SET", "triptych:lock:x", "1", "NX"), ("GETRANGE", "triptych:lock:x", 0, 1),
-    ("RESTORE", ENTRY, 0, b"x"), ("COPY", "triptych:a", ENTRY),
-]  # fmt: skip
+NOT_THE_DECODER = [("SET", ENTRY, "1"), ("SET", ENTRY, "1", "NX", "PX", "5")]
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRedisServer]
 
 
 async def _read(cache: RedisCache) -> bytes | None:
-    header = await cache.header(KEY)
-    if header is None:
-        return None
     into = memoryview(bytearray(SPEC.size_bytes))
-    return bytes(into) if await cache.read(KEY, header, into) else None
+    return bytes(into) if await cache.read(KEY, SPEC, into) else None
 
 
 async def test_entries_are_written_and_read_over_tls(server: TlsRedisServer) -> None:
@@ -64,7 +61,7 @@ async def test_entries_are_written_and_read_over_tls(server: TlsRedisServer) -> 
     try:
         assert await cache.write(KEY, SPEC, digest(VALUES), VALUES)
         assert await _read(cache) == VALUES
-        assert cache.counters.errors == 0
+        assert cache.counters["errors"] == 0
     finally:
         await cache.close()
 
@@ -86,6 +83,6 @@ async def test_without_the_right_certificates_nothing_is_read(
         await asyncio.wait_for(cache.connect(), PATIENCE_S)
         assert await _read(cache) is None
         assert not await cache.write(KEY, SPEC, digest(VALUES), VALUES)
-        assert cache.counters.hits == 0 and cache.counters.errors > 0
+        assert cache.counters["hits"] == 0 and cache.counters["errors"] > 0
     finally:
         await cache.close()

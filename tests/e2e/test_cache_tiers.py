@@ -58,12 +58,13 @@ def test_second_request_with_the_same_image_encodes_nothing(cluster: Cluster) ->
     assert cluster.num_encodes() == encodes
 
 
-def test_100_simultaneous_requests_for_a_new_image_encode_it_once(cluster: Cluster) -> None:
+def test_100_simultaneous_requests_for_a_new_image_encode_it_once_a_pod(cluster: Cluster) -> None:
+    """Gateways send equal images to one encoder, until that has much more work than the other."""
     encodes = cluster.num_encodes()
     with ThreadPoolExecutor(100) as pool:
         answers = list(pool.map(lambda _: cluster.ask(QUESTION, png(3)), range(100)))
     assert len(set(answers)) == 1
-    assert cluster.num_encodes() == encodes + 1
+    assert 1 <= cluster.num_encodes() - encodes <= len(cluster.encoders)
 
 
 def test_neither_neighbours_nor_streaming_change_an_answer(cluster: Cluster) -> None:

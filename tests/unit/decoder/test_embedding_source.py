@@ -9,7 +9,6 @@ import pytest
 
 from services.common.arena import Arena, ArenaEntry
 from services.common.embedding import EmbeddingSpec, digest
-from services.common.embedding_cache import StoredEntry
 from services.common.errors import InvalidImage, InvalidRequest
 from services.decoder import embeddings
 from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
@@ -48,16 +47,12 @@ class FakeCache:
         self.entries: dict[bytes, tuple[EmbeddingSpec, bytes]] = {}
         self.broken = False
 
-    async def header(self, key: bytes):
-        if key not in self.entries:
+    async def read(self, key, spec, into):
+        stored, data = self.entries.get(key, (None, b""))
+        if stored != spec:
             return None
-        spec, data = self.entries[key]
-        return StoredEntry(spec, digest(data))
-
-    async def read(self, key, stored, into) -> bool:
-        data = self.entries[key][1]
         into[:] = bytes(len(data)) if self.broken else data
-        return not self.broken
+        return None if self.broken else digest(data)
 
 
 def spec_of(num_tokens: int) -> EmbeddingSpec:
