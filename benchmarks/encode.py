@@ -30,7 +30,8 @@ from PIL import Image
 from kernels.attention.segments import BatchSegments
 from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
-from services.common.image_geometry import ImageLimits, image_grid
+from services.common.families.resized_grid import ResizedGrid
+from services.common.geometry import Geometry, Unit
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import KNOWN_DEVICES, resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
@@ -71,7 +72,7 @@ SHAPES = {
     "32b": TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 5120, (8, 16, 24)),
 }
 _ARCHITECTURE = "Qwen3VLForConditionalGeneration"
-_LIMITS = ImageLimits(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=1 << 24)
+_GEOMETRY = ResizedGrid(0, patch_size=16, merge_size=2, min_pixels=65536, max_pixels=1 << 24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Bench:
 
     name: str
     tower: TowerSpec
-    limits: ImageLimits
+    geometry: Geometry
     settings: EncoderSettings
     model: VisionModel
     device: torch.device
@@ -88,11 +89,11 @@ class Bench:
 
     def grid(self, side: int) -> Grid:
         """(t, h, w) in patches of a square image, as it is resized."""
-        return image_grid(side, side, self.limits)
+        return self.geometry.units((side, side))[0].grid
 
     def embedding_bytes(self, grid: Grid) -> int:
         """Bytes of an image's embedding, all features."""
-        tokens = grid[1] * grid[2] // self.tower.spatial_merge_size**2
+        tokens = self.geometry.num_tokens(Unit(grid))
         return self.tower.num_features * tokens * self.tower.out_hidden_size * self.dtype.itemsize
 
 
@@ -110,13 +111,13 @@ def create_bench(arguments: argparse.Namespace) -> Bench:
         spec = read_spec(directory)
         model, _ = load_model(spec, settings, device, dtype)
         vision = spec.vision_part
-        return Bench(spec.name, vision.tower, vision.limits, settings, model, device, dtype)
+        return Bench(spec.name, vision.tower, vision.geometry, settings, model, device, dtype)
     tower = SHAPES[arguments.shape]
     with torch.device("meta"):
         model = model_class(_ARCHITECTURE)(tower, create_ops(tower, settings, device, dtype))
     assert isinstance(model, torch.nn.Module)
     load_dummy(model, device=device, dtype=dtype)
-    return Bench(arguments.shape, tower, _LIMITS, settings, model.eval(), device, dtype)
+    return Bench(arguments.shape, tower, _GEOMETRY, settings, model.eval(), device, dtype)
 
 
 def print_table(arguments: argparse.Namespace) -> None:
@@ -277,13 +278,13 @@ class EngineBench:
         self._slot_bytes = -(-slot_bytes // 4096) * 4096
         arena = mmap.mmap(-1, self._slots * self._slot_bytes)
         self.runner = Runner(bench.model, bench.device, bench.dtype, arena)
-        settings, limits = bench.settings, bench.limits
+        settings, geometry = bench.settings, bench.geometry
         self._decoders = create_decoders(settings)
         prepare = functools.partial(
-            preprocess, limits=limits, max_source_pixels=settings.max_source_pixels,
+            preprocess, geometry=geometry, max_source_pixels=settings.max_source_pixels,
             decoder=self._decoders, pinned=bench.device.type == "cuda",
         )  # fmt: skip
-        warm_up(self.runner, prepare, limits, settings.max_batch_patches)
+        warm_up(self.runner, prepare, geometry, settings.max_batch_patches)
         self._ends = create_socket_pair()
         self._front: EngineChannel[EngineMessage] = EngineChannel(self._ends[0], EngineMessage)
         self._engine = Engine(
@@ -304,7 +305,7 @@ class EngineBench:
                 number, self._next_id = self._next_id, self._next_id + 1
                 started[number] = time.perf_counter()
                 offset = number % self._slots * self._slot_bytes
-                self._front.send(EncodeImage(number, files[number % len(files)], grid))
+                self._front.send(EncodeImage(number, files[number % len(files)], Unit(grid)))
                 self._front.send(PlaceImage(number, offset))
             for message in self._front.receive(60.0):
                 if isinstance(message, ImageDone):

@@ -28,6 +28,8 @@ import uvloop
 from services.common.arena import Arena
 from services.common.credentials import Credentials, TokenFile, watch_certificates
 from services.common.embedding import EmbeddingSpec
+from services.common.families.resized_grid import ResizedGrid
+from services.common.geometry import Unit
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
@@ -117,12 +119,13 @@ async def serve(num_tokens: int, link: Link) -> None:
         EncoderMetrics(),
     )
     client = EngineClient(InstantEngine(), metrics.observe_batch)
+    geometry = ResizedGrid(0, 16, 1, 1, 1 << 30)
     embeddings = Embeddings(
-        like=like, merge_size=1, memory=memory, engine=client, redis=None,
+        like=like, geometry=geometry, memory=memory, engine=client, redis=None,
         metrics=metrics, max_queued_patches=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
-    description = Description("transport", _PREFIX, like, 1, max_image_patches=1 << 20)
+    description = Description("transport", _PREFIX, like, geometry, max_image_patches=1 << 20)
     servicer = EncoderServicer(description, embeddings, metrics)
     check = PeerCheck(link.credentials, "encoder", ("decoder",), metrics.registry)
     server, _ = await create_service_server(
@@ -161,9 +164,9 @@ class Reader:
 
     def new(self, image: bytes = b"image") -> pb.EncodeRequest:
         """Of an embedding that no cache has."""
-        grid, salt = (1, 1, self.num_tokens), b"%d" % next(self.numbers)
+        unit, salt = Unit((1, 1, self.num_tokens)), b"%d" % next(self.numbers)
         return pb.EncodeRequest(
-            image_key=image_key(_PREFIX, image, grid=grid, salt=salt),
+            image_key=image_key(_PREFIX, image, unit=unit, salt=salt),
             image=image,
             grid=pb.Grid(t=1, h=1, w=self.num_tokens),
             cache_salt=salt,

@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common import rpc
 from services.common.errors import TriptychError, WrongImageKey
+from services.common.geometry import Unit
 from services.common.image_key import image_key
 from services.common.pb import decoder_pb2, decoder_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 from services.common.tracing import TRACEPARENT
@@ -111,15 +112,16 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
             self.num_cancelled += 1
             raise
         grid = request.grid
+        unit = Unit((grid.t, grid.h, grid.w))
         prefix, salt = self.description.key_prefix, request.cache_salt
-        key = image_key(prefix, request.image, grid=(grid.t, grid.h, grid.w), salt=salt)
+        key = image_key(prefix, request.image, unit=unit, salt=salt)
         if key != request.image_key:
             await rpc.abort(context, WrongImageKey("the image key is not that of this image"))
         source = "MEMORY" if request.image_key in self.known else "COMPUTED"
         self.known.add(request.image_key)
         return encoder_pb2.EncodeResponse(
             source=f"SOURCE_{source}",
-            num_tokens=grid.t * grid.h * grid.w // 4 + self.num_tokens_error,
+            num_tokens=unit.num_patches // 4 + self.num_tokens_error,
         )
 
 

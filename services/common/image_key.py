@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 from blake3 import blake3
 
+from services.common.geometry import Unit
+
 KEY_BYTES = 32
 # Of a salt, as each service takes it: of image keys here, of prefixes in the decoder.
 MAX_SALT_BYTES = 256
@@ -38,20 +40,19 @@ def key_prefix(*, model: str, weights: bytes, vision_config: bytes, dtype: str) 
     return _digest(_PREFIX_DOMAIN, fields)
 
 
-def image_key(prefix: bytes, image: bytes, *, grid: tuple[int, int, int], salt: bytes) -> bytes:
-    """The key of one image.
+def image_key(prefix: bytes, image: bytes, *, unit: Unit, salt: bytes) -> bytes:
+    """The key of one unit of an image.
 
     Args:
         prefix: the encoder's `key_prefix`.
         image: the encoded file.
-        grid: (t, h, w) in patches before merging; it stands for min and max pixels, which decide
-            nothing else.
+        unit: its grid stands for min and max pixels, which decide nothing else.
         salt: the tenant's; requests with different salts never share an entry.
 
     Returns:
         32 bytes.
     """
-    return _digest(_IMAGE_DOMAIN, (prefix, b"%d,%d,%d" % grid, salt, image))
+    return _digest(_IMAGE_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, image))
 
 
 def _digest(domain: bytes, fields: Iterable[bytes]) -> bytes:

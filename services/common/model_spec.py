@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from services.common.image_geometry import ImageLimits
+from services.common.geometry import Geometry
 
 
 class ModelSpecError(ValueError):
@@ -223,16 +223,10 @@ class TowerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """How a model sees images.
-
-    Attributes:
-        image_token_id: of a placeholder token in the prompt.
-        limits: from them and an image's size follow its grid and its number of tokens.
-    """
+    """How a model sees images."""
 
     tower: TowerSpec
-    image_token_id: int
-    limits: ImageLimits
+    geometry: Geometry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

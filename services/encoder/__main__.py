@@ -17,6 +17,8 @@ from services.common.channel import FrontChannel
 from services.common.credentials import Credentials
 from services.common.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embedding_cache import RedisCache
+from services.common.families import read_spec
+from services.common.geometry import Geometry
 from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.pod_limits import memory_limit_bytes
 from services.common.service_process import (
@@ -100,11 +102,12 @@ class EncoderService:
             await cache.connect()
             metrics.registry.register(cache)
             redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
-        description = replace(describe(ready, settings), fingerprint=fingerprint)
+        geometry = read_spec(settings.model).vision_part.geometry
+        description = replace(describe(ready, settings, geometry), fingerprint=fingerprint)
         max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
         embeddings = Embeddings(
-            like=description.like, merge_size=ready.merge_size, memory=memory, engine=engine,
-            redis=redis, metrics=metrics, max_queued_patches=settings.max_queued_patches,
+            like=description.like, geometry=geometry, memory=memory, engine=engine, redis=redis,
+            metrics=metrics, max_queued_patches=settings.max_queued_patches,
             max_queued_bytes=max_bytes,
         )  # fmt: skip
         servicer = EncoderServicer(description, embeddings, metrics, max_bytes)
@@ -133,15 +136,15 @@ class EncoderService:
         await self.memory.close()
 
 
-def describe(ready: EngineReady, settings: EncoderSettings) -> Description:
+def describe(ready: EngineReady, settings: EncoderSettings, geometry: Geometry) -> Description:
     """What this encoder serves. Arena and queue bound the largest image."""
     row_bytes = ready.num_features * ready.hidden * ITEM_BYTES[ready.dtype]
-    arena_patches = settings.cache_bytes // row_bytes * ready.merge_size**2
+    arena_patches = settings.cache_bytes // row_bytes * geometry.patches_per_token
     return Description(
         model_name=ready.model_name,
         key_prefix=ready.key_prefix,
         like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
-        merge_size=ready.merge_size,
+        geometry=geometry,
         max_image_patches=min(arena_patches, settings.max_queued_patches),
     )
 

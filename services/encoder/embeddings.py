@@ -22,6 +22,7 @@ from services.common.errors import (
     TriptychError,
 )
 from services.common.fair_order import NOBODY, Share
+from services.common.geometry import Geometry, Unit
 from services.common.shared_memory import MemoryAddress
 from services.common.single_flight import InFlight
 from services.common.tenant_room import TenantRoom
@@ -32,7 +33,6 @@ from services.encoder.redis_tier import RedisTier
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
 _MAX_SOURCES_BYTES = 256 << 20
-Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
 
 
 class Origin(Enum):
@@ -66,7 +66,7 @@ class _Encode:
 
     key: bytes
     image: bytes
-    grid: Grid
+    unit: Unit
     share: Share
     spec: EmbeddingSpec
     need_bytes: bool
@@ -74,17 +74,13 @@ class _Encode:
     entry: "asyncio.Future[ArenaEntry]"
     flight: "InFlight[Encoded]" = field(init=False)
 
-    @property
-    def num_patches(self) -> int:
-        return self.grid[0] * self.grid[1] * self.grid[2]
-
 
 class Embeddings:
     """All embeddings that this pod can give.
 
     Args:
         like: an embedding's dtype, features and hidden size; its token count is ignored.
-        merge_size: patches per image-token side.
+        geometry: of the model.
         memory: this pod's own.
         engine: computes them.
         redis: shared by all pods; None: there is none.
@@ -99,7 +95,7 @@ class Embeddings:
         self,
         *,
         like: EmbeddingSpec,
-        merge_size: int,
+        geometry: Geometry,
         memory: MemoryTier,
         engine: EngineClient,
         redis: RedisTier | None,
@@ -109,7 +105,7 @@ class Embeddings:
         min_streamed_bytes: int = 8 << 20,
     ) -> None:
         self._like = like
-        self._merge_size = merge_size
+        self._geometry = geometry
         self._memory = memory
         self._engine = engine
         self._redis = redis
@@ -124,12 +120,11 @@ class Embeddings:
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
         metrics.backlog_seconds.set_function(self._backlog_s)
 
-    def spec_of(self, grid: Grid) -> EmbeddingSpec:
-        """The embedding of an image of that grid."""
-        tokens = grid[0] * grid[1] * grid[2] // self._merge_size**2
-        return replace(self._like, num_tokens=tokens)
+    def spec_of(self, unit: Unit) -> EmbeddingSpec:
+        """A unit's embedding."""
+        return replace(self._like, num_tokens=self._geometry.num_tokens(unit))
 
-    async def encode(self, key: bytes, image: bytes, grid: Grid, share: Share = NOBODY) -> Encoded:
+    async def encode(self, key: bytes, image: bytes, unit: Unit, share: Share = NOBODY) -> Encoded:
         """Makes the embedding available here or in Redis; `share`: for whom.
 
         Raises:
@@ -139,12 +134,12 @@ class Embeddings:
         entry = self._memory.get(key)
         self._metrics.memory_lookups.labels("hit" if entry else "miss").inc()
         if entry:
-            self._sources.put(key, image, grid, share)
+            self._sources.put(key, image, unit, share)
             return Encoded(Origin.MEMORY)
         if encode := self._encodes.get(key):
             await encode.flight.join()
             return Encoded(Origin.JOINED)
-        return await self._start(key, image, grid, share, need_bytes=False).flight.join()
+        return await self._start(key, image, unit, share, need_bytes=False).flight.join()
 
     @asynccontextmanager
     async def reading(self, key: bytes, timeout_s: float) -> AsyncGenerator[Reading]:
@@ -199,7 +194,7 @@ class Embeddings:
             encode = self._encodes.get(key)
             if encode is None and (source := self._sources.get(key)):
                 # Answered from Redis, or evicted since: now the bytes are needed here.
-                encode = self._start(key, source.image, source.grid, source.share, need_bytes=True)
+                encode = self._start(key, source.image, source.unit, source.share, need_bytes=True)
             if encode is None:
                 await self._until_requested(key)
             elif reading := await self._hold_when_written(encode):
@@ -237,18 +232,18 @@ class Embeddings:
     # Encoding.
 
     def _start(
-        self, key: bytes, image: bytes, grid: Grid, share: Share, *, need_bytes: bool
+        self, key: bytes, image: bytes, unit: Unit, share: Share, *, need_bytes: bool
     ) -> _Encode:
         entry: asyncio.Future[ArenaEntry] = asyncio.get_running_loop().create_future()
-        encode = _Encode(key, image, grid, share, self.spec_of(grid), need_bytes, 0, entry)
+        encode = _Encode(key, image, unit, share, self.spec_of(unit), need_bytes, 0, entry)
         if (
-            not self._patches.has_room(share.tenant, encode.num_patches)
+            not self._patches.has_room(share.tenant, encode.unit.num_patches)
             or self._queued_bytes + len(image) > self._max_queued_bytes
         ):
             retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         self._encodes[key] = encode
-        self._patches.take(share.tenant, encode.num_patches)
+        self._patches.take(share.tenant, encode.unit.num_patches)
         self._queued_bytes += len(image)
         encode.num_queued_patches = self._patches.held
         encode.flight = InFlight(
@@ -268,12 +263,12 @@ class Embeddings:
         return self._patches.held * self._s_per_patch
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
-        self._patches.give_back(encode.share.tenant, encode.num_patches)
+        self._patches.give_back(encode.share.tenant, encode.unit.num_patches)
         self._queued_bytes -= len(encode.image)
         self._remove(encode)
         self._update_gauges()
         if not task.cancelled() and task.exception() is None:
-            self._sources.put(encode.key, encode.image, encode.grid, encode.share)
+            self._sources.put(encode.key, encode.image, encode.unit, encode.share)
 
     def _remove(self, encode: _Encode) -> None:
         if self._encodes.get(encode.key) is encode:
@@ -287,7 +282,7 @@ class Embeddings:
     async def _run(self, encode: _Encode) -> Encoded:
         start = time.monotonic()  # the event loop's clock has a resolution of 1 ms
         # The image is decoded during the lookup in Redis, which rarely has the embedding.
-        job = self._engine.submit(encode.image, encode.grid, encode.share)
+        job = self._engine.submit(encode.image, encode.unit, encode.share)
         try:
             found = await self._look_up(encode)
         except BaseException:
@@ -372,7 +367,7 @@ class Source:
     """What an image is encoded from."""
 
     image: bytes
-    grid: Grid
+    unit: Unit
     share: Share
     expires_at: float  # time.monotonic()
 
@@ -396,12 +391,12 @@ class SourceStore:
         self._expire()
         return self._sources.get(key)
 
-    def put(self, key: bytes, image: bytes, grid: Grid, share: Share = NOBODY) -> None:
+    def put(self, key: bytes, image: bytes, unit: Unit, share: Share = NOBODY) -> None:
         """Keeps a file, unless it is larger than the whole store."""
         self._drop(key)
         if len(image) > self._max_bytes:
             return
-        self._sources[key] = Source(image, grid, share, time.monotonic() + self._ttl_s)
+        self._sources[key] = Source(image, unit, share, time.monotonic() + self._ttl_s)
         self._used_bytes += len(image)
         self._expire()
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from services.common.channel import ChannelClosed
 from services.common.errors import EngineLost, Unavailable, from_code
 from services.common.fair_order import NOBODY, Share
+from services.common.geometry import Unit
 from services.common.heartbeat import Pong
 from services.encoder.engine.messages import (
     CancelImage,
@@ -95,7 +96,7 @@ class EngineClient:
         """Whether the engine has jobs."""
         return bool(self._jobs)
 
-    def submit(self, image: bytes, grid: tuple[int, int, int], share: Share = NOBODY) -> EngineJob:
+    def submit(self, image: bytes, unit: Unit, share: Share = NOBODY) -> EngineJob:
         """Starts a job: the image is decoded and then waits for `place`.
 
         Raises:
@@ -106,7 +107,7 @@ class EngineClient:
         job = EngineJob(next(self._ids), asyncio.get_running_loop().create_future())
         job.done.add_done_callback(_retrieve_exception)
         self._jobs[job.job_id] = job
-        self._link.send(EncodeImage(job.job_id, image, grid, share.tenant, share.weight))
+        self._link.send(EncodeImage(job.job_id, image, unit, share.tenant, share.weight))
         return job
 
     def place(self, job: EngineJob, arena_offset: int, on_feature: Callable[[int], None]) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from services.common.engine_process import REFUSED, ChannelClosed, EngineEnd, accept
 from services.common.families import read_spec
-from services.common.image_geometry import ImageLimits, image_grid
+from services.common.geometry import Geometry
 from services.common.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
 from services.common.nn.device import DeviceFacts, resolve_device, resolve_dtype
@@ -93,12 +93,12 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     decoders = create_decoders(settings)
     prepare = functools.partial(
         preprocess,
-        limits=vision.limits,
+        geometry=vision.geometry,
         max_source_pixels=settings.max_source_pixels,
         decoder=decoders,
         pinned=device.type == "cuda",
     )
-    warm_up(runner, prepare, vision.limits, settings.max_batch_patches)
+    warm_up(runner, prepare, vision.geometry, settings.max_batch_patches)
     model.ops.table.log_rows()  # after the warm-up, which may have rejected some
     channel.send(
         EngineReady(
@@ -106,7 +106,6 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
             dtype=dtype_name,
             num_features=vision.tower.num_features,
             hidden=vision.tower.out_hidden_size,
-            merge_size=vision.tower.spatial_merge_size,
             key_prefix=key_prefix(
                 model=spec.name,
                 weights=weights,
@@ -204,18 +203,17 @@ def load_model(
 def canonical_config(spec: ModelSpec) -> bytes:
     """Canonical JSON of what decides an embedding besides weights and pixels."""
     vision = json.loads((spec.directory / "config.json").read_text())["vision_config"]
-    both = {"vision": vision, "processor": asdict(spec.vision_part.limits)}
+    both = {"vision": vision, "processor": asdict(spec.vision_part)["geometry"]}
     return json.dumps(both, sort_keys=True, separators=(",", ":")).encode()
 
 
-def warm_up(runner: Runner, prepare: Prepare, limits: ImageLimits, max_batch_patches: int) -> None:
+def warm_up(runner: Runner, prepare: Prepare, geometry: Geometry, max_batch_patches: int) -> None:
     """Runs each code path once, so that the first request is not slower than the tenth."""
-    side = 4 * limits.patch_size * limits.merge_size
-    image = Image.new("RGB", (side, side), (200, 30, 30))
+    image = Image.new("RGB", (128, 128), (200, 30, 30))
     for kind in ("JPEG", "PNG", "WEBP"):
         file = io.BytesIO()
         image.save(file, kind)
-        prepare(file.getvalue(), image_grid(side, side, limits))
+        prepare(file.getvalue(), geometry.units((128, 128))[0])
     runner.warm_up(max_batch_patches)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.errors import InvalidImage
-from services.common.image_geometry import ImageLimits, image_grid
+from services.common.geometry import Geometry, Unit
 from services.common.image_header import read_header
 from services.encoder.decode_pool import Decoder, InProcessDecoder
 
@@ -20,41 +20,40 @@ _IN_PROCESS = InProcessDecoder()
 
 def preprocess(
     data: bytes,
-    grid: tuple[int, int, int],
-    limits: ImageLimits,
+    unit: Unit,
+    geometry: Geometry,
     *,
     max_source_pixels: int,
     decoder: Decoder = _IN_PROCESS,
     pinned: bool = False,
 ) -> Tensor:
-    """Decodes and resizes one image.
+    """Decodes and resizes one unit.
 
     Args:
         data: the encoded file.
-        grid: (1, h, w) in patches, as read from the header elsewhere.
-        limits: of the model.
+        unit: of the image, as made from the header elsewhere.
+        geometry: of the model.
         max_source_pixels: larger images are refused before a pixel is decoded.
         decoder: of the file.
         pinned: the result is in pinned memory, unless it is large.
 
     Returns:
-        `[h * patch_size, w * patch_size, 3]` uint8, contiguous.
+        `[height, width, 3]` uint8 of the unit's size, contiguous.
 
     Raises:
-        InvalidImage: not a readable image, too large, or not of that grid.
+        InvalidImage: not a readable image, too large, or the unit is none of its.
     """
     header = read_header(data, max_source_pixels=max_source_pixels)
     size = header.upright_size
-    found = image_grid(*size, limits)
-    if found != grid:
-        raise InvalidImage(f"the image's grid is {found}, not {grid}")
-    height, width = found[1] * limits.patch_size, found[2] * limits.patch_size
+    height, width = geometry.size_of(unit)
+    if not geometry.is_of(unit, size):
+        raise InvalidImage(f"an image of {size[0]}x{size[1]} has no grid of {unit.grid}")
     pinned = pinned and height * width * 3 <= _MAX_PINNED_BYTES
     with decoder.decoded(data, header) as pixels:
         if size == (height, width):
             resized = torch.empty((*size, 3), dtype=torch.uint8, pin_memory=pinned)
             return resized.copy_(torch.from_numpy(pixels))
-        resized = resize(torch.from_numpy(pixels), height, width, limits.resample)
+        resized = resize(torch.from_numpy(pixels), height, width, geometry.resample)
     return resized.pin_memory() if pinned else resized
 
 

@@ -29,6 +29,7 @@ from services.common.errors import (
 )
 from services.common.fair_order import Share
 from services.common.fetch_wire import DTYPES, WireChunk, serialize
+from services.common.geometry import Geometry, Unit
 from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
@@ -68,7 +69,7 @@ class Description:
     model_name: str
     key_prefix: bytes
     like: EmbeddingSpec
-    merge_size: int
+    geometry: Geometry
     max_image_patches: int
     fingerprint: bytes = b""
 
@@ -152,10 +153,10 @@ class EncoderServicer(pb_grpc.EncoderServicer):
                 num_bytes = message_bytes(context)
                 with self._reading(num_bytes):
                     message = await _message(context, num_bytes)
-                    grid = self._checked_grid(message.grid)
-                    key = await self._recomputed_key(message, grid)
-                encoded = await self._embeddings.encode(key, message.image, grid, _share(message))
-                num_tokens = self._embeddings.spec_of(grid).num_tokens
+                    unit = self._checked_unit(message.grid)
+                    key = await self._recomputed_key(message, unit)
+                encoded = await self._embeddings.encode(key, message.image, unit, _share(message))
+                num_tokens = self._embeddings.spec_of(unit).num_tokens
                 current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
             log.info(
                 "encoded", extra={"fields": {"source": encoded.origin.value, "tokens": num_tokens}}
@@ -231,31 +232,29 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             **_seconds(encoded),
         )
 
-    async def _recomputed_key(self, request: pb.EncodeRequest, grid: tuple[int, int, int]) -> bytes:
-        """The image's key, which the caller's must be: 0.15 ms per MiB of the file."""
+    async def _recomputed_key(self, request: pb.EncodeRequest, unit: Unit) -> bytes:
+        """The unit's key, which the caller's must be: 0.15 ms per MiB of the file."""
         given = _checked_key(request.image_key)
         image, salt = request.image, request.cache_salt
         if len(salt) > MAX_SALT_BYTES:
             raise InvalidRequest(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
         prefix = self._description.key_prefix
         if len(image) <= INLINE_BYTES:
-            key = image_key(prefix, image, grid=grid, salt=salt)
+            key = image_key(prefix, image, unit=unit, salt=salt)
         else:
-            key = await asyncio.to_thread(image_key, prefix, image, grid=grid, salt=salt)
+            key = await asyncio.to_thread(image_key, prefix, image, unit=unit, salt=salt)
         if key != given:
             raise WrongImageKey("the image key is not that of this image")
         return key
 
-    def _checked_grid(self, grid: pb.Grid) -> tuple[int, int, int]:
-        merge = self._description.merge_size
-        if grid.t != 1 or not grid.h or not grid.w or grid.h % merge or grid.w % merge:
-            raise InvalidRequest(f"no image has a grid of {grid.t}x{grid.h}x{grid.w} patches")
-        if grid.h * grid.w > self._description.max_image_patches:
+    def _checked_unit(self, grid: pb.Grid) -> Unit:
+        unit, most = Unit((grid.t, grid.h, grid.w)), self._description.max_image_patches
+        self._description.geometry.check(unit)
+        if unit.num_patches > most:
             raise InvalidImage(
-                f"the image has {grid.h * grid.w} patches; "
-                f"at most {self._description.max_image_patches} are encoded here"
+                f"the image has {unit.num_patches} patches; at most {most} are encoded here"
             )
-        return grid.t, grid.h, grid.w
+        return unit
 
     async def _fail(
         self, method: str, error: Exception, context: grpc.aio.ServicerContext

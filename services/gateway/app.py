@@ -90,7 +90,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
     images = None
     if spec.vision is not None:
-        images = ImageReader(loader, spec.vision.limits, settings.max_source_pixels)
+        images = ImageReader(loader, spec.vision.geometry, settings.max_source_pixels)
     metrics = GatewayMetrics()
     encoders, decoders = _pools(settings, spec, metrics)
     service = ChatService(

@@ -104,13 +104,11 @@ class Completion:
         return self.prepared.prompt.token_ids.tolist()
 
     def image_reports(self) -> list[ImageReport]:
-        """Where each image's embedding came from."""
-        prepared = self.prepared
+        """Where each unit's embedding came from."""
+        runs = self.prepared.prompt.runs
         return [
-            ImageReport(source, length, image.grid)
-            for source, length, image in zip(
-                prepared.encode_sources, prepared.prompt.image_lengths, prepared.images, strict=True
-            )
+            ImageReport(source, run.num_tokens, run.unit.grid)
+            for source, run in zip(self.prepared.encode_sources, runs, strict=True)
         ]
 
 
@@ -180,7 +178,7 @@ class ChatService:
                 images = await self._read_images(draft.images, slot)
             assert self.images is not None
             slot.usage.charge_pixels(self.images.num_pixels(images))
-        prompt = self.prompts.expand(draft, [image.grid for image in images])
+        prompt = self.prompts.expand(draft, [image.units for image in images])
         if images:
             limit_completion(
                 sampling, request, self.defaults,
@@ -201,7 +199,7 @@ class ChatService:
             grammar_param=grammar and grammar.param,
             priority=request.priority or 0,
             wait_for_sources=bool(request.include_stage_times),
-            encode_sources=[None] * len(images),
+            encode_sources=[None] * len(prompt.runs),
         )  # fmt: skip
         choices = create_choices(request, self.tokenizer, draft.format)
         return Completion(request, prepared, draft.format, choices)
@@ -251,7 +249,7 @@ class ChatService:
         draft = await self._draft(request, decoder.max_model_len)
         slot.images.check(source.url for source in draft.images)
         images = await self._read_images(draft.images, slot)
-        return self.prompts.expand(draft, [image.grid for image in images]).token_ids.tolist()
+        return self.prompts.expand(draft, [image.units for image in images]).token_ids.tolist()
 
     async def tokenize_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of plain text; with `add_special_tokens` given, of a prompt as `draft_text`'s.

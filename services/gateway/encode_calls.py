@@ -1,11 +1,10 @@
-"""The encode calls of one request: which encoder has each image, and what came of it.
+"""The encode calls of one request: which encoder has each unit of its images, and what came of it.
 
 A call belongs to the request and not to an attempt: it goes on while another decoder is tried, and
 its end is always heard, so that a lost encoder is counted whichever message comes first.
 """
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
+from services.common.geometry import Run
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients.decoders import EmbeddingLost
 from services.gateway.clients.encoders import (
@@ -26,6 +26,7 @@ from services.gateway.clients.encoders import (
     EncoderPool,
 )
 from services.gateway.losses import Losses
+from services.gateway.media.images import Image
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prepared_request import PreparedRequest
 
@@ -60,7 +61,7 @@ class EncodeCalls:
         timeout_s: of a call; a slower encoder counts as lost.
 
     Attributes:
-        keys: of each image, for the encoders of the latest attempt.
+        keys: of each run of the prompt, for the encoders of the latest attempt.
     """
 
     def __init__(
@@ -85,21 +86,21 @@ class EncodeCalls:
         self._may_readmit = False
 
     async def assign(self) -> list[pb.ImageRef]:
-        """Assigns an encoder to each image and starts the calls that are missing, at most one per
+        """Assigns an encoder to each unit and starts the calls that are missing, at most one per
         distinct key.
 
         Raises:
             TriptychError: no encoder is left.
         """
-        request, prompt = self._request, self._request.prompt
-        if not request.images:
+        request, runs = self._request, self._request.prompt.runs
+        if not runs:
             return []
         await self._encoders.reconnected()
         description = self._encoders.description()
         if description is None:
             raise self._losses.no_pod_left()
         prefix, salt = description.key_prefix, request.cache_salt
-        self.keys = [await image.key(prefix, salt) for image in request.images]
+        self.keys = [await request.images[run.image].key(prefix, run.unit, salt) for run in runs]
         self._failed.clear()
         addresses: dict[bytes, str] = {}
         for index, key in enumerate(self.keys):
@@ -117,11 +118,11 @@ class EncodeCalls:
         return [
             pb.ImageRef(
                 image_key=key,
-                offset=prompt.image_offsets[index],
-                num_tokens=prompt.image_lengths[index],
+                offset=run.offset,
+                num_tokens=run.num_tokens,
                 encoder_address=addresses[key],
             )
-            for index, key in enumerate(self.keys)
+            for key, run in zip(self.keys, runs, strict=True)
         ]
 
     async def hear(self, address: str) -> bool:
@@ -181,8 +182,9 @@ class EncodeCalls:
         return self._choose(description, key)
 
     async def _encode(self, key: bytes, pod: EncoderPod, index: int) -> None:
-        request, image = self._request, self._request.images[index]
-        outcome = await self._outcome(pod, key, index)
+        request, run = self._request, self._request.prompt.runs[index]
+        image = request.images[run.image]
+        outcome = await self._outcome(pod, key, image, run)
         del self._calls[key]
         if isinstance(outcome, Encoded):
             self._encoded[key] = pod.address
@@ -199,15 +201,17 @@ class EncodeCalls:
             self._failed.add(pod.address)
             self._report(EncodeFailed(outcome, pod.address))
 
-    async def _outcome(self, pod: EncoderPod, key: bytes, index: int) -> Encoded | TriptychError:
+    async def _outcome(
+        self, pod: EncoderPod, key: bytes, image: Image, run: Run
+    ) -> Encoded | TriptychError:
         """Of one call."""
-        request, image = self._request, self._request.images[index]
+        request = self._request
         timeout_s = min(self._timeout_s, request.remaining_s())
-        attributes = {"encoder": pod.address, "patches": math.prod(image.grid)}
+        attributes = {"encoder": pod.address, "patches": run.unit.num_patches}
         try:
             with request.timings.measure("encode", span_name="encode call", **attributes):
                 done = await pod.encode(
-                    key, image.data, image.grid, salt=request.cache_salt,
+                    key, image.data, run.unit, salt=request.cache_salt,
                     timeout_s=timeout_s, share=request.tenant.share,
                 )  # fmt: skip
         except DeadlineExceeded as error:
@@ -216,6 +220,6 @@ class EncodeCalls:
             return ProcessLost("the encoder did not answer in time")
         except TriptychError as error:
             return error.without_frames()
-        if done.num_tokens != request.prompt.image_lengths[index]:
+        if done.num_tokens != run.num_tokens:
             return InternalError("an encoder returned an embedding of the wrong size")
         return done

@@ -26,7 +26,8 @@ class PreparedRequest:
         priority: lower ones run first.
         hold: counts memory that the answer takes while it waits for the client; may refuse.
         wait_for_sources: the response has `encode_sources`, so wait briefly for late encode calls.
-        encode_sources: per image, the `Source` of its EncodeResponse in lower case; None: unknown.
+        encode_sources: per run of the prompt, the `Source` of its EncodeResponse in lower case;
+            None: unknown.
     """
 
     request_id: str

@@ -13,6 +13,8 @@ from services.common.arena import Arena
 from services.common.channel import ChannelClosed
 from services.common.embedding import EmbeddingSpec, digest
 from services.common.embedding_cache import RedisCache
+from services.common.families.resized_grid import ResizedGrid
+from services.common.geometry import Unit
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
@@ -35,6 +37,7 @@ from services.encoder.redis_tier import RedisTier
 from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
 from tests.noise import PATIENCE_S
 
+GEOMETRY = ResizedGrid(0, 16, 2, 1, 1 << 30)
 LIKE = EmbeddingSpec("float32", 2, 0, 64)
 PREFIX = b"p" * 32
 
@@ -102,7 +105,7 @@ class FakeEngine:
             code, message = self.errors[job.image]
             self._end(ImageDone(job.job_id, error_code=code, message=message))
             return
-        tokens = job.grid[1] * job.grid[2] // 4
+        tokens = job.unit.num_patches // 4
         spec = EmbeddingSpec(LIKE.dtype, LIKE.num_features, tokens, LIKE.hidden)
         data, size = embedding_of(job.image, spec), spec.size_bytes // spec.num_features
         for feature in reversed(range(spec.num_features)):  # the merged output comes last
@@ -183,7 +186,7 @@ class Pod:
         return bytes(data)
 
     def expected(self, image: bytes, grid: tuple[int, int, int] = (1, 8, 8)) -> bytes:
-        return embedding_of(image, self.embeddings.spec_of(grid))
+        return embedding_of(image, self.embeddings.spec_of(Unit(grid)))
 
     async def flush_writes(self) -> None:
         assert self.redis is not None
@@ -191,7 +194,7 @@ class Pod:
 
 
 def key_of(image: bytes, grid: tuple[int, int, int] = (1, 8, 8)) -> bytes:
-    return image_key(PREFIX, image, grid=grid, salt=b"")
+    return image_key(PREFIX, image, unit=Unit(grid), salt=b"")
 
 
 @asynccontextmanager
@@ -214,11 +217,11 @@ async def run_pod(
         redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
         metrics.registry.register(cache)
     embeddings = Embeddings(
-        like=LIKE, merge_size=2, memory=memory, engine=client, redis=redis,
+        like=LIKE, geometry=GEOMETRY, memory=memory, engine=client, redis=redis,
         metrics=metrics, max_queued_patches=max_queued_patches, min_streamed_bytes=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
-    description = Description("tiny", PREFIX, LIKE, 2, max_image_patches)
+    description = Description("tiny", PREFIX, LIKE, GEOMETRY, max_image_patches)
     servicer = EncoderServicer(description, embeddings, metrics, max_read_bytes)
     server, _ = await create_service_server(
         SERVICE, partial(add_to_server, servicer), with_reflection=True

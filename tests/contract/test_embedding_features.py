@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 
 from services.common.errors import EmbeddingUnavailable, TriptychError
+from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
 from services.decoder.embedding_fetch import EncoderFailed
 from tests.contract.encoder_pod import Pod, key_of
@@ -140,7 +141,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     arena = pod.memory.arena
     pod.engine.feature_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
-    encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, b"image", GRID))
+    encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, b"image", Unit(GRID)))
     await until(lambda: bool(pod.memory._partials))
 
     async def read() -> None:

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import generate_latest
 
 from services.common import errors
+from services.common.geometry import Unit
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc
@@ -242,7 +243,7 @@ async def test_a_forged_key_is_refused_counted_and_logged_once(
 
 async def test_a_salt_is_bounded_and_part_of_the_key(pod: Pod) -> None:
     grid = pb.Grid(t=1, h=8, w=8)
-    key = image_key(PREFIX, b"image", grid=GRID, salt=b"s" * 256)
+    key = image_key(PREFIX, b"image", unit=Unit(GRID), salt=b"s" * 256)
     request = pb.EncodeRequest(image_key=key, image=b"image", grid=grid, cache_salt=b"s" * 256)
     assert (await pod.stub.Encode(request)).source == Response.SOURCE_COMPUTED
     request.cache_salt += b"s"
@@ -461,7 +462,7 @@ async def test_a_corrupt_entry_costs_one_encode(redis_server: RedisServer) -> No
 async def test_an_entry_of_another_shape_is_refused(redis_server: RedisServer) -> None:  # noqa: F811
     async with run_pod(redis_server.url) as pod:
         assert pod.cache is not None
-        spec = pod.embeddings.spec_of((1, 4, 4))
+        spec = pod.embeddings.spec_of(Unit((1, 4, 4)))
         await pod.cache.write(key_of(b"image"), spec, b"d" * 32, bytes(spec.size_bytes))
         assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
         assert spec.hidden == LIKE.hidden

@@ -26,6 +26,7 @@ from services.common.credentials import (
     watch_certificates,
 )
 from services.common.embedding import EmbeddingSpec
+from services.common.geometry import Unit
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
@@ -219,7 +220,7 @@ async def test_a_rotated_authority_is_followed_on_both_sides_without_a_restart(
 
         server.encoder.before = hold
         stub = pb_grpc.EncoderStub(channel)
-        key = image_key(server.encoder.description.key_prefix, b"", grid=(1, 2, 2), salt=b"")
+        key = image_key(server.encoder.description.key_prefix, b"", unit=Unit((1, 2, 2)), salt=b"")
         request = pb.EncodeRequest(image_key=key, grid=pb.Grid(t=1, h=2, w=2))
         running = asyncio.ensure_future(stub.Encode(request, timeout=PATIENCE_S))
         await until(lambda: bool(server.encoder.requests))

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from services.common.embedding import STORED_HEADER_BYTES, pack_header, unpack_header
+from services.common.geometry import Unit
 from services.common.image_key import KEY_BYTES, image_key
 from services.common.pb import encoder_pb2, encoder_pb2_grpc
 from services.common.seals import NO_SEAL, SEAL_BYTES
@@ -133,7 +134,7 @@ def test_no_caller_of_an_encoder_names_its_image_as_anothers(cluster: Cluster) -
             prefix = stub.Describe(encoder_pb2.DescribeEncoderRequest()).key_prefix
             grid = (1, 12, 12)
             forged = encoder_pb2.EncodeRequest(
-                image_key=image_key(prefix, victims, grid=grid, salt=b""),
+                image_key=image_key(prefix, victims, unit=Unit(grid), salt=b""),
                 image=mine,
                 grid=encoder_pb2.Grid(t=1, h=12, w=12),
             )

@@ -22,7 +22,6 @@ from safetensors.numpy import save_file
 
 from services.common import errors
 from services.common.families import read_spec
-from services.common.image_geometry import image_grid
 from services.common.image_key import image_key
 from services.common.model_spec import ModelSpec
 from services.common.pb import encoder_pb2 as pb
@@ -59,10 +58,10 @@ class Encoder:
 
     def request(self, data: bytes) -> pb.EncodeRequest:
         with Image.open(io.BytesIO(data)) as image:
-            grid = image_grid(image.height, image.width, self.config.vision_part.limits)
-        key = image_key(self.prefix, data, grid=grid, salt=b"")
+            (unit,) = self.config.vision_part.geometry.units((image.height, image.width))
+        key = image_key(self.prefix, data, unit=unit, salt=b"")
         return pb.EncodeRequest(
-            image_key=key, image=data, grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2])
+            image_key=key, image=data, grid=pb.Grid(t=1, h=unit.grid[1], w=unit.grid[2])
         )
 
     async def embedding(self, data: bytes) -> np.ndarray:

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 from services.common import errors
-from services.common.image_geometry import image_grid
 from services.common.image_header import MAX_COMPRESSED_TEXTS, read_header
 from services.common.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
@@ -65,9 +64,11 @@ def text_chunks() -> bytes:
 
 def request(encoder: Encoder, data: bytes) -> pb.EncodeRequest:
     header = read_header(data, max_source_pixels=1 << 30)
-    grid = image_grid(*header.upright_size, encoder.config.vision_part.limits)
-    key = image_key(encoder.prefix, data, grid=grid, salt=b"")
-    return pb.EncodeRequest(image_key=key, image=data, grid=pb.Grid(t=1, h=grid[1], w=grid[2]))
+    (unit,) = encoder.config.vision_part.geometry.units(header.upright_size)
+    key = image_key(encoder.prefix, data, unit=unit, salt=b"")
+    return pb.EncodeRequest(
+        image_key=key, image=data, grid=pb.Grid(t=1, h=unit.grid[1], w=unit.grid[2])
+    )
 
 
 async def outcome(encoder: Encoder, data: bytes) -> str:

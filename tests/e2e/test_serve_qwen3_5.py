@@ -53,3 +53,8 @@ def test_it_is_served_without_options(tmp_path: Path) -> None:
             found = answer.json()
             assert found["usage"]["prompt_tokens"] == num_prompt
             assert found["choices"][0]["token_ids"] == tokens
+        answer = httpx2.post(
+            f"{command.url}/v1/chat/completions", json=body | {"max_pixels": 1}, timeout=PATIENCE_S
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["prompt_tokens"] < num_prompt

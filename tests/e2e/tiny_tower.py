@@ -14,7 +14,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from services.common.families import read_spec
-from services.common.image_geometry import image_grid
 from services.common.model_spec import ModelSpec
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
@@ -63,8 +62,8 @@ def expected(config: ModelSpec, data: bytes) -> np.ndarray:
     checkpoint = Checkpoint.open(config.directory)
     load_weights(tower, checkpoint, tower.weight_map, device="cpu", dtype=torch.float32)
     with Image.open(io.BytesIO(data)) as image:
-        grid = image_grid(image.height, image.width, config.vision_part.limits)
-    pixels = preprocess(data, grid, config.vision_part.limits, max_source_pixels=1 << 24)
-    patches = pack_patches(pixels.reshape(-1), [grid], 16, 2, torch.float32)
+        (unit,) = config.vision_part.geometry.units((image.height, image.width))
+    pixels = preprocess(data, unit, config.vision_part.geometry, max_source_pixels=1 << 24)
+    patches = pack_patches(pixels.reshape(-1), [unit.grid], 16, 2, torch.float32)
     with torch.inference_mode():
-        return tower(patches, tower.layout([grid])).numpy()
+        return tower(patches, tower.layout([unit.grid])).numpy()

@@ -11,8 +11,8 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 # isort: split
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from services.common.families.image_processor import read_image_limits
-from services.common.image_geometry import ImageLimits, image_grid
+from services.common.families.image_processor import read_geometry
+from services.common.families.resized_grid import ResizedGrid
 from services.common.model_spec import ModelSpecError, TowerSpec, UnsupportedOption
 from tests.parity.test_preprocess import encoded, noise, ours
 
@@ -95,15 +95,15 @@ def write(directory: Path, changes: dict, *, nested: bool) -> None:
     (directory / name).write_text(json.dumps(value))
 
 
-def check_pixels(directory: Path) -> ImageLimits:
-    limits = read_image_limits(directory, TOWER)
+def check_pixels(directory: Path) -> ResizedGrid:
+    geometry = read_geometry(directory, TOWER, 0)
     processor = Qwen2VLImageProcessor.from_pretrained(directory)
     for size in ((224, 160), (480, 640), (64, 96), (15, 1000)):
         image = noise(*size)
         theirs = processor(images=[image], return_tensors="pt")
-        assert tuple(theirs["image_grid_thw"][0].tolist()) == image_grid(*size, limits)
-        assert torch.equal(ours(encoded(image), size, limits), theirs["pixel_values"])
-    return limits
+        assert tuple(theirs["image_grid_thw"][0].tolist()) == geometry.units(size)[0].grid
+        assert torch.equal(ours(encoded(image), size, geometry), theirs["pixel_values"])
+    return geometry
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["preprocessor", "processor"])
@@ -124,7 +124,7 @@ def test_an_option_is_refused_by_name(
 ) -> None:
     write(tmp_path, changes, nested=nested)
     with pytest.raises(UnsupportedOption, match=option.strip()) as error:
-        read_image_limits(tmp_path, TOWER)
+        read_geometry(tmp_path, TOWER, 0)
     assert error.value.file == ("processor_config.json" if nested else "preprocessor_config.json")
 
 
@@ -143,4 +143,4 @@ def test_a_newer_file_without_the_section_leaves_the_older(tmp_path: Path, newer
 
 def test_no_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelSpecError, match=r"preprocessor_config\.json is missing"):
-        read_image_limits(tmp_path, TOWER)
+        read_geometry(tmp_path, TOWER, 0)

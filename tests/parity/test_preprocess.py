@@ -12,14 +12,14 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 # isort: split
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from services.common.image_geometry import ImageLimits, image_grid
+from services.common.families.resized_grid import ResizedGrid
 from services.encoder.preprocess import preprocess, resize
 from tests.tower import pack_patches
 
 LIMITS = {
-    "the checkpoint's": ImageLimits(16, 2, 65536, 16777216),
-    "small": ImageLimits(16, 2, 4096, 40000),
-    "patch 14": ImageLimits(14, 2, 3136, 200000),
+    "the checkpoint's": ResizedGrid(0, 16, 2, 65536, 16777216),
+    "small": ResizedGrid(0, 16, 2, 4096, 40000),
+    "patch 14": ResizedGrid(0, 14, 2, 3136, 200000),
 }
 SIZES = [
     (16, 16), (15, 2000), (300, 500), (480, 640), (33, 64), (1, 100), (1024, 1024),
@@ -27,7 +27,7 @@ SIZES = [
 ]  # fmt: skip
 
 
-def processor(limits: ImageLimits) -> Qwen2VLImageProcessor:
+def processor(limits: ResizedGrid) -> Qwen2VLImageProcessor:
     return Qwen2VLImageProcessor(
         size={"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels},
         patch_size=limits.patch_size, merge_size=limits.merge_size, temporal_patch_size=2,
@@ -49,22 +49,22 @@ def noise(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(values.astype(np.uint8))
 
 
-def ours(data: bytes, size: tuple[int, int], limits: ImageLimits) -> torch.Tensor:
+def ours(data: bytes, size: tuple[int, int], limits: ResizedGrid) -> torch.Tensor:
     """pixel_values as the tower gets them, with the time axis spelled out."""
-    grid = image_grid(*size, limits)
-    pixels = preprocess(data, grid, limits, max_source_pixels=1 << 26)
+    (unit,) = limits.units(size)
+    pixels = preprocess(data, unit, limits, max_source_pixels=1 << 26)
     patches = pack_patches(
-        pixels.reshape(-1), [grid], limits.patch_size, limits.merge_size, torch.float32
+        pixels.reshape(-1), [unit.grid], limits.patch_size, limits.merge_size, torch.float32
     )
     return patches.unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1).flatten(1)
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_pixel_values_are_equal(size: tuple[int, int], limits: ImageLimits) -> None:
+def test_pixel_values_are_equal(size: tuple[int, int], limits: ResizedGrid) -> None:
     image = noise(*size)
     theirs = processor(limits)(images=[image], return_tensors="pt")
-    assert tuple(theirs["image_grid_thw"][0].tolist()) == image_grid(*size, limits)
+    assert tuple(theirs["image_grid_thw"][0].tolist()) == limits.units(size)[0].grid
     assert torch.equal(ours(encoded(image), size, limits), theirs["pixel_values"])
 
 
@@ -92,11 +92,12 @@ def test_several_images_pack_as_the_processor_packs_them() -> None:
     limits = LIMITS["small"]
     images = [noise(100, 140, 1), noise(64, 64, 2), noise(90, 300, 3)]
     theirs = processor(limits)(images=images, return_tensors="pt")
-    grids = [image_grid(image.height, image.width, limits) for image in images]
+    units = [limits.units((image.height, image.width))[0] for image in images]
     pixels = [
-        preprocess(encoded(image), grid, limits, max_source_pixels=1 << 20).reshape(-1)
-        for image, grid in zip(images, grids, strict=True)
+        preprocess(encoded(image), unit, limits, max_source_pixels=1 << 20).reshape(-1)
+        for image, unit in zip(images, units, strict=True)
     ]
+    grids = [unit.grid for unit in units]
     patches = pack_patches(torch.cat(pixels), grids, 16, 2, torch.float32)
     still = theirs["pixel_values"].unflatten(1, (3, 2, -1))[:, :, 0].flatten(1)
     assert theirs["image_grid_thw"].tolist() == [list(grid) for grid in grids]
@@ -114,7 +115,7 @@ def test_control_another_filter_is_noticed() -> None:
     limits, size = LIMITS["small"], (300, 500)
     image = noise(*size)
     theirs = processor(limits)(images=[image], return_tensors="pt")["pixel_values"]
-    _, height, width = image_grid(*size, limits)
+    _, height, width = limits.units(size)[0].grid
     bilinear = image.resize((width * 16, height * 16), Image.Resampling.BILINEAR)
     grid = (1, height, width)
     pixels = torch.from_numpy(np.array(bilinear)).reshape(-1)

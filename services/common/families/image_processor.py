@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from services.common.image_geometry import ImageLimits
+from services.common.families.resized_grid import ResizedGrid
 from services.common.model_spec import TowerSpec, UnsupportedOption, read_json
 
 _TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
@@ -33,8 +33,8 @@ _CENTRE = 127.5
 _NORMALIZATION = ("image_mean", "image_std", "rescale_factor", "do_rescale", "do_normalize")
 
 
-def read_image_limits(directory: Path, tower: TowerSpec) -> ImageLimits:
-    """How images become patches.
+def read_geometry(directory: Path, tower: TowerSpec, image_token_id: int) -> ResizedGrid:
+    """How images become patches, and patches tokens.
 
     Raises:
         ModelSpecError: there is no file, or it is malformed.
@@ -58,7 +58,8 @@ def read_image_limits(directory: Path, tower: TowerSpec) -> ImageLimits:
         min_pixels, max_pixels = _pixels(options)
     except UnsupportedOption as error:
         raise UnsupportedOption(str(error), name) from None
-    return ImageLimits(
+    return ResizedGrid(
+        image_token_id=image_token_id,
         patch_size=tower.patch_size,
         merge_size=tower.spatial_merge_size,
         min_pixels=min_pixels,

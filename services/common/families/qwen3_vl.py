@@ -10,7 +10,7 @@ from services.common.families.dense import (
     read_text,
     text_checkpoint,
 )
-from services.common.families.image_processor import read_image_limits
+from services.common.families.image_processor import read_geometry
 from services.common.model_spec import (
     ModelSpec,
     MoESpec,
@@ -68,7 +68,7 @@ def _text(
 def read_vision(
     directory: Path, config: Mapping[str, Any], deepstack_indexes: Sequence[int]
 ) -> VisionSpec:
-    """The tower of a config.json, and the pixel limits of the directory's processor."""
+    """The tower of a config.json, and the geometry of the directory's processor."""
     vision = config["vision_config"]
     if vision.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise UnsupportedOption(
@@ -97,6 +97,5 @@ def read_vision(
     )
     return VisionSpec(
         tower=tower,
-        image_token_id=config["image_token_id"],
-        limits=read_image_limits(directory, tower),
+        geometry=read_geometry(directory, tower, config["image_token_id"]),
     )

@@ -10,7 +10,6 @@ a batch that fails is split until the image that fails is alone; a broken device
 """
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -25,6 +24,7 @@ from torch import Tensor
 from services.common.channel import ChannelClosed, EngineChannel
 from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
 from services.common.fair_order import Share
+from services.common.geometry import Unit
 from services.common.heartbeat import Ping, Pong
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.fair_pool import LARGE_NICENESS, FairPool, num_large_workers
@@ -44,7 +44,7 @@ from services.encoder.engine.runner import LaunchedBatch, PreparedImage, Runner
 # Batches on the device: one runs, one is queued behind it, so that the device is never idle.
 _MAX_LAUNCHED = 2
 
-Prepare = Callable[[bytes, tuple[int, int, int]], Tensor]
+Prepare = Callable[[bytes, Unit], Tensor]
 
 
 def _is_never_large(image: bytes) -> bool:
@@ -73,7 +73,7 @@ class _Job:
     @property
     def num_patches(self) -> int:
         """Patches before merging."""
-        return math.prod(self.message.grid)
+        return self.message.unit.num_patches
 
     @property
     def share(self) -> Share:
@@ -97,7 +97,7 @@ class Engine:
     Args:
         channel: to the front.
         runner: of the device.
-        prepare: encoded file and grid → resized pixels; called in the pool's threads; raises
+        prepare: encoded file and unit → resized pixels; called in the pool's threads; raises
             `TriptychError` for a bad image.
         max_batch_patches: budget of one batch.
         workers: threads of the preprocessing pool.
@@ -201,7 +201,7 @@ class Engine:
         try:
             if not job.cancelled:
                 self._hold(job.message.job_id)
-                job.pixels = self._prepare(job.message.image, job.message.grid)
+                job.pixels = self._prepare(job.message.image, job.message.unit)
                 self._release(job.message.job_id)
         except ChannelClosed:
             job.cancelled = True
@@ -282,7 +282,8 @@ class Engine:
             job = self._jobs[job_id]
             job.launched_at = now
             assert job.pixels is not None and job.arena_offset is not None
-            images.append(PreparedImage(job_id, job.message.grid, job.pixels, job.arena_offset))
+            grid = job.message.unit.grid
+            images.append(PreparedImage(job_id, grid, job.pixels, job.arena_offset))
         self._hold(*chosen)
         try:
             batch = self._runner.launch(images, between)

@@ -5,6 +5,7 @@ Front: `engine_client`; engine: `engine/engine.py`. Pure data; `services.common.
 
 import msgspec
 
+from services.common.geometry import Unit
 from services.common.heartbeat import Ping, Pong
 
 
@@ -13,7 +14,7 @@ class EncodeImage(msgspec.Struct, tag="encode"):
 
     job_id: int  # minted by the front, never reused
     image: bytes  # the encoded file
-    grid: tuple[int, int, int]  # checked against the decoded image
+    unit: Unit  # checked against the decoded image
     tenant: str = ""  # images of tenants are decoded and run in fair order
     weight: float = 1.0  # of the tenant's share
 
@@ -45,7 +46,6 @@ class EngineReady(msgspec.Struct, tag="ready"):
     dtype: str
     num_features: int
     hidden: int
-    merge_size: int
     key_prefix: bytes
     on_gpu: bool = False
 

@@ -13,6 +13,7 @@ import grpc.aio
 
 from services.common.errors import Cancelled, Overloaded, ProcessLost, Unavailable
 from services.common.fair_order import NOBODY, Share
+from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
 from services.common.rpc import error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
@@ -107,20 +108,20 @@ class EncoderPod(Pod):
         self,
         key: bytes,
         image: bytes,
-        grid: tuple[int, int, int],
+        unit: Unit,
         *,
         salt: bytes,
         timeout_s: float,
         share: Share = NOBODY,
     ) -> Encoded:
-        """Makes an image's embedding available at this encoder.
+        """Makes a unit's embedding available at this encoder.
 
         The call carries the running task's request id and trace context.
 
         Args:
             key: the image key.
             image: the encoded file.
-            grid: (t, h, w) in patches before merging.
+            unit: of the image.
             salt: of the key.
             share: for whom.
             timeout_s: deadline of the call.
@@ -129,10 +130,11 @@ class EncoderPod(Pod):
             ProcessLost: the encoder was lost during the call.
             TriptychError: the encoder's own; Unavailable or DeadlineExceeded without an answer.
         """
+        time, height, width = unit.grid
         request = pb.EncodeRequest(
             image_key=key,
             image=image,
-            grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]),
+            grid=pb.Grid(t=time, h=height, w=width),
             cache_salt=salt,
             tenant=share.tenant,
             tenant_weight=share.weight,

@@ -1,4 +1,4 @@
-"""A request's images: from URL to bytes, grid and image key. Only headers are decoded here.
+"""A request's images: from URL to bytes, units and image keys. Only headers are decoded here.
 
 An `image_url` is a data: URL, a file under one directory, or a web address. Text is never searched
 for URLs. Each kind of URL has its own bound on bytes, checked before the bytes are held.
@@ -6,11 +6,12 @@ for URLs. Each kind of URL has its own bound on bytes, checked before the bytes 
 """
 
 import asyncio
+import math
 import os
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -18,7 +19,7 @@ import msgspec
 import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
-from services.common.image_geometry import ImageLimits, image_grid
+from services.common.geometry import Geometry, Unit
 from services.common.image_header import check_scans, read_header
 from services.common.image_key import image_key
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
@@ -69,48 +70,45 @@ class Image:
     Attributes:
         param: the field of the request, for errors.
         data: the encoded file.
-        grid: (t, h, w) in patches before merging.
+        units: what is encoded of it.
     """
 
     param: str
     data: bytes
-    grid: tuple[int, int, int]
-    _keys: dict[tuple[bytes, bytes], bytes] = field(
-        default_factory=dict[tuple[bytes, bytes], bytes]
+    units: Sequence[Unit]
+    _keys: dict[tuple[bytes, Unit, bytes], bytes] = field(
+        default_factory=dict[tuple[bytes, Unit, bytes], bytes]
     )
 
-    async def key(self, prefix: bytes, salt: bytes) -> bytes:
-        """The image key for encoders of that prefix and a tenant's salt; hashed once."""
-        found = self._keys.get((prefix, salt))
+    async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
+        """A unit's image key for encoders of that prefix and a tenant's salt; hashed once."""
+        found = self._keys.get((prefix, unit, salt))
         if found is None:
             if len(self.data) <= INLINE_BYTES:
-                found = image_key(prefix, self.data, grid=self.grid, salt=salt)
+                found = image_key(prefix, self.data, unit=unit, salt=salt)
             else:
-                found = await asyncio.to_thread(
-                    image_key, prefix, self.data, grid=self.grid, salt=salt
-                )
-            self._keys[(prefix, salt)] = found
+                found = await asyncio.to_thread(image_key, prefix, self.data, unit=unit, salt=salt)
+            self._keys[(prefix, unit, salt)] = found
         return found
 
 
 class ImageReader:
-    """Loads images and computes their grids.
+    """Loads images and divides them into units.
 
     Args:
         loader: URL to bytes.
-        limits: the model's.
+        geometry: the model's.
         max_source_pixels: larger images are refused.
     """
 
-    def __init__(self, loader: "MediaLoader", limits: ImageLimits, max_source_pixels: int) -> None:
+    def __init__(self, loader: "MediaLoader", geometry: Geometry, max_source_pixels: int) -> None:
         self._loader = loader
-        self._limits = limits
+        self._geometry = geometry
         self._max_source_pixels = max_source_pixels
-        self._patch_area = limits.patch_size**2
 
     def num_pixels(self, images: Sequence[Image]) -> int:
         """Of all images, resized."""
-        return sum(t * h * w for t, h, w in (image.grid for image in images)) * self._patch_area
+        return sum(self._area(unit) for image in images for unit in image.units)
 
     async def read(
         self,
@@ -125,7 +123,7 @@ class ImageReader:
         Args:
             sources: as the request names them.
             hold: counts the bytes now held; may refuse.
-            max_patches: of one image, before merging.
+            max_patches: of one unit, before merging.
             tenant: which of several asks; each has a limit of fetches at a time.
             large: images of the request's body that are not in the sources' URLs.
 
@@ -137,9 +135,9 @@ class ImageReader:
         async def read_one(source: ImageSource) -> Image:
             async with gate:
                 try:
-                    limits = self.limits_for(source)
+                    geometry = self._geometry_for(source)
                     data = await self._loader.load(source.url, hold, tenant, large)
-                    return self._measure(data, source.param, limits, max_patches)
+                    return self._measure(data, source.param, geometry, max_patches)
                 except TriptychError as error:
                     error.param = error.param or source.param
                     raise
@@ -157,33 +155,34 @@ class ImageReader:
             # no cycle, and a failed request's images are freed at its end.
             tasks.clear()
 
-    def limits_for(self, source: ImageSource) -> ImageLimits:
-        """The model's limits, narrowed by the request's.
+    def _geometry_for(self, source: ImageSource) -> Geometry:
+        """The model's, narrowed by the request's limits.
 
         Raises:
             InvalidRequest: the request's range is empty.
         """
-        low, high = self._limits.min_pixels, self._limits.max_pixels
         lower, upper = source.min_pixels, source.max_pixels
         if lower is not None and upper is not None and lower > upper:
             raise InvalidRequest(f"min_pixels {lower} is above max_pixels {upper}")
-        if upper is None:
-            upper = LOW_DETAIL_PIXELS if source.detail == "low" else high
-        lower = min(max(lower or low, low), high)
-        return replace(
-            self._limits, min_pixels=lower, max_pixels=max(min(max(upper, low), high), lower)
-        )
+        if upper is None and source.detail == "low":
+            upper = LOW_DETAIL_PIXELS
+        return self._geometry.narrowed(lower, upper)
 
-    def _measure(self, data: bytes, param: str, limits: ImageLimits, max_patches: int) -> Image:
+    def _measure(self, data: bytes, param: str, geometry: Geometry, max_patches: int) -> Image:
         header = read_header(data, max_source_pixels=self._max_source_pixels)
         check_scans(data, header)
-        grid = image_grid(*header.upright_size, limits)
-        if grid[0] * grid[1] * grid[2] > max_patches:
-            raise InvalidImage(
-                f"the image has {grid[1] * self._patch_area * grid[2]} pixels after resizing; "
-                f"at most {max_patches * self._patch_area} are served: lower max_pixels"
-            )
-        return Image(param, data, grid)
+        units = geometry.units(header.upright_size)
+        for unit in units:
+            if unit.num_patches > max_patches:
+                area = self._area(unit)
+                raise InvalidImage(
+                    f"the image has {area} pixels after resizing; at most "
+                    f"{area // unit.num_patches * max_patches} are served: lower max_pixels"
+                )
+        return Image(param, data, units)
+
+    def _area(self, unit: Unit) -> int:
+        return math.prod(self._geometry.size_of(unit))
 
 
 class MediaLoader:

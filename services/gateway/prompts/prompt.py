@@ -1,7 +1,7 @@
 """A request's messages to the prompt's token ids and positions.
 
 `PromptBuilder.draft` renders and tokenizes the messages, with one placeholder per image; once the
-images are loaded, `PromptBuilder.expand` repeats each placeholder and computes M-RoPE positions.
+images are loaded, `PromptBuilder.expand` puts their units there and computes positions.
 `ChatService` calls both; bytes of images are not seen here. Messages that do not fit the model, its
 template or its context are an `InvalidRequest`.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from services.common.errors import InvalidRequest
+from services.common.geometry import Int32s, Run, Unit
 from services.common.model_spec import ModelSpec
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.grammar import Grammar
@@ -28,8 +28,6 @@ from services.gateway.prompts.chat_template import RESERVED, ChatTemplate, Conve
 from services.gateway.prompts.messages import read_messages, refuse_late_system, refuse_tool_images
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
-Grid = tuple[int, int, int]
-Int32s = npt.NDArray[np.int32]
 _TOOL_ROLE = re.compile(r"""["'](tool|ipython)["']""")
 
 
@@ -56,20 +54,18 @@ class Prompt:
         token_ids: [num_tokens], placeholders expanded.
         positions: [3, num_tokens]; None without images: 0 to num_tokens - 1 on each axis.
         position_delta: what decode steps add to a token's index.
-        image_offsets: first placeholder of each image.
-        image_lengths: placeholders of each image.
+        runs: the tokens of each image's units.
     """
 
     token_ids: Int32s
     positions: Int32s | None
     position_delta: int
-    image_offsets: tuple[int, ...]
-    image_lengths: tuple[int, ...]
+    runs: Sequence[Run] = ()
 
     @property
     def num_image_tokens(self) -> int:
-        """Placeholders of all images."""
-        return sum(self.image_lengths)
+        """Tokens of all images."""
+        return sum(run.num_tokens for run in self.runs)
 
 
 def _call_parser(spec: ModelSpec, template: ChatTemplate) -> type[CallParser] | None:
@@ -91,7 +87,7 @@ class PromptBuilder:
         *,
         max_images: int = 0,
     ) -> None:
-        self._vision = spec.vision
+        self._geometry = None if spec.vision is None else spec.vision.geometry
         self._tokenizer = tokenizer
         self._template = template
         self._max_images = max_images
@@ -112,7 +108,7 @@ class PromptBuilder:
             request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
         )
         messages, images = read_messages(
-            request, max_images=self._max_images, takes_images=self._vision is not None
+            request, max_images=self._max_images, takes_images=self._geometry is not None
         )
         if not self._template.takes_late_system:
             refuse_late_system(request.messages)
@@ -232,11 +228,11 @@ class PromptBuilder:
             ids, _ = self._tokenize(Conversation(messages=messages, options={}), 1 << 20)
         except InvalidRequest:
             return False
-        return self._vision is not None and self._vision.image_token_id in ids
+        return self.has_placeholder(ids)
 
     def has_placeholder(self, token_ids: Sequence[int]) -> bool:
         """Whether one of the tokens stands for an image."""
-        return self._vision is not None and self._vision.image_token_id in token_ids
+        return self._geometry is not None and self._geometry.image_token_id in token_ids
 
     def grammar(self, asked: Grammar | None, draft: Draft) -> Grammar | None:
         """What an answer to a draft has to be, of which a part was asked for; None: it is free.
@@ -246,70 +242,33 @@ class PromptBuilder:
         """
         return answer_grammar(asked, draft.format, self._tokenizer)
 
-    def expand(self, draft: Draft, grids: Sequence[Grid]) -> Prompt:
-        """Repeats each placeholder once per token of its image, and computes positions.
+    def expand(self, draft: Draft, images: Sequence[Sequence[Unit]]) -> Prompt:
+        """Puts each image's units in the place of its placeholder, and computes positions.
 
         Raises:
             InvalidRequest: the template dropped or repeated an image.
         """
-        compact = np.asarray(draft.token_ids, np.int32)
-        if self._vision is None:
-            return Prompt(compact, None, 0, (), ())
-        placeholders = np.flatnonzero(compact == self._vision.image_token_id)
-        if len(placeholders) != len(grids):
+        compact, geometry = np.asarray(draft.token_ids, np.int32), self._geometry
+        if geometry is None:
+            return Prompt(compact, None, 0)
+        places = np.flatnonzero(compact == geometry.image_token_id).tolist()
+        if len(places) != len(images):
             raise InvalidRequest(
-                f"the chat template placed {len(placeholders)} images of {len(grids)}",
+                f"the chat template placed {len(places)} images of {len(images)}",
                 param="messages",
             )
-        if not grids:
-            return Prompt(compact, None, 0, (), ())
-        merge_size = self._vision.tower.spatial_merge_size
-        lengths = [image_tokens(grid, merge_size) for grid in grids]
-        repeats = np.ones(len(compact), np.int64)
-        repeats[placeholders] = lengths
-        expanded = np.repeat(compact, repeats)
-        offsets = tuple(int(end) for end in np.cumsum(repeats)[placeholders] - lengths)
-        positions, delta = mrope_positions(
-            len(expanded), list(zip(offsets, grids, strict=True)), merge_size
-        )
-        return Prompt(expanded, positions, delta, offsets, tuple(lengths))
-
-
-def image_tokens(grid: Grid, merge_size: int) -> int:
-    """Placeholders of an image with that grid (t, h, w) in patches before merging."""
-    t, h, w = grid
-    return t * h * w // merge_size**2
-
-
-def mrope_positions(
-    num_tokens: int, images: Sequence[tuple[int, Grid]], merge_size: int
-) -> tuple[Int32s, int]:
-    """M-RoPE positions (time, height, width) of an expanded prompt.
-
-    A text token at p has position (p, p, p) and the next token p + 1. An image of h x w merged
-    cells at p has positions (p, p + row, p + column), row by row, and the next token p + max(h, w).
-
-    Args:
-        num_tokens: length of the prompt, placeholders included.
-        images: (offset of the first placeholder, grid) in order of offset, not overlapping.
-        merge_size: patches per side of a merged cell.
-
-    Returns:
-        positions [3, num_tokens], and the delta that decode steps add to a token's index.
-    """
-    positions = np.empty((3, num_tokens), np.int32)
-    index, position = 0, 0
-    for offset, (t, h, w) in images:
-        text = offset - index
-        positions[:, index:offset] = np.arange(position, position + text, dtype=np.int32)
-        position += text
-        rows, columns = h // merge_size, w // merge_size
-        index = offset + t * rows * columns
-        span = positions[:, offset:index].reshape(3, t, rows, columns)
-        span[0] = position
-        span[1] = position + np.arange(rows, dtype=np.int32)[:, None]
-        span[2] = position + np.arange(columns, dtype=np.int32)
-        position += max(rows, columns)
-    tail = num_tokens - index
-    positions[:, index:] = np.arange(position, position + tail, dtype=np.int32)
-    return positions, position + tail - num_tokens
+        if not images:
+            return Prompt(compact, None, 0)
+        pieces: list[Int32s] = []
+        runs: list[Run] = []
+        start, length = 0, 0
+        for image, (place, units) in enumerate(zip(places, images, strict=True)):
+            ids, offsets = geometry.placeholders(units)
+            length += place - start
+            for unit, offset in zip(units, offsets, strict=True):
+                runs.append(Run(length + offset, geometry.num_tokens(unit), unit, image))
+            pieces += (compact[start:place], ids)
+            start, length = place + 1, length + len(ids)
+        token_ids = np.concatenate((*pieces, compact[start:]))
+        positions, delta = geometry.positions(len(token_ids), runs)
+        return Prompt(token_ids, positions, delta, runs)

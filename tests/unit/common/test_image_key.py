@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from services.common.geometry import Unit
 from services.common.image_key import KEY_BYTES, image_key, key_prefix
 
 PREFIX = bytes(32)
@@ -24,7 +25,7 @@ def test_golden_digests() -> None:
     """A change here makes every stored entry unreachable: is that what is meant?"""
     assert prefix().hex() == "1bd3670040660d922b92260454b08443a034b34f44c92dc704db892d192ff155"
     assert (
-        image_key(PREFIX, b"image", grid=(1, 16, 16), salt=b"").hex()
+        image_key(PREFIX, b"image", unit=Unit((1, 16, 16)), salt=b"").hex()
         == "904f89107520650ef32431d282567c2e6b5539ad6d4695e16429f80e127bad4e"
     )
 
@@ -40,22 +41,22 @@ def test_each_field_of_the_prefix_counts() -> None:
 
 def test_each_field_of_the_key_counts() -> None:
     keys = [
-        image_key(PREFIX, b"image", grid=(1, 16, 16), salt=b""),
-        image_key(b"\1" * 32, b"image", grid=(1, 16, 16), salt=b""),
-        image_key(PREFIX, b"imagf", grid=(1, 16, 16), salt=b""),
-        image_key(PREFIX, b"image", grid=(1, 8, 32), salt=b""),
-        image_key(PREFIX, b"image", grid=(1, 32, 8), salt=b""),
-        image_key(PREFIX, b"image", grid=(1, 1, 616), salt=b""),
-        image_key(PREFIX, b"image", grid=(11, 6, 16), salt=b""),
-        image_key(PREFIX, b"image", grid=(1, 16, 16), salt=b"tenant"),
-        image_key(PREFIX, b"mage", grid=(1, 16, 16), salt=b"i"),
+        image_key(PREFIX, b"image", unit=Unit((1, 16, 16)), salt=b""),
+        image_key(b"\1" * 32, b"image", unit=Unit((1, 16, 16)), salt=b""),
+        image_key(PREFIX, b"imagf", unit=Unit((1, 16, 16)), salt=b""),
+        image_key(PREFIX, b"image", unit=Unit((1, 8, 32)), salt=b""),
+        image_key(PREFIX, b"image", unit=Unit((1, 32, 8)), salt=b""),
+        image_key(PREFIX, b"image", unit=Unit((1, 1, 616)), salt=b""),
+        image_key(PREFIX, b"image", unit=Unit((11, 6, 16)), salt=b""),
+        image_key(PREFIX, b"image", unit=Unit((1, 16, 16)), salt=b"tenant"),
+        image_key(PREFIX, b"mage", unit=Unit((1, 16, 16)), salt=b"i"),
     ]
     assert len(set(keys)) == len(keys)
 
 
 @given(st.lists(st.tuples(st.binary(max_size=6), st.binary(max_size=6)), max_size=8, unique=True))
 def test_no_two_concatenations_meet(pairs: list[tuple[bytes, bytes]]) -> None:
-    keys = {image_key(PREFIX, image, grid=(1, 2, 2), salt=salt) for image, salt in pairs}
+    keys = {image_key(PREFIX, image, unit=Unit((1, 2, 2)), salt=salt) for image, salt in pairs}
     assert len(keys) == len(pairs)
 
 
@@ -77,7 +78,7 @@ def test_images_whose_pixel_bytes_are_equal_differ() -> None:
         palettes.append(image)
     assert palettes[0].tobytes() == palettes[1].tobytes()
     files = [encoded(wide), encoded(tall), *map(encoded, palettes)]
-    keys = [image_key(PREFIX, file, grid=(1, 4, 4), salt=b"") for file in files]
+    keys = [image_key(PREFIX, file, unit=Unit((1, 4, 4)), salt=b"") for file in files]
     for one, other in combinations(keys, 2):
         assert one != other
 
@@ -85,7 +86,8 @@ def test_images_whose_pixel_bytes_are_equal_differ() -> None:
 def test_every_process_finds_the_same_key() -> None:
     code = (
         "from services.common.image_key import image_key;"
-        "print(image_key(bytes(32), b'image', grid=(1, 16, 16), salt=b'').hex())"
+        "from services.common.geometry import Unit;"
+        "print(image_key(bytes(32), b'image', unit=Unit((1, 16, 16)), salt=b'').hex())"
     )
     found = {
         subprocess.run(
@@ -94,4 +96,4 @@ def test_every_process_finds_the_same_key() -> None:
         ).stdout.strip()
         for seed in ("1", "2")
     }  # fmt: skip
-    assert found == {image_key(PREFIX, b"image", grid=(1, 16, 16), salt=b"").hex()}
+    assert found == {image_key(PREFIX, b"image", unit=Unit((1, 16, 16)), salt=b"").hex()}

@@ -13,6 +13,7 @@ import torch
 
 from services.common.channel import EngineChannel, create_socket_pair
 from services.common.errors import InvalidImage
+from services.common.geometry import Unit
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.messages import (
@@ -109,7 +110,7 @@ class Front:
 
     def encode(self, *job_ids: int, grid: tuple[int, int, int] = GRID) -> None:
         for job_id in job_ids:
-            self.send(EncodeImage(job_id, b"%d" % job_id, grid), PlaceImage(job_id, 0))
+            self.send(EncodeImage(job_id, b"%d" % job_id, Unit(grid)), PlaceImage(job_id, 0))
 
     def receive_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -157,14 +158,14 @@ class Running:
         """Those that are prepared and have no place."""
         return sorted(job_id for job_id, job in list(self.engine._jobs.items()) if job.waits)
 
-    def _prepare(self, image: bytes, grid: tuple[int, int, int]) -> torch.Tensor:
+    def _prepare(self, image: bytes, unit: Unit) -> torch.Tensor:
         self.may_prepare.wait(10)
         self.prepared.append(image)
         if image == b"666":
             raise InvalidImage("the image is truncated or corrupt")
         if image == b"667":
             raise RuntimeError("a bug")
-        return torch.zeros(grid[1] * 16, grid[2] * 16, 3, dtype=torch.uint8)
+        return torch.zeros(unit.grid[1] * 16, unit.grid[2] * 16, 3, dtype=torch.uint8)
 
     def stop(self) -> None:
         self.may_prepare.set()
@@ -310,7 +311,7 @@ def test_a_cancelled_image_leaves_the_queue(running: Running) -> None:
 
 
 def test_an_image_is_prepared_and_waits_for_its_place(running: Running) -> None:
-    running.front.send(*(EncodeImage(job_id, b"%d" % job_id, GRID) for job_id in (1, 2)))
+    running.front.send(*(EncodeImage(job_id, b"%d" % job_id, Unit(GRID)) for job_id in (1, 2)))
     wait_until(lambda: running.waiting_jobs() == [1, 2])
     running.front.send(PlaceImage(2, 0))
     assert running.front.codes(2) == [""] and running.runner.batches == [[2]]
@@ -319,7 +320,7 @@ def test_an_image_is_prepared_and_waits_for_its_place(running: Running) -> None:
 
 
 def test_a_cancelled_image_does_not_wait_for_its_place(running: Running) -> None:
-    running.front.send(EncodeImage(1, b"1", GRID))
+    running.front.send(EncodeImage(1, b"1", Unit(GRID)))
     wait_until(lambda: running.waiting_jobs() == [1])
     running.front.send(CancelImage(1))
     assert running.front.codes(1) == ["cancelled"]
@@ -344,7 +345,7 @@ LARGE = (1, 8, 8)
 
 def encode_for(front: Front, tenant: str, *job_ids: int, grid: tuple[int, int, int]) -> None:
     for job_id in job_ids:
-        image = EncodeImage(job_id, b"%d" % job_id, grid, tenant=tenant)
+        image = EncodeImage(job_id, b"%d" % job_id, Unit(grid), tenant=tenant)
         front.send(image, PlaceImage(job_id, 0))
 
 
@@ -391,7 +392,7 @@ def test_the_loop_ends_when_the_front_closes_the_channel() -> None:
 
 def test_messages_survive_the_wire() -> None:
     for message in (
-        EncodeImage(1, b"\x00\xff", (1, 2, 3)),
+        EncodeImage(1, b"\x00\xff", Unit((1, 2, 3))),
         PlaceImage(1, 4096),
         CancelImage(1),
         Shutdown(),

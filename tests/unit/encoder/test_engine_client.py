@@ -4,10 +4,11 @@ import pytest
 
 from services.common.channel import ChannelClosed
 from services.common.errors import EngineLost, TriptychError, Unavailable
+from services.common.geometry import Unit
 from services.encoder.engine.messages import EngineMessage, FrontMessage, ImageDone, InHand
 from services.encoder.engine_client import EngineClient
 
-GRID = (1, 4, 4)
+UNIT = Unit((1, 4, 4))
 
 
 class Link:
@@ -28,10 +29,10 @@ class Link:
 async def errors_of(*said: EngineMessage) -> list[type[BaseException] | None]:
     """Of three images, 1 to 3."""
     client = EngineClient(Link(*said), lambda _: None)
-    jobs = [client.submit(b"image", GRID) for _ in range(3)]
+    jobs = [client.submit(b"image", UNIT) for _ in range(3)]
     await client.run()
     with pytest.raises(Unavailable):
-        client.submit(b"image", GRID)
+        client.submit(b"image", UNIT)
     found = [job.done.exception() for job in jobs]
     assert all(error is None or isinstance(error, TriptychError) for error in found)
     return [error and type(error) for error in found]

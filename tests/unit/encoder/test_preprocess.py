@@ -10,12 +10,13 @@ import torch
 from PIL import Image, PngImagePlugin
 
 from services.common.errors import InvalidImage
-from services.common.image_geometry import ImageLimits, image_grid
+from services.common.families.resized_grid import ResizedGrid
+from services.common.geometry import Unit
 from services.common.image_header import MAX_SCANS, has_more_scans, read_header
 from services.encoder.decode import decode, to_rgb
 from services.encoder.preprocess import preprocess
 
-LIMITS = ImageLimits(16, 2, 1024, 1 << 20)
+GEOMETRY = ResizedGrid(0, 16, 2, 1024, 1 << 20)
 WHITE = (255, 255, 255)
 
 
@@ -196,16 +197,26 @@ def test_a_broken_exif_block_counts_as_none(exif: bytes) -> None:
 
 def test_a_grid_that_is_not_the_images_is_refused() -> None:
     data = encoded(make_image(64, 96))
-    grid = image_grid(96, 64, LIMITS)
-    preprocess(data, grid, LIMITS, max_source_pixels=10_000)
+    (unit,) = GEOMETRY.units((96, 64))
+    preprocess(data, unit, GEOMETRY, max_source_pixels=10_000)
+    turned = Unit((1, unit.grid[2], unit.grid[1]))
     with pytest.raises(InvalidImage, match="grid"):
-        preprocess(data, (1, grid[2], grid[1]), LIMITS, max_source_pixels=10_000)
+        preprocess(data, turned, GEOMETRY, max_source_pixels=10_000)
+
+
+def test_what_a_requests_limits_make_of_an_image_is_made() -> None:
+    data, size = encoded(make_image(700, 500)), (500, 700)
+    for geometry in (GEOMETRY.narrowed(None, 100_000), GEOMETRY.narrowed(600_000, None)):
+        (unit,) = geometry.units(size)
+        assert geometry.size_of(unit) != GEOMETRY.size_of(*GEOMETRY.units(size))
+        pixels = preprocess(data, unit, GEOMETRY, max_source_pixels=1 << 20)
+        assert pixels.shape == (*geometry.size_of(unit), 3)
 
 
 def test_the_pixel_cap_holds_before_decoding() -> None:
     data = encoded(Image.new("RGB", (500, 500)))
     with pytest.raises(InvalidImage, match="500x500"):
-        preprocess(data, (1, 2, 2), LIMITS, max_source_pixels=10_000)
+        preprocess(data, Unit((1, 2, 2)), GEOMETRY, max_source_pixels=10_000)
 
 
 def hostile() -> dict[str, bytes]:
@@ -232,10 +243,10 @@ def test_hostile_bytes_are_invalid_images_or_pixels() -> None:
     for name, data in hostile().items():
         try:
             header = read_header(data, max_source_pixels=1 << 20)
-            grid = image_grid(*header.upright_size, LIMITS)
-            pixels = preprocess(data, grid, LIMITS, max_source_pixels=1 << 20)
+            (unit,) = GEOMETRY.units(header.upright_size)
+            pixels = preprocess(data, unit, GEOMETRY, max_source_pixels=1 << 20)
             assert pixels.dtype == torch.uint8 and pixels.is_contiguous()
-            assert pixels.shape == (grid[1] * 16, grid[2] * 16, 3)
+            assert pixels.shape == (*GEOMETRY.size_of(unit), 3)
         except InvalidImage as error:
             refused += 1
             assert not re.search(r"0x[0-9a-f]{6,}|PIL|object at", error.message), name
@@ -245,10 +256,9 @@ def test_hostile_bytes_are_invalid_images_or_pixels() -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_truncated_files_are_refused(kind: str) -> None:
     data = encoded(make_image(300, 200), kind)
+    (unit,) = GEOMETRY.units((200, 300))
     with pytest.raises(InvalidImage):
-        preprocess(
-            data[: len(data) // 2], image_grid(200, 300, LIMITS), LIMITS, max_source_pixels=1 << 20
-        )
+        preprocess(data[: len(data) // 2], unit, GEOMETRY, max_source_pixels=1 << 20)
 
 
 def with_empty_scans(num_scans: int) -> bytes:

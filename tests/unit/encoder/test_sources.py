@@ -2,20 +2,21 @@ import time
 
 import pytest
 
+from services.common.geometry import Unit
 from services.encoder.embeddings import SourceStore
 
-GRID = (1, 2, 2)
+UNIT = Unit((1, 2, 2))
 
 
 def test_a_file_is_kept_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = SourceStore(max_bytes=100, ttl_s=10.0)
-    store.put(b"a", b"x" * 10, GRID)
+    store.put(b"a", b"x" * 10, UNIT)
     now = 105.0
-    store.put(b"b", b"y" * 10, GRID)
+    store.put(b"b", b"y" * 10, UNIT)
     found = store.get(b"a")
-    assert found is not None and (found.image, found.grid) == (b"x" * 10, GRID)
+    assert found is not None and (found.image, found.unit) == (b"x" * 10, UNIT)
     now = 110.5
     assert store.get(b"a") is None and store.get(b"b") is not None
     now = 120.0
@@ -25,11 +26,11 @@ def test_a_file_is_kept_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) 
 def test_the_oldest_make_room() -> None:
     store = SourceStore(max_bytes=30)
     for key in (b"a", b"b", b"c"):
-        store.put(key, b"x" * 10, GRID)
-    store.put(b"a", b"x" * 10, GRID)  # asked for again: the youngest now
-    store.put(b"d", b"x" * 15, GRID)
+        store.put(key, b"x" * 10, UNIT)
+    store.put(b"a", b"x" * 10, UNIT)  # asked for again: the youngest now
+    store.put(b"d", b"x" * 15, UNIT)
     assert [store.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [
         True, False, False, True,
     ]  # fmt: skip
-    store.put(b"e", b"x" * 31, GRID)
+    store.put(b"e", b"x" * 31, UNIT)
     assert store.get(b"e") is None and store.get(b"d") is not None

@@ -13,7 +13,7 @@ from services.common.errors import (
     InvalidImage,
     InvalidRequest,
 )
-from services.common.image_geometry import ImageLimits
+from services.common.families.resized_grid import ResizedGrid
 from services.common.image_header import MAX_HEADER_BYTES
 from services.gateway.forms.json_body import cut_images
 from services.gateway.media.images import (
@@ -26,7 +26,7 @@ from services.gateway.media.images import (
 )
 from services.gateway.media.web_media import WebMedia
 
-LIMITS = ImageLimits(16, 2, 65536, 1 << 20)
+GEOMETRY = ResizedGrid(0, 16, 2, 65536, 1 << 20)
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:
@@ -216,7 +216,7 @@ async def test_files_are_refused_by_default(files):
 
 def reader(**options) -> ImageReader:
     source = MediaLoader(1 << 20, WebMedia(100), None)
-    return ImageReader(source, LIMITS, options.get("max_source_pixels", 10**7))
+    return ImageReader(source, GEOMETRY, options.get("max_source_pixels", 10**7))
 
 
 def nothing(_: int) -> None:
@@ -226,9 +226,9 @@ def nothing(_: int) -> None:
 async def test_grid_and_key_follow_from_the_bytes():
     sources = [ImageSource(data_url(png(300, 200)), "p0"), ImageSource(data_url(png(64, 64)), "p1")]
     images = await reader().read(sources, nothing, 1 << 20)
-    assert [image.grid for image in images] == [(1, 14, 20), (1, 16, 16)]
-    keys = {await image.key(prefix, salt) for image in images for prefix in (b"a", b"b")
-            for salt in (b"", b"s")}  # fmt: skip
+    assert [unit.grid for image in images for unit in image.units] == [(1, 14, 20), (1, 16, 16)]
+    keys = {await image.key(prefix, image.units[0], salt)
+            for image in images for prefix in (b"a", b"b") for salt in (b"", b"s")}  # fmt: skip
     assert len(keys) == 8
     assert all(len(key) == 32 for key in keys)
 
@@ -238,14 +238,14 @@ async def test_detail_and_pixel_limits_narrow_the_grid():
 
     async def area(**fields):
         (image,) = await reader().read([ImageSource(url, "p", **fields)], nothing, 1 << 20)
-        return image.grid[1] * image.grid[2] * 256
+        return image.units[0].num_patches * 256
 
     assert await area() == await area(detail="high") > LOW_DETAIL_PIXELS
     assert await area(detail="low") <= LOW_DETAIL_PIXELS
     assert await area(max_pixels=100_000) <= 100_000
-    assert await area(max_pixels=1) <= LIMITS.min_pixels
+    assert await area(max_pixels=1) <= GEOMETRY.min_pixels
     assert 1 << 20 > await area(min_pixels=900_000) >= 900_000
-    assert await area(min_pixels=1 << 31) < 1.1 * LIMITS.max_pixels  # HF's formula rounds up
+    assert await area(min_pixels=1 << 31) < 1.1 * GEOMETRY.max_pixels  # HF's formula rounds up
     assert await area(detail="low", max_pixels=1 << 20) > LOW_DETAIL_PIXELS
     with pytest.raises(InvalidRequest):
         await area(min_pixels=200_000, max_pixels=100_000)
@@ -273,7 +273,7 @@ async def test_a_jpeg_of_empty_scans_reaches_no_encoder():
         data = b"".join((whole[:first], *between, whole[first:]))
         source = MediaLoader(4 << 20, WebMedia(100), None)
         sources = [ImageSource(data_url(data, "image/jpeg"), "it")]
-        return await ImageReader(source, LIMITS, 10**7).read(sources, nothing, 1 << 20)
+        return await ImageReader(source, GEOMETRY, 10**7).read(sources, nothing, 1 << 20)
 
     assert await read()
     with pytest.raises(InvalidImage, match="more than 100 scans") as failed:

@@ -25,6 +25,7 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
+from services.common.geometry import Run, Unit
 from services.common.pb import decoder_pb2 as pb
 from services.gateway import encode_calls
 from services.gateway.attempts import MAX_ATTEMPTS, Attempts
@@ -201,12 +202,11 @@ class Decoders:
 
 async def ask(world: World, num_images: int = 1) -> list[int] | TriptychError:
     """The tokens that the client gets, or the error."""
-    images = [Image(f"image {i}", bytes([i]), (1, 2, 2)) for i in range(num_images)]
+    unit = Unit((1, 2, 2))
+    images = [Image(f"image {i}", bytes([i]), [unit]) for i in range(num_images)]
     request = PreparedRequest(
         "id",
-        Prompt(
-            np.zeros(8, np.int32), None, 0, tuple(range(num_images)), (1,) * num_images
-        ),
+        Prompt(np.zeros(8, np.int32), None, 0, [Run(i, 1, unit, i) for i in range(num_images)]),
         images,
         pb.SamplingParams(max_tokens=8),
         num_choices=1,

@@ -8,6 +8,7 @@ import jinja2
 import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.geometry import Unit
 from services.common.model_spec import ModelSpecError
 from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.prompts.chat_template import ChatTemplate, read_template
@@ -191,13 +192,13 @@ def test_noncharacters_in_user_text_change_nothing(prompts, hf):
 
 def test_expand_replaces_each_placeholder_by_its_image(prompts):
     ids = prompts.render([user(text("a"), IMAGE, text("b"), IMAGE)], {}, MANY)
-    grids = [(1, 4, 6), (1, 2, 2)]
-    prompt = prompts.expand(Draft(ids, []), grids)
+    units = [(Unit((1, 4, 6)),), (Unit((1, 2, 2)),)]
+    prompt = prompts.expand(Draft(ids, []), units)
     pad = added_ids()["<|image_pad|>"]
-    assert prompt.image_lengths == (6, 1)
+    assert [run.num_tokens for run in prompt.runs] == [6, 1]
     assert prompt.num_image_tokens == 7
     assert len(prompt.token_ids) == len(ids) + 5
-    for offset, length in zip(prompt.image_offsets, prompt.image_lengths, strict=True):
+    for offset, length, *_ in prompt.runs:
         assert (prompt.token_ids[offset : offset + length] == pad).all()
         assert prompt.token_ids[offset - 1] == added_ids()["<|vision_start|>"]
         assert prompt.token_ids[offset + length] == added_ids()["<|vision_end|>"]
@@ -214,9 +215,9 @@ def test_text_has_no_positions(prompts):
 
 def test_count_of_placeholders_must_be_that_of_images(prompts):
     ids = prompts.render([user(IMAGE)], {}, MANY)
-    for grids in ([], [(1, 2, 2)] * 2):
+    for units in ([], [(Unit((1, 2, 2)),)] * 2):
         with pytest.raises(InvalidRequest):
-            prompts.expand(Draft(ids, []), grids)
+            prompts.expand(Draft(ids, []), units)
 
 
 def test_text_that_cannot_fit_is_refused_untokenized(prompts, tokenizer):

@@ -5,31 +5,33 @@ import types
 import numpy as np
 import pytest
 
-from services.gateway.prompts.prompt import image_tokens, mrope_positions
+from services.common.families.resized_grid import ResizedGrid
+from services.common.geometry import Run, Unit
 
-PAD = 9
+GEOMETRY = ResizedGrid(9, 16, 2, 1, 1 << 30)
 
 
 def layout(*items):
-    """("text", n) and grids to (num_tokens, images)."""
-    index, images = 0, []
+    """Numbers of text tokens, and grids, to (num_tokens, runs)."""
+    index, runs = 0, []
     for item in items:
         if isinstance(item, int):
             index += item
         else:
-            images.append((index, item))
-            index += image_tokens(item, 2)
-    return index, images
+            unit = Unit(item)
+            runs.append(Run(index, GEOMETRY.num_tokens(unit), unit, len(runs)))
+            index += runs[-1].num_tokens
+    return index, runs
 
 
 def test_text_alone_counts_up():
-    positions, delta = mrope_positions(5, [], 2)
+    positions, delta = GEOMETRY.positions(5, [])
     assert positions.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert delta == 0
 
 
 def test_image_takes_rows_and_columns_and_moves_on_by_its_longer_side():
-    positions, delta = mrope_positions(*layout(2, (1, 4, 6), 1), 2)
+    positions, delta = GEOMETRY.positions(*layout(2, (1, 4, 6), 1))
     assert positions[:, 2:8].tolist() == [[2] * 6, [2, 2, 2, 3, 3, 3], [2, 3, 4, 2, 3, 4]]
     assert positions[:, 8].tolist() == [5, 5, 5]
     assert delta == 6 - 9
@@ -52,12 +54,12 @@ def hf():
         ),
     )
 
-    def positions(num_tokens, images):
+    def positions(num_tokens, runs):
         ids = torch.zeros(1, num_tokens, dtype=torch.long)
         kinds = torch.zeros(1, num_tokens, dtype=torch.int)
-        for offset, grid in images:
-            kinds[0, offset : offset + image_tokens(grid, 2)] = 1
-        grids = torch.tensor([grid for _, grid in images]) if images else None
+        for run in runs:
+            kinds[0, run.offset : run.offset + run.num_tokens] = 1
+        grids = torch.tensor([run.unit.grid for run in runs]) if runs else None
         found, delta = Qwen3VLModel.get_rope_index(model, ids, kinds, grids)
         return found[:, 0].numpy(), int(delta)
 
@@ -76,9 +78,9 @@ CASES = {
 
 @pytest.mark.parametrize("items", CASES.values(), ids=CASES.keys())
 def test_equals_hf(hf, items):
-    num_tokens, images = layout(*items)
-    expected, expected_delta = hf(num_tokens, images)
-    positions, delta = mrope_positions(num_tokens, images, 2)
+    num_tokens, runs = layout(*items)
+    expected, expected_delta = hf(num_tokens, runs)
+    positions, delta = GEOMETRY.positions(num_tokens, runs)
     np.testing.assert_array_equal(positions, expected)
     assert delta == expected_delta
 
@@ -90,9 +92,9 @@ def test_equals_hf_on_random_layouts(hf):
         for _ in range(rng.integers(0, 5)):
             items.append((1, 2 * int(rng.integers(1, 20)), 2 * int(rng.integers(1, 20))))
             items.append(int(rng.integers(1, 9)))
-        num_tokens, images = layout(*items)
-        expected, expected_delta = hf(num_tokens, images)
-        positions, delta = mrope_positions(num_tokens, images, 2)
+        num_tokens, runs = layout(*items)
+        expected, expected_delta = hf(num_tokens, runs)
+        positions, delta = GEOMETRY.positions(num_tokens, runs)
         np.testing.assert_array_equal(positions, expected)
         assert delta == expected_delta
         assert delta <= 0
