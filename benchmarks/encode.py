@@ -30,6 +30,7 @@ from PIL import Image
 from kernels.attention.segments import BatchSegments
 from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
+from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.resized_grid import ResizedGrid
 from services.common.geometry import Geometry, Unit
 from services.common.model_spec import TowerSpec
@@ -66,12 +67,11 @@ FLOPS = 790e12  # bf16
 _CALLS = 24  # of one operation in a graph
 
 SHAPES = {
-    "2b": TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17)),
-    "4b": TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2560, (5, 11, 17)),
-    "8b": TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24)),
-    "32b": TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 5120, (8, 16, 24)),
+    "2b": DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17)),
+    "4b": DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2560, 2304, (5, 11, 17)),
+    "8b": DeepStackTower(27, 1152, 4304, 16, 3, 16, 2, 2, 4096, 2304, (8, 16, 24)),
+    "32b": DeepStackTower(27, 1152, 4304, 16, 3, 16, 2, 2, 5120, 2304, (8, 16, 24)),
 }
-_ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 _GEOMETRY = ResizedGrid(0, patch_size=16, merge_size=2, min_pixels=65536, max_pixels=1 << 24)
 
 
@@ -114,7 +114,7 @@ def create_bench(arguments: argparse.Namespace) -> Bench:
         return Bench(spec.name, vision.tower, vision.geometry, settings, model, device, dtype)
     tower = SHAPES[arguments.shape]
     with torch.device("meta"):
-        model = model_class(_ARCHITECTURE)(tower, create_ops(tower, settings, device, dtype))
+        model = model_class(tower)(tower, create_ops(tower, settings, device, dtype))
     assert isinstance(model, torch.nn.Module)
     load_dummy(model, device=device, dtype=dtype)
     return Bench(arguments.shape, tower, _GEOMETRY, settings, model.eval(), device, dtype)

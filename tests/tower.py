@@ -2,6 +2,7 @@
 
 import torch
 
+from services.common.families.qwen3_vl import DeepStackTower
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import DeviceFacts
 from services.encoder.operations.ops import Ops
@@ -13,4 +14,4 @@ def cpu_ops(spec: TowerSpec) -> Ops:
 
 
 # On the CPU, see `Ops.pack_patches`; the tower does not matter.
-pack_patches = cpu_ops(TowerSpec(1, 16, 16, 1, 3, 16, 2, 2, 4, 16, ())).pack_patches
+pack_patches = cpu_ops(DeepStackTower(1, 16, 16, 1, 3, 16, 2, 2, 16, 4, ())).pack_patches

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from services.common.geometry import Geometry
 
@@ -197,8 +197,14 @@ class TextSpec:
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
-    """The vision tower: patches in, one embedding per `spatial_merge_size`² patches out."""
+    """A vision tower: patches in, one embedding per `spatial_merge_size`² patches out. What only
+    one kind has is in a class of the family's file.
 
+    Attributes:
+        kind: the name of the tower's file in `services/encoder/models`.
+    """
+
+    kind: ClassVar[str]
     depth: int
     hidden_size: int
     intermediate_size: int
@@ -207,14 +213,12 @@ class TowerSpec:
     patch_size: int
     temporal_patch_size: int
     spatial_merge_size: int
-    num_position_embeddings: int
     out_hidden_size: int
-    deepstack_indexes: tuple[int, ...]
 
     @property
     def num_features(self) -> int:
-        """Tensors per image: the merged output, and one per DeepStack tap."""
-        return 1 + len(self.deepstack_indexes)
+        """Tensors per unit, the merged output among them."""
+        return 1
 
     @property
     def head_dim(self) -> int:

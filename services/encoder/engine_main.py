@@ -180,9 +180,10 @@ def load_model(
     Raises:
         UnknownOverride: `settings.kernels` names a kernel that cannot run here.
     """
-    tower = spec.vision_part.tower
+    tower, prefix = spec.vision_part.tower, spec.checkpoint.vision_prefix
     with torch.device("meta"):
-        model = model_class(spec.architecture)(tower, create_ops(tower, settings, device, dtype))
+        ops = create_ops(tower, settings, device, dtype)
+        model = model_class(tower)(tower, ops, prefix)
     assert isinstance(model, torch.nn.Module)
     if settings.load_format == "dummy":
         load_dummy(
@@ -195,7 +196,7 @@ def load_model(
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
-        weights = fingerprint(checkpoint, "model.visual.").encode()
+        weights = fingerprint(checkpoint, prefix).encode()
     log.info("vision tower loaded in %s", dtype)
     return model.eval(), weights
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.nn.weights import Checkpoint, load_weights
-from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.preprocess import preprocess
 from tests.image_processor import write_image_processor
 from tests.tower import cpu_ops, pack_patches
@@ -50,10 +50,10 @@ def write_model(directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def _build(config: ModelSpec) -> Qwen3VLVisionModel:
+def _build(config: ModelSpec) -> VisionTower:
     tower = config.vision_part.tower
     with torch.device("meta"):
-        return Qwen3VLVisionModel(tower, cpu_ops(tower))
+        return VisionTower(tower, cpu_ops(tower), config.checkpoint.vision_prefix)
 
 
 def expected(config: ModelSpec, data: bytes) -> np.ndarray:

@@ -16,19 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.model_spec import TowerSpec
+from services.common.families.qwen3_vl import DeepStackTower
 from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.runner import PreparedImage, Runner
 from services.encoder.engine.throttle import Throttle, count_flops
-from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.ops import Grid, Ops
 from services.encoder.operations.table import TowerFacts, resolve
 
 pytestmark = pytest.mark.gpu
 
-TWO_B = TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
-EIGHT_B = TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24))
+TWO_B = DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17))
+EIGHT_B = DeepStackTower(27, 1152, 4304, 16, 3, 16, 2, 2, 4096, 2304, (8, 16, 24))
 GRIDS: list[Grid] = [(1, 28, 28), (1, 64, 64), (1, 16, 40), (1, 28, 28), (1, 4, 2)]
 CUDA = torch.device("cuda")
 
@@ -42,15 +42,15 @@ def exact_float32() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def ops_for(spec: TowerSpec, dtype: torch.dtype, kernels: dict[str, str] | None = None) -> Ops:
+def ops_for(spec: DeepStackTower, dtype: torch.dtype, kernels: dict[str, str] | None = None) -> Ops:
     return Ops(resolve(TowerFacts.of(spec, DeviceFacts.of(CUDA), dtype), kernels))
 
 
 def build(
-    spec: TowerSpec, dtype: torch.dtype, kernels: dict[str, str] | None = None
-) -> Qwen3VLVisionModel:
+    spec: DeepStackTower, dtype: torch.dtype, kernels: dict[str, str] | None = None
+) -> VisionTower:
     with torch.device("meta"):
-        model = Qwen3VLVisionModel(spec, ops_for(spec, dtype, kernels))
+        model = VisionTower(spec, ops_for(spec, dtype, kernels))
     load_dummy(model, device=CUDA, dtype=torch.bfloat16)
     if dtype == torch.float32:
         model = model.to(torch.float32)
@@ -60,7 +60,7 @@ def build(
     return model
 
 
-def run(model: Qwen3VLVisionModel, patches: Tensor, grids: list[Grid]) -> Tensor:
+def run(model: VisionTower, patches: Tensor, grids: list[Grid]) -> Tensor:
     with torch.inference_mode():
         return model(patches, model.layout(grids)).float()
 
@@ -85,7 +85,7 @@ def distance(actual: Tensor, truth: Tensor) -> Tensor:
     return difference / truth.square().mean(dim=(1, 2)).sqrt()
 
 
-def hugging_face(model: Qwen3VLVisionModel, patches: Tensor, grids: list[Grid]) -> Tensor:
+def hugging_face(model: VisionTower, patches: Tensor, grids: list[Grid]) -> Tensor:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as HfModel
 
@@ -114,7 +114,7 @@ def hugging_face(model: Qwen3VLVisionModel, patches: Tensor, grids: list[Grid]) 
 
 
 @pytest.mark.parametrize("spec", [TWO_B, EIGHT_B], ids=["2B", "8B"])
-def test_the_tower_is_as_exact_as_hugging_face(spec: TowerSpec) -> None:
+def test_the_tower_is_as_exact_as_hugging_face(spec: DeepStackTower) -> None:
     patches = make_patches(GRIDS)
     truth = run(build(spec, torch.float32), patches, GRIDS)
     plain = build(spec, torch.bfloat16, {"ragged_attention": "plain"})
@@ -151,13 +151,13 @@ def images(grids: list[Grid], hidden: int = 2048) -> list[PreparedImage]:
 class Running:
     runner: Runner
     arena: mmap.mmap
-    model: Qwen3VLVisionModel
+    model: VisionTower
 
 
 @pytest.fixture
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     """A runner of the 2B's shape, or of the parameter's."""
-    spec: TowerSpec = getattr(request, "param", TWO_B)
+    spec: DeepStackTower = getattr(request, "param", TWO_B)
     model = build(spec, torch.bfloat16)
     arena = mmap.mmap(-1, 256 << 20)
     runner = Runner(model, CUDA, torch.bfloat16, arena)

@@ -8,7 +8,7 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, random
 pytest.importorskip("triton")
 from kernels.attention.segments import BatchSegments, StaticSegments
 from kernels.tower import plain
-from services.common.model_spec import TowerSpec
+from services.common.families.qwen3_vl import DeepStackTower
 from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import UnknownOverride
 from services.encoder.operations.ops import Ops
@@ -17,7 +17,7 @@ from tests.tower import cpu_ops
 
 pytestmark = pytest.mark.gpu
 
-TWO_B = TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
+TWO_B = DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17))
 HEADS = 16
 
 

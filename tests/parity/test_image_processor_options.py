@@ -12,11 +12,12 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from services.common.families.image_processor import read_geometry
+from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.resized_grid import ResizedGrid
-from services.common.model_spec import ModelSpecError, TowerSpec, UnsupportedOption
+from services.common.model_spec import ModelSpecError, UnsupportedOption
 from tests.parity.test_preprocess import encoded, noise, ours
 
-TOWER = TowerSpec(
+TOWER = DeepStackTower(
     depth=1, hidden_size=8, intermediate_size=8, num_heads=1, in_channels=3, patch_size=16,
     temporal_patch_size=2, spatial_merge_size=2, num_position_embeddings=4, out_hidden_size=8,
     deepstack_indexes=(),

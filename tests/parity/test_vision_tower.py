@@ -20,7 +20,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as HfVisionModel
 
 from kernels.attention.segments import BatchSegments
-from services.common.model_spec import TowerSpec
+from services.common.families.qwen3_vl import DeepStackTower
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.models import positions, qwen3_vl
 from services.encoder.models.base import VisionModel
@@ -30,13 +30,13 @@ from tests.tower import cpu_ops
 TOLERANCE = 2e-5
 
 CONFIGS = {
-    "one tap, 3 heads of 16": TowerSpec(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (1,)),
-    "two taps, 1 head of 32": TowerSpec(4, 32, 72, 1, 3, 16, 2, 2, 64, 64, (0, 2)),
-    "three taps, 5 heads of 16": TowerSpec(5, 80, 100, 5, 3, 16, 2, 2, 144, 48, (0, 2, 4)),
-    "head_dim 64": TowerSpec(3, 128, 256, 2, 3, 16, 2, 2, 2304, 96, (0, 1)),
-    "head_dim 72, 8B's": TowerSpec(3, 216, 430, 3, 3, 16, 2, 2, 2304, 128, (0, 1, 2)),
-    "patch 14, 7 heads of 8": TowerSpec(2, 56, 64, 7, 3, 14, 2, 2, 49, 32, (1,)),
-    "merge 1, one channel": TowerSpec(2, 32, 64, 2, 1, 8, 2, 1, 100, 32, (0,)),
+    "one tap, 3 heads of 16": DeepStackTower(3, 48, 96, 3, 3, 16, 2, 2, 40, 36, (1,)),
+    "two taps, 1 head of 32": DeepStackTower(4, 32, 72, 1, 3, 16, 2, 2, 64, 64, (0, 2)),
+    "three taps, 5 heads of 16": DeepStackTower(5, 80, 100, 5, 3, 16, 2, 2, 48, 144, (0, 2, 4)),
+    "head_dim 64": DeepStackTower(3, 128, 256, 2, 3, 16, 2, 2, 96, 2304, (0, 1)),
+    "head_dim 72, 8B's": DeepStackTower(3, 216, 430, 3, 3, 16, 2, 2, 128, 2304, (0, 1, 2)),
+    "patch 14, 7 heads of 8": DeepStackTower(2, 56, 64, 7, 3, 14, 2, 2, 32, 49, (1,)),
+    "merge 1, one channel": DeepStackTower(2, 32, 64, 2, 1, 8, 2, 1, 32, 100, (0,)),
 }
 IMAGES: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 10, 8), (1, 2, 26), (1, 4, 6)]
 
@@ -45,7 +45,7 @@ IMAGES: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 10, 8), (1, 2, 26), (
 class Pair:
     """One set of weights, as Hugging Face's module and as ours."""
 
-    config: TowerSpec
+    config: DeepStackTower
     theirs: HfVisionModel
     ours: VisionModel
 
@@ -69,7 +69,7 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make_pair(config: TowerSpec, directory: Path) -> Pair:
+def make_pair(config: DeepStackTower, directory: Path) -> Pair:
     hf_config = Qwen3VLVisionConfig(
         depth=config.depth, hidden_size=config.hidden_size, num_heads=config.num_heads,
         intermediate_size=config.intermediate_size, in_channels=config.in_channels,
@@ -86,7 +86,7 @@ def make_pair(config: TowerSpec, directory: Path) -> Pair:
     tensors = {f"model.visual.{k}": v.contiguous() for k, v in theirs.state_dict().items()}
     save_file(tensors, directory / "model.safetensors")
     with torch.device("meta"):
-        ours = qwen3_vl.Qwen3VLVisionModel(config, cpu_ops(config))
+        ours = qwen3_vl.VisionTower(config, cpu_ops(config), "model.visual.")
     load_weights(
         ours, Checkpoint.open(directory), ours.weight_map, device="cpu", dtype=torch.float32
     )

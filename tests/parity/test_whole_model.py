@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.common.nn.weights import Checkpoint, load_weights
-from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from services.encoder.models.qwen3_vl import VisionTower
 from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Oracle, Prompt, make_oracle
 from tests.parity.test_language_model import LARGE, PROMPTS, TOLERANCE
@@ -25,9 +25,10 @@ class Whole:
     def __init__(self, name: str, directory: Path) -> None:
         self.oracle: Oracle = make_oracle(CONFIGS[name], directory).remember()
         self.language = Harness(directory)
-        vision = self.oracle.spec.vision_part.tower
+        spec = self.oracle.spec
+        vision, prefix = spec.vision_part.tower, spec.checkpoint.vision_prefix
         with torch.device("meta"):
-            self.tower = Qwen3VLVisionModel(vision, cpu_ops(vision))
+            self.tower = VisionTower(vision, cpu_ops(vision), prefix)
         load_weights(
             self.tower, Checkpoint.open(directory), self.tower.weight_map,
             device="cpu", dtype=torch.float32,

@@ -1,6 +1,7 @@
 """Qwen3-VL: a Qwen3 language model with interleaved M-RoPE, and a tower with DeepStack."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,20 @@ from services.common.model_spec import (
     UnsupportedOption,
     VisionSpec,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class DeepStackTower(TowerSpec):
+    """Of Qwen3-VL and Qwen3.5, which has no taps."""
+
+    kind = "qwen3_vl"
+    num_position_embeddings: int
+    deepstack_indexes: tuple[int, ...]
+
+    @property
+    def num_features(self) -> int:
+        """The merged output, and one tensor per DeepStack tap."""
+        return 1 + len(self.deepstack_indexes)
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
@@ -82,7 +97,7 @@ def read_vision(
                 f"vision rope_parameters.{name} {value!r} is not supported; "
                 f"supported: {served[0]!r}"
             )
-    tower = TowerSpec(
+    tower = DeepStackTower(
         depth=vision["depth"],
         hidden_size=vision["hidden_size"],
         intermediate_size=vision["intermediate_size"],

@@ -4,7 +4,7 @@ A model implements `VisionModel`; runner and graphs know nothing else of it. No 
 kernel runs: it calls `Ops`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,14 +25,14 @@ class VisionLayout:
         embeddings: `[N, hidden]`, of the positions.
         cos: `[N, head_dim / 2]` float32.
         sin: as `cos`.
-        segments: of the attention.
+        segments: of the attention, by what the model calls them: full, or of windows.
     """
 
     num_patches: int
     embeddings: Tensor
     cos: Tensor
     sin: Tensor
-    segments: Segments
+    segments: Mapping[str, Segments]
 
 
 class StaticVisionLayout(Protocol):
@@ -56,7 +56,9 @@ class VisionModel(Protocol):
     ops: Ops
     weight_map: WeightMap
 
-    def __init__(self, spec: TowerSpec, ops: Ops) -> None: ...
+    def __init__(self, spec: TowerSpec, ops: Ops, prefix: str = "") -> None:
+        """`prefix`: of its tensors' names in a checkpoint."""
+        ...
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
         """The layout of a batch of images or videos, packed in this order."""

@@ -17,6 +17,7 @@ from services.encoder.models.base import VisionLayout
 from services.encoder.operations.ops import Grid
 
 ROPE_THETA = 10_000.0
+FULL = "full"  # segments of whole images, or of frames
 _CACHE_BYTES = 256 << 20
 _ROWS_AT_ONCE = 8192
 
@@ -117,7 +118,8 @@ class StaticLayout:
     def rows(self, num_patches: int) -> VisionLayout:
         embeddings, cos, sin = self._embeddings, self._cos, self._sin
         rows = slice(num_patches)
-        return VisionLayout(num_patches, embeddings[rows], cos[rows], sin[rows], self._segments)
+        segments = {FULL: self._segments}
+        return VisionLayout(num_patches, embeddings[rows], cos[rows], sin[rows], segments)
 
     def set(self, grids: Sequence[Grid]) -> None:
         frames = frames_of(grids)
@@ -138,7 +140,7 @@ def batch_layout(cache: PositionCache, grids: Sequence[Grid]) -> VisionLayout:
     frames = frames_of(grids)
     found = cache.of(frames)
     lengths = [height * width for height, width in frames]
-    segments = BatchSegments(lengths, found.cos.device)
+    segments = {FULL: BatchSegments(lengths, found.cos.device)}
     return VisionLayout(sum(lengths), found.embeddings, found.cos, found.sin, segments)
 
 

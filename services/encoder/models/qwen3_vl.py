@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.common.model_spec import TowerSpec
+from services.common.families.qwen3_vl import DeepStackTower
 from services.common.nn.layers import embedding
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
 from services.encoder.models.base import VisionLayout
-from services.encoder.models.positions import PositionCache, StaticLayout, batch_layout
+from services.encoder.models.positions import FULL, PositionCache, StaticLayout, batch_layout
 from services.encoder.operations.ops import Grid, Ops
 
 _LAYER_NORM_EPS = 1e-6
 
 
-class Qwen3VLVisionModel(nn.Module):
+class VisionTower(nn.Module):
     """Patch embedding, pre-norm blocks, and a merger per feature."""
 
-    def __init__(self, spec: TowerSpec, ops: Ops) -> None:
+    def __init__(self, spec: DeepStackTower, ops: Ops, prefix: str = "") -> None:
         super().__init__()
         self.spec = spec
         self.ops = ops
@@ -37,7 +37,7 @@ class Qwen3VLVisionModel(nn.Module):
             [Merger(spec, ops, norm_after_grouping=True) for _ in spec.deepstack_indexes]
         )
         self.weight_map = WeightMap(
-            prefixes={"": "model.visual."},
+            prefixes={"": prefix},
             shapes={
                 "patch_embed.proj.weight": (
                     spec.hidden_size,
@@ -116,7 +116,7 @@ class Block(nn.Module):
     `forward` says so, the last sum.
     """
 
-    def __init__(self, spec: TowerSpec, ops: Ops) -> None:
+    def __init__(self, spec: DeepStackTower, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         self.norm1 = nn.LayerNorm(spec.hidden_size, eps=_LAYER_NORM_EPS)
@@ -138,7 +138,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Full attention within each frame, with 2-D rope."""
 
-    def __init__(self, spec: TowerSpec, ops: Ops) -> None:
+    def __init__(self, spec: DeepStackTower, ops: Ops) -> None:
         super().__init__()
         self.num_heads = spec.num_heads
         self.ops = ops
@@ -149,7 +149,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, layout: VisionLayout) -> Tensor | None:
         """`[N, hidden]`, as `x`, see `project_back`."""
         query, key, value = self._heads(x, layout)
-        attended = self.ops.ragged_attention(query, key, value, layout.segments)
+        attended = self.ops.ragged_attention(query, key, value, layout.segments[FULL])
         return project_back(attended.flatten(1), self.proj, residual, self.ops)
 
     def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
@@ -185,7 +185,7 @@ class Merger(nn.Module):
     GELU is the exact one here, the tanh one in the blocks.
     """
 
-    def __init__(self, spec: TowerSpec, ops: Ops, *, norm_after_grouping: bool) -> None:
+    def __init__(self, spec: DeepStackTower, ops: Ops, *, norm_after_grouping: bool) -> None:
         super().__init__()
         self.ops = ops
         self.grouped_size = spec.hidden_size * spec.spatial_merge_size**2
@@ -209,7 +209,7 @@ class Merger(nn.Module):
 class PatchEmbed(nn.Module):
     """The checkpoint's Conv3d, whose stride is its kernel: a linear over a patch's pixels."""
 
-    def __init__(self, spec: TowerSpec) -> None:
+    def __init__(self, spec: DeepStackTower) -> None:
         super().__init__()
         pixels = spec.in_channels * spec.patch_size**2
         method = SummedOverTime(spec.in_channels, spec.temporal_patch_size)

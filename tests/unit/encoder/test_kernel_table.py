@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.attention.segments import BatchSegments
+from services.common.families.qwen3_vl import DeepStackTower
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride, parse_overrides
@@ -14,8 +15,8 @@ from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import HOPPER_SHARED_MEMORY, TowerFacts, resolve
 from tests.tower import cpu_ops
 
-TWO_B = TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
-EIGHT_B = TowerSpec(27, 1152, 4304, 16, 3, 16, 2, 2, 2304, 4096, (8, 16, 24))
+TWO_B = DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17))
+EIGHT_B = DeepStackTower(27, 1152, 4304, 16, 3, 16, 2, 2, 4096, 2304, (8, 16, 24))
 RESERVED_SHARED_MEMORY = 1024  # bytes of each CTA that the driver takes
 OPERATIONS = {
     "pack_patches", "add_layer_norm", "layer_norm", "rotary", "ragged_attention", "linear_gelu",
@@ -24,7 +25,10 @@ OPERATIONS = {
 
 
 def table(
-    spec: TowerSpec, device: DeviceFacts, dtype: torch.dtype = torch.bfloat16, kernels: str = ""
+    spec: TowerSpec,
+    device: DeviceFacts,
+    dtype: torch.dtype = torch.bfloat16,
+    kernels: str = "",
 ) -> KernelTable[TowerFacts]:
     return resolve(TowerFacts.of(spec, device, dtype), parse_overrides(kernels))
 
@@ -59,7 +63,7 @@ def test_all_is_plain_on_a_cpu_and_by_override() -> None:
         (KNOWN_DEVICES["h200"], TWO_B, torch.float32, "no kernel for torch.float32"),
         (DeviceFacts("cuda", "H200", (9, 0), 132, 227 << 10), TWO_B, torch.bfloat16, "triton"),
         (
-            KNOWN_DEVICES["h200"], TowerSpec(2, 96, 96, 1, 3, 16, 2, 2, 36, 40, (0,)),
+            KNOWN_DEVICES["h200"], DeepStackTower(2, 96, 96, 1, 3, 16, 2, 2, 40, 36, (0,)),
             torch.bfloat16, "head_dim 96",
         ),
     ],

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from kernels.attention.segments import Segments
 from kernels.tower import plain
-from services.common.model_spec import TowerSpec
+from services.common.families.qwen3_vl import DeepStackTower
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, buckets
-from services.encoder.models.qwen3_vl import Qwen3VLVisionModel
+from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.ops import Grid, Ops
 from tests.tower import cpu_ops
 
 CPU = torch.device("cpu")
-SPEC = TowerSpec(3, 48, 96, 3, 3, 16, 2, 2, 36, 40, (0, 1))
+SPEC = DeepStackTower(3, 48, 96, 3, 3, 16, 2, 2, 40, 36, (0, 1))
 BATCHES: list[list[Grid]] = [[(1, 4, 6), (1, 2, 2)], [(1, 8, 8)], [(1, 2, 2)], [(1, 6, 4)] * 2]
 ROWS = 72
 
@@ -36,15 +36,15 @@ class PaddedOps(Ops):
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen3VLVisionModel:
+def model() -> VisionTower:
     with torch.device("meta"):
-        made = Qwen3VLVisionModel(SPEC, PaddedOps(cpu_ops(SPEC).table))
+        made = VisionTower(SPEC, PaddedOps(cpu_ops(SPEC).table))
     load_dummy(made, device=CPU, dtype=torch.float32)
     return made.eval()
 
 
 @torch.inference_mode()
-def test_padding_changes_nothing(model: Qwen3VLVisionModel) -> None:
+def test_padding_changes_nothing(model: VisionTower) -> None:
     layout = model.static_layout(ROWS, 2)
     padded = torch.full((ROWS, 3 * 16**2), torch.nan)
     for seed, grids in enumerate(BATCHES):  # the buffers of one batch do not reach the next
@@ -59,7 +59,7 @@ def test_padding_changes_nothing(model: Qwen3VLVisionModel) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_views_stay_where_they_are(model: Qwen3VLVisionModel) -> None:
+def test_views_stay_where_they_are(model: VisionTower) -> None:
     layout = model.static_layout(ROWS, 2)
     before = layout.rows(64)
     layout.set([(1, 8, 8)])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.common.model_spec import TowerSpec
+from services.common.families.qwen3_vl import DeepStackTower
 from services.encoder.engine.throttle import Throttle, count_flops
 
-TWO_B = TowerSpec(24, 1024, 4096, 16, 3, 16, 2, 2, 2304, 2048, (5, 11, 17))
+TWO_B = DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17))
 
 
 @pytest.mark.parametrize(("side", "tera"), [(448, 0.534), (512, 0.721), (1024, 4.12), (4096, 462)])
