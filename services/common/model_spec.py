@@ -202,6 +202,7 @@ class TowerSpec:
 
     Attributes:
         kind: the name of the tower's file in `services/encoder/models`.
+        pixel_mean, pixel_std: what pixels of 0 to 255 are normalized by, of each channel or of all.
     """
 
     kind: ClassVar[str]
@@ -214,6 +215,8 @@ class TowerSpec:
     temporal_patch_size: int
     spatial_merge_size: int
     out_hidden_size: int
+    pixel_mean: tuple[float, ...] = field(default=(127.5,), kw_only=True)
+    pixel_std: tuple[float, ...] = field(default=(127.5,), kw_only=True)
 
     @property
     def num_features(self) -> int:

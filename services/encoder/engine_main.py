@@ -204,7 +204,7 @@ def load_model(
 def canonical_config(spec: ModelSpec) -> bytes:
     """Canonical JSON of what decides an embedding besides weights and pixels."""
     vision = json.loads((spec.directory / "config.json").read_text())["vision_config"]
-    both = {"vision": vision, "processor": asdict(spec.vision_part)["geometry"]}
+    both = {"config": vision, "spec": asdict(spec.vision_part)}
     return json.dumps(both, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -11,7 +11,7 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 # isort: split
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from services.common.families.image_processor import read_geometry
+from services.common.families.image_processor import read_vision_spec
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.resized_grid import ResizedGrid
 from services.common.model_spec import ModelSpecError, UnsupportedOption
@@ -52,6 +52,16 @@ OBEYED = {
         "default_to_square": True, "device": None, "data_format": "channels_first",
     },
 }  # fmt: skip
+NORMALIZED = {
+    "no normalization": {"do_normalize": False},
+    "no rescaling": {"do_rescale": False},
+    "neither": {"do_rescale": False, "do_normalize": False},
+    "a larger factor": {"rescale_factor": 1 / 127.5},
+    "the default mean": {"image_mean": ABSENT},
+    "the default deviation": {"image_std": ABSENT},
+    "another deviation of one channel": {"image_std": [0.5, 0.5, 0.4]},
+    "one mean of all channels": {"image_mean": 0.4, "image_std": [0.2, 0.3, 0.4]},
+}  # fmt: skip
 REFUSED = {
     "do_resize": {"do_resize": False},
     "do_resize ": {"do_resize": None},
@@ -62,13 +72,14 @@ REFUSED = {
     "resample ": {"resample": None},
     "patch_size ": {"patch_size": None},
     "do_convert_rgb": {"do_convert_rgb": False},
-    "do_normalize": {"do_normalize": False},
-    "do_rescale": {"do_rescale": False},
-    "rescale_factor": {"rescale_factor": 1 / 127.5},
-    "image_mean": {"image_mean": ABSENT},
+    "do_normalize": {"do_normalize": 1},
+    "do_rescale": {"do_rescale": "false"},
+    "rescale_factor": {"rescale_factor": 0},
+    "image_mean": {"image_mean": [0.5, 0.5]},
     "image_mean ": {"image_mean": None},
-    "image_std": {"image_std": ABSENT},
-    "image_std ": {"image_std": [0.5, 0.5, 0.4]},
+    "image_mean  ": {"image_mean": [0.5, 0.5, "0.5"]},
+    "image_std": {"image_std": [0.5, 0.5, 0.0]},
+    "image_std ": {"image_std": True},
     "resample": {"resample": 0},
     "resample 1 ": {"resample": 1},
     "patch_size": {"patch_size": 14},
@@ -96,8 +107,15 @@ def write(directory: Path, changes: dict, *, nested: bool) -> None:
     (directory / name).write_text(json.dumps(value))
 
 
+def read_geometry(directory: Path) -> ResizedGrid:
+    vision = read_vision_spec(directory, TOWER, 0)
+    assert (vision.tower.pixel_mean, vision.tower.pixel_std) == ((127.5,), (127.5,))
+    assert isinstance(vision.geometry, ResizedGrid)
+    return vision.geometry
+
+
 def check_pixels(directory: Path) -> ResizedGrid:
-    geometry = read_geometry(directory, TOWER, 0)
+    geometry = read_geometry(directory)
     processor = Qwen2VLImageProcessor.from_pretrained(directory)
     for size in ((224, 160), (480, 640), (64, 96), (15, 1000)):
         image = noise(*size)
@@ -118,6 +136,19 @@ def test_an_option_is_obeyed(
     check_pixels(tmp_path)
 
 
+@pytest.mark.parametrize("changes", NORMALIZED.values(), ids=NORMALIZED)
+def test_what_pixels_are_normalized_by_is_read(tmp_path: Path, changes: dict) -> None:
+    write(tmp_path, changes, nested=False)
+    vision, size = read_vision_spec(tmp_path, TOWER, 0), (96, 64)
+    levels = vision.tower.pixel_mean, vision.tower.pixel_std
+    image = noise(*size)
+    theirs = Qwen2VLImageProcessor.from_pretrained(tmp_path)(images=[image], return_tensors="pt")
+    pixels = ours(encoded(image), size, vision.geometry).unflatten(1, (3, -1)) * 127.5 + 127.5
+    mean, std = (torch.tensor(level)[:, None] for level in levels)
+    found = ((pixels - mean) / std).flatten(1)
+    torch.testing.assert_close(found, theirs["pixel_values"].float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["preprocessor", "processor"])
 @pytest.mark.parametrize(("option", "changes"), REFUSED.items(), ids=REFUSED)
 def test_an_option_is_refused_by_name(
@@ -125,7 +156,7 @@ def test_an_option_is_refused_by_name(
 ) -> None:
     write(tmp_path, changes, nested=nested)
     with pytest.raises(UnsupportedOption, match=option.strip()) as error:
-        read_geometry(tmp_path, TOWER, 0)
+        read_vision_spec(tmp_path, TOWER, 0)
     assert error.value.file == ("processor_config.json" if nested else "preprocessor_config.json")
 
 
@@ -144,4 +175,4 @@ def test_a_newer_file_without_the_section_leaves_the_older(tmp_path: Path, newer
 
 def test_no_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelSpecError, match=r"preprocessor_config\.json is missing"):
-        read_geometry(tmp_path, TOWER, 0)
+        read_vision_spec(tmp_path, TOWER, 0)

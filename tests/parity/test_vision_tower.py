@@ -143,6 +143,22 @@ def test_still_patches_without_their_time_axis(pair: Pair) -> None:
     assert error(pair.actual(whole[:, :, 0].flatten(1), IMAGES), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("is_still", [False, True])
+def test_pixels_are_normalized_by_the_checkpoints_constants(tmp_path: Path, is_still: bool) -> None:
+    levels = (120.0, 117.0, 104.0), (68.0, 66.0, 70.0)
+    config = replace(CONFIGS["two taps, 1 head of 32"], pixel_mean=levels[0], pixel_std=levels[1])
+    pair = make_pair(config, tmp_path)
+    scaled = pair.patches(IMAGES).unflatten(1, (3, 2, -1))
+    if is_still:
+        scaled[:, :, 1:] = scaled[:, :, :1]
+    mean, std = (torch.tensor(level)[:, None, None] for level in levels)
+    expected = pair.expected(((127.5 * scaled + 127.5 - mean) / std).flatten(1), IMAGES)
+    given = (scaled[:, :, 0] if is_still else scaled).flatten(1)
+    assert error(pair.actual(given, IMAGES), expected) < TOLERANCE
+    unread = make_pair(replace(config, pixel_std=(127.5,)), tmp_path)
+    assert error(unread.actual(given, IMAGES), expected) > 4 * TOLERANCE
+
+
 def test_a_grid_larger_than_the_table(small: Pair) -> None:
     grids: list[Grid] = [(1, 64, 96)]
     patches = small.patches(grids)

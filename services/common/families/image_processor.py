@@ -2,13 +2,13 @@
 `Qwen2VLImageProcessor`. Each is obeyed or refused by name.
 """
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from services.common.families.resized_grid import ResizedGrid
-from services.common.model_spec import TowerSpec, UnsupportedOption, read_json
+from services.common.model_spec import TowerSpec, UnsupportedOption, VisionSpec, read_json
 
 _TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 _DEFAULTS: dict[str, Any] = {
@@ -28,12 +28,11 @@ _DEFAULTS: dict[str, Any] = {
 }
 _NULL_IS_ABSENT = ("size", "min_pixels", "max_pixels", "image_processor_type")
 _FILTERS: dict[object, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
-# What pixels of 0 to 255 are shifted and divided by; the kernels have it built in.
+# Mean and deviation of pixels of 0 to 255 that nearly all checkpoints have, but for rounding.
 _CENTRE = 127.5
-_NORMALIZATION = ("image_mean", "image_std", "rescale_factor", "do_rescale", "do_normalize")
 
 
-def read_geometry(directory: Path, tower: TowerSpec, image_token_id: int) -> ResizedGrid:
+def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> VisionSpec:
     """How images become patches, and patches tokens.
 
     Raises:
@@ -52,13 +51,15 @@ def read_geometry(directory: Path, tower: TowerSpec, image_token_id: int) -> Res
             ("patch_size", (tower.patch_size,)),
             ("merge_size", (tower.spatial_merge_size,)),
             ("temporal_patch_size", (tower.temporal_patch_size,)),
+            ("do_rescale", (True, False)),
+            ("do_normalize", (True, False)),
         ):
             _check(option, options[option], served, is_given=option in present)
-        _check_normalization(options, present)
+        mean, std = _normalization(options, tower.in_channels)
         min_pixels, max_pixels = _pixels(options)
     except UnsupportedOption as error:
         raise UnsupportedOption(str(error), name) from None
-    return ResizedGrid(
+    geometry = ResizedGrid(
         image_token_id=image_token_id,
         patch_size=tower.patch_size,
         merge_size=tower.spatial_merge_size,
@@ -66,6 +67,7 @@ def read_geometry(directory: Path, tower: TowerSpec, image_token_id: int) -> Res
         max_pixels=max_pixels,
         resample=_FILTERS[options["resample"]],
     )
+    return VisionSpec(tower=replace(tower, pixel_mean=mean, pixel_std=std), geometry=geometry)
 
 
 def _read(directory: Path) -> tuple[str, Mapping[str, Any]]:
@@ -90,24 +92,37 @@ def _check(option: str, value: object, served: tuple[object, ...], *, is_given: 
         )
 
 
-def _check_normalization(options: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    shifts: list[float] = []
-    if options["do_normalize"]:
-        factor = options["rescale_factor"] if options["do_rescale"] else 1.0
-        for name in ("image_mean", "image_std"):
-            given = options[name]
-            values = [given] if isinstance(given, int | float) else given or [0.0]
-            shifts += [float(value) / (factor or math.inf) for value in values]
-    if shifts and all(abs(value - _CENTRE) < 1e-4 for value in shifts):
-        return
-    values = ", ".join(
-        f"{name} {options[name]!r}{'' if name in present else ' (the default)'}"
-        for name in _NORMALIZATION
-    )
-    raise UnsupportedOption(
-        f"{values} is not supported; supported: image_mean and image_std 0.5 of pixels scaled by "
-        "1/255"
-    )
+def _normalization(
+    options: Mapping[str, Any], num_channels: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of pixels of 0 to 255, by channel or of all."""
+    (factor,) = _positive("rescale_factor", options, 1) if options["do_rescale"] else (1.0,)
+    if not options["do_normalize"]:
+        return (0.0,), (1 / factor,)
+    mean = _numbers("image_mean", options, num_channels)
+    std = _positive("image_std", options, num_channels)
+    return _levels(mean, factor), _levels(std, factor)
+
+
+def _levels(values: tuple[float, ...], factor: float) -> tuple[float, ...]:
+    levels = tuple(value / factor for value in values)
+    return (_CENTRE,) if all(abs(level - _CENTRE) < 1e-4 for level in levels) else levels
+
+
+def _positive(option: str, options: Mapping[str, Any], count: int) -> tuple[float, ...]:
+    values = _numbers(option, options, count)
+    if min(values) <= 0:
+        raise UnsupportedOption(f"{option} {options[option]!r} is not positive")
+    return values
+
+
+def _numbers(option: str, options: Mapping[str, Any], count: int) -> tuple[float, ...]:
+    """A number, or one for each of several channels."""
+    given = options[option]
+    values = tuple(given) if isinstance(given, list) else (given,)
+    if len(values) not in (1, count) or not all(type(value) in (int, float) for value in values):
+        raise UnsupportedOption(f"{option} {given!r} is neither a number nor one per channel")
+    return values
 
 
 def _pixels(options: Mapping[str, Any]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from services.common.families.dense import (
     read_text,
     text_checkpoint,
 )
-from services.common.families.image_processor import read_geometry
+from services.common.families.image_processor import read_vision_spec
 from services.common.model_spec import (
     ModelSpec,
     MoESpec,
@@ -83,7 +83,7 @@ def _text(
 def read_vision(
     directory: Path, config: Mapping[str, Any], deepstack_indexes: Sequence[int]
 ) -> VisionSpec:
-    """The tower of a config.json, and the geometry of the directory's processor."""
+    """The tower of a config.json, and what the directory's image processor says."""
     vision = config["vision_config"]
     if vision.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise UnsupportedOption(
@@ -110,7 +110,4 @@ def read_vision(
         out_hidden_size=vision["out_hidden_size"],
         deepstack_indexes=tuple(deepstack_indexes),
     )
-    return VisionSpec(
-        tower=tower,
-        geometry=read_geometry(directory, tower, config["image_token_id"]),
-    )
+    return read_vision_spec(directory, tower, config["image_token_id"])

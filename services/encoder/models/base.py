@@ -77,9 +77,9 @@ class VisionModel(Protocol):
         """Runs the tower, yielding each feature as soon as its block is done (enqueued, on CUDA).
 
         Args:
-            patches: `[N, channels * temporal * patch * patch]`, normalized, rows in merge-block
-                order; or without the temporal factor where all slices of time are equal, as in
-                still images.
+            patches: `[N, channels * temporal * patch * patch]`, scaled to [-1, 1], rows in
+                merge-block order; or without the temporal factor where all slices of time are
+                equal, as in still images.
             layout: what `layout` returned for the same batch.
 
         Yields:

@@ -212,7 +212,7 @@ class PatchEmbed(nn.Module):
     def __init__(self, spec: DeepStackTower) -> None:
         super().__init__()
         pixels = spec.in_channels * spec.patch_size**2
-        method = SummedOverTime(spec.in_channels, spec.temporal_patch_size)
+        method = PatchWeights(spec)
         self.proj = Linear(
             pixels * spec.temporal_patch_size, spec.hidden_size, bias=True, method=method
         )
@@ -226,14 +226,27 @@ class PatchEmbed(nn.Module):
         return F.linear(patches.to(weight.dtype), weight, self.proj.bias)
 
 
-class SummedOverTime(UnquantizedLinear):
-    """Also keeps the weights summed over time, for patches that are the same at each time."""
+class PatchWeights(UnquantizedLinear):
+    """Takes pixels scaled to [-1, 1], whatever the checkpoint's are normalized by. Also keeps the
+    weights summed over time, for patches that are the same at each time.
+    """
 
-    def __init__(self, channels: int, times: int) -> None:
-        self._shape = (channels, times)
+    def __init__(self, spec: DeepStackTower) -> None:
+        self._spec = spec
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        """Makes `still_weight` `[hidden, channels * patch²]`: summed in float32, cast once."""
-        weight = layer.weight
-        by_time = weight.detach().unflatten(1, (*self._shape, -1)).float()
+        """Makes `still_weight` `[hidden, channels * patch²]`. All sums are float32, cast once."""
+        spec, weight, bias = self._spec, layer.weight.detach(), layer.bias
+        assert bias is not None
+        shape = spec.in_channels, spec.temporal_patch_size, -1
+        by_time = weight.unflatten(1, shape).float()  # [hidden, channels, time, patch²]
+        mean, std = (
+            torch.tensor(levels, device=weight.device)[:, None, None]
+            for levels in (spec.pixel_mean, spec.pixel_std)
+        )
+        if not torch.all((mean == 127.5) & (std == 127.5)):
+            # (x - mean) / std of x = 127.5 y + 127.5
+            bias.data.copy_(bias + (by_time * ((127.5 - mean) / std)).sum((1, 2, 3)))
+            by_time = by_time * (127.5 / std)
+            weight.copy_(by_time.flatten(1))
         layer.still_weight = by_time.sum(2).flatten(1).to(weight.dtype)
