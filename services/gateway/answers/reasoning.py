@@ -38,7 +38,7 @@ class ReasoningSplitter:
     Attributes:
         thinking: the text up to now has not left the block.
         call: a call that begins within the block, and all text behind it, which was not read:
-            Qwen3.5 calls tools before it closes the block.
+            some models call tools before they close the block.
 
     Args:
         start: where the answer begins.

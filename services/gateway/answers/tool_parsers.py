@@ -145,7 +145,7 @@ class _TaggedParser(CallParser):
 
 
 class HermesParser(_TaggedParser):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3, Qwen3-VL."""
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: `hermes`."""
 
     marker = "<tool_call>"
     openers = ("<tool_call>",)
@@ -261,7 +261,7 @@ class Llama3JsonParser(CallParser):
 
 
 class Qwen3CoderParser(_TaggedParser):
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…`: Qwen3-Coder, Qwen3.5.
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…`: `qwen3_coder`.
 
     Values become JSON by the function's schema: of type string, they are strings, streamed; of
     other types, they are JSON text, else a string; where both are possible, text that is JSON of

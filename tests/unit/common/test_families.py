@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import services
 from services.common.families import FAMILIES, read_spec
 from services.common.model_spec import (
     ConversationSpec,
@@ -365,6 +367,19 @@ def read_qwen3_5(directory: Path, **changes: Any) -> ModelSpec:
         },
         {"eos_token_id": [248046, 248044]},
     )  # fmt: skip
+
+
+def test_no_service_names_a_family_that_sees() -> None:
+    """A family has a file of its spec, and its layers may have files in `models`."""
+    names = re.compile(r"qwen[-_. ]?3[-_. ]?(vl|5)", re.IGNORECASE)
+    root = Path(services.__path__[0])
+    named = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if names.search(path.read_text(encoding="utf-8"))
+    }
+    own = {path for path in named if re.match(r"common/families/|(en|de)coder/models/", path)}
+    assert named == own >= {"common/families/qwen3_vl.py", "encoder/models/qwen3_vl.py"}
 
 
 def test_qwen3_5_has_layers_of_two_kinds_and_a_tower_without_deepstack(tmp_path: Path) -> None:
