@@ -5,6 +5,10 @@ number of pods is that over the threshold, rounded up, unless the two are within
 largest trigger wins. Then come the stabilization windows, the policies (pods per period) and the
 bounds, in the order of Kubernetes' horizontal controller. KEDA hands the query through: without
 `useCachedMetrics` its polling interval decides only about scaling from and to zero.
+
+A query without series fails (`ignoreNullValues: "false"`). Its trigger then wants as many pods as
+there are, and at least the fallback's: KEDA answers so for it after some failures, and before them
+Kubernetes takes no pod away while one of several metrics is unknown.
 """
 
 import math
@@ -25,12 +29,14 @@ class Trigger:
         function: `sum`; `avg` over the window; `rate` over the window.
         threshold: per pod.
         window_s: of `avg` and `rate`.
+        absent: the query's value without series; None: it fails.
     """
 
     metric: str
     function: str
     threshold: float
     window_s: float = 0.0
+    absent: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +58,10 @@ class Policy:
     min_replicas: int = 1
     max_replicas: int = 1000
     tolerance: float = TOLERANCE
+    fallback_replicas: int = 1
 
 
-Query = Callable[[Trigger], float]
+Query = Callable[[Trigger], float | None]
 
 
 class Autoscaler:
@@ -86,6 +93,9 @@ class Autoscaler:
 
     def _wanted_by(self, trigger: Trigger, replicas: int, query: Query) -> int:
         value = query(trigger)
+        value = trigger.absent if value is None else value
+        if value is None:
+            return max(replicas, self.policy.fallback_replicas)
         if replicas and abs(value / (trigger.threshold * replicas) - 1) <= self.policy.tolerance:
             return replicas
         return math.ceil(value / trigger.threshold - 1e-9)

@@ -36,10 +36,16 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A cluster. `gateways`: each knows its own requests only when it picks a pod."""
+    """A cluster.
+
+    Attributes:
+        gateways: each knows its own requests only when it picks a pod.
+        unscraped: from one second to another, Prometheus gets no samples.
+    """
 
     fleets: tuple[FleetPlan, ...]
     gateways: int = 4
+    unscraped: tuple[float, float] = (0.0, 0.0)
 
     def with_replicas(self, *replicas: int) -> "Plan":
         """The same fleets with other numbers at the start."""
@@ -256,7 +262,9 @@ class Cluster:
         self._finished(request)
 
     def _scrape(self, _: None) -> None:
-        now, pods = self.clock.now, [pod for fleet in self.fleets for pod in fleet.pods]
+        now, (start, end) = self.clock.now, self.plan.unscraped
+        is_scraped = not start <= now < end
+        pods = [pod for fleet in self.fleets for pod in fleet.pods if is_scraped]
         for metric, value in _METRICS.items():
             kind = metric.partition("_")[0]
             values: dict[Hashable, float] = {

@@ -18,7 +18,7 @@ COMPONENT = Path(__file__).parents[2] / "deploy/k8s/components/autoscaling"
 _QUERY = re.compile(
     r"sum\((?:(?P<function>avg_over_time|rate)\()?"
     r'(?P<metric>\w+)\{namespace="triptych"(?:,(?P<label>\w+="\w+"))?\}'
-    r"(?:\[(?P<minutes>\d+)m\]\))?\) or vector\(0\)"
+    r"(?:\[(?P<minutes>\d+)m\]\))?\)"
 )
 
 
@@ -87,6 +87,7 @@ def _policy(scaled_object: dict[str, Any]) -> Policy:
         up=_rule(behavior["scaleUp"]),
         down=_rule(behavior["scaleDown"]),
         min_replicas=spec["minReplicaCount"],
+        fallback_replicas=spec["fallback"]["replicas"],
     )
 
 
@@ -108,4 +109,6 @@ def _trigger(trigger: dict[str, Any]) -> Trigger:
         function={None: "sum", "avg_over_time": "avg", "rate": "rate"}[match["function"]],
         threshold=float(trigger["metadata"]["threshold"]),
         window_s=60.0 * int(match["minutes"] or 0),
+        # KEDA's own default takes an answer without series for 0.
+        absent=None if trigger["metadata"].get("ignoreNullValues") == "false" else 0.0,
     )

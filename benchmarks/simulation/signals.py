@@ -31,17 +31,20 @@ class Signals:
             if not samples:
                 del series[pod]
 
-    def query(self, now: float, trigger: Trigger) -> float:
-        """`sum(...)` over the pods; 0 without any."""
+    def query(self, now: float, trigger: Trigger) -> float | None:
+        """`sum(...)` over the pods; None without series."""
         series = self._series.get(trigger.metric, {})
         assert trigger.function in ("sum", "avg", "rate")
         if trigger.function == "sum":
-            return sum(series[pod][-1][1] for pod in self._scraped.get(trigger.metric, ()))
-        start = now - trigger.window_s
-        windows = [[s for s in samples if s[0] > start] for samples in series.values()]
-        if trigger.function == "avg":
-            return sum(sum(value for _, value in w) / len(w) for w in windows if w)
-        return sum(_rate(w, start, now) for w in windows if len(w) > 1)
+            values = [series[pod][-1][1] for pod in self._scraped.get(trigger.metric, ())]
+        else:
+            start = now - trigger.window_s
+            windows = [[s for s in samples if s[0] > start] for samples in series.values()]
+            if trigger.function == "avg":
+                values = [sum(value for _, value in w) / len(w) for w in windows if w]
+            else:
+                values = [_rate(w, start, now) for w in windows if len(w) > 1]
+        return sum(values) if values else None
 
 
 def _rate(samples: list[tuple[float, float]], start: float, end: float) -> float:

@@ -53,10 +53,14 @@ def scaler_queries() -> Iterator[str]:
         yield from re.findall(r"^\s*query: (.*)$", path.read_text(), re.MULTILINE)
 
 
-def rules() -> list[dict[str, Any]]:
+def rules(group: str = "triptych") -> list[dict[str, Any]]:
     (document,) = load(COMPONENTS / "monitoring" / "alerts.yaml")
-    (group,) = document["spec"]["groups"]
-    return group["rules"]
+    (found,) = (g for g in document["spec"]["groups"] if g["name"] == group)
+    return found["rules"]
+
+
+# The one group whose metrics are not ours, but kube-state-metrics'.
+AUTOSCALING_RULES = rules("triptych-autoscaling")
 
 
 def panels() -> list[dict[str, Any]]:
@@ -102,7 +106,7 @@ def test_each_metric_is_exported_with_its_labels(
         assert {label.strip() for label in group.split(",")} <= labels_there | TARGET_LABELS
 
 
-@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+@pytest.mark.parametrize("rule", [*rules(), *AUTOSCALING_RULES], ids=lambda rule: rule["alert"])
 def test_an_alert_says_what_is_wrong_and_how_bad_it_is(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("warning", "critical")
     assert rule["annotations"]["summary"].endswith(".")
@@ -111,6 +115,16 @@ def test_an_alert_says_what_is_wrong_and_how_bad_it_is(rule: dict[str, Any]) -> 
     for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
         groups = _GROUPING.findall(rule["expr"])
         assert all(label in group for group in groups) or not groups
+
+
+def test_what_a_scaler_needs_is_missed_by_an_alert() -> None:
+    missed = {name for rule in rules() for name in re.findall(r"absent\((\w+)\{", rule["expr"])}
+    assert {"decoder_kv_usage_ratio", "encoder_backlog_seconds"} <= missed
+    text = " ".join(rule["expr"] for rule in AUTOSCALING_RULES)
+    metrics = re.findall(r"\b(kube_\w+)\{", text)
+    assert {name.removeprefix("kube_horizontalpodautoscaler_") for name in metrics} == {
+        "status_desired_replicas", "spec_max_replicas", "status_condition",
+    }  # fmt: skip
 
 
 def test_the_dashboard_is_up_to_date_and_its_panels_do_not_overlap() -> None:

@@ -71,7 +71,8 @@ def test_a_rate_is_the_slope_of_the_counters() -> None:
     rate = Trigger("busy", "rate", 1, 120)
     assert signals.query(301, rate) == pytest.approx(0.75, rel=0.01)
     signals.scrape(315, "busy", {"a": 157.5})
-    assert signals.query(315, rate) > 0.7  # b is gone, and its samples still in the window
+    found = signals.query(315, rate)
+    assert found is not None and found > 0.7  # b is gone, and its samples still in the window
     for now in range(330, 700, 15):
         signals.scrape(now, "busy", {"a": 0.5 * now})
     assert signals.query(690, rate) == pytest.approx(0.5, rel=0.01)
@@ -81,9 +82,10 @@ def test_a_new_pods_rate_counts_for_the_time_that_was_seen() -> None:
     signals = Signals()
     signals.scrape(100, "busy", {"a": 10.0})
     rate = Trigger("busy", "rate", 1, 120)
-    assert signals.query(100, rate) == 0
+    assert signals.query(100, rate) is None
     signals.scrape(115, "busy", {"a": 25.0})
-    assert 0.12 < signals.query(115, rate) < 0.25  # a quarter of the window at most
+    found = signals.query(115, rate)
+    assert found is not None and 0.12 < found < 0.25  # a quarter of the window at most
 
 
 def test_sums_and_averages() -> None:
@@ -92,6 +94,6 @@ def test_sums_and_averages() -> None:
         signals.scrape(now, "queue", {"a": value, "b": 10.0})
     assert signals.query(60, Trigger("queue", "sum", 1)) == 10
     assert signals.query(60, Trigger("queue", "avg", 1, 60)) == 15 + 10
-    assert signals.query(60, Trigger("unknown", "sum", 1)) == 0
+    assert signals.query(60, Trigger("unknown", "sum", 1)) is None
     signals.scrape(75, "queue", {"b": 10.0})
     assert signals.query(75, Trigger("queue", "sum", 1)) == 10

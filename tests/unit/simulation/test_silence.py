@@ -1,0 +1,81 @@
+"""Ten minutes without metrics, at full load: no pod is taken away."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.simulation.autoscaler import Autoscaler, Policy, Rule, Trigger
+from benchmarks.simulation.cluster import Cluster, Plan
+from benchmarks.simulation.policies import cell_policy, cells, decoder_policy, encoder_policy, split
+from benchmarks.simulation.requests import Request
+from benchmarks.simulation.stages import H200_2B
+
+SILENCE_S = (600.0, 1200.0)
+END_S = 1500.0
+
+
+def played(plan: Plan) -> list[list[int]]:
+    """Replicas of each fleet, every five seconds, while four pods are busy with answers to prompts
+    with two images.
+    """
+    rate = 20.0 if len(plan.fleets) > 1 else 13.0
+    cluster = Cluster(replace(plan, unscraped=SILENCE_S), H200_2B, lambda request: None)
+    counts: list[list[int]] = [[] for _ in cluster.fleets]
+
+    def arrive(n: int) -> None:
+        cluster.submit(Request(n / rate, 3000, 900, (4096, 4096)))
+        cluster.clock.at((n + 1) / rate, arrive, n + 1)
+
+    def sample(_: None) -> None:
+        for numbers, fleet in zip(counts, cluster.fleets, strict=True):
+            numbers.append(fleet.replicas)
+        cluster.clock.at(cluster.clock.now + 5, sample)
+
+    cluster.clock.at(0.0, arrive, 0)
+    cluster.clock.at(0.0, sample)
+    cluster.clock.run(END_S)
+    return counts
+
+
+def as_zero(policy: Policy) -> Policy:
+    """The same with queries that end in `or vector(0)`."""
+    return replace(policy, triggers=tuple(replace(t, absent=0.0) for t in policy.triggers))
+
+
+def during(counts: list[int]) -> list[int]:
+    """From the last sync with metrics to the end."""
+    return counts[int(SILENCE_S[0] / 5) - 1 :]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [split(4, 4, encoder=encoder_policy(), decoder=decoder_policy()), cells(4, cell_policy())],
+    ids=["split", "cells"],
+)
+def test_silence_takes_no_pod_away(plan: Plan) -> None:
+    for counts in map(during, played(plan)):
+        assert counts == sorted(counts)
+    assert min(during(played(plan)[-1])) >= 4  # full: what follows is no small cluster's
+
+
+@pytest.mark.parametrize("cell", [False, True])
+def test_a_zero_for_silence_takes_all_but_one(cell: bool) -> None:
+    """What shipped before: the other test can fail."""
+    plan = (
+        cells(4, as_zero(cell_policy()))
+        if cell
+        else split(4, 4, encoder=as_zero(encoder_policy()), decoder=as_zero(decoder_policy()))
+    )
+    decoders = during(played(plan)[-1])
+    assert decoders[0] >= 4 and min(decoders) == 1
+
+
+def test_a_metric_that_is_missing_holds_the_others_back_only() -> None:
+    quick = Rule(0, 100, 60)
+    rows, kv = Trigger("rows", "sum", 10), Trigger("kv", "sum", 0.5)
+    scaler = Autoscaler(Policy((rows, kv), quick, quick, fallback_replicas=2))
+    values = {rows: 1.0, kv: None}
+    assert scaler.sync(0, 4, values.get) == 4
+    assert scaler.sync(15, 4, {rows: 60.0, kv: None}.get) == 6
+    assert scaler.sync(30, 1, {rows: None, kv: None}.get) == 2
+    assert scaler.sync(45, 4, {rows: 1.0, kv: 0.1}.get) == 1
