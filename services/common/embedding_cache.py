@@ -12,7 +12,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Generator, Iterable
+from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily
@@ -22,6 +24,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
+from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.retry import Retry as BlockingRetry
@@ -108,6 +111,7 @@ class RedisCache(Collector):
 
     Args:
         url: `redis://`, `rediss://` or `unix://`.
+        password_file: password of the URL's user, read at each connection; None: the URL's.
         ttl_s: how long an entry lives.
         timeout_s: the most that a header or one range of a body may take.
         seals: seal what is written and open what is read; None: entries are not sealed.
@@ -120,6 +124,7 @@ class RedisCache(Collector):
         *,
         ttl_s: int,
         timeout_s: float,
+        password_file: Path | None = None,
         seals: SealKeys | None = None,
         service: str = "",
     ) -> None:
@@ -130,13 +135,18 @@ class RedisCache(Collector):
         self._has_warned = False
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
+        login: dict[str, Any] = {}
+        if password_file is not None:
+            parts = urlsplit(url)
+            login["credential_provider"] = _PasswordFile(parts.username, password_file)
+            url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         # Without time limits of their own: `_within` bounds waiting for a connection, connecting
         # and answering together.
         self._redis: Any = Redis.from_pool(
             cast("Any", BlockingConnectionPool).from_url(
                 url, protocol=2, retry=Retry(NoBackoff(), 0), max_connections=_MAX_CONNECTIONS,
                 timeout=None, socket_timeout=None, socket_connect_timeout=None,
-                socket_read_size=_RANGE_BYTES,
+                socket_read_size=_RANGE_BYTES, **login,
             )
         )  # fmt: skip
         # A thread sends values: over TLS the event loop would stand still for 1 ms per MiB. Not
@@ -144,7 +154,7 @@ class RedisCache(Collector):
         self._blocking: Any = cast("Any", BlockingRedis).from_url(
             url, protocol=2, retry=BlockingRetry(NoBackoff(), 0),
             socket_timeout=_WRITE_TIMEOUT_S, socket_connect_timeout=_CONNECT_TIMEOUT_S,
-            command_packer=PythonRespSerializer(6000, _as_bytes),
+            command_packer=PythonRespSerializer(6000, _as_bytes), **login,
         )  # fmt: skip
 
     @property
@@ -315,3 +325,16 @@ async def _within(timeout_s: float, command: Awaitable[_Result]) -> _Result:
         return task.result()
     finally:
         task.cancel()
+
+
+class _PasswordFile(CredentialProvider):
+    def __init__(self, user: str | None, path: Path) -> None:
+        self._user = user
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._path.read_text().strip()
+        return (password,) if self._user is None else (self._user, password)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()

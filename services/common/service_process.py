@@ -137,8 +137,7 @@ def run_service(service: GpuService[SettingsT]) -> int:
     """Runs the process; its exit status."""
     try:
         settings = service.settings.from_environment()
-        if settings.redis_seal_key_file is not None:
-            SealKeys(settings.redis_seal_key_file, b"")  # before a model is loaded
+        _check_redis_files(settings)  # before a model is loaded
         setup_logging(service.name, settings.log_level)
         setup_tracing(service.name)
         credentials = Credentials.from_settings(settings)
@@ -148,6 +147,16 @@ def run_service(service: GpuService[SettingsT]) -> int:
         return REFUSED
     raise_malloc_trim_threshold()
     return uvloop.run(serve(service, settings, arena_bytes, credentials))
+
+
+def _check_redis_files(settings: EngineServiceSettings) -> None:
+    if settings.redis_seal_key_file is not None:
+        SealKeys(settings.redis_seal_key_file, b"")
+    if settings.redis_password_file is not None:
+        try:
+            settings.redis_password_file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"the password of Redis cannot be read: {error}") from None
 
 
 async def serve(

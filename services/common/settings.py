@@ -102,6 +102,8 @@ class EngineServiceSettings(PeerSettings):
         num_threads: of torch on a CPU; 0: torch's own choice.
         memory_fraction: share of the device's memory that the service may use.
         redis_url: where the encoders store embeddings; empty: nowhere.
+        redis_password_file: password of the URL's user, read again at each connection: a new one
+            needs no restart.
         redis_seal_key_file: keys that seal embeddings in Redis, as `seals` describes the file;
             without it, encoder and decoder believe what they read there.
         redis_allow_unsealed: use a Redis on another machine without seals; else it is refused.
@@ -123,6 +125,7 @@ class EngineServiceSettings(PeerSettings):
     num_threads: Annotated[int, Field(ge=0)] = 0
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     redis_url: str = ""
+    redis_password_file: Path | None = None
     redis_seal_key_file: Path | None = None
     redis_allow_unsealed: bool = False
     redis_timeout_s: Annotated[float, Field(gt=0)] = 0.03

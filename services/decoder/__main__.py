@@ -79,6 +79,7 @@ class DecoderService:
                 settings.redis_url,
                 ttl_s=_REDIS_TTL_S,
                 timeout_s=settings.redis_timeout_s,
+                password_file=settings.redis_password_file,
                 seals=seals_of(settings, fingerprint),
                 service="decoder",
             )

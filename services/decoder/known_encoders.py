@@ -11,7 +11,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 
 log = logging.getLogger(__name__)
 
-_DNS = "dns:///"
+_DNS = "dns:"
 # Without a setting: encoders of this machine.
 LOOPBACK = "127.0.0.0/8", "::1/128"
 # A name is looked up once in this time at most, and again when an unknown address comes.
@@ -77,7 +77,7 @@ class KnownEncoders:
             self._literal.add(entry)
             return
         if entry.startswith(_DNS):
-            self._names.append(_host_and_port(entry.removeprefix(_DNS)))
+            self._names.append(_host_and_port(entry.removeprefix(_DNS).removeprefix("///")))
         elif "/" in entry:
             address, _, rest = entry.partition("/")
             bits, _, port = rest.partition(":")

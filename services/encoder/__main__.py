@@ -96,6 +96,7 @@ class EncoderService:
                 settings.redis_url,
                 ttl_s=settings.cache_ttl_s,
                 timeout_s=settings.redis_timeout_s,
+                password_file=settings.redis_password_file,
                 seals=seals_of(settings, fingerprint),
                 service="encoder",
             )

@@ -25,9 +25,9 @@ class GatewaySettings(PeerSettings):
             spreads connections over them. Each gateway also has its own `port`, for its probes.
         model: checkpoint directory; its JSON files and its chat template are read.
         served_model_name: what requests call the model; default: the directory's name.
-        encoder_addresses: comma-separated `host:port` or `unix:path`, or `dns:///name:port`, which
-            is resolved periodically into one address per pod. Not used if the model takes text
-            alone.
+        encoder_addresses: comma-separated `host:port` or `unix:path`, or `dns:///name:port`
+            (`dns:name:port`), which is resolved periodically into one address per pod. Not used if
+            the model takes text alone.
         decoder_addresses: of the same form; always needed.
         max_concurrent_requests: further requests get a 503.
         max_images_per_request: more images are a 400.

@@ -4,7 +4,8 @@ The cluster has the images of deploy/k8s/README.md. What clients check is what t
 tests/e2e/test_trials.py are checked with; only `KubernetesFleet` differs.
 """
 
-import secrets
+import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,17 +27,12 @@ Running = tuple[KubernetesFleet, Clients]
 
 def deploy() -> None:
     """Applies overlays/local as its README does."""
-    kubectl("apply", "-f", str(K8S / "base" / "namespace.yaml"))
+    kubectl("apply", "--server-side", "-f", str(K8S / "base" / "namespace.yaml"))
     if "triptych-redis" not in kubectl("get", "secrets", "-o", "name"):
-        password = secrets.token_hex(24)
-        acl = (
-            f"user default off\nuser triptych on >{password} ~triptych:* "
-            "+@read +@write +@connection -@dangerous -@scripting"
-        )
-        url = f"redis://triptych:{password}@redis:6379/0"
-        given = [f"--from-literal=users.acl={acl}", f"--from-literal=url={url}"]
-        kubectl("create", "secret", "generic", "triptych-redis", *given)
-    kubectl("apply", "-k", str(K8S / "overlays" / "local"))
+        made = subprocess.run([K8S / "secrets.sh", "redis"], stdout=subprocess.PIPE, text=True)
+        assert not made.returncode, "secrets.sh has failed"
+        kubectl("create", "-f", "-", stdin=made.stdout)
+    kubectl("apply", "--server-side", "-k", str(K8S / "overlays" / "local"))
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +42,23 @@ def running() -> Iterator[Running]:
         for kind in trials.KINDS:
             assert not fleet.scale(kind, 2)
         yield fleet, Clients(fleet, num_streams=8, num_tokens=400, num_askers=2)
+
+
+def test_a_second_apply_changes_nothing(running: Running) -> None:
+    applied = [
+        kubectl("apply", "--server-side", "-k", str(K8S / "overlays" / "local"), "-o", "json")
+        for _ in range(2)
+    ]
+    first, second = (
+        {
+            (item["kind"], item["metadata"]["name"]): item["metadata"].get("generation")
+            for item in json.loads(text)["items"]
+        }
+        for text in applied
+    )
+    assert len(first) > 10 and first == second
+    diff = ["diff", "--server-side", "-k", str(K8S / "overlays" / "local")]
+    assert not kubectl(*diff)  # an exit status other than 0 is a difference
 
 
 @pytest.mark.parametrize("kind", trials.KINDS)

@@ -1,12 +1,15 @@
 """Encoder and decoder log in to Redis as users that may do what they do, no more."""
 
+import functools
 import re
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import redis
+import yaml
 
 from services.common.embedding import EmbeddingSpec, digest
 from services.common.embedding_cache import RedisCache
@@ -14,29 +17,30 @@ from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer
 from triptych.serve import REDIS_RULES
 
-README = Path(__file__).resolve().parents[2] / "deploy" / "k8s" / "README.md"
+SECRETS = Path(__file__).resolve().parents[2] / "deploy" / "k8s" / "secrets.sh"
 KEY, SPEC = bytes(range(32)), EmbeddingSpec("float32", 2, 4, 4)
 ENTRY = b"triptych:embedding:" + KEY
 DATA = np.ones(SPEC.shape, np.float32).tobytes()
 
 
-def rules() -> str:
-    """What the deployment's instructions put into the server's file of users."""
-    found = re.search(r"users\.acl=\"(user .*?)\"", README.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
+@functools.cache
+def secret() -> dict[str, str]:
+    """What the deployment's server and its clients are given."""
+    text = subprocess.run([SECRETS, "redis"], capture_output=True, text=True, check=True).stdout
+    return yaml.safe_load(text)["stringData"]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     users = tmp_path_factory.mktemp("redis") / "users.acl"
-    users.write_text(rules().replace("$encoder", "secret").replace("$decoder", "secret") + "\n")
-    with RedisServer("--aclfile", str(users), user="encoder", password="secret") as server:
+    users.write_text(secret()["users.acl"])
+    password = secret()["encoder-password"]
+    with RedisServer("--aclfile", str(users), user="encoder", password=password) as server:
         yield server
 
 
 def url_of(server: RedisServer, user: str) -> str:
-    return server.url.replace("encoder:", f"{user}:")
+    return f"redis://{user}:{secret()[f'{user}-password']}@127.0.0.1:{server.port}/0"
 
 
 @pytest.fixture
@@ -57,7 +61,7 @@ async def decoder(server: RedisServer) -> AsyncIterator[RedisCache]:
 
 
 def test_the_local_stack_has_the_same_rules() -> None:
-    given = dict(re.findall(r"user (\w+) on >\S+ (.*)", rules()))
+    given = dict(re.findall(r"user (\w+) on >\S+ (.*)", secret()["users.acl"]))
     assert given == REDIS_RULES
 
 
@@ -131,3 +135,28 @@ def test_nobody_else_comes_in(server: RedisServer) -> None:
         pytest.raises(redis.exceptions.AuthenticationError),
     ):
         client.ping()
+
+
+async def test_a_password_from_a_file_is_read_at_each_connection(tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text("one\n")
+    with RedisServer() as server, server.client() as client:
+
+        def change(password: str) -> None:
+            client.acl_setuser(
+                "decoder", enabled=True, reset_passwords=True, passwords=[f"+{password}"],
+                keys=["*"], commands=["+ping"],
+            )  # fmt: skip
+            client.client_kill_filter(user="decoder")
+
+        change("one")
+        url = f"redis://decoder@127.0.0.1:{server.port}"
+        cache = RedisCache(url, ttl_s=60, timeout_s=PATIENCE_S, password_file=path)
+        try:
+            assert await cache.ping()
+            change("another")
+            assert not await cache.ping()
+            path.write_text("another")
+            assert await cache.ping()
+        finally:
+            await cache.close()

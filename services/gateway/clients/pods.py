@@ -30,7 +30,7 @@ from services.common.rpc import create_channel
 
 log = logging.getLogger(__name__)
 
-_DNS = "dns:///"
+_DNS = "dns:"
 RESOLVE_PERIOD_S = 5.0
 _RESOLVE_EMPTY_PERIOD_S = 1.0  # while no pod accepts work
 CHECK_PERIOD_S = 1.0
@@ -361,7 +361,7 @@ async def _connect(pod: Pod) -> bool:
 async def _resolve(address: str) -> set[str]:
     if not address.startswith(_DNS):
         return {address}
-    host, _, port = address[len(_DNS) :].rpartition(":")
+    host, _, port = address.removeprefix(_DNS).removeprefix("///").rpartition(":")
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     return {

@@ -78,7 +78,7 @@ async def test_unknown_addresses_ask_for_the_name_once_a_second(
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(known_encoders, "_RESOLVE_PERIOD_S", 3600.0)
-    known = KnownEncoders(("dns:///encoder:50051",))
+    known = KnownEncoders(("dns:encoder:50051",))
     await asyncio.gather(*(known.admits(f"10.0.0.{i}:50051") for i in range(50)))
     assert questions == 1
 

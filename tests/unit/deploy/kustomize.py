@@ -81,13 +81,38 @@ def _compose(directory: Path, base: list[Resource] | None = None) -> list[Resour
         if "namespace" in spec and resource["kind"] not in _CLUSTER_WIDE:
             metadata["namespace"] = spec["namespace"]
         for label in spec.get("labels", ()):
-            if not set(label) <= {"pairs", "includeTemplates"}:
+            if not set(label) <= {"pairs", "includeTemplates", "includeSelectors"}:
                 raise NotImplementedError(f"{directory}: labels with {set(label)}")
             metadata["labels"] = metadata.get("labels", {}) | label["pairs"]
-            if label.get("includeTemplates") and resource["kind"] in _WITH_PODS:
+            selects = label.get("includeSelectors", False)
+            if (selects or label.get("includeTemplates")) and resource["kind"] in _WITH_PODS:
                 pod = resource["spec"]["template"]["metadata"]
                 pod["labels"] = pod.get("labels", {}) | label["pairs"]
+            if selects:
+                for selector in _selectors(resource):
+                    selector |= label["pairs"]
     return resources
+
+
+def _selectors(resource: Resource) -> list[dict[str, str]]:
+    """What kustomize takes for a selector by labels."""
+    spec = resource.get("spec", {})
+    match resource["kind"]:
+        case "Service":
+            return [spec["selector"]]
+        case "Deployment":
+            spread = spec["template"]["spec"].get("topologySpreadConstraints", ())
+            found = [spec["selector"], *(constraint["labelSelector"] for constraint in spread)]
+        case "PodDisruptionBudget":
+            found = [spec["selector"]]
+        case "NetworkPolicy":
+            rules = [(rule, "from") for rule in spec.get("ingress", ())]
+            rules += [(rule, "to") for rule in spec.get("egress", ())]
+            peers = [peer for rule, side in rules for peer in rule.get(side, ())]
+            found = [spec["podSelector"], *(p["podSelector"] for p in peers if "podSelector" in p)]
+        case _:
+            found = []
+    return [selector["matchLabels"] for selector in found if "matchLabels" in selector]
 
 
 def _generate(resources: list[Resource], generator: dict[str, Any], directory: Path) -> None:

@@ -272,9 +272,13 @@ def test_every_variable_is_a_known_setting(resources: list[Resource]) -> None:
 
 
 def test_variables_in_the_config_map_belong_to_a_service(resources: list[Resource]) -> None:
-    (config_map,) = of_kind(resources, "ConfigMap").values()
-    known = {f"{n.upper()}_{f.upper()}" for n, s in SETTINGS.items() for f in s.model_fields}
-    assert set(config_map["data"]) <= known
+    """Its own map: a changed value restarts that service alone."""
+    maps = {name.split("-")[0]: m["data"] for name, m in of_kind(resources, "ConfigMap").items()}
+    assert maps.keys() == services_in(resources).keys()
+    for name, data in maps.items():
+        assert data.keys() <= {f"{name.upper()}_{f.upper()}" for f in SETTINGS[name].model_fields}
+        (source,) = container_of(pods(resources)[name])["envFrom"]
+        assert source["configMapRef"]["name"].startswith(f"{name}-")
 
 
 def test_addresses_name_the_headless_services(resources: list[Resource]) -> None:
@@ -282,7 +286,7 @@ def test_addresses_name_the_headless_services(resources: list[Resource]) -> None
     for name in GRPC_SERVICES.keys() & pods(resources).keys():
         service = of_kind(resources, "Service")[name]["spec"]
         address = variables[f"GATEWAY_{name.upper()}_ADDRESSES"]
-        assert address == f"dns:///{name}:{service['ports'][0]['port']}"
+        assert address == f"dns:{name}:{service['ports'][0]['port']}"
 
 
 def test_no_service_links_collide_with_settings(resources: list[Resource]) -> None:
@@ -301,24 +305,23 @@ def test_redis_is_bounded_in_memory_and_behind_a_password(vision: list[Resource]
         container_of(pod)["resources"]["limits"]["memory"]
     )
     assert options["--aclfile"].startswith(container_of(pod)["volumeMounts"][0]["mountPath"])
-    for name in ("encoder", "decoder"):
-        url = json.loads(environment(vision, pods(vision)[name])[f"{name.upper()}_REDIS_URL"])
-        secret = pod["spec"]["volumes"][0]["secret"]["secretName"]
-        assert url["secretKeyRef"] == {"name": secret, "key": f"{name}-url"}
-        assert f"--from-literal={name}-url=" in README
 
 
-def test_entries_in_redis_are_sealed_with_mounted_keys(vision: list[Resource]) -> None:
-    assert "--from-literal=seal-keys=" in README
+def test_redis_clients_read_their_own_password_and_the_seal_keys_from_files(
+    vision: list[Resource],
+) -> None:
     for name in ("encoder", "decoder"):
         pod = pods(vision)[name]
-        (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "seal-keys")
-        (mount,) = (m for m in container_of(pod)["volumeMounts"] if m["name"] == "seal-keys")
-        (item,) = volume["secret"]["items"]  # neither passwords nor users
-        path = f"{mount['mountPath']}/{item['path']}"
+        (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "redis")
+        (mount,) = (m for m in container_of(pod)["volumeMounts"] if m["name"] == "redis")
+        assert mount["readOnly"] and "subPath" not in mount  # it could not change
+        paths = {i["key"]: f"{mount['mountPath']}/{i['path']}" for i in volume["secret"]["items"]}
         variables = environment(vision, pod)
-        assert item["key"] == "seal-keys" and mount["readOnly"] and "subPath" not in mount
-        assert variables[f"{name.upper()}_REDIS_SEAL_KEY_FILE"] == path
+        assert variables[f"{name.upper()}_REDIS_URL"] == f"redis://{name}@redis"
+        assert paths == {  # neither users nor the other's password
+            f"{name}-password": variables[f"{name.upper()}_REDIS_PASSWORD_FILE"],
+            "seal-keys": variables[f"{name.upper()}_REDIS_SEAL_KEY_FILE"],
+        }
 
 
 def test_redis_has_no_known_remote_code_execution(vision: list[Resource]) -> None:
@@ -481,7 +484,9 @@ def test_network_policies_are_the_call_graph(resources: list[Resource]) -> None:
     assert edges("egress", "to") == calls
     assert {(a, b, port) for b, a, port in edges("ingress", "from")} == calls
     for name, policy in policies.items():
-        assert policy["spec"]["podSelector"]["matchLabels"] == {label: name}
+        assert policy["spec"]["podSelector"]["matchLabels"] == {
+            label: name, "app.kubernetes.io/instance": "triptych",
+        }  # fmt: skip
         for rule in policy["spec"].get("ingress", ()):
             allowed = {port["port"] for port in rule["ports"]}
             assert allowed <= set(container_ports(pods(resources)[name]).values())

@@ -188,7 +188,7 @@ async def test_a_pod_that_is_being_removed_is_closed_with_the_rest(monkeypatch):
 
     monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = PodSet(["dns:///encoder:50051"], Slow)
+    known = PodSet(["dns:encoder:50051"], Slow)
     await known.start()
     await removing.wait()
     await known.close()

@@ -1,0 +1,49 @@
+#!/bin/sh
+# Prints the secrets that the manifests read, with new random values:
+#   deploy/k8s/secrets.sh redis token | kubectl -n triptych create -f -
+# `create` fails where they exist, so that no password changes by accident.
+set -eu
+
+random() { openssl rand -hex "$1"; }
+
+redis() {
+  encoder=$(random 24) decoder=$(random 24)
+  cat <<EOF
+---
+# Redis' users: the encoder writes, the decoder only reads. seal-keys: what embeddings are sealed
+# with, a key a line.
+apiVersion: v1
+kind: Secret
+metadata:
+  name: triptych-redis
+stringData:
+  users.acl: |
+    user default off
+    user encoder on >$encoder ~triptych:embedding:* -@all +ping +getrange +set
+    user decoder on >$decoder ~triptych:embedding:* -@all +ping +getrange
+  encoder-password: $encoder
+  decoder-password: $decoder
+  seal-keys: $(random 32)
+EOF
+}
+
+token() {
+  cat <<EOF
+---
+# What the services show each other, a token a line: the first is sent, each is accepted.
+apiVersion: v1
+kind: Secret
+metadata:
+  name: triptych-token
+stringData:
+  token: $(random 32)
+EOF
+}
+
+[ $# -gt 0 ] || { echo "usage: $0 redis|token ..." >&2; exit 2; }
+for name in "$@"; do
+  case $name in
+    redis|token) "$name" ;;
+    *) echo "$0: no secret $name; there are: redis, token" >&2; exit 2 ;;
+  esac
+done
