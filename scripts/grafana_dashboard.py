@@ -22,7 +22,7 @@ class Panel:
     Attributes:
         title: of the panel.
         unit: Grafana's id of it.
-        queries: PromQL, by legend. `{$}` selects the namespace.
+        queries: PromQL, by legend. `{$}` selects the installation.
     """
 
     title: str
@@ -126,12 +126,13 @@ def document() -> str:
         "refresh": "15s",
         "time": {"from": "now-1h", "to": "now"},
         "schemaVersion": 39,
-        "templating": {"list": [_DATASOURCE, _NAMESPACE]},
+        "templating": {"list": [_DATASOURCE, _NAMESPACE, _INSTALLATION]},
         "panels": panels,
     }
     return json.dumps(dashboard, indent=1) + "\n"
 
 
+_SELECTED = '{namespace="$namespace",installation="$installation"}'
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _DATASOURCE = {"name": "datasource", "type": "datasource", "query": "prometheus"}
 _NAMESPACE = {
@@ -140,6 +141,10 @@ _NAMESPACE = {
     "datasource": _SOURCE,
     "query": "label_values(gateway_requests_running, namespace)",
     "refresh": 2,
+}
+_INSTALLATION = _NAMESPACE | {
+    "name": "installation",
+    "query": 'label_values(gateway_requests_running{namespace="$namespace"}, installation)',
 }
 
 
@@ -154,7 +159,7 @@ def _graph(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + number),
                 "datasource": _SOURCE,
-                "expr": query.replace("{$}", '{namespace="$namespace"}'),
+                "expr": query.replace("{$}", _SELECTED),
                 "legendFormat": legend,
             }
             for number, (legend, query) in enumerate(panel.queries.items())

@@ -17,7 +17,7 @@ from benchmarks.simulation.cluster import FleetPlan, Plan
 COMPONENT = Path(__file__).parents[2] / "deploy/k8s/components/autoscaling"
 _QUERY = re.compile(
     r"sum\((?:(?P<function>avg_over_time|rate)\()?"
-    r'(?P<metric>\w+)\{namespace="triptych"(?:,(?P<label>\w+="\w+"))?\}'
+    r'(?P<metric>\w+)\{namespace="triptych",installation="triptych"(?:,(?P<label>\w+="\w+"))?\}'
     r"(?:\[(?P<minutes>\d+)m\]\))?\)"
 )
 

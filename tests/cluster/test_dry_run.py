@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.unit.deploy.combinations import COMBINATIONS, K8S, combine
+from tests.unit.deploy.combinations import COMBINATIONS, INSTALLATIONS, K8S, combine, installed
 from tests.unit.deploy.kustomize import render
 
 pytestmark = pytest.mark.skipif(
@@ -63,6 +63,22 @@ def test_the_api_server_takes_everything(name: str, kinds: set[str], tmp_path: P
     assert "Warning" not in found.stderr
     assert len(found.stdout.splitlines()) == len(render(directory))
     assert "server dry run" in found.stdout
+
+
+@pytest.mark.parametrize("name", INSTALLATIONS)
+def test_the_api_server_takes_another_installation(
+    name: str, kinds: set[str], tmp_path: Path
+) -> None:
+    namespace = INSTALLATIONS[name][2]
+    if kubectl("get", "namespace", namespace).returncode:
+        pytest.skip(f"the cluster has no namespace {namespace}")
+    directory = installed(name, tmp_path / "own")
+    rendered = kubectl("kustomize", str(directory)).stdout
+    if absent := {d["kind"] for d in yaml.safe_load_all(rendered)} - kinds:
+        pytest.skip(f"the cluster has no {', '.join(sorted(absent))}")
+    found = dry_run(directory)
+    assert found.returncode == 0, found.stderr
+    assert "Warning" not in found.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Overlays with components, as users combine them; tests here and against a cluster render them."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 K8S = Path(__file__).resolve().parents[3] / "deploy" / "k8s"
+_MOST = ("autoscaling", "disruption", "monitoring", "http-route", "ingress", "mtls")
 # What can be combined: overlay and components.
 COMBINATIONS = {
     "autoscaling": ("gpu", "autoscaling"),
@@ -39,19 +42,52 @@ COMBINATIONS = {
     ),
 }  # fmt: skip
 
+# Overlay, components, namespace, instance. kubectl renders them: `kustomize.py` replaces nothing.
+INSTALLATIONS = {
+    "another-namespace": ("gpu", (*_MOST, "dra", "priority"), "prod", "triptych"),
+    "blue": ("gpu", (*_MOST, "dra", "model-job", "mtls/cert-manager"), "triptych", "blue"),
+    "blue-local": ("local", ("token",), "triptych", "blue"),
+    "blue-cell": (
+        "gpu", ("cell", "autoscaling/cell", "disruption", "monitoring"), "prod", "blue",
+    ),
+    "text": ("text", ("autoscaling/text", "monitoring", "http-route"), "prod", "green"),
+}  # fmt: skip
+
 
 def combine(overlay: str, *components: str, directory: Path) -> Path:
     """A kustomization as a user would write it."""
-    directory.mkdir(exist_ok=True)
+    return _written(directory, [K8S / "overlays" / overlay], components)
 
-    def path(name: str) -> str:
-        return os.path.relpath(K8S / name, directory.resolve())
+
+def installed(name: str, directory: Path) -> Path:
+    """An installation of its own namespace and name, as a user would write it: two levels."""
+    overlay, components, namespace, instance = INSTALLATIONS[name]
+    app = _written(
+        directory / "app",
+        [K8S / "overlays" / overlay],
+        components,
+        namespace=namespace,
+        nameSuffix="" if instance == "triptych" else f"-{instance}",
+        labels=[{"pairs": {"app.kubernetes.io/instance": instance}, "includeSelectors": True}],
+    )
+    follow = "follow/text" if overlay == "text" else "follow"
+    return _written(directory, [app], [follow])
+
+
+def _written(
+    directory: Path, resources: Sequence[Path], components: Sequence[str], **more: Any
+) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def path(target: Path) -> str:
+        return os.path.relpath(target, directory.resolve())
 
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "resources": [path(f"overlays/{overlay}")],
-        "components": [path(f"components/{name}") for name in components],
+        "resources": [path(resource) for resource in resources],
+        "components": [path(K8S / "components" / name) for name in components],
+        **more,
     }
     (directory / "kustomization.yaml").write_text(yaml.safe_dump(content))
     return directory

@@ -67,7 +67,8 @@ def test_each_component_is_in_a_combination() -> None:
         for path in (K8S / "components").rglob("kustomization.yaml")
     }
     combined = {name for _, *names in COMBINATIONS.values() for name in names}
-    assert found == combined | {"gpu"}  # which is in the overlays
+    # `gpu` is in the overlays, `follow` in the installations.
+    assert found == combined | {"gpu", "follow", "follow/text"}
 
 
 @functools.cache  # most are in many combinations
@@ -169,7 +170,7 @@ def test_scalers_ask_for_sums_per_pod_and_never_shrink_without_metrics(
             assert re.fullmatch(r"sum\([^ ]+\)", metadata["query"])
             assert "vector(" not in metadata["query"]
             assert metadata["ignoreNullValues"] == "false"
-            assert 'namespace="triptych"' in metadata["query"]
+            assert 'namespace="triptych",installation="triptych"' in metadata["query"]
             assert float(metadata["threshold"]) > 0
 
 

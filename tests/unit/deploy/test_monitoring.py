@@ -14,7 +14,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[3]
 COMPONENTS = ROOT / "deploy" / "k8s" / "components"
 # What Prometheus adds to each sample of a pod.
-TARGET_LABELS = {"namespace", "pod", "container", "endpoint", "instance", "job"}
+TARGET_LABELS = {"namespace", "installation", "pod", "container", "endpoint", "instance", "job"}
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"')
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
 _METRIC = re.compile(r"\b(?:gateway|encoder|decoder)_\w+")
@@ -97,7 +97,7 @@ def test_each_metric_is_exported_with_its_labels(
         labels_there |= labels
         asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", _LITERAL.sub("", selector)))
         assert asked <= labels | TARGET_LABELS
-        assert "namespace" in asked
+        assert {"namespace", "installation"} <= asked
         # A counter is only looked at by its rate, and a gauge never.
         used = re.search(rf"(\w*)\({re.escape(name + selector)}(\[)?", query)
         rated = used is not None and used[1] in ("rate", "increase")
