@@ -13,6 +13,9 @@ _MOST = ("autoscaling", "disruption", "monitoring", "http-route", "ingress", "mt
 COMBINATIONS = {
     "autoscaling": ("gpu", "autoscaling"),
     "autoscaling-local": ("local", "autoscaling"),
+    "autoscaling-gateway": ("text", "autoscaling/gateway"),
+    "autoscaling-hpa": ("gpu", "autoscaling/hpa"),
+    "autoscaling-hpa-text": ("text", "autoscaling/hpa/text"),
     "autoscaling-text": ("text", "autoscaling/text"),
     "disruption": ("gpu", "disruption"),
     "disruption-text": ("text", "disruption"),
@@ -50,6 +53,8 @@ INSTALLATIONS = {
     "blue-cell": (
         "gpu", ("cell", "autoscaling/cell", "disruption", "monitoring"), "prod", "blue",
     ),
+    "bearer": ("gpu", ("autoscaling", "autoscaling/bearer"), "prod", "blue"),
+    "hpa": ("gpu", ("autoscaling/hpa",), "prod", "blue"),
     "text": ("text", ("autoscaling/text", "monitoring", "http-route"), "prod", "green"),
 }  # fmt: skip
 

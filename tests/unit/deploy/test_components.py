@@ -21,8 +21,13 @@ from tests.unit.deploy.kustomize import LOADER, Resource, render
 from triptych.devices import place
 
 # Kinds of other projects, whose schemas a cluster has (tests/cluster).
-FOREIGN = {"ScaledObject", "HTTPRoute", "PodMonitor", "PrometheusRule", "Issuer", "Certificate"}
+FOREIGN = {
+    "ScaledObject", "TriggerAuthentication", "HTTPRoute", "PodMonitor", "PrometheusRule", "Issuer",
+    "Certificate",
+}  # fmt: skip
 KUBERNETES_VERSION = "1.37"
+# With replacements: test_installations.py
+BY_KUBECTL = {"autoscaling/bearer", "autoscaling/prometheus"}
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS)
@@ -68,7 +73,7 @@ def test_each_component_is_in_a_combination() -> None:
     }
     combined = {name for _, *names in COMBINATIONS.values() for name in names}
     # `gpu` is in the overlays, `follow` in the installations.
-    assert found == combined | {"gpu", "follow", "follow/text"}
+    assert found == combined | {"gpu", "follow", "follow/text"} | BY_KUBECTL
 
 
 @functools.cache  # most are in many combinations
@@ -172,6 +177,36 @@ def test_scalers_ask_for_sums_per_pod_and_never_shrink_without_metrics(
             assert metadata["ignoreNullValues"] == "false"
             assert 'namespace="triptych",installation="triptych"' in metadata["query"]
             assert float(metadata["threshold"]) > 0
+
+
+@pytest.mark.parametrize("name", ["autoscaling-hpa", "autoscaling-hpa-text"])
+def test_an_hpa_without_keda_decides_as_keda_does(name: str, tmp_path: Path) -> None:
+    theirs = of_kind(rendered(name.replace("-hpa", ""), tmp_path / "keda"), "ScaledObject")
+    scalers = of_kind(rendered(name, tmp_path / "hpa"), "HorizontalPodAutoscaler")
+    path = K8S / "components/autoscaling/hpa/adapter-rules.yaml"
+    rules = {r["name"]["as"]: r for r in yaml.safe_load(path.read_text())["rules"]["external"]}
+    assert scalers.keys() == theirs.keys() | {"gateway"}
+    for service, scaled in theirs.items():
+        ours, spec = scalers[service]["spec"], scaled["spec"]
+        assert ours["behavior"] == spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        bounds = (spec["minReplicaCount"], spec["maxReplicaCount"])
+        assert (ours["minReplicas"], ours["maxReplicas"]) == bounds
+        found: dict[str, float] = {}
+        for metric in (m["external"] for m in ours["metrics"]):
+            assert metric["metric"]["selector"] == {"matchLabels": {"installation": "triptych"}}
+            target = metric["target"]
+            assert target["type"] == "AverageValue"
+            value = target["averageValue"]
+            rule = rules[metric["metric"]["name"]]
+            series = rule["seriesQuery"].partition("{")[0]
+            query = rule["metricsQuery"].replace("<<.Series>>", series)
+            matchers = 'namespace="triptych",installation="triptych"'
+            found[query.replace("<<.LabelMatchers>>", matchers)] = (
+                float(value[:-1]) / 1000 if value.endswith("m") else float(value)
+            )
+        assert found == {
+            t["metadata"]["query"]: float(t["metadata"]["threshold"]) for t in spec["triggers"]
+        }
 
 
 # Disruption.

@@ -3,13 +3,14 @@
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate.utils as kubernetes_validate
 import pytest
 import yaml
 
-from tests.unit.deploy.combinations import INSTALLATIONS, K8S, installed
+from tests.unit.deploy.combinations import INSTALLATIONS, K8S, combine, installed
 from tests.unit.deploy.kustomize import LOADER, Resource, render
 from tests.unit.deploy.test_components import FOREIGN, KUBERNETES_VERSION, of_kind, pods
 
@@ -26,6 +27,10 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def resources(name: str, tmp_path_factory: pytest.TempPathFactory) -> list[Resource]:
     directory = installed(name, tmp_path_factory.mktemp("own") / "own")
+    return by_kubectl(directory)
+
+
+def by_kubectl(directory: Path) -> list[Resource]:
     command = ["kubectl", "kustomize", str(directory)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return list(yaml.load_all(text, LOADER))
@@ -67,6 +72,11 @@ def test_queries_and_rules_ask_for_this_installation(name: str, resources: list[
     ]
     selectors = [found for query in queries for found in _SELECTOR.findall(query)]
     assert bool(selectors) == bool(of_kind(resources, "ScaledObject"))
+    for scaler in of_kind(resources, "HorizontalPodAutoscaler").values():
+        for metric in scaler["spec"]["metrics"]:
+            if external := metric.get("external"):
+                selector = external["metric"]["selector"]
+                assert selector == {"matchLabels": {"installation": instance}}
     assert all(found == ours or found.startswith(f"{ours},") for found in selectors)
     for query in queries:
         assert len(re.findall('namespace="', query)) == query.count(f'namespace="{namespace}"')
@@ -88,6 +98,9 @@ def test_names_in_fields_are_those_of_objects(name: str, resources: list[Resourc
     for kind in ("ScaledObject", "HorizontalPodAutoscaler"):
         for scaler in of_kind(resources, kind).values():
             assert scaler["spec"]["scaleTargetRef"]["name"] in deployments
+            for trigger in scaler["spec"].get("triggers", ()):
+                asked = trigger.get("authenticationRef", {}).get("name")
+                assert asked is None or asked in of_kind(resources, "TriggerAuthentication")
     for route in of_kind(resources, "HTTPRoute").values():
         for rule in route["spec"]["rules"]:
             assert all(backend["name"] in services for backend in rule["backendRefs"])
@@ -156,3 +169,27 @@ def test_two_in_one_namespace_share_no_pod_and_no_name(
             assert is_left or any(selector.items() <= labels for labels in own)
     keys = [{(r["kind"], r["metadata"]["name"]) for r in rs} for rs in (resources, other)]
     assert {kind for kind, _ in keys[0] & keys[1]} <= {"Namespace"}
+
+
+def test_prometheus_is_named_once_and_may_ask_for_a_token(tmp_path: Path) -> None:
+    directory = combine("gpu", *(f"autoscaling{p}" for p in ("", "/prometheus", "/bearer")),
+                        directory=tmp_path / "own")  # fmt: skip
+    path = directory / "kustomization.yaml"
+    address = "https://prometheus.example.com"
+    given = {
+        "name": "prometheus",
+        "literals": [f"address={address}"],
+        "options": {"annotations": {"config.kubernetes.io/local-config": "true"}},
+    }
+    content = yaml.safe_load(path.read_text()) | {"configMapGenerator": [given]}
+    path.write_text(yaml.safe_dump(content))
+    resources = by_kubectl(directory)
+    assert not [name for name in of_kind(resources, "ConfigMap") if "prometheus" in name]
+    (authentication,) = of_kind(resources, "TriggerAuthentication")
+    scalers = of_kind(resources, "ScaledObject").values()
+    triggers = [trigger for scaler in scalers for trigger in scaler["spec"]["triggers"]]
+    assert len(triggers) == 5
+    for trigger in triggers:
+        assert trigger["metadata"]["serverAddress"] == address
+        assert trigger["metadata"]["authModes"] == "bearer"
+        assert trigger["authenticationRef"] == {"name": authentication}
