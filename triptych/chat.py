@@ -67,13 +67,17 @@ def question_message(images: Sequence[str], question: str) -> dict[str, Any]:
     return {"role": "user", "content": [*map(image_part, images), text]}
 
 
-def ask(url: str, body: dict[str, Any], on_text: Callable[[str], None] = lambda _: None) -> Answer:
+def ask(
+    url: str, body: dict[str, Any], on_text: Callable[[str], None] = lambda _: None,
+    api_key: str = "",
+) -> Answer:  # fmt: skip
     """Posts a chat completion and streams the answer.
 
     Args:
         url: of the API, without `/v1`.
         body: the request; `stream` and usage are set here.
         on_text: receives each piece of text as it arrives.
+        api_key: sent as a bearer token, unless it is empty.
 
     Raises:
         AskError: no answer, an error, or a stream that breaks off.
@@ -82,7 +86,7 @@ def ask(url: str, body: dict[str, Any], on_text: Callable[[str], None] = lambda 
     answer = Answer()
     start = time.monotonic()
     done = False
-    for event in _events(url, "/v1/chat/completions", body):
+    for event in _events(url, "/v1/chat/completions", body, api_key):
         if event == "[DONE]":
             done = True
             break
@@ -104,7 +108,7 @@ def ask(url: str, body: dict[str, Any], on_text: Callable[[str], None] = lambda 
     return answer
 
 
-def first_model(url: str) -> str:
+def first_model(url: str, api_key: str = "") -> str:
     """The name of the first model served at `url`.
 
     Raises:
@@ -112,8 +116,11 @@ def first_model(url: str) -> str:
     """
     connection = _connect(url)
     try:
-        connection.request("GET", urlsplit(url).path.rstrip("/") + "/v1/models")
+        path = urlsplit(url).path.rstrip("/") + "/v1/models"
+        connection.request("GET", path, headers=_authorization(api_key))
         answer = connection.getresponse()
+        if answer.status != http.client.OK:
+            raise AskError(_error_text(answer.status, answer.read()))
         models = json.loads(answer.read())["data"]
         return models[0]["id"]
     except (OSError, http.client.HTTPException) as error:
@@ -124,10 +131,11 @@ def first_model(url: str) -> str:
         connection.close()
 
 
-def _events(url: str, path: str, body: dict[str, Any]) -> Iterator[str]:
+def _events(url: str, path: str, body: dict[str, Any], api_key: str) -> Iterator[str]:
     """The `data:` payloads of a server-sent event stream."""
     connection = _connect(url)
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    headers |= _authorization(api_key)
     try:
         path = urlsplit(url).path.rstrip("/") + path
         connection.request("POST", path, json.dumps(body), headers)
@@ -141,6 +149,10 @@ def _events(url: str, path: str, body: dict[str, Any]) -> Iterator[str]:
         raise _unreachable(url, error) from error
     finally:
         connection.close()
+
+
+def _authorization(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def _connect(url: str) -> http.client.HTTPConnection:

@@ -5,6 +5,7 @@ are exit status 2.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,6 +74,7 @@ def _add_ask(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     ask.add_argument("images", nargs="*", metavar="IMAGE", help="file or http(s) URL")
     ask.add_argument("question")
     ask.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
+    ask.add_argument("--api-key", default="", help="sent as a bearer token")
     ask.add_argument("--max-tokens", type=int, default=None, metavar="N")
     ask.set_defaults(run=_ask)
 
@@ -81,13 +83,23 @@ def _add_key(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     key = commands.add_parser("key", help="make an API key and its entry in the key file")
     key.add_argument("tenant", help="whose key it is")
     key.add_argument("--id", default=None, help="default: the tenant's name and the date")
+    key.add_argument("--file", type=Path, metavar="KEYS.JSON", help="add the entry to this file")
     key.set_defaults(run=_key)
 
 
 def _key(options: argparse.Namespace) -> int:
-    from triptych.key import make_key
+    from triptych.key import KeyFileError, add_entry, make_key
 
-    print(make_key(options.tenant, options.id))
+    key, entry = make_key(options.tenant, options.id)
+    if options.file is None:
+        print(f'key, shown once: {key}\nentry for "keys" in the key file: {json.dumps(entry)}')
+        return 0
+    try:
+        add_entry(options.file, entry)
+    except KeyFileError as error:
+        print(f"triptych: {error}", file=sys.stderr)
+        return 2
+    print(key)  # alone, so that KEY=$(...) takes it
     return 0
 
 
@@ -119,8 +131,9 @@ def _ask(options: argparse.Namespace) -> int:
         body: dict[str, Any] = {"messages": [question_message(options.images, options.question)]}
         if options.max_tokens is not None:
             body["max_tokens"] = options.max_tokens
-        body["model"] = first_model(options.url)
-        ask(options.url, body, lambda text: print(text, end="", flush=True))
+        body["model"] = first_model(options.url, options.api_key)
+        show = lambda text: print(text, end="", flush=True)
+        ask(options.url, body, show, options.api_key)
     except AskError as error:
         print(f"triptych ask: {error}", file=sys.stderr)
         return 1

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
     not os.environ.get("KUBECONFIG") or shutil.which("kubectl") is None,
     reason="needs a cluster: KUBECONFIG and kubectl",
 )
+EXAMPLES = sorted(path.parent.name for path in (K8S / "examples").glob("*/kustomization.yaml"))
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 
 
@@ -48,6 +49,13 @@ def kinds() -> set[str]:
 
 def missing(directory: Path, kinds: set[str]) -> set[str]:
     return {resource["kind"] for resource in render(directory)} - kinds
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_api_server_takes_the_examples(name: str, kinds: set[str]) -> None:
+    found = dry_run(K8S / "examples" / name)
+    assert kinds and found.returncode == 0, found.stderr
+    assert "Warning" not in found.stderr
 
 
 @pytest.mark.parametrize("name", [*OVERLAYS, *COMBINATIONS])

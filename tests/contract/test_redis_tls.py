@@ -50,6 +50,31 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRedisServer]
         yield running
 
 
+async def test_a_client_needs_no_more_than_a_password_and_the_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the component `redis-tls` has it."""
+    directory = mount(Authority().issue("localhost"), tmp_path / "tls")
+    running = TlsRedisServer(directory)
+    running._arguments = (*running._arguments[:-1], "no")
+    with running as server, server.client() as client:
+        client.acl_setuser(
+            "encoder", enabled=True, passwords=["+secret"], keys=["*"], commands=["+ping"]
+        )
+        (tmp_path / "password").write_text("secret")
+        url = f"rediss://encoder@localhost:{server.port}"
+        for authority, expected in ((directory / "ca.crt", True), (None, False)):
+            if authority is None:
+                monkeypatch.delenv("SSL_CERT_FILE")
+            else:
+                monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+            cache = RedisCache(
+                url, ttl_s=60, timeout_s=PATIENCE_S, password_file=tmp_path / "password"
+            )
+            assert await cache.ping() == expected
+            await cache.close()
+
+
 async def _read(cache: RedisCache) -> bytes | None:
     into = memoryview(bytearray(SPEC.size_bytes))
     return bytes(into) if await cache.read(KEY, SPEC, into) else None

@@ -37,8 +37,11 @@ COMBINATIONS = {
     "mtls-cell": ("gpu", "cell", "mtls/cell"),
     "token": ("local", "token"),
     "token-text": ("text", "token/text"),
-    "token-cell": ("gpu", "cell", "token/cell"),
-    "mtls-and-token": ("gpu", "mtls", "token"),
+    "token-cell": ("gpu", "cell"),
+    "mtls-and-token": ("local", "mtls", "token"),
+    "user-namespaces": ("gpu", "user-namespaces"),
+    "redis-tls": ("gpu", "redis-tls", "mtls/cert-manager", "redis-tls/cert-manager"),
+    "redis-tls-cell": ("gpu", "cell", "redis-tls/cell"),
     "everything": (
         "gpu", "dra", "model-image", "autoscaling", "disruption", "no-spare-gpu", "priority",
         "monitoring", "http-route", "ingress", "mtls",

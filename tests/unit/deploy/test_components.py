@@ -72,8 +72,8 @@ def test_each_component_is_in_a_combination() -> None:
         for path in (K8S / "components").rglob("kustomization.yaml")
     }
     combined = {name for _, *names in COMBINATIONS.values() for name in names}
-    # `gpu` is in the overlays, `follow` in the installations.
-    assert found == combined | {"gpu", "follow", "follow/text"} | BY_KUBECTL
+    # `gpu` is in the overlays, `follow` in the installations, `server` in both of `redis-tls`.
+    assert found == combined | {"gpu", "follow", "follow/text", "redis-tls/server"} | BY_KUBECTL
 
 
 @functools.cache  # most are in many combinations
@@ -265,7 +265,15 @@ def test_the_download_fills_the_claim_and_alone_reaches_the_hub(tmp_path: Path) 
         resources, "PersistentVolumeClaim"
     )
     mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
-    assert container["args"][-1] == mounts["model"]
+    (script,) = container["args"]
+    assert f"--local-dir {mounts['model']}\n" in script
+    mark = f"{mounts['model']}/.complete"
+    assert script.strip().splitlines()[-1] == f"touch {mark}"  # and `-e` ends it before
+    for service in ("gateway", "encoder", "decoder"):
+        waiting = pods(resources)[service]["spec"]
+        (first,) = waiting["initContainers"]
+        assert f"[ -f {mark} ]" in first["command"][-1]
+        assert first["volumeMounts"][0]["mountPath"] == mounts["model"]
     assert pod["spec"]["securityContext"]["fsGroup"] == 10001
     policy = of_kind(resources, "NetworkPolicy")["model-download"]["spec"]
     labels = pod["metadata"]["labels"].items()
@@ -287,6 +295,7 @@ def test_claims_take_the_place_of_counted_gpus(name: str, tmp_path: Path) -> Non
     resources = rendered(name, tmp_path)
     templates = of_kind(resources, "ResourceClaimTemplate")
     for service, pod in pods(resources).items():
+        assert "affinity" not in pod["spec"]  # the claim names the generation
         claims = {c["name"]: c for c in pod["spec"].get("resourceClaims", ())}
         assert bool(claims) == (service in ("encoder", "decoder"))
         for claim in claims.values():
@@ -350,6 +359,33 @@ def test_each_service_has_the_token(name: str, tmp_path: Path) -> None:
     assert found == {"gateway", "decoder"} | ({"encoder"} if name != "token-text" else set())
 
 
+@pytest.mark.parametrize("name", ["redis-tls", "redis-tls-cell"])
+def test_redis_shows_its_certificate_to_clients_that_know_the_authority(
+    name: str, tmp_path: Path
+) -> None:
+    resources = rendered(name, tmp_path)
+    settings = settings_of(resources)
+    found = pods(resources)
+    (server,) = found["redis"]["spec"]["containers"]
+    arguments = dict(zip(server["args"][::2], server["args"][1::2], strict=True))
+    assert (arguments["--port"], arguments["--tls-port"]) == ("0", "6379")
+    mounts = {m["name"]: m["mountPath"] for m in server["volumeMounts"]}
+    for option in ("--tls-cert-file", "--tls-key-file"):
+        assert arguments[option].startswith(f"{mounts['tls']}/")
+    clients = {c["name"]: c for n in ("encoder", "decoder") if n in found
+               for c in found[n]["spec"]["containers"]}  # fmt: skip
+    assert clients.keys() == {"encoder", "decoder"}
+    for service, container in clients.items():
+        assert settings[f"{service.upper()}_REDIS_URL"] == f"rediss://{service}@redis"
+        (mount,) = (m for m in container["volumeMounts"] if m["name"] == "redis-ca")
+        assert settings["SSL_CERT_FILE"] == f"{mount['mountPath']}/ca.crt"
+
+
+def test_every_pod_has_a_user_namespace(tmp_path: Path) -> None:
+    found = pods(rendered("user-namespaces", tmp_path))
+    assert found and all(pod["spec"]["hostUsers"] is False for pod in found.values())
+
+
 # Cells.
 
 
@@ -369,8 +405,10 @@ def test_a_cell_has_the_encoder_of_the_gpu_overlay(tmp_path: Path) -> None:
     )
     assert ours.pop("envFrom")[0]["configMapRef"]["name"].startswith("encoder-")
     del encoder["envFrom"]  # with another hash: the values differ
-    for mount in ours["volumeMounts"]:
-        mount["name"] = mount["name"].removesuffix("-encoder")  # the decoder has its own of Redis
+    for container in (ours, encoder):
+        for mount in container["volumeMounts"]:
+            mount["name"] = mount["name"].removesuffix("-encoder")
+        container["volumeMounts"].sort(key=lambda mount: mount["name"])
     assert ours == encoder
     assert pod["shareProcessNamespace"] is True
     assert (

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ class StubServer:
     behaviour: str = "good"
     caches: bool = True
     bodies: list[dict] = field(default_factory=list)
+    authorizations: list[str] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
     url: str = ""
@@ -22,7 +24,9 @@ class StubServer:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                self.authorizations += re.findall(r"^Authorization: (.*)\r$", head, re.MULTILINE)
+                head = head.lower()
                 if head.startswith("get "):
                     found = self.page(head.split(" ")[1]).encode()
                     length = f"Content-Length: {len(found)}\r\n\r\n".encode()

@@ -31,6 +31,11 @@ def test_ask_without_an_image(stub: StubServer, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "xxx\n"
 
 
+def test_a_key_is_sent_with_each_request(stub: StubServer) -> None:
+    assert cli.main(["ask", "Who?", "--url", stub.url, "--api-key", "sk-Me"]) == 0
+    assert stub.authorizations == ["Bearer sk-Me"] * 2
+
+
 def test_a_url_is_passed_on_as_it_is() -> None:
     url = "https://example.org/a.png"
     assert image_part(url) == {"type": "image_url", "image_url": {"url": url}}
