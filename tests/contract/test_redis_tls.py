@@ -19,16 +19,17 @@ VALUES = np.random.default_rng(0).normal(size=SPEC.shape).astype("<f4").tobytes(
 
 
 class TlsRedisServer(RedisServer):
-    """Takes TLS alone, from clients with a certificate of the authority."""
+    """Takes TLS alone; `asks`: from clients with a certificate of the authority."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, asks: bool = True) -> None:
         super().__init__()
         self._tls = directory
         self._arguments = (
             "--port", "0", "--tls-port", str(self.port),
             "--tls-ca-cert-file", str(directory / "ca.crt"),
             "--tls-cert-file", str(directory / "tls.crt"),
-            "--tls-key-file", str(directory / "tls.key"), "--tls-auth-clients", "yes",
+            "--tls-key-file", str(directory / "tls.key"),
+            "--tls-auth-clients", "yes" if asks else "no",
         )  # fmt: skip
 
     @property
@@ -55,9 +56,7 @@ async def test_a_client_needs_no_more_than_a_password_and_the_authority(
 ) -> None:
     """As the component `redis-tls` has it."""
     directory = mount(Authority().issue("localhost"), tmp_path / "tls")
-    running = TlsRedisServer(directory)
-    running._arguments = (*running._arguments[:-1], "no")
-    with running as server, server.client() as client:
+    with TlsRedisServer(directory, asks=False) as server, server.client() as client:
         client.acl_setuser(
             "encoder", enabled=True, passwords=["+secret"], keys=["*"], commands=["+ping"]
         )

@@ -457,6 +457,41 @@ def test_cells_are_called_as_encoders_and_as_decoders(tmp_path: Path) -> None:
     )
 
 
+# What pods reach.
+
+
+@pytest.mark.parametrize("name", ["traces", "traces-text", "traces-cell"])
+def test_every_service_reaches_the_collector_that_it_is_told(name: str, tmp_path: Path) -> None:
+    resources = rendered(name, tmp_path)
+    policy = of_kind(resources, "NetworkPolicy")["traces"]["spec"]
+    (expression,) = policy["podSelector"]["matchExpressions"]
+    (rule,) = policy["egress"]
+    (peer,) = rule["to"]
+    (namespace,) = peer["namespaceSelector"]["matchLabels"].values()
+    for pod in pods(resources).values():
+        for container in pod["spec"]["containers"]:
+            if container["name"] == "redis":
+                continue
+            (source,) = container["envFrom"]
+            data = of_kind(resources, "ConfigMap")[source["configMapRef"]["name"]]["data"]
+            found = re.fullmatch(
+                r"http://[\w-]+\.([\w-]+):(\d+)", data["OTEL_EXPORTER_OTLP_ENDPOINT"]
+            )
+            assert found is not None and found[1] == namespace
+            assert rule["ports"] == [{"port": int(found[2]), "protocol": "TCP"}]
+            assert pod["metadata"]["labels"][expression["key"]] in expression["values"]
+
+
+@pytest.mark.parametrize("name", ["openshift-dns", "openshift-dns-text"])
+def test_openshifts_dns_is_reached_on_its_pods_port(name: str, tmp_path: Path) -> None:
+    policies = of_kind(rendered(name, tmp_path), "NetworkPolicy")
+    for policy in ("dns", *(["model-download"] if name == "openshift-dns" else [])):
+        rule = policies[policy]["spec"]["egress"][0]
+        ports = {(port["port"], port["protocol"]) for port in rule["ports"]}
+        assert ports == {(number, kind) for number in (53, 5353) for kind in ("UDP", "TCP")}
+        assert "openshift-dns" in json.dumps(rule["to"])
+
+
 # The public side.
 
 

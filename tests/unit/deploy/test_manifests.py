@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -509,10 +510,12 @@ def test_network_policies_are_the_call_graph(resources: list[Resource]) -> None:
             assert allowed <= set(container_ports(pods(resources)[name]).values())
 
 
-def internet_of(resources: list[Resource]) -> dict[str, dict[str, Any]]:
-    """Blocks of addresses that pods may call, by policy; the node's own cache of names is none."""
+def internet_of(resources: list[Resource]) -> dict[tuple[str, str], list[str]]:
+    """What is left out of blocks of addresses that pods may call, by policy and block; the node's
+    own cache of names is none.
+    """
     return {
-        name: peer["ipBlock"]
+        (name, peer["ipBlock"]["cidr"]): peer["ipBlock"]["except"]
         for name, policy in of_kind(resources, "NetworkPolicy").items()
         for rule in policy["spec"].get("egress", ())
         for peer in rule["to"]
@@ -528,9 +531,18 @@ def test_only_the_gateway_reaches_the_internet_and_no_private_range(
     vision: list[Resource],
 ) -> None:
     blocks = internet_of(vision)
-    assert blocks.keys() == {"gateway"}
-    private = {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "127.0.0.0/8"}
-    assert private <= set(blocks["gateway"]["except"])
+    assert blocks.keys() == {("gateway", "0.0.0.0/0"), ("gateway", "::/0")}
+    for (_, block), excepted in blocks.items():
+        networks = [ip_network(cidr) for cidr in excepted]
+        assert all(network.version == ip_network(block).version for network in networks)
+        for text in (
+            "10.0.0.1", "172.16.0.1", "192.168.0.1", "169.254.169.254", "127.0.0.1", "100.64.0.1",
+            "::1", "::", "fd00::1", "fe80::1", "ff02::1", "::ffff:10.0.0.1", "64:ff9b::a00:1",
+            "2002:a00:1::1", "2001::1", "fec0::1", "::10.0.0.1",
+        ):  # fmt: skip
+            address = ip_address(text)
+            if address.version == ip_network(block).version:
+                assert any(address in network for network in networks), text
 
 
 @pytest.mark.parametrize("name", SETTINGS)
