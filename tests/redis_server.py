@@ -12,6 +12,7 @@ from types import TracebackType
 import pytest
 import redis
 
+from services.common.embedding_cache import RedisCache
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
 
@@ -103,3 +104,11 @@ def redis_server() -> Iterator[RedisServer]:
     """A running server of this test's own."""
     with RedisServer() as server:
         yield server
+
+
+async def answers(cache: RedisCache) -> bool:
+    """Whether Redis takes a new or kept connection of the cache, whatever its breaker says."""
+    try:
+        return bool(await cache._redis.execute_command("PING"))
+    except redis.RedisError:
+        return False
