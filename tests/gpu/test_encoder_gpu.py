@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from services.common.families.qwen3_vl import DeepStackTower
+from services.common.geometry import Grid, Unit
 from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.runner import PreparedImage, Runner
 from services.encoder.engine.throttle import Throttle, count_flops
 from services.encoder.models.qwen3_vl import VisionTower
-from services.encoder.operations.ops import Grid, Ops
+from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import TowerFacts, resolve
 
 pytestmark = pytest.mark.gpu
@@ -141,7 +142,7 @@ def images(grids: list[Grid], hidden: int = 2048) -> list[PreparedImage]:
         generator = torch.Generator().manual_seed(job_id)
         shape = (grid[1] * 16, grid[2] * 16, 3)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        found.append(PreparedImage(job_id, grid, pixels, offset))
+        found.append(PreparedImage(job_id, Unit(grid), pixels, offset))
         size = grid[1] * grid[2] // 4 * 4 * hidden * 2
         offset += -(-size // 4096) * 4096
     return found
@@ -172,7 +173,7 @@ def test_the_runner_writes_what_the_model_says(running: Running) -> None:
     for batch in batches:
         launched = runner.launch(batch)
         assert runner.finish(launched) == [True] * len(batch)
-        grids = [image.grid for image in launched.images]
+        grids = [image.unit.grid for image in launched.images]
         pixels = torch.cat([image.pixels.reshape(-1) for image in launched.images]).to(CUDA)
         with torch.inference_mode():
             expected = model(
@@ -180,18 +181,18 @@ def test_the_runner_writes_what_the_model_says(running: Running) -> None:
             ).cpu()
         start = 0
         for image in launched.images:
-            tokens = image.num_patches // 4
+            tokens = image.unit.num_patches // 4
             stored = torch.frombuffer(
                 arena, dtype=torch.bfloat16, count=4 * tokens * 2048, offset=image.arena_offset
             )
             assert torch.equal(stored.view(4, tokens, 2048), expected[:, start : start + tokens]), (
-                image.grid
+                image.unit.grid
             )
             start += tokens
 
 
 def stored(running: Running, image: PreparedImage) -> Tensor:
-    tokens = image.num_patches // 4
+    tokens = image.unit.num_patches // 4
     hidden = running.model.spec.out_hidden_size
     found = torch.frombuffer(
         running.arena, dtype=torch.bfloat16, count=4 * tokens * hidden, offset=image.arena_offset
@@ -201,7 +202,7 @@ def stored(running: Running, image: PreparedImage) -> Tensor:
 
 def replays(runner: Runner, batch: list[PreparedImage]) -> bool:
     graphs = runner._graphs
-    return graphs is not None and graphs.fits([image.grid for image in batch])
+    return graphs is not None and graphs.fits([image.unit.grid for image in batch])
 
 
 @pytest.mark.parametrize("running", [TWO_B, EIGHT_B], ids=["2B", "8B"], indirect=True)
@@ -224,7 +225,7 @@ def test_a_replay_is_as_exact_as_the_eager_forward(running: Running) -> None:
             arena[: 64 << 20] = bytes(64 << 20)
             launched = runner.launch(batch)
             assert runner.finish(launched) == [True] * len(batch)
-            order = [image.grid for image in launched.images]
+            order = [image.unit.grid for image in launched.images]
             pixels = torch.cat([image.pixels.reshape(-1) for image in launched.images]).to(CUDA)
             patches = exact.ops.pack_patches(pixels, order, 16, 2, torch.float32)
             truth = run(exact, patches, order)
@@ -270,7 +271,7 @@ def test_a_large_batch_leaves_the_device_idle_half_of_the_time(
     encode()
     taken, expected = min((encode() for _ in range(3)), key=lambda pair: pair[0])
     throttle = Throttle()
-    throttle.calibrate(count_flops(running.model.spec, [place.grid]), taken)
+    throttle.calibrate(count_flops(running.model.spec, [place.unit.grid]), taken)
     monkeypatch.setattr(running.runner, "_throttle", throttle)
     monkeypatch.setattr("services.encoder.engine.throttle._LARGE_BATCH_FLOPS", 0.0)
     throttled, found = encode()
@@ -289,7 +290,7 @@ def test_replays_and_eager_batches_do_not_disturb_each_other(running: Running) -
     for batch in batches:
         for image in batch:
             image.arena_offset = start
-            start += -(-image.num_patches * 4096 // 4096) * 4096
+            start += -(-image.unit.num_patches * 4096 // 4096) * 4096
     alone = []
     for batch in batches:
         runner.finish(runner.launch(batch))
