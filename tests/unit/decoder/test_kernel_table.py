@@ -211,6 +211,8 @@ def test_a_kernel_that_fails_is_replaced_for_its_format_alone() -> None:
     ops = Ops(table.resolve(facts_of("2b", DeviceFacts("cpu")), formats=formats), formats)
     plain, other = Linear(8, 4), Linear(8, 4)
     other.method = type("Other", (UnquantizedLinear,), {"weight_format": "other"})()
+    for layer in (plain, other):
+        torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
     x = torch.ones(2, 8)
     with ops.warming_up():
         for layer in (plain, other):
