@@ -28,13 +28,14 @@ import torch
 from PIL import Image
 
 from kernels.attention.segments import BatchSegments
+from kernels.device import KNOWN_DEVICES
 from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.resized_grid import ResizedGrid
 from services.common.geometry import Geometry, Grid, Unit
 from services.common.model_spec import TowerSpec
-from services.common.nn.device import KNOWN_DEVICES, resolve_device, resolve_dtype
+from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.engine import Engine

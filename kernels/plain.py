@@ -1,8 +1,11 @@
-"""The decoder's operations in plain torch: the specification, and the path of CPUs.
+"""A language model's operations in plain torch: the specification, and the path of CPUs.
 
-Each function is the plain twin of a kernel in this folder and fuses what the kernel fuses. For
-sampling see `sampling`.
+Each function is the plain twin of a kernel of this package and fuses what the kernel fuses.
+Rounding points follow Hugging Face's modules, so that bf16 results can be compared with theirs. For
+others see `sampling.sampling`, `linear_attention.delta_rule`, `gemm.fp8_weight` and `tower.plain`.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,33 +25,6 @@ from kernels.rows import (
     EnteredStep,
     StepEntry,
 )
-from services.common.nn import layers
-from services.common.nn.experts import Experts, Router
-from services.common.nn.layers import reduce_split_k, rms_norm, silu_and_mul
-from services.common.nn.linear import Linear
-
-__all__ = [
-    "add_rms_norm",
-    "enter_step",
-    "fused_decode_attention",
-    "linear",
-    "linear_residual",
-    "linear_swiglu",
-    "moe",
-    "norm_linear",
-    "norm_swiglu",
-    "output_gate",
-    "qk_rope_cache",
-    "reduce_split_k",
-    "rms_norm",
-    "rope_and_rows",
-    "rotate",
-    "route",
-    "shared_gate",
-    "silu_and_mul",
-    "split_k_partials",
-]  # fmt: skip
-
 
 # Before the first layer.
 
@@ -80,6 +56,31 @@ def rope_and_rows(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Implements `Ops.rope_and_rows`."""
     return rope(positions, dtype), kv_rows(slots, block_size)
+
+
+# Norm, activation and sum, alone.
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalises the last axis in fp32, casts to the weight's dtype, multiplies by the weight, and
+    casts to x's dtype.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`[..., 2 * n]`, gate then up → `silu(gate) * up`, `[..., n]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def reduce_split_k(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """A GEMM's output `[T, N]`: as it is, or summed from its split-K partials `[S, T, N]` float32
+    and rounded to `dtype`.
+    """
+    return output if output.dim() == 2 else output.sum(0).to(dtype)
 
 
 # GEMMs with what is before and after them.
@@ -120,8 +121,11 @@ def norm_swiglu(
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`layers.add_rms_norm` of a GEMM's output, which may be split-K partials."""
-    return layers.add_rms_norm(reduce_split_k(x, residual.dtype), residual, weight, eps)
+    """The residual addition of a GEMM's output, which may be split-K partials, and the norm after
+    it: `(rms_norm(x + residual), x + residual)`.
+    """
+    residual = reduce_split_k(x, residual.dtype) + residual
+    return rms_norm(residual, weight, eps), residual
 
 
 # A mixture of experts.
@@ -149,44 +153,21 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
     return experts, found.gather(-1, order).to(logits.dtype)
 
 
-def shared_gate(out: Tensor, x: Tensor, gate: Linear, residual: Tensor) -> Tensor:
+def shared_gate(
+    out: Tensor, x: Tensor, gate: Callable[[Tensor], Tensor], residual: Tensor
+) -> Tensor:
     """A shared expert's output, scaled for each token by a sigmoid gate.
 
     Args:
         out: of the expert, `[T, hidden]` or split-K partials.
         x: its input, `[T, hidden]`.
-        gate: to one output.
-        residual: as of `moe`.
-
-    Returns:
-        `[T, hidden]`.
-    """
-    return reduce_split_k(out, x.dtype) * torch.sigmoid(gate(x))
-
-
-def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:
-    """The sum of the outputs of each token's experts, weighted by their probabilities.
-
-    A token's sum is in float32 and in the order of the experts, whatever the other tokens are.
-
-    Args:
-        x: `[T, hidden]`.
-        router: of the layer.
-        experts: of the layer.
+        gate: a layer with one output.
         residual: not read: implementations may add to it in place and return None instead.
 
     Returns:
         `[T, hidden]`.
     """
-    chosen, weights = route(router(x), router.top_k, normalize=router.normalize)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    up, down = experts.gate_up_proj, experts.down_proj
-    for expert in chosen.unique().tolist():
-        token, slot = torch.where(chosen == expert)
-        hidden = silu_and_mul(up.method.apply_one(up, expert, x[token]))
-        out = down.method.apply_one(down, expert, hidden)
-        total[token] += out.float() * weights[token, slot, None].float()
-    return total.to(x.dtype)
+    return reduce_split_k(out, x.dtype) * torch.sigmoid(gate(x))
 
 
 # Between the projection and attention.

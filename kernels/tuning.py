@@ -6,9 +6,8 @@ GEMM without a row gets its constants by the rules below, which need the device'
 
 from dataclasses import dataclass, replace
 
+from kernels.device import DeviceFacts
 from kernels.launches import LAUNCH_HIDING_TOKENS as LAUNCH_HIDING_TOKENS
-from services.common.model_spec import MoESpec
-from services.common.nn.device import DeviceFacts
 
 # From this many tokens a GEMM that adds to the residual stream beats a GEMM and a fused norm
 # (H200: cuBLAS' own choice is better below).
@@ -218,10 +217,9 @@ def router_splits(num_tokens: int) -> int:
     return 8 if num_tokens <= 512 else 4
 
 
-def moe_gemm_config(device: DeviceFacts, num_tokens: int, moe: MoESpec) -> MoEGemmConfig:
+def moe_gemm_config(device: DeviceFacts, mean_rows: float) -> MoEGemmConfig:
     """By the mean number of rows per expert; fewer stages where shared memory has no room."""
-    mean = num_tokens * moe.top_k / moe.num_experts
-    found = next(config for most, config in _MOE_GEMM if most is None or mean <= most)
+    found = next(config for most, config in _MOE_GEMM if most is None or mean_rows <= most)
     while found.stages > 2 and found.shared_bytes() > device.shared_memory_bytes:
         found = replace(found, stages=found.stages - 1)
     return found

@@ -1,7 +1,7 @@
 """Compiles kernels of Triton and Gluon for GPUs that need not be there.
 
 `compiled_launches(gpu)` compiles what a function would launch: call the function with CPU tensors
-inside and look at the compiled kernels, their PTX and metadata. `services.common.nn.device` has
+inside and look at the compiled kernels, their PTX and metadata. `kernels.device` has
 the facts of known GPUs.
 """
 
@@ -18,7 +18,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from kernels.device import KNOWN_DEVICES, DeviceFacts
 
 
 @dataclass(frozen=True)

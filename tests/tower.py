@@ -2,9 +2,9 @@
 
 import torch
 
+from kernels.device import DeviceFacts
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.model_spec import TowerSpec
-from services.common.nn.device import DeviceFacts
 from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import TowerFacts, resolve
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.gemm import fp8_kernels
+from kernels.device import DeviceFacts
+from kernels.gemm import fp8_kernels, fp8_weight
 from kernels.gemm.fp8_kernels import GemvConfig, SkinnyConfig
+from kernels.gemm.fp8_weight import E4M3, Fp8Weight
 from services.common.nn import fp8
-from services.common.nn.device import DeviceFacts
-from services.common.nn.fp8 import E4M3, Fp8Weight
 
 SHAPES = {
     "2b": [(4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)],
@@ -107,7 +107,7 @@ def compare(
         for rows, columns in shapes:
             weight = make(rows, columns, block)
             cold = copies(weight)
-            wide = [fp8.dequantize(weight, torch.bfloat16)]
+            wide = [fp8_weight.dequantize(weight, torch.bfloat16)]
             wide += [wide[0].clone() for _ in range(len(cold) // 2)]
             floor = weight.values.nbytes / bandwidth / 1e6
             for num_tokens in TOKENS:
@@ -125,7 +125,7 @@ def compare(
                     except Exception as problem:  # the table would go on to the next
                         wrong.append(f"{name} {rows}x{columns} T={num_tokens}: {problem!r:.160}")
                         continue
-                    twin = fp8.w8a8_linear(x, weight) if is_w8a8 else plain
+                    twin = fp8_weight.w8a8_linear(x, weight) if is_w8a8 else plain
                     errors[name] = error(found, twin)
                     if not errors[name] <= TOLERANCE:
                         wrong.append(f"{name} {rows}x{columns} T={num_tokens}: {errors[name]:.1e}")

@@ -4,7 +4,7 @@
     python -m benchmarks.kernels.kernel_table --shape DIR --device here --kernels logits=plain
 
 `--shape` is one of the sizes in `text_shapes`, `all`, or a checkpoint directory; `--device` is one
-of `services.common.nn.device.KNOWN_DEVICES`, `all`, or `here`. A line is an operation: its
+of `kernels.device.KNOWN_DEVICES`, `all`, or `here`. A line is an operation: its
 implementations in order of preference with the numbers of tokens that they serve (the first that
 fits is used), and behind the bar those that cannot run, and why.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.text_shapes import TEXT_SHAPES
+from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.families import read_spec
 from services.common.model_spec import TextSpec
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import parse_overrides
 from services.decoder.attention import table as attention_table
 from services.decoder.operations.table import UNQUANTIZED, KernelFacts, attention_facts, resolve

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.text_shapes import TEXT_SHAPES
-from kernels import plain, tuning
+from kernels import plain
+from kernels.device import DeviceFacts
 from kernels.experts import moe_gemm
-from kernels.experts.moe_weights import ExpertWeights
 from kernels.tuning import MoEGemmConfig, MoEGemvConfig
 from services.common.model_spec import MoESpec, QuantizationSpec, TextSpec
-from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
+from services.common.nn.experts import moe as plain_moe
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.weights import load_dummy
 from services.decoder.operations import table
-from services.decoder.operations.moe import MoEKernels
+from services.decoder.operations.moe import MoEKernels, weights_of
 from services.decoder.operations.table import KernelFacts
 
 _30B = TEXT_SHAPES["30b-a3b"]
@@ -133,7 +133,7 @@ class Bench:
         """Relative, of the norm, against the plain twin."""
         layer, residual = self.layers[0], torch.zeros_like(x)
         with torch.inference_mode():
-            twin = plain.moe(x, layer.router, layer.experts, residual).float()
+            twin = plain_moe(x, layer.router, layer.experts, residual).float()
             call(x, layer.router, layer.experts, residual)
         return float((residual.float() - twin).norm() / twin.norm())
 
@@ -152,7 +152,7 @@ class Bench:
         """The kernels of an implementation by themselves."""
         kernels = MoEKernels(self.device, self.moe)
         pdl = self.device.supports_pdl
-        config = tuning.moe_gemm_config(self.device, num_tokens, self.moe)
+        config = kernels.gemm_config(num_tokens)
         kept = {}
 
         def scores(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
@@ -162,7 +162,7 @@ class Bench:
             kernels._route(x, router, config.tokens)
 
         def up(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-            weights = ExpertWeights.of(experts.gate_up_proj)
+            weights = weights_of(experts.gate_up_proj)
             if x.data_ptr() not in kept:
                 kept[x.data_ptr()] = kernels._route(x, router, config.tokens)
             routing = kept[x.data_ptr()]
@@ -170,7 +170,7 @@ class Bench:
             moe_gemm._launch(x, routing, weights, out, config, is_up=True, pure=False, pdl=pdl)
 
         def down(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-            weights, routing = ExpertWeights.of(experts.down_proj), kept[x.data_ptr()]
+            weights, routing = weights_of(experts.down_proj), kept[x.data_ptr()]
             inner = x.new_empty(len(routing.order), self.moe.intermediate_size)
             out = x.new_empty(len(routing.order), self.text.hidden_size)
             moe_gemm._launch(inner, routing, weights, out, config, is_up=False, pure=False, pdl=pdl)
@@ -212,7 +212,7 @@ class Bench:
             floor, limit = self.floor_us(inputs)
             found: list[tuple[float, str]] = []
             configs: list[MoEGemvConfig | MoEGemmConfig] = list(_gemm_configs(self.device, count))
-            present = {str(tuning.moe_gemm_config(self.device, count, self.moe))}
+            present = {str(kernels.gemm_config(count))}
             if count <= 8:
                 base = MoEGemvConfig()
                 configs += _gemv_configs(base)
@@ -226,7 +226,7 @@ class Bench:
                     residual: Tensor,
                     config: MoEGemvConfig | MoEGemmConfig = config,
                 ) -> None:
-                    up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
+                    up, down = map(weights_of, experts.stacks.values())
                     if isinstance(config, MoEGemvConfig):
                         kernels.gemv(x, router, experts, residual, config=config)
                     else:

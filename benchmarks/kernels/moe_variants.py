@@ -19,10 +19,11 @@ from torch import Tensor
 
 from benchmarks.kernels.moe import LAYERS, Layer
 from kernels import plain
+from kernels.device import DeviceFacts
 from kernels.gemm import add_norm
 from kernels.tuning import MoEGemvConfig
 from services.common.model_spec import TextSpec
-from services.common.nn.device import DeviceFacts
+from services.common.nn.experts import moe as plain_moe
 from services.common.nn.layers import RMSNorm
 from services.common.nn.weights import load_dummy, materialize
 from services.decoder.operations.moe import MoEKernels
@@ -108,7 +109,7 @@ class Variants:
         start, (layer, norm) = self.starts[count], self.layers[0]
         with torch.inference_mode():
             x = plain.rms_norm(start, norm.weight, norm.eps)
-            twin = plain.moe(x, layer.router, layer.experts, start).float()
+            twin = plain_moe(x, layer.router, layer.experts, start).float()
             found = start.clone()
             self.layer(config, found, 0, pdl=True)
             expected = (start.float() + twin).bfloat16().float()

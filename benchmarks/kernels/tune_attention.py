@@ -40,8 +40,8 @@ from kernels.attention.heads import HeadTransform, ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
 from kernels.attention.qk_rope_cache import qk_rope_cache
+from kernels.device import DeviceFacts
 from kernels.gemm import gemv
-from services.common.nn.device import DeviceFacts
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.operations.table import KernelFacts, attention_facts
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks.text_shapes import TEXT_SHAPES
 from kernels import plain, tuning
+from kernels.device import DeviceFacts
 from kernels.tuning import GemvConfig, SkinnyConfig, SwigluGemmConfig
-from services.common.nn.device import DeviceFacts
 
 Config = GemvConfig | SkinnyConfig | SwigluGemmConfig
 _EPS = 1e-6

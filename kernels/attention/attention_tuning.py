@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.common.nn.device import DeviceFacts
+from kernels.device import DeviceFacts
 
 FUSED_MAX_SEQUENCES = 2  # with more, separate kernels are faster
 _MMA_ROWS = 16  # query rows of a tensor-core instruction
@@ -277,3 +277,8 @@ def _decode_obstacle(facts: AttentionFacts) -> str:
     if facts.head_dim % 16 or not 32 <= facts.head_dim <= 256:
         return f"needs a head_dim of 32 to 256 in steps of 16, not {facts.head_dim}"
     return ""
+
+
+# Of `hopper_attention`, which vision towers use.
+HOPPER_HEAD_DIMS = (64, 72, 80)
+HOPPER_SHARED_MEMORY = 62 << 10  # bytes of a CTA with the widest of these heads

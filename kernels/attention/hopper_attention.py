@@ -30,8 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 
+from kernels.attention.attention_tuning import HOPPER_HEAD_DIMS
 from kernels.attention.segments import Segments
 from kernels.attention.warpgroups import (
+    LOG2_E,
+    NUM_WARPS,
+    TILE_LAYOUT,
     allocate_tile_pair,
     as_dot_operand,
     make_mbarrier_pair,
@@ -43,16 +47,12 @@ from kernels.attention.warpgroups import (
     start_scores,
     zero_rows_from,
 )
-from services.encoder.operations.table import HOPPER_HEAD_DIMS
 
 _MAIN, _TAIL = 64, 16  # columns of the two tiles of a head
 _BLOCK_M, _SMALL_BLOCK_M = 128, 64  # queries of a CTA
 _BLOCK_N = 64  # keys of a tile
 _ITEM_BYTES = gl.constexpr(2)  # bfloat16 or float16
-_NUM_WARPS = 4  # one warp group; two CTAs share an SM
-_MAIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _TAIL_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
-_LOG2_E = 1.4426950408889634
 
 
 class HopperAttention:
@@ -76,9 +76,9 @@ class HopperAttention:
         main = [_tiles(x, rows, _MAIN) for x, rows in operands]
         tail = [_tiles(x, rows, _TAIL) for x, rows in operands] if head_dim > _MAIN else main
         ragged_attention_kernel[(work.max_blocks * num_heads,)](
-            *main, *tail, work.items, out, head_dim**-0.5 * _LOG2_E,
+            *main, *tail, work.items, out, head_dim**-0.5 * LOG2_E,
             HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_M=block_m,
-            TAIL_TILE=_TAIL if head_dim > _MAIN else 0, num_warps=_NUM_WARPS,
+            TAIL_TILE=_TAIL if head_dim > _MAIN else 0, num_warps=NUM_WARPS,
         )  # fmt: skip
         return out
 
@@ -91,7 +91,7 @@ class HopperAttention:
 def _tiles(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
     """TMA tiles of `[num_rows, num_columns]` of `[N, heads, head_dim]`, heads side by side."""
     flat = x.flatten(1)
-    layout = _MAIN_LAYOUT if num_columns == _MAIN else _TAIL_LAYOUT
+    layout = TILE_LAYOUT if num_columns == _MAIN else _TAIL_LAYOUT
     return TensorDescriptor(
         flat, list(flat.shape), list(flat.stride()), [num_rows, num_columns], layout
     )

@@ -43,6 +43,9 @@ from triton.language.extra.cuda import gdc_wait
 from kernels.attention.attention_tuning import PREFILL, AttentionFacts
 from kernels.attention.paged_decode_attention import merge_softmax
 from kernels.attention.warpgroups import (
+    LOG2_E,
+    NUM_WARPS,
+    TILE_LAYOUT,
     allocate_tile_pair,
     as_dot_operand,
     load_query,
@@ -57,10 +60,7 @@ from kernels.attention.warpgroups import (
 )
 
 TILE = 64  # query tokens of a work item, and tokens of a K/V tile
-TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_NUM_WARPS = 4  # one warp group
 _FIELDS = 8  # of a work item in the list
-_LOG2_E = 1.4426950408889634
 
 
 class PrefillChunk(NamedTuple):
@@ -174,10 +174,10 @@ class PrefillAttention:
         )
         _prefill_kernel[(len(work) * num_heads,)](
             *tiles, kv_cache, block_ids, work, self._acc, self._m_l, self._arrived, out,
-            head_dim**-0.5 * _LOG2_E,
+            head_dim**-0.5 * LOG2_E,
             SCRATCH=len(self._acc), HEADS=num_heads, KV_HEADS=kv_cache.shape[3], DIM=head_dim,
             BLOCK_SIZE=kv_cache.shape[2], TILE=TILE, FIELDS=_FIELDS, BESIDE_DECODE=beside_decode,
-            num_warps=_NUM_WARPS, launch_pdl=True,
+            num_warps=NUM_WARPS, launch_pdl=True,
         )  # fmt: skip
 
 

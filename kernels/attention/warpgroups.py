@@ -1,6 +1,7 @@
-"""Attention steps of one warp group, in Gluon, for Hopper; kernels of both engines share them.
+"""Attention steps of one warp group, in Gluon, for Hopper; both Gluon attention kernels share them.
 
-Device code alone: nothing here is called from Python. Compilation fails where Gluon has no Hopper.
+The functions are device code: nothing calls them from Python. Compilation fails where Gluon has no
+Hopper.
 """
 
 # ruff: noqa: ANN201 - blocks and constants of the kernel's compiler
@@ -15,6 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 from triton.language import debug_barrier
+
+NUM_WARPS = 4  # one warp group
+TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+LOG2_E = 1.4426950408889634
 
 
 @gluon.constexpr_function

@@ -4,7 +4,7 @@
 epilogue applies SwiGLU; `library_experts` by torch's grouped GEMM. Both leave the outputs sorted by
 expert, and `_combine_kernel` adds up each token's in the order of its experts.
 
-The plain twin is `kernels.plain.moe`; the rounding points are the same.
+The plain twin is `services.common.nn.experts.moe`; the rounding points are the same.
 """
 
 import math

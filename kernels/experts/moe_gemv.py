@@ -5,7 +5,7 @@ and what they share the L2 has. The first kernel computes gate and up and their 
 second the down projections of a token's experts, their weighted sum, and the addition to the
 residual stream.
 
-The plain twin is `kernels.plain.moe`; the rounding points are the same.
+The plain twin is `services.common.nn.experts.moe`; the rounding points are the same.
 """
 
 import math

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kernels.gemm.fp8_kernels import unpack
 from kernels.gemm.fp8_weight import Fp8Weight
-from services.common.nn.linear import StackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,8 @@ class ExpertWeights:
     block_rows: int = 0
 
     @classmethod
-    def of(cls, stack: StackedLinear) -> "ExpertWeights":
-        """Those of a loaded layer."""
-        weight: Tensor | Fp8Weight = stack.method.weight(stack)
+    def of(cls, weight: Tensor | Fp8Weight) -> "ExpertWeights":
+        """Of a stack of matrices, `[E, N, K]`."""
         if isinstance(weight, Tensor):
             return cls(weight)
         values = weight.values.view(torch.uint8) if weight.values.is_cuda else weight.values

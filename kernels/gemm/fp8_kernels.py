@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, Fp8Weight
-from services.common.nn.device import DeviceFacts
 
 _MAX_SPLITS = 8
 _TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}  # tokens, rows, warps

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +44,35 @@ def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     if weight.block_columns < columns:
         scale = scale.repeat_interleave(weight.block_columns, 1)[:, :columns]
     return (weight.values.float() * scale).to(dtype)
+
+
+def quantize_activations(x: Tensor, block_columns: int) -> tuple[Tensor, Tensor]:
+    """Quantizes each token's blocks of columns with scale `amax / 448`, 1 where all are zero.
+
+    Args:
+        x: `[T, K]`.
+        block_columns: columns per scale; the last block may have fewer.
+
+    Returns:
+        `[T, K]` e4m3, and the scales `[T, ceil(K / block_columns)]` float32.
+    """
+    num_tokens, columns = x.shape
+    padding = -columns % block_columns
+    blocks = F.pad(x.float(), (0, padding)).view(num_tokens, -1, block_columns)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    # Not by a Python number: CUDA would multiply by its rounded reciprocal.
+    scale = torch.where(amax > 0, amax / torch.full_like(amax, E4M3_MAX), 1.0)
+    values = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return values.view(num_tokens, -1)[:, :columns], scale[..., 0]
+
+
+def weight_only_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
+    """`[T, K]` → `[T, N]` in x's dtype: `F.linear` with the dequantized weight."""
+    return F.linear(x, dequantize(weight, x.dtype))
+
+
+def w8a8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
+    """`[T, K]` → `[T, N]` in x's dtype: exactly quantized activations, summed in float32."""
+    values, scale = quantize_activations(x, weight.block_columns)
+    scales = scale.repeat_interleave(weight.block_columns, 1)[:, : x.shape[1]]
+    return F.linear(values.float() * scales, dequantize(weight, torch.float32)).to(x.dtype)

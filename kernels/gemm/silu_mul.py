@@ -1,6 +1,6 @@
 """SwiGLU's `silu(gate) * up` as one Triton kernel.
 
-The plain twin is `services.common.nn.layers.silu_and_mul`; the rounding points are the same.
+The plain twin is `kernels.plain.silu_and_mul`; the rounding points are the same.
 """
 
 import triton

@@ -7,15 +7,48 @@ that no flag can be forgotten.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.common.model_spec import LinearAttentionSpec
-
 PIECE = 64  # tokens of a chunk whose recurrence kernels solve at once
+
+
+class LinearAttentionSizes(Protocol):
+    """Sizes of a gated delta net layer; `services.common.model_spec.LinearAttentionSpec` is one."""
+
+    @property
+    def num_key_heads(self) -> int: ...
+    @property
+    def num_value_heads(self) -> int: ...
+    @property
+    def key_head_dim(self) -> int: ...
+    @property
+    def value_head_dim(self) -> int: ...
+    @property
+    def conv_width(self) -> int:
+        """Taps of the causal convolution."""
+        ...
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all keys; `value_size`: of all values."""
+        ...
+
+    @property
+    def value_size(self) -> int: ...
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        ...
+
+    @property
+    def group_size(self) -> int:
+        """Value heads per key head."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +81,7 @@ class StateCache:
     @classmethod
     def allocate(
         cls,
-        spec: LinearAttentionSpec,
+        spec: LinearAttentionSizes,
         num_layers: int,
         num_slots: int,
         dtype: torch.dtype,
@@ -63,7 +96,7 @@ class StateCache:
         )
 
     @staticmethod
-    def slot_bytes(spec: LinearAttentionSpec, num_layers: int, dtype: torch.dtype) -> int:
+    def slot_bytes(spec: LinearAttentionSizes, num_layers: int, dtype: torch.dtype) -> int:
         """Bytes of one slot, summed over all layers."""
         conv = spec.conv_width * spec.num_channels * dtype.itemsize
         return num_layers * (conv + 4 * spec.value_size * spec.key_head_dim)
@@ -139,7 +172,7 @@ class DeltaInputs:
         dt_bias: `[value_heads]`.
     """
 
-    spec: LinearAttentionSpec
+    spec: LinearAttentionSizes
     qkv: Tensor
     beta: Tensor
     decay: Tensor

@@ -1,7 +1,7 @@
-"""The decoder's kernels, their plain twins, and the table that chooses among them.
+"""Sampling: kernels, their plain twins and what they read.
 
-The two ids are the kernels' contract with the engine, which imports no torch: a token id below zero
-says that the sequence fails, and its batch-mates do not.
+The two ids are the contract with the engine, which imports no torch: a token id below zero says
+that the sequence fails, and its batch-mates do not.
 """
 
 NOT_FINITE = -1  # its logits were not finite

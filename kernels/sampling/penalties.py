@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launching import launch
+from kernels.launches import launch
 from kernels.sampling.sampling import SamplingInputs
 
 _BLOCK = 2048

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launching import launch
+from kernels.launches import launch
 from kernels.sampling import ALL_MASKED, NOT_FINITE
 from kernels.sampling.sampling import SamplingInputs
 

@@ -16,12 +16,13 @@ from dataclasses import asdict
 import torch
 from PIL import Image
 
+from kernels.device import DeviceFacts
 from services.common.engine_process import REFUSED, ChannelClosed, EngineEnd, accept
 from services.common.families import read_spec
 from services.common.geometry import Geometry
 from services.common.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
-from services.common.nn.device import DeviceFacts, resolve_device, resolve_dtype
+from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import (
     DUMMY_FINGERPRINT,

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.device import DeviceFacts
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid, Unit
-from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.runner import PreparedImage, Runner
 from services.encoder.engine.throttle import Throttle, count_flops

@@ -7,9 +7,9 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
 from kernels.attention.segments import BatchSegments, StaticSegments
+from kernels.device import DeviceFacts
 from kernels.tower import plain
 from services.common.families.qwen3_vl import DeepStackTower
-from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import UnknownOverride
 from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import TowerFacts, resolve

@@ -17,12 +17,12 @@ from tests.fp8_checkpoints import FORMATS, write
 from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
-from kernels.gemm import fp8_kernels
+from kernels.device import DeviceFacts
+from kernels.gemm import fp8_kernels, fp8_weight
+from kernels.gemm.fp8_weight import E4M3, Fp8Weight
+from kernels.plain import rms_norm, silu_and_mul
 from services.common.nn import fp8
-from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import KernelTable
-from services.common.nn.fp8 import E4M3, Fp8Weight
-from services.common.nn.layers import rms_norm, silu_and_mul
 
 pytestmark = pytest.mark.gpu
 SHAPES = [
@@ -61,7 +61,7 @@ def test_every_implementation_agrees_with_its_twin(rows: int, columns: int, bloc
                 continue
             x = random(num_tokens, columns)
             is_w8a8 = row.name in ("scaled_mm", "triton_gemm")
-            twin = (fp8.w8a8_linear if is_w8a8 else fp8.weight_only_linear)(x, weight)
+            twin = (fp8_weight.w8a8_linear if is_w8a8 else fp8.weight_only_linear)(x, weight)
             found = kernel(x, weight)
             assert found.shape == twin.shape and found.dtype == torch.bfloat16
             assert error(found, twin) <= TOLERANCE, (row.name, num_tokens)
@@ -76,7 +76,7 @@ def test_activations_are_quantized_exactly(columns: int, num_tokens: int) -> Non
     x = x.bfloat16()
     x[0, :128] = 0
     for block_columns in (128, columns):
-        values, scale = fp8.quantize_activations(x, block_columns)
+        values, scale = fp8_weight.quantize_activations(x, block_columns)
         found, found_scale = fp8_kernels.quantize_activations(
             x, block_columns, token_multiple=4, **options()
         )
@@ -149,7 +149,7 @@ def test_a_models_kernels_agree_with_plain_ones(
     operation = "fp8_channel_linear" if "channel" in name else "fp8_block_linear"
     if length > fp8.skinny_tokens(operation, DeviceFacts.of(CUDA)):
         if calls[operation, "scaled_mm"] + calls[operation, "triton_gemm"]:
-            monkeypatch.setattr(fp8, "weight_only_linear", fp8.w8a8_linear)
+            monkeypatch.setattr(fp8, "weight_only_linear", fp8_weight.w8a8_linear)
     else:
         assert used <= set(calls)
     plain, plain_calls = run(tmp_path / name, length, kernels="plain")

@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 from kernels import launches, plain, tuning
 from kernels.attention import qk_rope_cache
 from kernels.attention.heads import HeadTransform, kv_rows
+from kernels.device import DeviceFacts
 from kernels.gemm import add_norm, cublaslt, gemv, silu_mul, skinny_gemm, swiglu_gemm
 from kernels.tuning import SwigluGemmConfig
 from services.common.model_spec import RopeSpec
-from services.common.nn.device import DeviceFacts
 from services.common.nn.linear import Linear
 from services.decoder.models.rope import RotaryEmbedding
 from services.decoder.operations import table

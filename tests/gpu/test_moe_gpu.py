@@ -18,9 +18,10 @@ from benchmarks.kernels.moe import Layer
 from benchmarks.kernels.moe_variants import Variants, compile_ahead
 from benchmarks.text_shapes import TEXT_SHAPES
 from kernels import plain
+from kernels.device import DeviceFacts
 from kernels.experts import moe_routing
 from kernels.tuning import MoEGemvConfig
-from services.common.nn.device import DeviceFacts
+from services.common.nn.experts import moe as plain_moe
 from services.common.nn.weights import load_dummy
 from services.decoder.operations import table
 from services.decoder.operations.table import KernelFacts
@@ -54,7 +55,7 @@ def test_every_implementation_agrees_with_its_twin(layer: Layer, name: str) -> N
         if name == "gemv" and count > 16:
             continue
         x, residual = random(count, TEXT.hidden_size), random(count, TEXT.hidden_size) * 0.01
-        expected = residual + plain.moe(x, layer.router, layer.experts, residual)
+        expected = residual + plain_moe(x, layer.router, layer.experts, residual)
         found = residual.clone()
         assert kernel(x, layer.router, layer.experts, found) is None
         clear = _is_clear(x, layer)

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 import torch
 
 from kernels.attention.attention_tuning import AttentionFacts
+from kernels.device import DeviceFacts
 from services.common.model_spec import RopeSpec, TextSpec
-from services.common.nn.device import DeviceFacts
 
 TOLERANCE = 4e-3
 CUDA = torch.device("cuda")

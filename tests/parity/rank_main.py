@@ -14,10 +14,10 @@ import torch.distributed
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kernels.device import DeviceFacts
 from kernels.linear_attention.states import StateCache, StateLayout
 from services.common.families import read_spec
 from services.common.nn.collectives import Ranks
-from services.common.nn.device import DeviceFacts
 from services.common.nn.weights import Checkpoint, load_weights
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.attention.sdpa import SdpaBackend

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.device import KNOWN_DEVICES, DeviceFacts
+from kernels.gemm import fp8_weight
+from kernels.plain import rms_norm, silu_and_mul
 from services.common.families import read_spec
 from services.common.nn import fp8
 from services.common.nn.checkpoint import CheckpointError
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.formats import rows_of
-from services.common.nn.layers import rms_norm, silu_and_mul
 from services.decoder.operations import table
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.table import KernelFacts, Row
@@ -269,7 +270,7 @@ def test_quantized_activations_agree(
 ) -> None:
     directory, meant = model.write(name)
     weight_only = model.expected(meant)
-    monkeypatch.setattr(fp8, "weight_only_linear", fp8.w8a8_linear)
+    monkeypatch.setattr(fp8, "weight_only_linear", fp8_weight.w8a8_linear)
     found = model.ours(directory)
     answer = model.oracle.answer(model.prompt)
     layers = model.oracle.model.model.language_model.layers
@@ -297,9 +298,9 @@ def test_control_scales(
 ) -> None:
     directory, meant = model.write(name)
     expected = model.expected(meant)
-    dequantize = fp8.dequantize
+    dequantize = fp8_weight.dequantize
 
-    def faulty(weight: fp8.Fp8Weight, dtype: torch.dtype) -> Tensor:
+    def faulty(weight: fp8_weight.Fp8Weight, dtype: torch.dtype) -> Tensor:
         scale = weight.scale
         if fault == "dropped":
             scale = torch.full_like(scale, scale.mean())
@@ -307,10 +308,9 @@ def test_control_scales(
             scale = scale.t().reshape(scale.shape)
         else:
             scale = scale.flip(0)
-        changed = fp8.Fp8Weight(weight.values, scale, weight.block_rows, weight.block_columns)
-        return dequantize(changed, dtype)
+        return dequantize(replace(weight, scale=scale), dtype)
 
-    monkeypatch.setattr(fp8, "dequantize", faulty)
+    monkeypatch.setattr(fp8_weight, "dequantize", faulty)
     assert error(model.ours(directory), expected) > CLEARLY_WRONG
 
 
@@ -398,7 +398,8 @@ def test_dummy_weights_are_quantized_as_the_configuration_says(model: Quantized)
     runner = Harness(directory, load_format="dummy").runner
     layer = runner._model.layers[0]  # type: ignore[attr-defined]
     assert layer.mlp.down_proj.weight_format == "fp8_block"
-    weight = fp8.dequantize(layer.mlp.down_proj.method.weight(layer.mlp.down_proj), torch.float32)
+    projection = layer.mlp.down_proj
+    weight = fp8_weight.dequantize(projection.method.weight(projection), torch.float32)
     assert 0.015 < float(weight.std()) < 0.025
     head = runner._model.lm_head  # type: ignore[attr-defined]
     assert head is None or head.is_plain

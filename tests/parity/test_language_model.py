@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import plain
-from services.common.nn.device import DeviceFacts
+from kernels.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
+from services.common.nn.experts import moe as plain_moe
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.attention.base import AttentionMetadata
@@ -203,7 +204,7 @@ def test_fused_norms_agree(pair: Pair, parts: tuple, monkeypatch: pytest.MonkeyP
         plain.linear_residual(x, layer.weight, None, residual)
 
     def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-        residual += plain.moe(x, router, experts, residual)
+        residual += plain_moe(x, router, experts, residual)
 
     with_kernels(
         pair, monkeypatch, norm_linear=norm_linear, norm_swiglu=norm_swiglu,

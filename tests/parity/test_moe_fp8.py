@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.gemm import fp8_weight
 from services.common.nn import fp8
 from services.common.nn.checkpoint import CheckpointError
 from tests.decoder_harness import Harness
@@ -154,13 +155,13 @@ def test_control_scales(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert error(model.ours(), expected) < TOLERANCE
     of_stack = fp8.Fp8Linear.weight
 
-    def faulty(self: fp8.Fp8Linear, layer: fp8.Linear) -> fp8.Fp8Weight:
+    def faulty(self: fp8.Fp8Linear, layer: fp8.Linear) -> fp8_weight.Fp8Weight:
         weight = of_stack(self, layer)
         if weight.scale.dim() < 3:
             return weight
         means = weight.scale.mean().expand_as(weight.scale)
         scale = means if fault == "dropped" else weight.scale.roll(1, 0)
-        return fp8.Fp8Weight(weight.values, scale, weight.block_rows, weight.block_columns)
+        return fp8_weight.Fp8Weight(weight.values, scale, weight.block_rows, weight.block_columns)
 
     monkeypatch.setattr(fp8.Fp8Linear, "weight", faulty)
     assert error(model.ours(), expected) > CLEARLY_WRONG

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from kernels import plain
 from services.common.nn.checkpoint import CheckpointError, TensorInfo
 from services.common.nn.collectives import Share
 from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout, pieces_of
@@ -148,3 +150,28 @@ def _fused(
             cut = (expert, *piece.cut[::way])
             place = (expert, *piece.place)
             yield ExpertTensor(source, shape, name, layout, place, cut, transposed)
+
+
+def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:
+    """The sum of the outputs of each token's experts, weighted by their probabilities.
+
+    A token's sum is in float32 and in the order of the experts, whatever the other tokens are.
+
+    Args:
+        x: `[T, hidden]`.
+        router: of the layer.
+        experts: of the layer.
+        residual: not read: implementations may add to it in place and return None instead.
+
+    Returns:
+        `[T, hidden]`.
+    """
+    chosen, weights = plain.route(router(x), router.top_k, normalize=router.normalize)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    up, down = experts.gate_up_proj, experts.down_proj
+    for expert in chosen.unique().tolist():
+        token, slot = torch.where(chosen == expert)
+        hidden = plain.silu_and_mul(up.method.apply_one(up, expert, x[token]))
+        out = down.method.apply_one(down, expert, hidden)
+        total[token] += out.float() * weights[token, slot, None].float()
+    return total.to(x.dtype)

@@ -21,15 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.gemm.fp8_weight import BLOCK, Fp8Weight, dequantize
+from kernels.device import DeviceFacts
+from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight, weight_only_linear
+from kernels.plain import reduce_split_k
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
-from services.common.nn.layers import RMSNorm, reduce_split_k
+from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout
 
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
 # The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes.
 GEMV_TOKENS = 1
 SKINNY_TOKENS = 32
@@ -43,38 +42,6 @@ def skinny_tokens(operation: str, device: DeviceFacts) -> int:
     """
     has_block_gemm = device.is_hopper and hasattr(F, "scaled_mm")
     return GEMV_TOKENS if operation == "fp8_block_linear" and has_block_gemm else SKINNY_TOKENS
-
-
-def quantize_activations(x: Tensor, block_columns: int) -> tuple[Tensor, Tensor]:
-    """Quantizes each token's blocks of columns with scale `amax / 448`, 1 where all are zero.
-
-    Args:
-        x: `[T, K]`.
-        block_columns: columns per scale; the last block may have fewer.
-
-    Returns:
-        `[T, K]` e4m3, and the scales `[T, ceil(K / block_columns)]` float32.
-    """
-    num_tokens, columns = x.shape
-    padding = -columns % block_columns
-    blocks = F.pad(x.float(), (0, padding)).view(num_tokens, -1, block_columns)
-    amax = blocks.abs().amax(-1, keepdim=True)
-    # Not by a Python number: CUDA would multiply by its rounded reciprocal.
-    scale = torch.where(amax > 0, amax / torch.full_like(amax, E4M3_MAX), 1.0)
-    values = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    return values.view(num_tokens, -1)[:, :columns], scale[..., 0]
-
-
-def weight_only_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """`[T, K]` → `[T, N]` in x's dtype: `F.linear` with the dequantized weight."""
-    return F.linear(x, dequantize(weight, x.dtype))
-
-
-def w8a8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """`[T, K]` → `[T, N]` in x's dtype: exactly quantized activations, summed in float32."""
-    values, scale = quantize_activations(x, weight.block_columns)
-    scales = scale.repeat_interleave(weight.block_columns, 1)[:, : x.shape[1]]
-    return F.linear(values.float() * scales, dequantize(weight, torch.float32)).to(x.dtype)
 
 
 def has_kernels(weight: Fp8Weight) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from kernels.attention.attention_tuning import AttentionFacts
-from services.common.nn.device import DeviceFacts
+from kernels.device import DeviceFacts
 from services.common.nn.dispatch import PLAIN
 from services.decoder.attention import table
 from services.decoder.attention.base import AttentionBackend, AttentionSizes

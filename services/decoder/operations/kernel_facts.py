@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention.attention_tuning import AttentionFacts
+from kernels.device import DeviceFacts
 from services.common.model_spec import TextSpec
-from services.common.nn.device import DeviceFacts
 
 UNQUANTIZED = "plain"  # as `LinearMethod.weight_format`
 

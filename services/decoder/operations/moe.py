@@ -5,7 +5,7 @@
 | gemv         | 1-4    | a GEMV for each token and each of its experts                   |
 | grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
 | grouped_mm   | any    | the same by torch's grouped GEMM                                |
-| plain        | any    | `plain.moe`                                                     |
+| plain        | any    | `experts.moe`                                                     |
 
 All but the last add to the residual stream in place. Weights of the first two may be FP8, which
 becomes the activations' dtype in registers.
@@ -14,16 +14,22 @@ becomes the activations' dtype in registers.
 from torch import Tensor
 
 from kernels import tuning
+from kernels.device import DeviceFacts
 from kernels.experts import moe_gemm, moe_gemv
 from kernels.experts.moe_routing import Routing, route
 from kernels.experts.moe_weights import ExpertWeights
 from kernels.gemm import gemv, skinny_gemm
-from kernels.tuning import MoEGemvConfig, SkinnyConfig
+from kernels.tuning import MoEGemmConfig, MoEGemvConfig, SkinnyConfig
 from services.common.model_spec import MoESpec
-from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
+from services.common.nn.linear import StackedLinear
 
 _SCORE_ROWS, _SCORE_COLUMNS = 64, 128  # of a CTA of the router's skinny GEMM
+
+
+def weights_of(stack: StackedLinear) -> ExpertWeights:
+    """A loaded layer's matrices as kernels read them."""
+    return ExpertWeights.of(stack.method.weight(stack))
 
 
 class MoEKernels:
@@ -50,25 +56,30 @@ class MoEKernels:
         *,
         config: MoEGemvConfig | None = None,
     ) -> None:
-        """Implements `plain.moe` for a few tokens."""
+        """Implements `experts.moe` for a few tokens."""
         routing = self._route(x, router, tile=0)
-        up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
+        up, down = map(weights_of, experts.stacks.values())
         moe_gemv.experts(
             x, routing, up, down, residual, config or MoEGemvConfig(), pure=self._pure,
             pdl=self._pdl,
         )  # fmt: skip
 
     def grouped_gemm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-        """Implements `plain.moe` for any number of tokens."""
-        config = tuning.moe_gemm_config(self._device, len(x), self._spec)
+        """Implements `experts.moe` for any number of tokens."""
+        config = self.gemm_config(len(x))
         routing = self._route(x, router, config.tokens)
-        up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
+        up, down = map(weights_of, experts.stacks.values())
         moe_gemm.grouped_experts(
             x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
         )  # fmt: skip
 
+    def gemm_config(self, num_tokens: int) -> MoEGemmConfig:
+        """Of the grouped GEMM."""
+        mean_rows = num_tokens * self._spec.top_k / self._spec.num_experts
+        return tuning.moe_gemm_config(self._device, mean_rows)
+
     def grouped_mm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-        """Implements `plain.moe` for unquantized weights."""
+        """Implements `experts.moe` for unquantized weights."""
         routing = self._route(x, router, tile=128)
         up, down = (stack.weight for stack in experts.stacks.values())
         moe_gemm.library_experts(x, routing, up, down, residual, pdl=self._pdl)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kernels.attention.heads import ProjectedHeads, Rotary
+from kernels.device import DeviceFacts
 from kernels.linear_attention.states import DeltaInputs, LayerStates, StateLayout
 from kernels.rows import DeviceRows, EnteredStep, StepEntry
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.common.model_spec import TextSpec
-from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import CapturedCalls, KernelTable, Resolved, parse_overrides
 from services.common.nn.experts import Experts, Router
 from services.common.nn.formats import Rows
@@ -47,7 +47,7 @@ class StepKernels:
         linear_residual: (x, layer, residual) → the layer's output or partials, to be added to the
             residual stream; None: it has been added to `residual` in place.
         moe: (x `[T, hidden]`, router, experts, residual) → the layer's output, to be added to the
-            residual stream, or None, as by `linear_residual`; see `plain.moe`.
+            residual stream, or None, as by `linear_residual`; see `experts.moe`.
         shared_gate: (output of a shared expert or partials, x, gate, residual) → as `moe`; see
             `plain.shared_gate`.
         qk_rope_cache: see `plain.qk_rope_cache`.

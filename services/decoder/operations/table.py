@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from kernels import plain, tuning
 from kernels.attention import attention_tuning
+from kernels.device import DeviceFacts
 from kernels.gemm import cublaslt, fp8_weight
 from kernels.linear_attention import delta_rule
 from kernels.sampling import sampling
 from kernels.tuning import SkinnyConfig, SwigluGemmConfig
 from services.common.model_spec import RopeSpec, TextSpec
-from services.common.nn import layers
-from services.common.nn.device import DeviceFacts
+from services.common.nn import experts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
 from services.common.nn.formats import Rows, rows_of
 from services.common.nn.layers import RMSNorm
@@ -407,7 +407,7 @@ ROWS: Sequence[Row] = (
     Row("rope_and_rows", "triton", _rope_and_rows, _needs(_triton, _even_head)),
     Row("rope_and_rows", "plain", _plain(plain.rope_and_rows)),
     Row("rms_norm", "triton", lambda facts: _add_norm(facts, "rms_norm"), _triton),
-    Row("rms_norm", "plain", _plain(layers.rms_norm)),
+    Row("rms_norm", "plain", _plain(plain.rms_norm)),
     Row("add_rms_norm", "triton", lambda facts: _add_norm(facts, "add_rms_norm"), _triton),
     Row("add_rms_norm", "plain", _plain(plain.add_rms_norm)),
     Row(
@@ -450,14 +450,14 @@ ROWS: Sequence[Row] = (
         _swiglu_gemm_tokens,
     ),
     Row("linear_swiglu", "silu_mul", _silu_mul, _triton),
-    Row("linear_swiglu", "plain", _plain(lambda x, layer: layers.silu_and_mul(layer(x)))),
+    Row("linear_swiglu", "plain", _plain(lambda x, layer: plain.silu_and_mul(layer(x)))),
     Row("moe", "gemv", lambda facts: _moe(facts, "gemv"), _MOE, _few_tokens),
     Row("moe", "grouped_gemm", lambda facts: _moe(facts, "grouped_gemm"), _MOE),
     Row(
         "moe", "grouped_mm", lambda facts: _moe(facts, "grouped_mm"),
         _needs(_MOE, _unquantized, _grouped_mm),
     ),
-    Row("moe", "plain", _plain(plain.moe)),
+    Row("moe", "plain", _plain(experts.moe)),
     Row(
         "shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert, _one_rank)
     ),

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from kernels import launches
+from kernels.attention.attention_tuning import HOPPER_HEAD_DIMS, HOPPER_SHARED_MEMORY
 from kernels.attention.segments import Segments
+from kernels.device import DeviceFacts
 from kernels.gemm import cublaslt
 from kernels.tower import plain
 from services.common.model_spec import TowerSpec
-from services.common.nn.device import DeviceFacts
 from services.common.nn.dispatch import PLAIN, Implementation, Kernel, KernelTable, TokenRange
 
 _HALF = (torch.bfloat16, torch.float16)
-HOPPER_HEAD_DIMS = (64, 72, 80)
-HOPPER_SHARED_MEMORY = 62 << 10  # bytes of a CTA with the widest of these heads
 _FLASH_CAPABILITY = (8, 0)
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.gemm import fp8_weight
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
-from services.common.nn import fp8
 from services.common.nn.checkpoint import Checkpoint, CheckpointError
 from services.common.nn.collectives import Ranks, Share
 from services.common.nn.linear import Axis, Linear, MergedLinear, TensorLayout, UnquantizedLinear
@@ -84,7 +84,7 @@ def test_merged_layers_keep_the_scales_of_each_part(
     assert layer.weight.dtype == E4M3 and layer.weight_scale.dtype == torch.float32
     assert layer.bias.dtype == dtype
     whole = torch.cat([meant(files, part, name) for part in rows])
-    assert fp8.dequantize(layer.method.weight(layer), torch.float32).equal(whole)
+    assert fp8_weight.dequantize(layer.method.weight(layer), torch.float32).equal(whole)
     x, bias = torch.randn(7, columns).to(dtype), torch.cat([files[f"{s}.bias"] for s in rows])
     expected = F.linear(x, whole.to(dtype)) + bias.to(dtype)
     assert layer(x).equal(expected)
@@ -99,7 +99,7 @@ def test_activations_are_quantized_by_the_largest_of_a_block(
     wide = block_columns or columns
     x = torch.randn(5, columns) * torch.logspace(-30, 30, 5)[:, None]
     x[1, :128] = 0
-    values, scale = fp8.quantize_activations(x, wide)
+    values, scale = fp8_weight.quantize_activations(x, wide)
     assert scale.shape == (5, -(-columns // wide)) and values.dtype == E4M3
     for start in range(0, columns, wide):
         block, found = x[:, start : start + wide], values[:, start : start + wide].float()
@@ -141,7 +141,7 @@ def test_parts_of_a_module_are_cut_one_by_one(tmp_path: Path) -> None:
     held = [*range(256), *range(384, 512)]
     assert layer.bias.equal(files["qkv.bias"][held])
     whole = meant(files, "qkv", "block")[held]
-    assert fp8.dequantize(layer.method.weight(layer), torch.float32).equal(whole)
+    assert fp8_weight.dequantize(layer.method.weight(layer), torch.float32).equal(whole)
 
 
 def test_blocks_must_not_be_cut(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 from kernels.attention.attention_tuning import AttentionFacts
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride
 from services.decoder.attention import table
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import plain
 from kernels.attention.heads import HeadTransform, kv_rows, write_kv
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import UnknownOverride
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata, AttentionSizes

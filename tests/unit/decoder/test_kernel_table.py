@@ -9,7 +9,7 @@ import torch
 from benchmarks.kernels import kernel_table
 from benchmarks.text_shapes import TEXT_SHAPES
 from kernels import plain, tuning
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import TokenRange, UnknownOverride
 from services.common.nn.formats import rows_of
 from services.common.nn.layers import RMSNorm

@@ -6,13 +6,14 @@ from functools import partial
 import pytest
 import torch
 
+from kernels.attention.attention_tuning import HOPPER_SHARED_MEMORY
 from kernels.attention.segments import BatchSegments
+from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.model_spec import TowerSpec
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride, parse_overrides
 from services.encoder.operations.ops import Ops
-from services.encoder.operations.table import HOPPER_SHARED_MEMORY, TowerFacts, resolve
+from services.encoder.operations.table import TowerFacts, resolve
 from tests.tower import cpu_ops
 
 TWO_B = DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17))

@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from kernels.gemm import fp8_kernels
+from kernels.device import DeviceFacts
+from kernels.gemm import fp8_kernels, fp8_weight
+from kernels.gemm.fp8_weight import Fp8Weight
+from kernels.plain import rms_norm, silu_and_mul
 from services.common.nn import fp8
-from services.common.nn.device import DeviceFacts
-from services.common.nn.fp8 import Fp8Weight
-from services.common.nn.layers import rms_norm, silu_and_mul
 from tests.fp8_checkpoints import quantize
 from tests.unit.kernels.interpreter import assert_close
 
@@ -65,7 +65,7 @@ def check_weight_only(num_tokens: int, rows: int, columns: int, block: bool) -> 
 def check_quantization(num_tokens: int, columns: int, block_columns: int) -> None:
     x = torch.randn(num_tokens, columns) * torch.logspace(-20, 20, num_tokens)[:, None]
     x[0, :block_columns] = 0
-    values, scale = fp8.quantize_activations(x, block_columns)
+    values, scale = fp8_weight.quantize_activations(x, block_columns)
     found, found_scale = fp8_kernels.quantize_activations(
         x, block_columns, pdl=False, token_multiple=4
     )
@@ -77,7 +77,7 @@ def check_quantization(num_tokens: int, columns: int, block_columns: int) -> Non
 
 def check_w8a8(num_tokens: int, rows: int, columns: int) -> None:
     weight, x = make(rows, columns, block=True), torch.randn(num_tokens, columns)
-    close(fp8_kernels.triton_gemm(x, weight, pdl=False), fp8.w8a8_linear(x, weight))
+    close(fp8_kernels.triton_gemm(x, weight, pdl=False), fp8_weight.w8a8_linear(x, weight))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from kernels.attention.fused_decode_attention import FusedDecodeAttention
 from kernels.attention.heads import HeadTransform, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.qk_rope_cache import qk_rope_cache
+from kernels.device import KNOWN_DEVICES, DeviceFacts
 from kernels.gemm import add_norm, gemv, silu_mul, skinny_gemm, swiglu_gemm
 from kernels.sampling import greedy, penalties, sampling, top_k_top_p_sampling
 from kernels.tuning import GemvConfig, SkinnyConfig, SwigluGemmConfig
 from services.common.model_spec import RopeSpec
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.staging import Staging

@@ -4,17 +4,18 @@ import torch
 from torch import nn
 
 from kernels import plain
+from kernels.device import DeviceFacts
 from kernels.experts import moe_gemm, shared_gate
 from kernels.experts.moe_routing import route
-from kernels.experts.moe_weights import ExpertWeights
+from kernels.gemm.fp8_weight import E4M3
 from kernels.tuning import MoEGemmConfig, MoEGemvConfig
 from services.common.model_spec import MoESpec, QuantizationSpec
-from services.common.nn.device import DeviceFacts
 from services.common.nn.experts import Experts, Router
-from services.common.nn.fp8 import E4M3, Fp8Linear
+from services.common.nn.experts import moe as plain_moe
+from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.linear import Linear
 from services.common.nn.weights import materialize
-from services.decoder.operations.moe import MoEKernels
+from services.decoder.operations.moe import MoEKernels, weights_of
 from tests.unit.kernels.interpreter import assert_close
 
 GEMV = MoEGemvConfig(up_rows=4, up_columns=64, down_rows=8, down_columns=64)
@@ -87,15 +88,15 @@ def check_experts(
         kernels = MoEKernels(
             DeviceFacts("cpu"), MoESpec(num_experts=count, top_k=top_k, intermediate_size=size)
         )
-        expected = residual + plain.moe(x, router, experts, residual)
+        expected = residual + plain_moe(x, router, experts, residual)
         kernels.gemv(x, router, experts, residual, config=config)
     else:
-        expected = residual + plain.moe(x, router, experts, residual)
+        expected = residual + plain_moe(x, router, experts, residual)
         assert (expected - residual).std() > 0.1
         routing = route(
             router(x), top_k, normalize=router.normalize, dtype=torch.float32, tile=config.tokens
         )
-        up, down = (ExpertWeights.of(stack) for stack in experts.stacks.values())
+        up, down = map(weights_of, experts.stacks.values())
         moe_gemm.grouped_experts(x, routing, up, down, residual, config, pdl=False)
     assert_close(residual, expected, atol=2e-5, rtol=2e-5)
 

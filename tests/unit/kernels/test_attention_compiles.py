@@ -14,7 +14,7 @@ from kernels.attention.attention_tuning import (
     prefill_obstacle,
 )
 from kernels.attention.heads import HeadTransform
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
+from kernels.device import KNOWN_DEVICES, DeviceFacts
 from tests.gpu_compiler import CompiledLaunch, compiled_launches, copies_see_their_barriers
 
 CPU = torch.device("cpu")

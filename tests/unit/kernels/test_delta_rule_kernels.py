@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("triton")
 from kernels.attention.heads import HeadTransform
 from kernels.attention.qk_rope_cache import qk_rope_cache
+from kernels.device import KNOWN_DEVICES
 from kernels.gemm import skinny_gemm
 from kernels.linear_attention import delta_rule_decode, delta_rule_prefill, output_gates
 from kernels.linear_attention.states import prefill_pieces
-from services.common.nn.device import KNOWN_DEVICES
 from tests.gpu_compiler import compiled_launches
 from tests.unit.kernels.delta_rule_steps import random_inputs, random_layout, spec_of
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from kernels.device import KNOWN_DEVICES, DeviceFacts
 from kernels.gemm import fp8_kernels
+from kernels.gemm.fp8_weight import E4M3, Fp8Weight
 from services.common.nn import fp8
-from services.common.nn.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable
-from services.common.nn.fp8 import E4M3, Fp8Weight
 from tests.gpu_compiler import compiled_launches
 
 DEVICES = [name for name in KNOWN_DEVICES if name != "h100"]  # which compiles as the H200 does

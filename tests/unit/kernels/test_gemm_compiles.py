@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 from benchmarks.text_shapes import TEXT_SHAPES
 from kernels.attention.heads import HeadTransform
-from services.common.nn.device import KNOWN_DEVICES
+from kernels.device import KNOWN_DEVICES
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.operations import table

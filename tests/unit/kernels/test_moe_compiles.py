@@ -5,15 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 from benchmarks.text_shapes import TEXT_SHAPES
+from kernels.device import KNOWN_DEVICES
 from kernels.experts import shared_gate
 from kernels.experts.moe_weights import ExpertWeights
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.device import KNOWN_DEVICES
 from services.common.nn.experts import Experts, Router
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.linear import StackedLinear
 from services.common.nn.weights import materialize
-from services.decoder.operations import table
+from services.decoder.operations import moe, table
+from services.decoder.operations.moe import weights_of
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.table import KernelFacts
 from tests.gpu_compiler import compiled_launches
@@ -50,14 +51,13 @@ def test_what_the_table_picks_compiles_and_fits(
                 stack.set_method(Fp8Linear(QuantizationSpec(format=weight_format)))  # type: ignore[arg-type]
     for module in (router, experts):
         materialize(module, "cpu", torch.bfloat16)
-    of = ExpertWeights.of
 
     def as_on_a_gpu(stack: StackedLinear) -> ExpertWeights:
-        found = of(stack)
+        found = weights_of(stack)
         values = found.values if found.scale is None else found.values.view(torch.uint8)
         return ExpertWeights(values, found.scale, found.block_rows)
 
-    monkeypatch.setattr(ExpertWeights, "of", as_on_a_gpu)
+    monkeypatch.setattr(moe, "weights_of", as_on_a_gpu)
     ops = Ops(table.resolve(facts, {"fused_decode_attention": "plain"}))
     with compiled_launches(facts.device) as launches:
         # On the others, what the experts of few tokens share with those of many is compiled once.

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 from kernels.attention.attention_tuning import AttentionFacts
 from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
-from services.common.nn.device import KNOWN_DEVICES
+from kernels.device import KNOWN_DEVICES
 
 HEADS = 4
 FACTS = AttentionFacts(

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from kernels.attention import hopper_attention
+from kernels.attention import hopper_attention, warpgroups
+from kernels.attention.attention_tuning import HOPPER_HEAD_DIMS
 from kernels.attention.hopper_attention import HopperAttention, ragged_attention_kernel
 from kernels.attention.segments import (
     BLOCK_SIZES,
@@ -20,8 +21,7 @@ from kernels.attention.segments import (
     count_blocks,
     list_work,
 )
-from services.common.nn.device import KNOWN_DEVICES
-from services.encoder.operations.table import HOPPER_HEAD_DIMS
+from kernels.device import KNOWN_DEVICES
 from tests.gpu_compiler import compile_for_hopper, copies_see_their_barriers
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def compiled(dtype: str, head_dim: int, block: int) -> Any:
         "HEADS": 16, "HEAD_DIM": head_dim, "BLOCK_M": block, "TAIL_TILE": tail_columns
     }  # fmt: skip
     for name, rows in (("query", block), ("key", 64), ("value", 64)):
-        main, tail = hopper_attention._MAIN_LAYOUT, hopper_attention._TAIL_LAYOUT
+        main, tail = warpgroups.TILE_LAYOUT, hopper_attention._TAIL_LAYOUT
         tiles[f"{name}_tiles"] = f"tensordesc<{dtype}[{rows}, 64],{main!r}>"
         tiles[f"{name}_tails"] = tiles[f"{name}_tiles"]
         if tail_columns:

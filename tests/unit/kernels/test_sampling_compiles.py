@@ -7,9 +7,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from kernels.device import KNOWN_DEVICES
 from kernels.sampling import greedy, penalties, top_k_top_p_sampling
 from kernels.sampling.sampling import MaskedRows
-from services.common.nn.device import KNOWN_DEVICES
 from tests.gpu_compiler import compiled_launches
 from tests.sampling_twins import Row, mask_of, sampling_inputs
 
