@@ -3,10 +3,15 @@
 import base64
 import io
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from PIL import Image
+from starlette.routing import Route
 
+from services.gateway.endpoints.routes import Routes
+from services.gateway.endpoints.surfaces import create_surfaces
+from services.gateway.metrics import GatewayMetrics
 from tests.gateway_stack import GatewayStack, LoopThread
 
 
@@ -84,3 +89,10 @@ def asking(*urls: str, text: str = "what?") -> list[dict]:
     """Messages: images, then a question."""
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
+
+
+def all_routes(model_directory: Path | None) -> list[Route]:
+    """A gateway's routes, to be looked at: what they call is not there."""
+    metrics = GatewayMetrics()
+    beside = create_surfaces(None, None, metrics, model_directory)
+    return Routes(None, None, None, metrics, beside.endpoints, beside.routes).table()

@@ -28,6 +28,7 @@ from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.endpoints.chat_endpoint import ChatEndpoint
 from services.gateway.endpoints.routes import Routes
+from services.gateway.endpoints.surfaces import create_surfaces
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
@@ -118,7 +119,10 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
             await service.close()
             await loader.close()
 
-    routes = Routes(service, warm_up, admission, metrics, spec.directory)
+    beside = create_surfaces(service, admission, metrics, spec.directory)
+    routes = Routes(
+        service, lambda: warm_up.done, admission, metrics, beside.endpoints, beside.routes
+    )
     app = _application([*routes.table(), warm_up.route], lifespan)
     middleware: ASGIApp = Middleware(
         app, routes.endpoints, admission, keyring, quotas, warm_up.path

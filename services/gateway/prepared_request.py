@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.media.images import Image
+from services.gateway.media.images import Image, uncounted
 from services.gateway.metrics import Timings
 from services.gateway.prompts.prompt import Prompt
-from services.gateway.tenancy.admission import uncounted
 from services.gateway.tenancy.tenants import Tenant
 
 

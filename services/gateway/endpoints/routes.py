@@ -1,10 +1,11 @@
-"""All routes: chat, models, health, and the pages.
+"""The routes: chat, models, health, the pages, and what `app` adds to them.
 
 `app` mounts the table. Views translate between HTTP and `ChatService`; errors they raise become
 responses in `exchange`.
 """
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -15,16 +16,10 @@ from starlette.routing import Route
 from services.gateway.chat import ChatService
 from services.gateway.endpoints.chat_endpoint import ChatEndpoint
 from services.gateway.endpoints.endpoint import Endpoint
-from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, TokenCounter
-from services.gateway.endpoints.openapi import openapi_document
-from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
-from services.gateway.endpoints.text_completions_endpoint import TextCompletionEndpoint
-from services.gateway.endpoints.tokenization import TokenizationRoutes
 from services.gateway.forms.responses import ModelCard, ModelList
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
-from services.gateway.warm_up import WarmUp
 
 # The page contains its own script and style and loads nothing else.
 _PAGE_POLICY = (
@@ -41,21 +36,29 @@ _PATIENCE_S = 10.0
 class Routes:
     """The views of one gateway.
 
+    Args:
+        service: that answers.
+        is_warm: whether the warm-up is over.
+        admission: of requests.
+        metrics: of the gateway.
+        endpoints: those that generate, beside chat, by their paths; see `surfaces`.
+        others: routes beside those of this file.
+
     Attributes:
-        endpoints: those that generate, by their paths.
+        endpoints: all that generate, by their paths.
     """
 
     def __init__(
         self,
         service: ChatService,
-        warm_up: WarmUp,
+        is_warm: Callable[[], bool],
         admission: Admission,
         metrics: GatewayMetrics,
-        model_directory: Path,
+        endpoints: Mapping[str, Endpoint],
+        others: Sequence[Route],
     ) -> None:
         self._service = service
-        self._tokenization = TokenizationRoutes(service, admission, model_directory)
-        self._warm_up = warm_up
+        self._is_warm = is_warm
         self._admission = admission
         self._was_ready = False
         self._patient_until = time.monotonic() + _PATIENCE_S
@@ -63,30 +66,23 @@ class Routes:
         pages = Path(__file__).parents[1] / "static"
         self._page = (pages / "index.html").read_bytes()
         self._docs_page = (pages / "docs.html").read_bytes()
-        parts = service, admission, metrics
-        self.endpoints: dict[str, Endpoint] = {
-            "/v1/chat/completions": ChatEndpoint(*parts),
-            "/v1/completions": TextCompletionEndpoint(*parts),
-            "/v1/responses": ResponsesEndpoint(*parts),
-            "/v1/messages": MessagesEndpoint(*parts),
-        }
+        chat = ChatEndpoint(service, admission, metrics)
+        self.endpoints: dict[str, Endpoint] = {"/v1/chat/completions": chat, **endpoints}
+        self._others = others
 
     def table(self) -> list[Route]:
         """Every route but the warm-up's."""
-        counter = TokenCounter(self._service, self._admission)
         return [
             *[Route(path, found, methods=["POST"]) for path, found in self.endpoints.items()],
-            Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            *self._tokenization.table(),
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
-            Route("/openapi.json", self.openapi, methods=["GET"]),
             Route("/docs", self.docs, methods=["GET"]),
             Route("/", self.page, methods=["GET"]),
+            *self._others,
         ]
 
     async def models(self, request: Request) -> Response:
@@ -102,7 +98,7 @@ class Routes:
 
     async def version(self, request: Request) -> Response:
         """The version of this package."""
-        return JsonResponse({"version": _version()})
+        return JsonResponse({"version": package_version()})
 
     async def ready(self, request: Request) -> Response:
         """Readiness: requests get an answer here. So it waits for the services and the warm-up, but
@@ -114,7 +110,7 @@ class Routes:
         status = "ready"
         if not self._service.ready():
             status = f"waiting for {self._service.needs}"
-        elif not (self._warm_up.done or self._was_ready):
+        elif not (self._is_warm() or self._was_ready):
             status = "warming up"
         if status == "ready" or time.monotonic() > self._patient_until:
             self._was_ready = True
@@ -134,10 +130,6 @@ class Routes:
     async def docs(self, request: Request) -> Response:
         """A page that shows the OpenAPI document."""
         return _page(self._docs_page)
-
-    async def openapi(self, request: Request) -> Response:
-        """The OpenAPI document."""
-        return JsonResponse(openapi_document(_version()))
 
     def _model(self) -> ModelCard:
         service = self._service
@@ -159,7 +151,8 @@ def _page(html: bytes) -> Response:
     return Response(html, media_type="text/html", headers=headers)
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Of `triptych`."""
     try:
         return metadata.version("triptych")
     except metadata.PackageNotFoundError:  # run from a source tree

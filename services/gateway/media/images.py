@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import unquote
 
 import msgspec
@@ -24,8 +25,6 @@ from services.common.image_header import check_scans, read_header
 from services.common.image_key import image_key
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
 from services.gateway.forms.json_body import LargeImages
-from services.gateway.media.web_media import WebMedia
-from services.gateway.tenancy.admission import uncounted
 
 # `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
 LOW_DETAIL_PIXELS = 512 * 512
@@ -185,16 +184,36 @@ class ImageReader:
         return math.prod(self._geometry.size_of(unit))
 
 
+def uncounted(num_bytes: int) -> None:
+    """In place of a request's `hold`: counts nothing."""
+
+
+class WebFetcher(Protocol):
+    """Fetches images of http: and https: URLs."""
+
+    async def fetch(self, url: str, hold: Callable[[int], None], tenant: str) -> bytes:
+        """The bytes behind a URL; `hold` counts them as they arrive, and may refuse.
+
+        Raises:
+            TriptychError: see `MediaLoader.load`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Closes connections."""
+        ...
+
+
 class MediaLoader:
     """Loads the bytes behind a URL.
 
     Args:
         max_bytes: of one image, encoded.
-        web: fetches http: and https: URLs.
+        web: fetches http: and https: URLs; `web_media.WebMedia` is one.
         allowed_directory: where file: URLs may point; None: nowhere.
     """
 
-    def __init__(self, max_bytes: int, web: WebMedia, allowed_directory: Path | None) -> None:
+    def __init__(self, max_bytes: int, web: WebFetcher, allowed_directory: Path | None) -> None:
         self._max_bytes = max_bytes
         self._web = web
         self._directory = None if allowed_directory is None else allowed_directory.resolve()
@@ -212,7 +231,7 @@ class MediaLoader:
         Args:
             url: of any kind that is allowed.
             hold: counts the memory of bytes that are not in the request's body; may refuse.
-            tenant: as `WebMedia.fetch`.
+            tenant: as `ImageReader.read`.
             large: as `ImageReader.read`.
 
         Raises:

@@ -26,8 +26,8 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
+from services.gateway.media.images import uncounted
 from services.gateway.media.network import SocketOption, connect
-from services.gateway.tenancy.admission import uncounted
 from services.gateway.tenancy.tenants import ANONYMOUS, bound_tenant
 
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]

@@ -31,10 +31,6 @@ _RESERVED_BYTES = 16  # a sixteenth of the bytes
 _RESERVED = 4  # a quarter of the slots is for tenants with less than their share
 
 
-def uncounted(num_bytes: int) -> None:
-    """In place of `Holding.hold`: counts nothing."""
-
-
 def max_held_bytes(memory_bytes: int) -> int:
     """What all requests may hold in a pod of that memory: the process itself keeps 384 MiB, and
     more than `MAX_HELD_BYTES` are never needed.

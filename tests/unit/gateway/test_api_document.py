@@ -7,10 +7,9 @@ import pytest
 
 from services.common.errors import BY_CODE
 from services.gateway.endpoints.openapi import openapi_document
-from services.gateway.endpoints.routes import Routes
 from services.gateway.forms import generation, openai
-from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from tests.gateway_fixtures import all_routes
 from tests.tiny_tokenizer import write_model_directory
 
 SCHEMAS = openapi_document("1")["components"]["schemas"]
@@ -39,7 +38,7 @@ def test_error_is_described(code):
 
 def test_routes_are_described(tmp_path):
     directory = write_model_directory(tmp_path / "model")
-    for route in Routes(None, None, None, GatewayMetrics(), directory).table():
+    for route in all_routes(directory):
         (method,) = route.methods - {"HEAD"}
         assert f"`{method} {route.path.replace(':path', '')}`" in TEXT
 
