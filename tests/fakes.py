@@ -16,7 +16,7 @@ from services.common.errors import TriptychError, WrongImageKey
 from services.common.geometry import Unit
 from services.common.image_key import image_key
 from services.common.pb import decoder_pb2, decoder_pb2_grpc, encoder_pb2, encoder_pb2_grpc
-from services.common.tracing import TRACEPARENT
+from services.common.spans import TRACEPARENT
 
 
 class _Health(health.aio.HealthServicer):

@@ -22,8 +22,8 @@ from services.common.errors import (
     from_code,
 )
 from services.common.rpc_credentials import PeerCheck, dial
+from services.common.spans import TRACEPARENT, traceparent
 from services.common.telemetry import bind_request_id, current_request_id
-from services.common.tracing import TRACEPARENT, traceparent
 
 # Of proto/, as `DescribeEncoderResponse.protocol` says.
 PROTOCOL = 1

@@ -1,42 +1,22 @@
 """OpenTelemetry traces: one trace per request through all services, where an OTLP endpoint is set.
 
 The standard variables configure it (`OTEL_EXPORTER_OTLP_ENDPOINT` turns it on); the packages are
-the extra `tracing`. Without an endpoint every call here returns at once and imports nothing.
-
-The current span is a context variable: a task inherits it from the task that creates it. Between
-services it travels as a W3C `traceparent`, in HTTP headers, gRPC metadata and `Submit`.
+the extra `tracing`. Each service's `__main__` calls `setup_tracing`, which registers with `spans`;
+without an endpoint it does nothing and imports nothing.
 """
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from services.common.settings import SettingsError, traces_endpoint
+from services.common.spans import TRACEPARENT, Attribute, Span, record_with
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span as OtelSpan
     from opentelemetry.trace import Tracer
-
-TRACEPARENT = "traceparent"
-Attribute = str | int | float | bool
-
-
-class Span:
-    """A stretch of a request's time. Also what callers hold while tracing is off."""
-
-    traceparent = ""  # for another service, or for `start_span`
-
-    def set(self, **attributes: Attribute) -> None:
-        """Adds attributes."""
-
-    def end(self, end_s: float | None = None) -> None:
-        """Ends a span of `start_span`, now or at `end_s` (`time.time()`)."""
-
-    def as_current(self) -> AbstractContextManager[object]:
-        """Makes it the current span for the block, and does not end it."""
-        return nullcontext()
 
 
 class _Recorded(Span):
@@ -59,8 +39,34 @@ class _Recorded(Span):
         return use_span(self._span)
 
 
-_OFF = Span()
-_tracer: "Tracer | None" = None
+class _Recorder:
+    """A `spans.Recorder`."""
+
+    def __init__(self, tracer: "Tracer") -> None:
+        self._tracer = tracer
+
+    def start(
+        self, name: str, parent: str, start_s: float | None, attributes: Mapping[str, Attribute]
+    ) -> Span:
+        started = None if start_s is None else _nanoseconds(start_s)
+        context = _context_of(parent)
+        return _Recorded(
+            self._tracer.start_span(name, context, attributes=attributes, start_time=started)
+        )
+
+    @contextmanager
+    def current(
+        self, name: str, parent: str, attributes: Mapping[str, Attribute]
+    ) -> Generator[Span]:
+        context = _context_of(parent)
+        with self._tracer.start_as_current_span(name, context, attributes=attributes) as found:
+            yield _Recorded(found)
+
+    def traceparent(self) -> str:
+        from opentelemetry.trace import get_current_span
+
+        found = get_current_span()
+        return _Recorded(found).traceparent if found.get_span_context().is_valid else ""
 
 
 def setup_tracing(service: str) -> None:
@@ -88,78 +94,11 @@ def exporting_to(service: str, exporter: "SpanExporter") -> Generator[None]:
     """For tests: spans go to `exporter` as soon as they end."""
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-    global _tracer
     _record_to(service, SimpleSpanProcessor(exporter))
     try:
         yield
     finally:
-        _tracer = None
-
-
-def tracing_is_on() -> bool:
-    """Whether spans are recorded."""
-    return _tracer is not None
-
-
-def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContextManager[Span]:
-    """Makes a span the current one for the block; an exception that leaves it marks it failed.
-
-    Not for a block in which an asynchronous generator yields: there the context is its caller's;
-    use `start_span`.
-
-    Args:
-        name: what is done.
-        parent: a `traceparent`; empty or malformed: the current span.
-        attributes: recorded with it.
-    """
-    if _tracer is None:
-        return nullcontext(_OFF)
-    return _current_span(_tracer, name, parent, attributes)
-
-
-def start_span(
-    name: str, parent: str = "", *, start_s: float | None = None, **attributes: Attribute
-) -> Span:
-    """A span that the caller ends; the current one only where `as_current` says so.
-
-    Args:
-        name: what is done.
-        parent: as for `span`.
-        start_s: when it began, as `time.time()`; None: now.
-        attributes: recorded with it.
-    """
-    if _tracer is None:
-        return _OFF
-    started = None if start_s is None else _nanoseconds(start_s)
-    return _Recorded(
-        _tracer.start_span(name, _context_of(parent), attributes=attributes, start_time=started)
-    )
-
-
-def record_span(
-    name: str, parent: str, start_s: float, duration_s: float, **attributes: Attribute
-) -> None:
-    """A span that is over, measured elsewhere; `start_s` as `time.time()`."""
-    if _tracer is not None:
-        start_span(name, parent, start_s=start_s, **attributes).end(start_s + duration_s)
-
-
-def traceparent() -> str:
-    """The current span's `traceparent`; empty: there is none, or tracing is off."""
-    if _tracer is None:
-        return ""
-    from opentelemetry.trace import get_current_span
-
-    current = get_current_span()
-    return _Recorded(current).traceparent if current.get_span_context().is_valid else ""
-
-
-@contextmanager
-def _current_span(
-    tracer: "Tracer", name: str, parent: str, attributes: dict[str, Attribute]
-) -> Generator[Span]:
-    with tracer.start_as_current_span(name, _context_of(parent), attributes=attributes) as current:
-        yield _Recorded(current)
+        record_with(None)
 
 
 def _context_of(parent: str) -> "Context | None":
@@ -175,18 +114,11 @@ def _record_to(service: str, processor: object) -> None:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-    global _tracer
     assert isinstance(processor, SpanProcessor)
     provider = TracerProvider(resource=Resource.create({"service.name": f"triptych-{service}"}))
     provider.add_span_processor(processor)
-    _tracer = provider.get_tracer("triptych")
+    record_with(_Recorder(provider.get_tracer("triptych")))
 
 
 def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
-
-
-__all__ = [
-    "TRACEPARENT", "Span", "exporting_to", "record_span", "setup_tracing", "span", "start_span",
-    "traceparent", "tracing_is_on",
-]  # fmt: skip

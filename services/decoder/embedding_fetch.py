@@ -34,8 +34,8 @@ from services.common.shared_memory import (
     NotReadable,
     host_identity,
 )
+from services.common.spans import span
 from services.common.threads import finished, num_threads
-from services.common.tracing import span
 from services.decoder.known_encoders import KnownEncoders
 
 log = logging.getLogger(__name__)

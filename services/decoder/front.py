@@ -27,9 +27,9 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import MAX_REQUEST_ID_CHARS
+from services.common.spans import Span, record_span, start_span
 from services.common.telemetry import bound_request_id
 from services.common.tenant_room import TenantRoom
-from services.common.tracing import Span, record_span, start_span
 from services.decoder.departure import Departure, Remaining
 from services.decoder.embedding_fetch import EncoderFailed
 from services.decoder.embeddings import EmbeddingSource, SequenceImages

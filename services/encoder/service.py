@@ -35,8 +35,8 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import MAX_MESSAGE_BYTES, PROTOCOL, abort, adopt_metadata, message_bytes
 from services.common.shared_memory import host_identity
+from services.common.spans import span
 from services.common.threads import INLINE_BYTES
-from services.common.tracing import span
 from services.encoder.embeddings import Embeddings, Encoded, Origin
 from services.encoder.memory_tier import Reading
 from services.encoder.metrics import EncoderMetrics

@@ -25,7 +25,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
-from services.common.tracing import Span, start_span
+from services.common.spans import Span, start_span
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.encode_calls import EncodeCalls, EncodeFailed

@@ -11,8 +11,8 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.common.spans import Attribute, span
 from services.common.telemetry import LATENCY_BUCKETS
-from services.common.tracing import Attribute, span
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import TriptychError
+from services.common.spans import TRACEPARENT, Span, span
 from services.common.telemetry import bind_request_id
-from services.common.tracing import TRACEPARENT, Span, span
 from services.gateway.forms.error_answers import error_body, shaped_for
 from services.gateway.http.exchange import JsonResponse, handle_bug, handle_triptych_error
 from services.gateway.tenancy.admission import Admission

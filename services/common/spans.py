@@ -1,0 +1,100 @@
+"""Stretches of a request's time: where code says what it does, and for how long.
+
+Whoever records them registers once, with `record_with`; until then every call here returns at once.
+The current span is a context variable: a task inherits it from the task that creates it. Between
+services it travels as a W3C `traceparent`, in HTTP headers, gRPC metadata and `Submit`.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+TRACEPARENT = "traceparent"
+Attribute = str | int | float | bool
+
+
+class Span:
+    """A stretch of a request's time. Also what callers hold while tracing is off."""
+
+    traceparent = ""  # for another service, or for `start_span`
+
+    def set(self, **attributes: Attribute) -> None:
+        """Adds attributes."""
+
+    def end(self, end_s: float | None = None) -> None:
+        """Ends a span of `start_span`, now or at `end_s` (`time.time()`)."""
+
+    def as_current(self) -> AbstractContextManager[object]:
+        """Makes it the current span for the block, and does not end it."""
+        return nullcontext()
+
+
+class Recorder(Protocol):
+    """What records spans; `services.common.tracing` has one."""
+
+    def start(
+        self, name: str, parent: str, start_s: float | None, attributes: Mapping[str, Attribute]
+    ) -> Span:
+        """See `start_span`."""
+        ...
+
+    def current(
+        self, name: str, parent: str, attributes: Mapping[str, Attribute]
+    ) -> AbstractContextManager[Span]:
+        """See `span`."""
+        ...
+
+    def traceparent(self) -> str:
+        """Of the current span; empty: there is none."""
+        ...
+
+
+_OFF = Span()
+_recorder: Recorder | None = None
+
+
+def record_with(recorder: Recorder | None) -> None:
+    """Spans go there from now on; None: nowhere."""
+    global _recorder
+    _recorder = recorder
+
+
+def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContextManager[Span]:
+    """Makes a span the current one for the block; an exception that leaves it marks it failed.
+
+    Not for a block in which an asynchronous generator yields: there the context is its caller's;
+    use `start_span`.
+
+    Args:
+        name: what is done.
+        parent: a `traceparent`; empty or malformed: the current span.
+        attributes: recorded with it.
+    """
+    return nullcontext(_OFF) if _recorder is None else _recorder.current(name, parent, attributes)
+
+
+def start_span(
+    name: str, parent: str = "", *, start_s: float | None = None, **attributes: Attribute
+) -> Span:
+    """A span that the caller ends; the current one only where `as_current` says so.
+
+    Args:
+        name: what is done.
+        parent: as for `span`.
+        start_s: when it began, as `time.time()`; None: now.
+        attributes: recorded with it.
+    """
+    return _OFF if _recorder is None else _recorder.start(name, parent, start_s, attributes)
+
+
+def record_span(
+    name: str, parent: str, start_s: float, duration_s: float, **attributes: Attribute
+) -> None:
+    """A span that is over, measured elsewhere; `start_s` as `time.time()`."""
+    if _recorder is not None:
+        start_span(name, parent, start_s=start_s, **attributes).end(start_s + duration_s)
+
+
+def traceparent() -> str:
+    """The current span's `traceparent`; empty: there is none, or none is recorded."""
+    return "" if _recorder is None else _recorder.traceparent()
