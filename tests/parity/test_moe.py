@@ -20,7 +20,7 @@ from services.common.nn.collectives import ALONE
 from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.weights import materialize
-from services.decoder.models.mlp import MoE
+from services.decoder.models.moe import MoE
 from services.decoder.operations.ops import PlainOps
 from tests.decoder_harness import Harness
 from tests.parity.oracle import EXPERTS, Oracle, Tiny, make_oracle
@@ -277,7 +277,7 @@ def shared_pair(hidden: int, **changes: object) -> tuple[nn.Module, MoE]:
         max_position_embeddings=8, tie_word_embeddings=True,
     )  # fmt: skip
     moe = MoESpec(num_experts=7, top_k=3, intermediate_size=24, shared_intermediate_size=40)
-    ours = MoE(text, replace(moe, **changes), ALONE)
+    ours = MoE(replace(text, moe=replace(moe, **changes)), ALONE)
     materialize(ours, "cpu", torch.float32)
     theirs = block.state_dict()
     ours.gate.weight.copy_(theirs["gate.weight"])

@@ -1,24 +1,33 @@
-"""The weight formats: each is one `LinearMethod`, which brings its tensors and its kernels."""
+"""The weight formats: each is one `LinearMethod`, which brings its tensors and its kernels.
 
-from collections.abc import Callable, Mapping, Sequence
+A format: one file and one line here; the file is imported by the checkpoints that need it.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation
 from services.common.nn.experts import Experts
-from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.linear import Linear, LinearMethod, UnquantizedLinear
 
-METHODS: Mapping[str, Callable[[QuantizationSpec], LinearMethod]] = {
-    "fp8_block": Fp8Linear,
-    "fp8_channel": Fp8Linear,
+METHODS: Mapping[str, tuple[str, str]] = {  # format → module and class
+    "fp8_block": ("services.common.nn.fp8", "Fp8Linear"),
+    "fp8_channel": ("services.common.nn.fp8", "Fp8Linear"),
 }
+
+
+def method_of(group: QuantizationSpec) -> LinearMethod:
+    """A new method for the modules of a group."""
+    module, name = METHODS[group.format]
+    return getattr(importlib.import_module(module), name)(group)
 
 
 def methods_of(quantization: QuantizationSpec) -> dict[QuantizationSpec, LinearMethod]:
     """A method for each group of a checkpoint's modules."""
-    return {group: METHODS[group.format](group) for group in quantization.groups}
+    return {group: method_of(group) for group in quantization.groups}
 
 
 Rows = Mapping[str, Sequence[Implementation]]  # by weight format
@@ -28,7 +37,8 @@ def rows_of(weight_format: str) -> Rows:
     """What a format brings to a dispatch table, without a model."""
     if weight_format == UnquantizedLinear.weight_format:
         return {weight_format: ()}
-    return {weight_format: METHODS[weight_format](QuantizationSpec(format=weight_format)).rows()}  # pyright: ignore[reportArgumentType]
+    group = QuantizationSpec(format=weight_format)  # pyright: ignore[reportArgumentType]
+    return {weight_format: method_of(group).rows()}
 
 
 def rows_of_layers(module: nn.Module) -> Rows:

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.operations.ops import Ops, StepKernels
@@ -114,6 +116,25 @@ class StepContext:
     kv_cache: Tensor
     kv_rows: Tensor
     metadata: AttentionMetadata
+
+
+class Mixer(Protocol):
+    """What mixes tokens in a layer, up to its output projection; a module."""
+
+    name: str  # of the checkpoint's files
+
+    @property
+    def output(self) -> Linear:
+        """The projection back to the residual stream."""
+        ...
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, norm: RMSNorm, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """The input of `output`, and the hidden state `x + residual`, which it mixes the norm of;
+        see `transformer.DecoderLayer`.
+        """
+        ...
 
 
 class CausalLM(Protocol):

@@ -1,10 +1,10 @@
 """The language model that all text families share.
 
 A pre-norm transformer: grouped-query attention with or without q/k norm, or linear attention
-(`gated_delta_net`), then SwiGLU or a mixture of experts (`mlp`). What differs between families is
-data in `TextSpec`: sizes, layer kinds, biases, rope, tied embeddings. With M-RoPE positions have
-three axes; with image embeddings the vision tower's DeepStack features are added to the visual
-tokens after the first decoder layers.
+(`gated_delta_net`), then SwiGLU (`mlp`) or a mixture of experts (`moe`). What differs between
+families is data in `TextSpec`: sizes, layer kinds, biases, rope, tied embeddings. With M-RoPE
+positions have three axes; with image embeddings the vision tower's DeepStack features are added to
+the visual tokens after the first decoder layers.
 
 Tensor parallelism. A rank holds heads (of attention and of linear attention), a share of each MLP's
 and expert's intermediate size, and a part of the vocabulary; norms, routers and the embedding table
@@ -14,6 +14,7 @@ belongs: between the GEMM and the residual addition. The engine runs one rank to
 """
 
 from dataclasses import replace
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,9 +27,9 @@ from services.common.nn.layers import RMSNorm, embedding
 from services.common.nn.linear import Linear, MergedLinear
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
-from services.decoder.models.base import StepContext, VisualInput
-from services.decoder.models.gated_delta_net import GatedDeltaNet
-from services.decoder.models.mlp import create_mlp, row_parallel
+from services.decoder.models import layer_kind
+from services.decoder.models.base import Mixer, StepContext, VisualInput
+from services.decoder.models.mlp import MLP, row_parallel
 from services.decoder.models.rope import RotaryEmbedding
 from services.decoder.operations.ops import Ops
 
@@ -126,19 +127,23 @@ class DecoderLayer(nn.Module):
         self,
         spec: TextSpec,
         layer: int,
-        mixer: Attention | GatedDeltaNet,
+        mixer: Mixer,
         ranks: Ranks,
     ) -> None:
         super().__init__()
         self.ranks = ranks
         self.input_layernorm = norm_of(spec, spec.hidden_size)
         self._mixer_name = mixer.name
-        self.add_module(mixer.name, mixer)
+        self.add_module(mixer.name, cast(nn.Module, mixer))
         self.post_attention_layernorm = norm_of(spec, spec.hidden_size)
-        self.mlp = create_mlp(spec, layer, ranks)
+        self.mlp = (
+            layer_kind("experts")(spec, ranks)
+            if spec.has_experts(layer)
+            else MLP(spec, spec.intermediate_size, ranks)
+        )
 
     @property
-    def mixer(self) -> Attention | GatedDeltaNet:
+    def mixer(self) -> Mixer:
         """What mixes tokens; registered under the checkpoint's name of its kind."""
         return getattr(self, self._mixer_name)
 
@@ -186,11 +191,12 @@ class Transformer(nn.Module):
         self.embed_tokens = embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
         merge_gates = spec.checkpoint.quantization is None
-        mixers: dict[int, Attention | GatedDeltaNet] = {}
+        mixers: dict[int, Mixer] = {}
         for number, index in enumerate(text.attention_layers):
             mixers[index] = Attention(text, backend, number, ranks)
         for number, index in enumerate(text.linear_layers):
-            mixers[index] = GatedDeltaNet(text, number, ranks, merge_gates=merge_gates)
+            linear = layer_kind("linear_attention")
+            mixers[index] = linear(text, number, ranks, merge_gates=merge_gates)
         self.layers = nn.ModuleList(
             DecoderLayer(text, layer, mixers[layer], ranks) for layer in range(text.num_layers)
         )
