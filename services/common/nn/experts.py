@@ -12,41 +12,25 @@ the same shape in both, where H = I down has, never both. Scales of a fused tens
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels import plain
 from services.common.nn.checkpoint import CheckpointError, TensorInfo
 from services.common.nn.collectives import Share
-from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout, pieces_of
+from services.common.nn.linear import (
+    Axis,
+    Linear,
+    StackedLinear,
+    StoredLayers,
+    StoredTensor,
+    TensorLayout,
+    pieces_of,
+)
 
 FileLayout = Literal["per expert", "fused", "transposed"]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTensor:
-    """What the files hold of one expert's parameter.
-
-    Attributes:
-        name: of the tensor, without the prefix of the experts.
-        shape: of the whole tensor in the file.
-        stack: the parameter's layer: `gate_up_proj` or `down_proj`.
-        layout: of the parameter.
-        place: index of the parameter's part that is filled.
-        cut: index of the file's tensor that fills it; empty: all of it.
-        transposed: the tensor's last two axes are those of the part the other way round.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    stack: str
-    layout: TensorLayout
-    place: tuple[int | slice, ...]
-    cut: tuple[int | slice, ...] = ()
-    transposed: bool = False
 
 
 class Router(Linear):
@@ -65,7 +49,7 @@ class Router(Linear):
         self.normalize = normalize
 
 
-class Experts(nn.Module):
+class Experts(StoredLayers):
     """Gated MLPs of one size, without biases.
 
     Args:
@@ -88,11 +72,9 @@ class Experts(nn.Module):
 
     @property
     def weight_format(self) -> str:
-        """Of the matrices, for dispatch tables; both formats where they differ."""
         return "+".join(dict.fromkeys(stack.weight_format for stack in self.stacks.values()))
 
     def file_layout(self, prefix: str, tensors: Mapping[str, TensorInfo]) -> FileLayout:
-        """How the tensors under `prefix` are laid out."""
         found = [tensors.get(f"{prefix}.{name}") for name in self.stacks]
         if not any(found):
             return "per expert"
@@ -102,20 +84,15 @@ class Experts(nn.Module):
                 return "transposed"
         return "fused"
 
-    def modules_of(self, stack: str, layout: FileLayout) -> dict[str, str]:
-        """The files' modules of a stack → their weights' tensors; names without the prefix."""
+    def modules_of(self, layer: str, layout: str) -> dict[str, str]:
         if layout != "per expert":
-            return {stack: stack}
-        parts = self.stacks[stack].parts
+            return {layer: layer}
+        parts = self.stacks[layer].parts
         names = [f"{expert}.{part}" for expert in range(self.count) for part in parts]
         return {name: f"{name}.weight" for name in names}
 
-    def tensors(self, layout: FileLayout) -> Iterator[ExpertTensor]:
-        """All that the files hold, once the stacks have their methods.
-
-        Raises:
-            CheckpointError: a fused tensor has scales of blocks that gate and up share.
-        """
+    def tensors(self, layout: str) -> Iterator[StoredTensor]:
+        """Raises CheckpointError if a fused tensor has scales of blocks that gate and up share."""
         for name, stack in self.stacks.items():
             for tensor in stack.layouts():
                 made = _of_experts if layout == "per expert" else _fused
@@ -124,17 +101,17 @@ class Experts(nn.Module):
 
 def _of_experts(
     count: int, name: str, stack: StackedLinear, layout: TensorLayout, _: bool
-) -> Iterator[ExpertTensor]:
+) -> Iterator[StoredTensor]:
     for expert in range(count):
         for piece in stack.pieces(layout):
             source = f"{expert}.{piece.part}.{layout.name}"
             place = (expert, *piece.place)
-            yield ExpertTensor(source, piece.shape, name, layout, place, piece.cut)
+            yield StoredTensor(source, piece.shape, name, layout, place, piece.cut)
 
 
 def _fused(
     count: int, name: str, stack: StackedLinear, layout: TensorLayout, transposed: bool
-) -> Iterator[ExpertTensor]:
+) -> Iterator[StoredTensor]:
     axes = [axis for axis in layout.axes if isinstance(axis, Axis) and axis.dimension == "out"]
     parts = [rows.size for rows in stack.rows.values()]
     if any(rows % axis.per for axis in axes for rows in parts[:-1]):
@@ -149,7 +126,7 @@ def _fused(
         for expert in range(count):
             cut = (expert, *piece.cut[::way])
             place = (expert, *piece.place)
-            yield ExpertTensor(source, shape, name, layout, place, cut, transposed)
+            yield StoredTensor(source, shape, name, layout, place, cut, transposed)
 
 
 def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from torch import nn
 
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation
-from services.common.nn.experts import Experts
-from services.common.nn.linear import Linear, LinearMethod, UnquantizedLinear
+from services.common.nn.linear import Linear, LinearMethod, StoredLayers, UnquantizedLinear
 
 METHODS: Mapping[str, tuple[str, str]] = {  # format → module and class
     "fp8_block": ("services.common.nn.fp8", "Fp8Linear"),
@@ -45,5 +44,5 @@ def rows_of_layers(module: nn.Module) -> Rows:
     """What the formats of a module's layers bring to a dispatch table."""
     layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
     rows = {layer.weight_format: layer.method.rows() for layer in layers}
-    mixed = {part.weight_format: () for part in module.modules() if isinstance(part, Experts)}
+    mixed = {part.weight_format: () for part in module.modules() if isinstance(part, StoredLayers)}
     return mixed | rows

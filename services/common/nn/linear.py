@@ -5,6 +5,7 @@ From that layout a layer makes its parameters, and the loader fills them, with a
 files where ranks share a model. Layers and models do not change.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from services.common.nn.checkpoint import TensorInfo
 from services.common.nn.collectives import Share
 from services.common.nn.dispatch import Implementation, KernelTable
 
@@ -347,6 +349,50 @@ class StackedLinear(MergedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         raise TypeError("a stack of layers is not called as one")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What the files hold of a parameter of `StoredLayers`, or of a part of it.
+
+    Attributes:
+        name: of the tensor, without the prefix of the layers.
+        shape: of the whole tensor in the file.
+        stack: the parameter's layer.
+        layout: of the parameter.
+        place: index of the parameter's part that is filled.
+        cut: index of the file's tensor that fills it; empty: all of it.
+        transposed: the tensor's last two axes are those of the part the other way round.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stack: str
+    layout: TensorLayout
+    place: tuple[int | slice, ...]
+    cut: tuple[int | slice, ...] = ()
+    transposed: bool = False
+
+
+class StoredLayers(nn.Module, ABC):
+    """Stacked layers that files hold in one of several layouts: the experts of a mixture."""
+
+    @property
+    @abstractmethod
+    def weight_format(self) -> str:
+        """Of all layers, for dispatch tables; the formats joined where they differ."""
+
+    @abstractmethod
+    def file_layout(self, prefix: str, tensors: Mapping[str, TensorInfo]) -> str:
+        """How the files' tensors under `prefix` are laid out."""
+
+    @abstractmethod
+    def modules_of(self, layer: str, layout: str) -> dict[str, str]:
+        """The files' modules of a layer → their weights' tensors; names without the prefix."""
+
+    @abstractmethod
+    def tensors(self, layout: str) -> Iterator[StoredTensor]:
+        """All that the files hold, once the layers have their methods."""
 
 
 def set_kernels(module: nn.Module, kernels: KernelTable) -> None:

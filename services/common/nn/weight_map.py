@@ -14,9 +14,8 @@ from torch import nn
 
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, listed
-from services.common.nn.experts import Experts, FileLayout
 from services.common.nn.formats import methods_of
-from services.common.nn.linear import FLOATS, Linear, UnquantizedLinear
+from services.common.nn.linear import FLOATS, Linear, StoredLayers, UnquantizedLinear
 
 log = logging.getLogger(__name__)
 
@@ -142,22 +141,22 @@ def _checkpoint_modules(
 ) -> dict[str, str]:
     """The checkpoint's modules of a layer → their weights' tensors."""
     parent, _, stack = path.rpartition(".")
-    experts = module.get_submodule(parent)
-    if not isinstance(experts, Experts):
+    stored = module.get_submodule(parent)
+    if not isinstance(stored, StoredLayers):
         parts = [part_path(path, part) + ".weight" for part in layer.parts]
         weights = map(weight_map.checkpoint_name, parts)
         return {weight.removesuffix(".weight"): weight for weight in weights}
-    prefix, layout = expert_files(experts, parent, weight_map, checkpoint)
-    named = experts.modules_of(stack, layout)
+    prefix, layout = stored_files(stored, parent, weight_map, checkpoint)
+    named = stored.modules_of(stack, layout)
     return {f"{prefix}.{name}": f"{prefix}.{weight}" for name, weight in named.items()}
 
 
-def expert_files(
-    experts: Experts, path: str, weight_map: WeightMap, checkpoint: Checkpoint | None
-) -> tuple[str, FileLayout]:
-    """The checkpoint's name for the experts, and their layout there."""
+def stored_files(
+    stored: StoredLayers, path: str, weight_map: WeightMap, checkpoint: Checkpoint | None
+) -> tuple[str, str]:
+    """The checkpoint's name for the layers, and their layout there."""
     prefix = weight_map.checkpoint_name(path)
-    return prefix, experts.file_layout(prefix, {} if checkpoint is None else checkpoint.tensors)
+    return prefix, stored.file_layout(prefix, {} if checkpoint is None else checkpoint.tensors)
 
 
 def part_path(path: str, part: str) -> str:

@@ -23,22 +23,22 @@ from torch import Tensor, nn
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
 from services.common.nn.collectives import Share
-from services.common.nn.experts import Experts
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import (
     FLOATS,
     Axis,
     Linear,
     StackedLinear,
+    StoredLayers,
     TensorLayout,
     pieces_of,
 )
 from services.common.nn.weight_map import (
     WeightMap,
-    expert_files,
     part_path,
     set_configured_methods,
     set_methods,
+    stored_files,
 )
 
 __all__ = [
@@ -268,8 +268,8 @@ def _sources(
     """What each parameter is filled from. A parameter shared by two modules appears once."""
     seen: set[int] = set()
     for path, child in module.named_modules():
-        if isinstance(child, Experts):
-            prefix, layout = expert_files(child, path, weight_map, checkpoint)
+        if isinstance(child, StoredLayers):
+            prefix, layout = stored_files(child, path, weight_map, checkpoint)
             for tensor in child.tensors(layout):
                 parameter = f"{path}.{tensor.stack}.{tensor.layout.parameter}"
                 yield _Source(
@@ -278,7 +278,7 @@ def _sources(
                 )  # fmt: skip
             continue
         if isinstance(child, StackedLinear):
-            continue  # of the experts above
+            continue  # of the stored layers above
         layouts = (
             {layout.parameter: layout for layout in child.layouts()}
             if isinstance(child, Linear)

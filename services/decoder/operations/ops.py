@@ -19,10 +19,9 @@ from kernels.rows import DeviceRows, EnteredStep, StepEntry
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.common.model_spec import TextSpec
 from services.common.nn.dispatch import CapturedCalls, KernelTable, Resolved, parse_overrides
-from services.common.nn.experts import Experts, Router
 from services.common.nn.formats import Rows
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear
+from services.common.nn.linear import Linear, StoredLayers
 from services.decoder.operations import table
 from services.decoder.operations.table import KernelFacts
 
@@ -62,7 +61,7 @@ class StepKernels:
     norm_linear: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
     norm_swiglu: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
     linear_residual: Callable[[Tensor, Linear, Tensor], Tensor | None]
-    moe: Callable[[Tensor, Router, Experts, Tensor], Tensor | None]
+    moe: Callable[[Tensor, Linear, StoredLayers, Tensor], Tensor | None]
     shared_gate: Callable[[Tensor, Tensor, Linear, Tensor], Tensor | None]
     qk_rope_cache: Callable[[ProjectedHeads, Tensor | None, Tensor | None], Tensor]
     output_gate: Callable[[Tensor, Tensor], Tensor]
