@@ -1,175 +1,132 @@
-"""A small client of the chat API on the standard library alone: one question, streamed.
+"""`triptych chat`: a conversation in the terminal, with images by their paths.
 
-`triptych ask` and `triptych demo` use it; whatever goes wrong is an `AskError`.
+What the server answers is streamed and kept as the history. An error ends the turn, not the chat.
 """
 
-import base64
-import http.client
-import json
-import mimetypes
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import argparse
+import contextlib
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-_TIMEOUT_S = 600
+from triptych.client import AskError, Server, ask, question_message
 
-
-class AskError(Exception):
-    """The question was not answered; the message says why."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """One streamed answer.
-
-    Attributes:
-        text: all of it.
-        ttft_s: request sent to first text; None when there was no text.
-        total_s: request sent to the end of the stream.
-        finish_reason: `stop` or `length`.
-        usage: as the server counted, or empty.
-        stage_times_ms: as the server measured, or empty.
-        images: the server's report on each image, or empty.
-    """
-
-    text: str = ""
-    ttft_s: float | None = None
-    total_s: float = 0.0
-    finish_reason: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
-    stage_times_ms: dict[str, float] = field(default_factory=dict)
-    images: list[dict[str, Any]] = field(default_factory=list)
+_HELP = """Write a message. A path of an image in it, or /image PATH, shows the image.
+/clear begins anew, /bye or Ctrl-D ends, Ctrl-C stops an answer."""
+_IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
 
-def image_part(image: str) -> dict[str, Any]:
-    """The content part for a URL (passed on) or a file (sent as a data URL).
-
-    Raises:
-        AskError: the file cannot be read.
-    """
-    url = image
-    if urlsplit(image).scheme not in ("http", "https", "data"):
-        kind = mimetypes.guess_type(image)[0] or "application/octet-stream"
-        try:
-            data = Path(image).read_bytes()
-        except OSError as error:
-            raise AskError(f"cannot read {image}: {error.strerror}") from error
-        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def question_message(images: Sequence[str], question: str) -> dict[str, Any]:
-    """One user message: the images in order, then the question."""
-    text = {"type": "text", "text": question}
-    return {"role": "user", "content": [*map(image_part, images), text]}
-
-
-def ask(
-    url: str, body: dict[str, Any], on_text: Callable[[str], None] = lambda _: None,
-    api_key: str = "",
-) -> Answer:  # fmt: skip
-    """Posts a chat completion and streams the answer.
-
-    Args:
-        url: of the API, without `/v1`.
-        body: the request; `stream` and usage are set here.
-        on_text: receives each piece of text as it arrives.
-        api_key: sent as a bearer token, unless it is empty.
-
-    Raises:
-        AskError: no answer, an error, or a stream that breaks off.
-    """
-    body = body | {"stream": True, "stream_options": {"include_usage": True}}
-    answer = Answer()
-    start = time.monotonic()
-    done = False
-    for event in _events(url, "/v1/chat/completions", body, api_key):
-        if event == "[DONE]":
-            done = True
+def chat(options: argparse.Namespace) -> int:
+    """Talks until the end of input; returns the exit status."""
+    server = Server(options.url, options.api_key)
+    try:
+        model = options.model or server.first_model()
+    except AskError as error:
+        print(f"triptych chat: {error}", file=sys.stderr)
+        return 1
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - lines can be edited
+    print(f"{model} at {server.url}; /help says what can be written")
+    conversation = Conversation(options.system)
+    while (text := _read()) is not None:
+        if text == "/bye":
             break
-        chunk = json.loads(event)
-        if error := chunk.get("error"):
-            raise AskError(f"the answer broke off: {error.get('message')}")
-        answer.usage = chunk.get("usage") or answer.usage
-        answer.stage_times_ms = chunk.get("stage_times_ms") or answer.stage_times_ms
-        answer.images = chunk.get("images") or answer.images
-        for choice in chunk.get("choices", []):
-            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-            if text := (choice.get("delta") or {}).get("content"):
-                answer.ttft_s = answer.ttft_s or time.monotonic() - start
-                answer.text += text
-                on_text(text)
-    if not done:
-        raise AskError("the connection ended before the answer did")
-    answer.total_s = time.monotonic() - start
-    return answer
+        if text == "/help":
+            print(_HELP)
+        elif text == "/clear":
+            conversation = Conversation(options.system)
+        elif text:
+            body: dict[str, Any] = {"model": model}
+            if options.max_tokens is not None:
+                body["max_tokens"] = options.max_tokens
+            _turn(server, body, conversation, text)
+    return 0
 
 
-def first_model(url: str, api_key: str = "") -> str:
-    """The name of the first model served at `url`.
+class Conversation:
+    """The messages so far."""
 
-    Raises:
-        AskError: no answer, or no model is served.
-    """
-    connection = _connect(url)
+    def __init__(self, system: str | None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        if system:
+            self.messages.append({"role": "system", "content": system})
+        self._images: list[str] = []
+
+    def user(self, text: str) -> bool:
+        """Adds a user's message; False: it only shows an image, which goes with the next one.
+
+        Raises:
+            AskError: an image cannot be read.
+        """
+        images, rest = split_images(text)
+        message = question_message([*self._images, *images], rest)
+        if not rest:
+            self._images += images
+            return False
+        self._images = []
+        self.messages.append(message)
+        return True
+
+
+def split_images(text: str) -> tuple[list[str], str]:
+    """Paths and URLs of images in a message, and the text without them."""
     try:
-        path = urlsplit(url).path.rstrip("/") + "/v1/models"
-        connection.request("GET", path, headers=_authorization(api_key))
-        answer = connection.getresponse()
-        if answer.status != http.client.OK:
-            raise AskError(_error_text(answer.status, answer.read()))
-        models = json.loads(answer.read())["data"]
-        return models[0]["id"]
-    except (OSError, http.client.HTTPException) as error:
-        raise _unreachable(url, error) from error
-    except (ValueError, LookupError) as error:
-        raise AskError(f"{url} serves no model") from error
-    finally:
-        connection.close()
+        words = shlex.split(text)
+    except ValueError:  # an apostrophe is no quote
+        words = text.split()
+    if words[:1] == ["/image"]:
+        return words[1:], ""
+    images = [word for word in words if _is_image(word)]
+    for image in images:
+        for form in (
+            f'"{image}"',
+            f"'{image}'",
+            shlex.quote(image),
+            image.replace(" ", "\\ "),
+            image,
+        ):
+            if form in text:
+                text = text.replace(form, "", 1)
+                break
+    return images, " ".join(text.split()) if images else text
 
 
-def _events(url: str, path: str, body: dict[str, Any], api_key: str) -> Iterator[str]:
-    """The `data:` payloads of a server-sent event stream."""
-    connection = _connect(url)
-    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-    headers |= _authorization(api_key)
+def _is_image(word: str) -> bool:
+    path = Path(word)
+    if path.suffix.lower() not in _IMAGES:
+        return False
+    return word.startswith(("http://", "https://")) or path.is_file()
+
+
+def _turn(server: Server, body: dict[str, Any], conversation: Conversation, text: str) -> None:
+    before = list(conversation.messages)
     try:
-        path = urlsplit(url).path.rstrip("/") + path
-        connection.request("POST", path, json.dumps(body), headers)
-        answer = connection.getresponse()
-        if answer.status != http.client.OK:
-            raise AskError(_error_text(answer.status, answer.read()))
-        for line in answer:
-            if line.startswith(b"data:"):
-                yield line[5:].strip().decode()
-    except (OSError, http.client.HTTPException) as error:
-        raise _unreachable(url, error) from error
-    finally:
-        connection.close()
+        if not conversation.user(text):
+            print("(shown with your next message)")
+            return
+        said: list[str] = []
+
+        def show(piece: str) -> None:
+            said.append(piece)
+            print(piece, end="", flush=True)
+
+        try:
+            ask(server, body | {"messages": conversation.messages}, show)
+        except KeyboardInterrupt:  # what was said stays
+            print(" (stopped)", end="")
+        print()
+        conversation.messages.append({"role": "assistant", "content": "".join(said)})
+    except AskError as error:
+        conversation.messages = before
+        print(f"{error}", file=sys.stderr)
 
 
-def _authorization(api_key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-
-def _connect(url: str) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise AskError(f"not an http URL: {url}")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
-
-
-def _unreachable(url: str, error: Exception) -> AskError:
-    return AskError(f"no answer from {url} ({error}); is `triptych serve` running?")
-
-
-def _error_text(status: int, body: bytes) -> str:
+def _read() -> str | None:
     try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        message = body.decode(errors="replace")[:300]
-    return f"HTTP {status}: {message}"
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except KeyboardInterrupt:
+        print()
+        return ""
+    except EOFError:
+        return None

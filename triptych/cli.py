@@ -1,19 +1,38 @@
-"""The `triptych` command: serve, ask, key, bench, demo.
+"""The `triptych` command: serve, ask, chat, key, bench, demo.
 
-Parses arguments and imports the command that runs, so that `ask` needs no services. Bad arguments
-are exit status 2.
+Parses arguments and imports the command that runs, so that `ask` needs no services and `--version`
+takes no time. Bad arguments are one line and exit status 2.
 """
 
 import argparse
-import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-from triptych.plan import DEMONSTRATION_MODEL, ServeOptions
+from triptych.options import CARD_SHARE, DEFAULT_PORT, DEMONSTRATION_MODEL, LOOPBACK, ServeOptions
 
-_DEVICE_HELP = "auto, cpu or cuda:N"
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
+_ONE_CARD = "a model runs on one card; --decoders N serves it on N cards"
+# Options of vLLM that are none here, and why.
+_ELSEWHERE = {
+    "--tensor-parallel-size": _ONE_CARD,
+    "-tp": _ONE_CARD,
+    "--pipeline-parallel-size": _ONE_CARD,
+    "--data-parallel-size": "--decoders N is that here: one decoder a card",
+    "--quantization": "nothing is quantized at start: serve a checkpoint that is (FP8)",
+    "--kv-cache-dtype": "the KV cache has the model's precision (--dtype)",
+    "--trust-remote-code": "no code of a checkpoint is run, and none is needed",
+    "--max-num-batched-tokens": "a step is bounded by its time: export DECODER_STEP_MS",
+    "--enable-prefix-caching": "the prefix cache is always on",
+    "--enable-auto-tool-choice": "tools need no option",
+    "--tool-call-parser": "the parser follows from the model",
+    "--reasoning-parser": "the parser follows from the model",
+    "--tokenizer": "the tokenizer is the model's",
+    "--chat-template": "the chat template is the model's",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,15 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from benchmarks.serve import main as bench_main
 
         return bench_main(argv[1:])
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     return options.run(options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="triptych", description=__doc__)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        words = set(re.findall(r"(?<!\S)-{1,2}[a-z][\w-]*", message))
+        hints = [f"{name}: {_ELSEWHERE[name]}" for name in sorted(words & _ELSEWHERE.keys())]
+        text = "; ".join([message, *hints])
+        self.exit(2, f"{self.prog}: {text} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = _Parser(prog="triptych", description="Serves vision-language and text models.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_ask(commands)
+    _add_chat(commands)
     _add_key(commands)
     commands.add_parser("bench", help="measure a server under load (see: triptych bench --help)")
     demo = commands.add_parser("demo", help="start the stack and ask about the sample images")
@@ -39,47 +69,95 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    defaults = ServeOptions()
-    serve = commands.add_parser(
-        "serve",
-        help="run gateways, encoders and decoders on this machine",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = serve.add_argument
-    add(
-        "--model", type=Path, default=DEMONSTRATION_MODEL, metavar="DIR|ORG/NAME", help="checkpoint"
-    )
-    add("--revision", default=None, help="branch, tag or commit of a model of the hub")
-    add("--host", default=defaults.host, help="address of the HTTP API")
-    add("--port", type=int, default=defaults.port, help="port of the HTTP API; 0: any free one")
-    add("--device", default=defaults.device, help=_DEVICE_HELP)
-    add("--encoder-device", default=None, metavar="DEVICE", help="instead of --device")
-    add("--decoder-device", default=None, metavar="DEVICE", help="instead of --device")
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"triptych {version('triptych')}")
+        except PackageNotFoundError:
+            print("triptych (its sources, not installed)")
+        parser.exit()
+
+
+def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    serve = commands.add_parser("serve", help="serve a model on this machine", allow_abbrev=False)
+    model = serve.add_argument_group("model").add_argument
+    kind = "ORG/NAME|DIR"
+    what = "of the hub, or a checkpoint directory; default: the demonstration model"
+    model("model", nargs="?", type=Path, metavar=kind, help=what)
+    model("--model", dest="model_option", type=Path, metavar=kind, help="the same")
+    model("--revision", help="branch, tag or commit of a model of the hub")
+    model("--served-model-name", metavar="NAME", help="`model` of requests")
     dtypes = ("auto", "float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default=defaults.dtype, help="of weights and embeddings")
-    formats = ("auto", "dummy")
-    add("--load-format", choices=formats, default=defaults.load_format, help="dummy: random")
-    add("--gateways", type=_count, default=None, metavar="N", help="processes; default: by cores")
-    add("--encoders", type=_count, default=None, metavar="N", help="default: 1; text model: none")
-    add("--decoders", type=_count, default=defaults.decoders, metavar="N", help="processes")
-    add("--redis-url", default=None, metavar="URL", help="instead of starting a Redis; no password")
-    links = "between the services: sockets in a private directory, or loopback with a token"
-    add("--grpc", choices=("unix", "tcp"), default=defaults.grpc, help=links)
+    model("--dtype", choices=dtypes, help="of weights and caches; auto: bfloat16 on a GPU")
+    model("--load-format", choices=("auto", "dummy"), help="dummy: random weights")
+
+    api = serve.add_argument_group("API").add_argument
+    api("--host", help=f"address; default: {LOOPBACK}")
+    api("--port", type=_port, help=f"default: {DEFAULT_PORT}; 0: any free one")
+    api("--api-key", metavar="KEY", help="that requests must show; seen by users of this machine")
+    api(
+        "--metrics-port", type=_port, default=0, metavar="PORT",
+        help="of Prometheus, all processes together; default: any free one, which is printed",
+    )  # fmt: skip
+
+    cards = serve.add_argument_group("cards and memory").add_argument
+    cards(
+        "--device", type=_device, default="auto",
+        help="cuda: all visible cards; cuda:N; cpu; auto: all cards if there are any",
+    )  # fmt: skip
+    cards("--encoder-device", type=_device, metavar="DEVICE", help="instead of --device")
+    cards("--decoder-device", type=_device, metavar="DEVICE", help="instead of --device")
+    share = f"of each card's memory; default: {CARD_SHARE:g}"
+    cards("--gpu-memory-utilization", type=_share, default=CARD_SHARE, metavar="SHARE", help=share)
+    length = "most tokens of prompt and answer; default: what fits, or the model's"
+    cards("--max-model-len", type=_length, metavar="N", help=length)
+    running = "sequences that run at once; default: 256 on a GPU, 64 on a CPU"
+    cards("--max-num-seqs", type=_running, metavar="N", help=running)
+
+    processes = serve.add_argument_group("processes").add_argument
+    processes("--decoders", type=_count, metavar="N", help="default: one a card")
+    processes("--encoders", type=_count, metavar="N", help="default: one; a text model has none")
+    processes("--gateways", type=_count, metavar="N", help="default: one for four cores, at most 4")
+    redis = "instead of starting a Redis; no password"
+    processes("--redis-url", metavar="URL", help=redis)
+    links = "between the services: sockets in a private directory (default), or loopback"
+    processes("--grpc", choices=("unix", "tcp"), default="unix", help=links)
+
+    said = serve.add_argument_group("what it says").add_argument
+    said("--log-level", choices=_LOG_LEVELS, default="warning", help="least; default: warning")
+    said("--access-log", action="store_true", help="a line for each request")
     serve.set_defaults(run=_serve)
 
 
-def _add_ask(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_server(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--url", default=f"http://{LOOPBACK}:{DEFAULT_PORT}", help="of the server, with /v1 or not"
+    )
+    command.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if exported")
+    command.add_argument("--model", metavar="NAME", help="default: the first that is served")
+    command.add_argument("--max-tokens", type=_positive, metavar="N", help="of an answer")
+
+
+def _add_ask(commands: "argparse._SubParsersAction[_Parser]") -> None:
     ask = commands.add_parser("ask", help="ask a running server, about images or without")
-    ask.add_argument("images", nargs="*", metavar="IMAGE", help="file or http(s) URL")
-    ask.add_argument("question")
-    ask.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
-    ask.add_argument("--api-key", default="", help="sent as a bearer token")
-    ask.add_argument("--max-tokens", type=int, default=None, metavar="N")
+    ask.add_argument(
+        "words", nargs="+", metavar="IMAGE|QUESTION",
+        help="images (files or http(s) URLs) and one question, in any order",
+    )  # fmt: skip
+    _add_server(ask)
     ask.set_defaults(run=_ask)
 
 
-def _add_key(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    chat = commands.add_parser("chat", help="talk to a running server; images by their paths")
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    _add_server(chat)
+    chat.set_defaults(run=_chat)
+
+
+def _add_key(commands: "argparse._SubParsersAction[_Parser]") -> None:
     key = commands.add_parser("key", help="make an API key and its entry in the key file")
     key.add_argument("tenant", help="whose key it is")
     key.add_argument("--id", default=None, help="default: the tenant's name and the date")
@@ -87,7 +165,73 @@ def _add_key(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     key.set_defaults(run=_key)
 
 
+def _within(convert: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
+    """A type of arguments: numbers of a range, ends included."""
+
+    def parse(text: str) -> float:
+        try:
+            number = convert(text)
+        except ValueError:
+            number = float("nan")
+        if not low <= number <= high:
+            whole = "whole number" if convert is int else "number"
+            raise argparse.ArgumentTypeError(f"{text} is no {whole} from {low:,} to {high:,}")
+        return number
+
+    return parse
+
+
+_port = _within(int, 0, 65535)
+_count = _within(int, 1, 64)
+_positive = _within(int, 1, 1 << 30)
+_length = _within(int, 2, 1 << 30)
+_running = _within(int, 1, 4096)
+_share = _within(float, 0.05, 1.0)
+
+
+def _device(text: str) -> str:
+    if not _DEVICE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text} is none of auto, cpu, cuda and cuda:N")
+    return text
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from triptych.serve import serve
+
+    if options.model and options.model_option:
+        print(
+            f"triptych serve: two models are named, {options.model} and {options.model_option}",
+            file=sys.stderr,
+        )
+        return 2
+    chosen = vars(options) | {
+        "model": options.model or options.model_option or DEMONSTRATION_MODEL,
+        "served_name": options.served_model_name,
+        "memory_share": options.gpu_memory_utilization,
+        "log_level": options.log_level.upper(),
+    }
+    names = chosen.keys() & ServeOptions.__dataclass_fields__.keys()
+    return serve(
+        ServeOptions(**{name: chosen[name] for name in names}),
+        options.revision,
+    )
+
+
+def _ask(options: argparse.Namespace) -> int:
+    from triptych.client import ask_once
+
+    return ask_once(options)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from triptych.chat import chat
+
+    return chat(options)
+
+
 def _key(options: argparse.Namespace) -> int:
+    import json
+
     from triptych.key import KeyFileError, add_entry, make_key
 
     key, entry = make_key(options.tenant, options.id)
@@ -100,46 +244,6 @@ def _key(options: argparse.Namespace) -> int:
         print(f"triptych: {error}", file=sys.stderr)
         return 2
     print(key)  # alone, so that KEY=$(...) takes it
-    return 0
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 64:
-        raise argparse.ArgumentTypeError("must be from 1 to 64")
-    return number
-
-
-def _serve(options: argparse.Namespace) -> int:
-    from triptych.hub import resolve_model
-    from triptych.serve import serve
-    from triptych.stack import StackError
-
-    try:
-        options.model, options.served_name = resolve_model(options.model, options.revision)
-    except StackError as error:
-        print(f"triptych serve: {error}", file=sys.stderr)
-        return error.status
-    names = ServeOptions.__dataclass_fields__
-    return serve(ServeOptions(**{name: getattr(options, name) for name in names}))
-
-
-def _ask(options: argparse.Namespace) -> int:
-    from triptych.chat import AskError, ask, first_model, question_message
-
-    try:
-        body: dict[str, Any] = {"messages": [question_message(options.images, options.question)]}
-        if options.max_tokens is not None:
-            body["max_tokens"] = options.max_tokens
-        body["model"] = first_model(options.url, options.api_key)
-        show = lambda text: print(text, end="", flush=True)
-        ask(options.url, body, show, options.api_key)
-    except AskError as error:
-        print(f"triptych ask: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print()
     return 0
 
 

@@ -16,13 +16,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from triptych.chat import Answer, AskError, ask, question_message
-from triptych.plan import Plan, ServeOptions
+from triptych import ROOT
+from triptych.client import Answer, AskError, Server, ask, question_message
+from triptych.options import ServeOptions
+from triptych.plan import Plan
 from triptych.probes import metric_value
 from triptych.serve import READY_TIMEOUT_S, prepare
-from triptych.stack import Stack, StackError
+from triptych.stack import Quiet, Stack, StackError
 
-SAMPLES = Path(__file__).resolve().parents[1] / "demo" / "samples"
+SAMPLES = ROOT / "demo" / "samples"
 _ENCODED = "encoder_images_encoded_total"
 
 
@@ -93,8 +95,8 @@ async def _serve_and_ask(console: Console, samples: list[Sample], directory: Pat
     def report(line: str) -> None:
         console.print(f"  [dim]{escape(line)}[/]")
 
-    plan, specs = prepare(ServeOptions(port=0), directory, report, log=True)
-    async with Stack(report) as stack:
+    plan, specs = prepare(ServeOptions(port=0), directory, report)
+    async with Stack(Quiet(report), plan.grace_s) as stack:
         await stack.start(specs, READY_TIMEOUT_S)
         console.print(f"\nReady at [cyan]{plan.url}[/]")
         watch = asyncio.create_task(stack.watch())
@@ -138,7 +140,7 @@ def _ask_one(console: Console, sample: Sample, question: str, plan: Plan) -> Ans
         "temperature": 0,
         "include_stage_times": True,
     }
-    answer = ask(plan.url, body, lambda text: console.print(escape(text), end=""))
+    answer = ask(Server(plan.url, ""), body, lambda text: console.print(escape(text), end=""))
     console.print()
     return answer
 

@@ -2,59 +2,53 @@
 
 Nothing is started here, so tests can check every variable against the services' settings. `serve`
 and `demo` hand the plan to `stack`. What cannot be served is a `StackError`.
+
+A variable of the services that the user exported reaches them. Where it gives way, to an option or
+to what only the plan can know (addresses, sockets), the plan has a note that says so.
 """
 
 import contextlib
 import functools
+import os
 import random
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 
 from services.common.families import read_spec
-from services.common.model_spec import ModelSpecError
-from triptych.devices import count_gpus, place
+from services.common.model_spec import ModelSpec, ModelSpecError
+from triptych import ROOT
+from triptych.devices import Placement, count_gpus, how_many, place
+from triptych.options import DEFAULT_PORT, DEMONSTRATION_MODEL, LOOPBACK, ServeOptions
 from triptych.probes import gateway_ready, grpc_ready
-from triptych.stack import STOP_TIMEOUT_S, ChildSpec, StackError
+from triptych.stack import ChildSpec, StackError
 
-DEMONSTRATION_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 ENCODER_SERVICE = "triptych.v1.Encoder"
 DECODER_SERVICE = "triptych.v1.Decoder"
-_LOOPBACK = "127.0.0.1"
 # A gateway uses one core at most; encoders need the others to decode JPEGs. See benchmarks/LOG.md.
 _CORES_PER_GATEWAY = 4
 _MAX_GATEWAYS = 4
-# Running requests may continue this long after a signal; the rest of the time is for cleanup.
-_GRACE_S = f"{STOP_TIMEOUT_S - 2:g}"
+# Running requests may continue this long after a signal, if no variable says otherwise.
+_GRACE_S = 2.5
+_PREFIXES = ("GATEWAY_", "ENCODER_", "DECODER_")
+_WILDCARDS = ("0.0.0.0", "::", "")
+# The option that decides a variable; the other variables that give way are the plan's alone.
+_OPTIONS = {
+    "SERVED_MODEL_NAME": "--served-model-name", "API_KEYS": "--api-key", "DTYPE": "--dtype",
+    "LOAD_FORMAT": "--load-format", "MAX_MODEL_LEN": "--max-model-len",
+    "MAX_NUM_SEQUENCES": "--max-num-seqs", "DEVICE": "--device", "HOST": "--host",
+    "PORT": "--port", "REDIS_URL": "--redis-url", "MODEL": "the model that is served",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """The options of `triptych serve`, as its help describes them.
-
-    Attributes:
-        gateways: None: one per four cores, at most four.
-        encoders: None: one, or none for a model that takes text alone.
-        grpc: between the services: `unix` or `tcp`.
-        served_name: None: the directory's name.
-    """
-
-    model: Path = DEMONSTRATION_MODEL
-    host: str = _LOOPBACK
-    port: int = 8000
-    device: str = "auto"
-    encoder_device: str | None = None
-    decoder_device: str | None = None
-    dtype: str = "auto"
-    load_format: str = "auto"
-    gateways: int | None = None
-    encoders: int | None = None
-    decoders: int = 1
-    redis_url: str | None = None
-    grpc: str = "unix"
-    served_name: str | None = None
+# Not what lies in the directory that `serve` is called in, nor another `services` of the path.
+_OWN_PACKAGES = {
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    "PYTHONSAFEPATH": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,116 +84,276 @@ class Plan:
         url: of the HTTP API, for a client on this machine.
         model_name: the `model` of requests.
         children: the processes.
-        metrics_urls: Prometheus endpoint of each child, by its name.
+        metrics_urls: Prometheus endpoint of each child that has one, by its name.
+        metrics_host: where `serve` has one for all of them.
+        metrics_port: of that.
+        log_levels: the least level that is shown of each child's log, by its name.
+        encoders: where they run.
+        decoders: where they run.
+        grace_s: how long running requests may continue after a signal.
+        notes: exported variables that give way, as lines for people.
     """
 
     url: str
     model_name: str
     children: list[ChildSpec]
     metrics_urls: dict[str, str]
+    metrics_host: str
+    metrics_port: int
+    log_levels: dict[str, str]
+    encoders: list[Placement]
+    decoders: list[Placement]
+    grace_s: float
+    notes: list[str]
+
+    @property
+    def metrics_url(self) -> str:
+        """Of all processes, for a client on this machine."""
+        host = LOOPBACK if self.metrics_host in _WILDCARDS else self.metrics_host
+        return f"http://{_bracketed(host)}:{self.metrics_port}/metrics"
 
 
-def takes_images(model: Path) -> bool:
-    """Whether a checkpoint directory holds a model with vision.
+def read_model(directory: Path) -> ModelSpec:
+    """The spec of a checkpoint directory.
 
     Raises:
         StackError: there is no model, or it cannot be served.
     """
-    if not (model / "config.json").is_file():
-        raise StackError(f"no model at {model}: it has no config.json", 2)
+    if not (directory / "config.json").is_file():
+        raise StackError(f"no model at {directory}: it has no config.json", 2)
     try:
-        return read_spec(model).vision is not None
+        return read_spec(directory)
     except ModelSpecError as error:
         raise StackError(str(error), 2) from error
 
 
+def devices_of(options: ServeOptions, environment: Mapping[str, str]) -> tuple[str, str]:
+    """What is asked for: of the encoders, and of the decoders."""
+    return (
+        options.encoder_device or _given(options, environment, "ENCODER_DEVICE"),
+        options.decoder_device or _given(options, environment, "DECODER_DEVICE"),
+    )
+
+
+def _given(options: ServeOptions, environment: Mapping[str, str], name: str) -> str:
+    return options.device if options.device != "auto" else environment.get(name, "auto")
+
+
 def plan_stack(
     options: ServeOptions,
+    spec: ModelSpec,
     redis: RedisUrls | None,
     environment: Mapping[str, str],
     cpus: int,
-    log_directory: Path | None,
     links: Links | None = None,
 ) -> Plan:
     """The processes that serve `options`.
 
     Args:
         options: of the command line.
+        spec: of the model.
         redis: None: the encoders cache in memory only.
-        environment: says which GPUs may be used.
+        environment: variables of the services, and which GPUs may be used.
         cpus: divided among the processes.
-        log_directory: for one file per child; None: standard error.
         links: between the services; None: TCP that asks for no token.
 
     Raises:
         StackError: the model cannot be served, or not with these options, or the port is taken.
     """
-    encoders = 1 if options.encoders is None else options.encoders
-    if not takes_images(options.model):
-        if options.encoders or options.encoder_device:
-            raise StackError(
-                f"no encoder can be started: the model at {options.model} takes no images", 2
-            )
-        encoders = 0
-    ports = _Ports()
-    port = ports.claim(options.host, options.port)
+    if spec.vision is None and (options.encoders or options.encoder_device):
+        raise StackError(
+            f"no encoder can be started: the model at {options.model} takes no images", 2
+        )
+    host = options.host or environment.get("GATEWAY_HOST") or LOOPBACK
+    wanted = _port(options, environment)
+    _check_keys(options, environment, host, wanted)
+    metrics_host = environment.get("GATEWAY_METRICS_HOST", LOOPBACK)
     links = links or Links()
-    engines = _engines(options, encoders, redis, environment, cpus, ports, links)
-    model_name = options.served_name or options.model.resolve().name
-    if options.model.resolve() == DEMONSTRATION_MODEL:
-        model_name = "triptych-demo"
-    common = {
-        "MODEL": str(options.model.resolve()),
-        "HOST": options.host,
-        "SHUTDOWN_GRACE_S": _GRACE_S,
-        "SERVED_MODEL_NAME": model_name,
-        "ENCODER_ADDRESSES": _addresses(engines, "encoder"),
-        "DECODER_ADDRESSES": _addresses(engines, "decoder"),
-        **_token(links),
-    }
-    gateways = _gateways(options, common, port, cpus, ports)
-    ports.release()
-    client_host = _LOOPBACK if options.host in ("0.0.0.0", "::", "") else options.host
+    encoders, decoders = _places(options, spec, environment, cpus)
+    name = _model_name(options, environment)
+    with contextlib.closing(_Ports()) as ports:
+        port = ports.claim(host, wanted)
+        metrics_port = ports.claim(metrics_host, options.metrics_port)
+        engines = _engines(options, redis, ports, links, encoders, decoders)
+        common = {
+            "MODEL": str(options.model.resolve()),
+            "HOST": host,
+            "SERVED_MODEL_NAME": name,
+            "ENCODER_ADDRESSES": _addresses(engines, "encoder"),
+            "DECODER_ADDRESSES": _addresses(engines, "decoder"),
+            **_token(links),
+        }
+        if options.api_key is not None:
+            common["API_KEYS"] = options.api_key
+        gateways = _gateways(options, common, port, cpus, ports)
+    services = [service.resolved(environment) for service in (*engines, *gateways)]
+    if options.redis_url or any(name.startswith(_PREFIXES) for name in environment):
+        _validate(services, environment)
+    client_host = LOOPBACK if host in _WILDCARDS else host
+    notes = dict.fromkeys(note for service in services for note in service.notes(environment))
     return Plan(
-        url=f"http://{client_host}:{port}",
-        model_name=model_name,
-        children=[
-            service.spec(environment, client_host, log_directory)
-            for service in (*engines, *gateways)
-        ],
+        url=f"http://{_bracketed(client_host)}:{port}",
+        model_name=name,
+        children=[service.spec(client_host) for service in services],
         metrics_urls={
-            service.name: f"http://{_LOOPBACK}:{service.variables['METRICS_PORT']}/metrics"
-            for service in (*engines, *gateways)
+            s.name: s.metrics_url for s in services if s.variables["METRICS_PORT"] != "0"
         },
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
+        log_levels={
+            s.name: environment.get(f"{s.kind.upper()}_LOG_LEVEL", options.log_level)
+            for s in services
+        },
+        encoders=encoders,
+        decoders=decoders,
+        grace_s=max(float(s.variables["SHUTDOWN_GRACE_S"]) for s in services),
+        notes=list(notes),
     )
+
+
+def _port(options: ServeOptions, environment: Mapping[str, str]) -> int:
+    if options.port is not None:
+        return options.port
+    given = environment.get("GATEWAY_PORT", str(DEFAULT_PORT))
+    if not given.isdecimal() or int(given) > 65535:
+        raise StackError(f"GATEWAY_PORT: {given!r} is no port (0 to 65535)", 2)
+    return int(given)
+
+
+def _check_keys(
+    options: ServeOptions, environment: Mapping[str, str], host: str, port: int
+) -> None:
+    """As the gateway, which asks for keys where other machines reach it."""
+    names = ("GATEWAY_API_KEYS", "GATEWAY_API_KEYS_FILE")
+    open_to_all = environment.get("GATEWAY_ALLOW_ANONYMOUS", "").lower() in (
+        "1",
+        "true",
+        "yes",
+        "on",
+    )
+    if options.api_key or open_to_all or any(environment.get(name) for name in names):
+        return
+    with contextlib.suppress(ValueError):
+        if host == "localhost" or ip_address(host).is_loopback:
+            return
+    raise StackError(
+        f"without an API key, everybody who reaches {host}:{port} would be served: give --api-key "
+        "KEY, or export GATEWAY_API_KEYS_FILE (`triptych key` makes keys) or "
+        "GATEWAY_ALLOW_ANONYMOUS=true",
+        2,
+    )
+
+
+def _model_name(options: ServeOptions, environment: Mapping[str, str]) -> str:
+    given = options.served_name or environment.get("GATEWAY_SERVED_MODEL_NAME")
+    if given:
+        return given
+    is_demo = options.model.resolve() == DEMONSTRATION_MODEL
+    return options.hub_name or ("triptych-demo" if is_demo else options.model.resolve().name)
+
+
+def _places(
+    options: ServeOptions, spec: ModelSpec, environment: Mapping[str, str], cpus: int
+) -> tuple[list[Placement], list[Placement]]:
+    """Of the encoders and of the decoders."""
+    devices = devices_of(options, environment)
+    gpus = count_gpus(environment)
+    spread = gpus if all(device in ("auto", "cuda") for device in devices) else 0
+    encoders, decoders = how_many(
+        options.encoders, options.decoders, images=spec.vision is not None, gpus=spread
+    )
+    return place(
+        *devices, encoders=encoders, decoders=decoders, gpus=gpus, cpus=cpus,
+        card_share=options.memory_share,
+    )  # fmt: skip
+
+
+def _validate(services: "list[_Service]", environment: Mapping[str, str]) -> None:
+    """Each service's environment by its own settings, whose import takes a third of a second.
+
+    Raises:
+        StackError: a variable is unknown or malformed.
+    """
+    from services.common.settings import SettingsError
+    from services.decoder.settings import DecoderSettings
+    from services.encoder.settings import EncoderSettings
+    from services.gateway.settings import GatewaySettings
+
+    kinds = {"gateway": GatewaySettings, "encoder": EncoderSettings, "decoder": DecoderSettings}
+    for service in services:
+        try:
+            kinds[service.kind].from_environment({**environment, **service.environment})
+        except SettingsError as error:
+            raise StackError(str(error), 2) from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    kind: str  # gateway, encoder or decoder
+    """One process.
+
+    Attributes:
+        kind: gateway, encoder or decoder.
+        variables: settings fields, upper-cased, without the prefix, which the plan decides.
+        defaults: those that an exported variable replaces.
+    """
+
+    kind: str
     name: str
-    variables: Mapping[str, str]  # settings fields, upper-cased, without the prefix
+    variables: Mapping[str, str]
+    defaults: Mapping[str, str]
+
+    def resolved(self, environment: Mapping[str, str]) -> "_Service":
+        """With the user's variables in the place of defaults."""
+        found = {
+            field: environment.get(f"{self.kind.upper()}_{field}", value)
+            for field, value in self.defaults.items()
+        }
+        return replace(self, variables={**found, **self.variables}, defaults=self.variables)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables with their whole names."""
+        return {f"{self.kind.upper()}_{field}": value for field, value in self.variables.items()}
+
+    def notes(self, environment: Mapping[str, str]) -> Iterator[str]:
+        """What gives way, of a resolved service."""
+        decided = set(self.defaults)
+        if "SOCKET" in decided:
+            decided |= {"PORT", "HEALTH_PORT"}
+        for field in sorted(decided):
+            exported = environment.get(f"{self.kind.upper()}_{field}")
+            chosen = self.variables.get(field, "")
+            if field == "PORT":
+                chosen = self.variables.get("SHARED_PORT", chosen)
+            if exported is None or exported == chosen:
+                continue
+            if field != "DEVICE" or exported not in ("auto", "cuda"):
+                own = self.kind == "gateway" or field not in ("HOST", "PORT")
+                by = _OPTIONS.get(field) if own else None
+                name = f"{self.kind.upper()}_{field}"
+                yield f"{name} of the environment gives way to {by or 'what serve chooses'}"
 
     @property
     def address(self) -> str:
         if "SOCKET" in self.variables:
             return f"unix:{self.variables['SOCKET']}"
-        return f"{_LOOPBACK}:{self.variables['PORT']}"
+        return f"{LOOPBACK}:{self.variables['PORT']}"
 
     @property
     def health_address(self) -> str:
         """The address of the health endpoint."""
         if "HEALTH_PORT" in self.variables:
-            return f"{_LOOPBACK}:{self.variables['HEALTH_PORT']}"
+            return f"{LOOPBACK}:{self.variables['HEALTH_PORT']}"
         return self.address
 
-    def spec(
-        self, environment: Mapping[str, str], client_host: str, log_directory: Path | None
-    ) -> ChildSpec:
-        """The process; variables that the user exported apply unless the plan sets them."""
-        own = {f"{self.kind.upper()}_{field}": value for field, value in self.variables.items()}
-        log_level = f"{self.kind.upper()}_LOG_LEVEL"
-        own.setdefault(log_level, environment.get(log_level, "WARNING"))
+    @property
+    def metrics_url(self) -> str:
+        host = self.variables.get("METRICS_HOST", LOOPBACK)
+        host = LOOPBACK if host in _WILDCARDS else host
+        return f"http://{_bracketed(host)}:{self.variables['METRICS_PORT']}/metrics"
+
+    def spec(self, client_host: str) -> ChildSpec:
+        """The process."""
         match self.kind:
             case "gateway":
                 port = int(self.variables["PORT"])
@@ -209,54 +363,52 @@ class _Service:
             case _:
                 is_ready = functools.partial(grpc_ready, self.health_address, DECODER_SERVICE)
         command = [sys.executable, "-m", f"services.{self.kind}"]
-        log_path = log_directory / f"{self.name}.log" if log_directory else None
         front = self.kind == "gateway"
-        return ChildSpec(self.name, command, own, is_ready, log_path, is_front=front)
+        environment = self.environment | _OWN_PACKAGES
+        return ChildSpec(self.name, command, environment, is_ready, is_front=front)
 
 
 def _engines(
     options: ServeOptions,
-    encoders: int,
     redis: RedisUrls | None,
-    environment: Mapping[str, str],
-    cpus: int,
     ports: "_Ports",
     links: Links,
+    encoders: list[Placement],
+    decoders: list[Placement],
 ) -> list[_Service]:
     """The encoders, then the decoders."""
-    encoder_places, decoder_places = place(
-        options.encoder_device or options.device,
-        options.decoder_device or options.device,
-        encoders=encoders,
-        decoders=options.decoders,
-        gpus=count_gpus(environment),
-        cpus=cpus,
-    )
-    common = {
-        "MODEL": str(options.model.resolve()),
-        "HOST": _LOOPBACK,
-        "DTYPE": options.dtype,
-        "LOAD_FORMAT": options.load_format,
-        "SHUTDOWN_GRACE_S": _GRACE_S,
+    decided = {"MODEL": str(options.model.resolve()), "HOST": LOOPBACK, **_token(links)}
+    given = {"DTYPE": options.dtype, "LOAD_FORMAT": options.load_format}
+    decided |= {field: value for field, value in given.items() if value is not None}
+    defaults = {
+        "SHUTDOWN_GRACE_S": f"{_GRACE_S:g}",
         "REFLECTION": "true",
+        # What happens at the start is logged at INFO; what people see of it is the console's.
+        "LOG_LEVEL": "DEBUG" if options.log_level == "DEBUG" else "INFO",
     }
-    common |= _token(links)
+    limits = {"MAX_MODEL_LEN": options.max_model_len, "MAX_NUM_SEQUENCES": options.max_num_seqs}
     found: list[_Service] = []
-    for kind, places in (("encoder", encoder_places), ("decoder", decoder_places)):
+    for kind, places in (("encoder", encoders), ("decoder", decoders)):
         for index, placement in enumerate(places):
             name = f"{kind}-{index}"
             variables = {
-                **common,
+                **decided,
                 **_listening(name, links, ports),
                 "REDIS_URL": redis.of(kind) if redis else "",
-                "METRICS_PORT": str(ports.claim(_LOOPBACK, 0)),
                 "DEVICE": placement.device,
+            }
+            own = {
+                **defaults,
                 "MEMORY_FRACTION": f"{placement.memory_fraction:g}",
                 "NUM_THREADS": str(placement.num_threads),
             }
+            # An exported port can be that of one process.
+            alone = len(places) == 1
+            (own if alone else variables)["METRICS_PORT"] = str(ports.claim(LOOPBACK, 0))
             if kind == "decoder":
                 variables["ENCODER_ADDRESSES"] = _addresses(found, "encoder")
-            found.append(_Service(kind, name, variables))
+                variables |= {k: str(v) for k, v in limits.items() if v is not None}
+            found.append(_Service(kind, name, variables, own))
     return found
 
 
@@ -264,9 +416,9 @@ def _listening(name: str, links: Links, ports: "_Ports") -> dict[str, str]:
     """Where an engine's service listens."""
     if links.sockets is not None:
         return {"SOCKET": str(links.sockets / f"{name}.sock")}
-    listening = {"PORT": str(ports.claim(_LOOPBACK, 0))}
+    listening = {"PORT": str(ports.claim(LOOPBACK, 0))}
     if links.token_file is not None:
-        listening["HEALTH_PORT"] = str(ports.claim(_LOOPBACK, 0))
+        listening["HEALTH_PORT"] = str(ports.claim(LOOPBACK, 0))
     return listening
 
 
@@ -280,24 +432,29 @@ def _gateways(
     """One gateway on the port, or several that share it and have a port of their own each."""
     count = options.gateways or max(1, min(_MAX_GATEWAYS, cpus // _CORES_PER_GATEWAY))
     shared = {"SHARED_PORT": str(port)} if count > 1 else {}
-    return [
-        _Service(
-            "gateway",
-            f"gateway-{index}" if shared else "gateway",
-            {
-                **common,
-                **shared,
-                "PORT": str(ports.claim(options.host, 0) if shared else port),
-                "METRICS_HOST": _LOOPBACK,
-                "METRICS_PORT": str(ports.claim(_LOOPBACK, 0)),
-            },
-        )
-        for index in range(count)
-    ]
+    level = "INFO" if options.access_log and options.log_level != "DEBUG" else options.log_level
+    found: list[_Service] = []
+    for index in range(count):
+        own = str(ports.claim(common["HOST"], 0) if shared else port)
+        metrics = {"METRICS_PORT": str(ports.claim(LOOPBACK, 0))}
+        defaults = {
+            "SHUTDOWN_GRACE_S": f"{_GRACE_S:g}",
+            "METRICS_HOST": LOOPBACK,
+            "LOG_LEVEL": level,
+        }
+        variables = {**common, **shared, "PORT": own}
+        (variables if shared else defaults).update(metrics)
+        name = f"gateway-{index}" if shared else "gateway"
+        found.append(_Service("gateway", name, variables, defaults))
+    return found
 
 
 def _addresses(services: list[_Service], kind: str) -> str:
     return ",".join(service.address for service in services if service.kind == kind)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 class _Ports:
@@ -340,7 +497,7 @@ class _Ports:
         self._held.append(held)
         return port
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Closes the sockets, so that the children can bind the ports."""
         for held in self._held:
             held.close()

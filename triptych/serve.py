@@ -1,28 +1,39 @@
 """`triptych serve`: the whole stack on one machine.
 
-From options to a plan, a private Redis and a supervisor; what a process is told is in `plan`, how
-it is run in `stack`. A `StackError` carries the exit status: 2 for options or a model that cannot
-be served.
+From options to checks, a plan, a private Redis and a supervisor; what a process is told is in
+`plan`, how it is run in `stack`, what people see in `console`. A `StackError` carries the exit
+status: 2 for options or a model that cannot be served.
 """
 
 import asyncio
 import functools
 import hashlib
+import logging
 import os
 import secrets
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from triptych.plan import Links, Plan, RedisUrls, ServeOptions, plan_stack, takes_images
+from triptych import checks
+from triptych.checkpoint import Checkpoint
+from triptych.console import Console
+from triptych.devices import Card, Placement, count_gpus, visible_cards
+from triptych.fit import gib
+from triptych.hub import resolve_model
+from triptych.options import ServeOptions
+from triptych.plan import Links, Plan, RedisUrls, devices_of, plan_stack, read_model
 from triptych.probes import redis_ready
 from triptych.stack import ChildSpec, Stack, StackError, run_until_signal
+from triptych.stats import Scraper, report_stopping, report_throughput, serve_metrics
 
 # Loading a large checkpoint and capturing graphs takes minutes on a slow disk.
 READY_TIMEOUT_S = 900.0
+_REQUEST_TOKENS = 4096
 _REDIS_MAX_MEMORY = "1gb"
 # The kernel's limit for a socket's path is 108 bytes, with its name and the end.
 _MAX_SOCKET_DIRECTORY = 80
@@ -33,43 +44,110 @@ REDIS_RULES = {
 }
 
 
-def serve(options: ServeOptions) -> int:
-    """Runs the stack until a signal or a child's end; returns the exit status."""
+def serve(options: ServeOptions, revision: str | None = None) -> int:
+    """Runs the stack until a signal or a child's end; returns the exit status.
+
+    Args:
+        options: of the command line; `model` may be the name of one of the hub.
+        revision: of the hub's.
+    """
     with tempfile.TemporaryDirectory(prefix="triptych-") as directory:
         try:
+            model, name = resolve_model(options.model, revision)
+            options = replace(options, model=model, hub_name=name)
             plan, specs = prepare(options, Path(directory), _say)
-            return asyncio.run(_run(plan, specs))
+            return asyncio.run(_run(options, plan, specs))
         except StackError as error:
             _say(str(error))
             return error.status
 
 
 def prepare(
-    options: ServeOptions, directory: Path, report: Callable[[str], None], *, log: bool = False
+    options: ServeOptions, directory: Path, report: Callable[[str], None]
 ) -> tuple[Plan, Sequence[ChildSpec]]:
     """All processes of a stack, Redis included; nothing is started.
 
     Args:
         options: of the command line.
-        directory: private, for sockets and logs; must outlive the stack.
-        report: called with a line for people if there is no encoder or no Redis.
-        log: send the children's output to files in `directory`.
+        directory: private, for sockets; must outlive the stack.
+        report: called with lines for people.
 
     Raises:
         StackError: the options cannot be served.
     """
-    logs = directory if log else None
-    spec, redis = None, _given_redis(options.redis_url, os.environ)
-    if not takes_images(options.model):
+    environment = os.environ
+    # What reading a model warns of, each service says in its own log.
+    logging.getLogger("services").addHandler(logging.NullHandler())
+    checks.check_installed()
+    spec = read_model(options.model)
+    gpus = count_gpus(environment)
+    devices = devices_of(options, environment)
+    wanted = devices if spec.vision is not None else devices[1:]
+    checks.check_devices(wanted, gpus, environment)
+    load_format = options.load_format or environment.get("DECODER_LOAD_FORMAT", "auto")
+    checkpoint = checks.check_files(spec, load_format)
+    own_redis, redis = None, _given_redis(options.redis_url, environment)
+    if spec.vision is None:
         report("the model takes text alone: no encoder and no Redis are started")
         redis = None
     elif redis is None:
-        spec, redis = redis_spec(directory, directory / "redis.log") or (None, None)
-        if spec is None:
+        own_redis, redis = redis_spec(directory) or (None, None)
+        if own_redis is None:
             report("no redis-server found: embeddings are cached in memory only")
     links = make_links(options.grpc, directory)
-    plan = plan_stack(options, redis, os.environ, os.cpu_count() or 1, logs, links)
-    return plan, [*([spec] if spec else []), *plan.children]
+    plan = plan_stack(options, spec, redis, environment, os.cpu_count() or 1, links)
+    on_cards = any(place.device != "cpu" for place in (*plan.encoders, *plan.decoders))
+    cards = visible_cards(environment) if on_cards else {}
+    dtype = options.dtype or environment.get("DECODER_DTYPE", "auto")
+    checks.check_memory(
+        spec, checkpoint, plan.encoders, plan.decoders, cards,
+        dtype=dtype,
+        max_model_len=options.max_model_len or _number(environment, "DECODER_MAX_MODEL_LEN"),
+        max_num_seqs=options.max_num_seqs or _number(environment, "DECODER_MAX_NUM_SEQUENCES"),
+    )  # fmt: skip
+    for note in plan.notes:
+        report(note)
+    if options.api_key is not None:
+        report("users of this machine can read --api-key; GATEWAY_API_KEYS is not shown to them")
+    report(_loading(plan, checkpoint, cards))
+    return plan, [*([own_redis] if own_redis else []), *plan.children]
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    """An exported number, which its service has accepted."""
+    return int(environment[name]) if name in environment else None
+
+
+def _loading(plan: Plan, checkpoint: Checkpoint | None, cards: Mapping[str, Card]) -> str:
+    """What is loaded, and where."""
+    what = "random weights"
+    if checkpoint is not None:
+        stored = checkpoint.text.stored | checkpoint.vision.stored
+        count = checkpoint.text.parameters + checkpoint.vision.parameters
+        kinds = ", ".join(sorted(stored, key=lambda kind: -stored[kind])[:2])
+        files = "1 file" if checkpoint.num_files == 1 else f"{checkpoint.num_files} files"
+        size = gib(checkpoint.file_bytes)
+        what = f"{_count(count)} parameters ({kinds}), {size} in {files}"
+    places = [
+        f"{kind} {number} on {_where(place, cards)}"
+        for kind, found in (("encoder", plan.encoders), ("decoder", plan.decoders))
+        for number, place in enumerate(found)
+    ]
+    return f"loading {plan.model_name}: {what}; {', '.join(places)}"
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return f"{number:,}"
+
+
+def _where(place: Placement, cards: Mapping[str, Card]) -> str:
+    card = cards.get(place.device)
+    if card is None:
+        return place.device
+    return f"{place.device} ({card.name}, {place.memory_fraction:.0%} of {gib(card.total_bytes)})"
 
 
 def make_links(grpc: str, directory: Path) -> Links:
@@ -99,12 +177,11 @@ def _given_redis(url: str | None, environment: Mapping[str, str]) -> RedisUrls |
     return RedisUrls(url, url)
 
 
-def redis_spec(directory: Path, log_path: Path) -> tuple[ChildSpec, RedisUrls] | None:
+def redis_spec(directory: Path) -> tuple[ChildSpec, RedisUrls] | None:
     """The server process and how services log in; None if `redis-server` is not installed.
 
     Args:
         directory: private to this user; for the socket and the users.
-        log_path: for its output.
     """
     binary = shutil.which("redis-server")
     if binary is None:
@@ -129,14 +206,48 @@ def redis_spec(directory: Path, log_path: Path) -> tuple[ChildSpec, RedisUrls] |
         "--loglevel", "warning", "--daemonize", "no",
     ]  # fmt: skip
     is_ready = functools.partial(redis_ready, socket_path)
-    return ChildSpec("redis", command, {}, is_ready, log_path), RedisUrls(**urls)
+    return ChildSpec("redis", command, {}, is_ready), RedisUrls(**urls)
 
 
-async def _run(plan: Plan, specs: Sequence[ChildSpec]) -> int:
-    def on_ready() -> None:
+async def _run(options: ServeOptions, plan: Plan, specs: Sequence[ChildSpec]) -> int:
+    console = Console(plan.log_levels, access_log=options.access_log)
+    scraper = Scraper(plan.metrics_urls)
+
+    async def on_ready() -> None:
+        console.ready()
+        try:
+            serve_metrics(scraper, plan.metrics_host, plan.metrics_port)
+        except OSError as error:
+            console.report(f"no metrics on port {plan.metrics_port}: {error.strerror}")
+        for line in _capacity(console):
+            console.report(line)
+        console.report(f"API {plan.url}/v1, page {plan.url}/, metrics {plan.metrics_url}")
         print(f"Triptych is ready: {plan.url} (model {plan.model_name})", flush=True)
+        await report_throughput(scraper, console.report)
 
-    return await run_until_signal(Stack(_say), specs, READY_TIMEOUT_S, on_ready)
+    async def on_stop() -> None:
+        await report_stopping(scraper, console.report, plan.grace_s)
+
+    stack = Stack(console, plan.grace_s)
+    try:
+        return await run_until_signal(stack, specs, READY_TIMEOUT_S, on_ready, on_stop)
+    finally:
+        console.close()
+
+
+def _capacity(console: Console) -> list[str]:
+    """What each decoder has room for, by what its engine logged."""
+    lines: list[str] = []
+    for name, facts in sorted(console.facts.items()):
+        tokens = facts["num_blocks"] * facts["block_size"]
+        cache = gib(facts["num_blocks"] * facts["block_bytes"])
+        lines.append(
+            f"{name} on {facts['device']} in {facts['dtype']}: weights "
+            f"{gib(facts['weight_bytes'])}, KV cache {cache} = {tokens:,} tokens, "
+            f"{tokens // _REQUEST_TOKENS:,} requests of {_REQUEST_TOKENS:,}; the longest "
+            f"has {facts['max_model_len']:,}"
+        )
+    return lines
 
 
 def _say(line: str) -> None:

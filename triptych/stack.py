@@ -1,9 +1,9 @@
 """A process supervisor for one machine.
 
 It starts separate processes, waits until each is ready, and then watches them. It restarts nothing:
-when a child ends, the stack ends with the child's exit status. It leaves no process behind: after a
-signal every child ends within `STOP_TIMEOUT_S`, and if the supervisor itself is killed, the kernel
-kills its children.
+when a child ends, the stack ends with the child's exit status. What a child writes goes line by
+line to an observer. It leaves no process behind: after a signal every child ends within a stated
+time, and if the supervisor itself is killed, the kernel kills its children.
 """
 
 import asyncio
@@ -12,21 +12,56 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol
 
-STOP_TIMEOUT_S = 4.5
-# The part of it that is reserved for services, which stop after the gateways.
+# Added to the grace of running requests: for services, which stop after the gateways.
 _SERVICES_STOP_S = 1.5
+_CLEANUP_S = 0.5
 _POLL_S = 0.05
+_NUM_LAST_LINES = 15
 _PARENT_DEATH = str(Path(__file__).with_name("parent_death.py"))
 
 ReadyCheck = Callable[[], Awaitable[bool]]
-Report = Callable[[str], None]
+
+
+class Observer(Protocol):
+    """Hears of the children; called from several threads."""
+
+    def report(self, line: str) -> None:
+        """Takes a line for people."""
+        ...
+
+    def output(self, child: str, line: str) -> None:
+        """Takes a line that a child wrote."""
+        ...
+
+    def cause(self, child: str) -> str:
+        """Why a child ended, by what it wrote; empty: it did not say."""
+        ...
+
+
+class Quiet:
+    """An observer that hands reports on, and keeps the last lines of each child to quote them."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._last: dict[str, deque[str]] = {}
+
+    def report(self, line: str) -> None:
+        self._report(line)
+
+    def output(self, child: str, line: str) -> None:
+        self._last.setdefault(child, deque(maxlen=_NUM_LAST_LINES)).append(line)
+
+    def cause(self, child: str) -> str:
+        return "".join(f"\n  {child} | {line}" for line in self._last.get(child, ()))
 
 
 class StackError(Exception):
@@ -46,7 +81,6 @@ class ChildSpec:
         command: argument vector.
         environment: variables set on top of the supervisor's own.
         is_ready: polled until true; must return soon.
-        log_path: for its output; None: the supervisor's standard error.
         is_front: requests arrive here, so it stops before the services it calls.
     """
 
@@ -54,7 +88,6 @@ class ChildSpec:
     command: Sequence[str]
     environment: Mapping[str, str]
     is_ready: ReadyCheck
-    log_path: Path | None = None
     is_front: bool = False
 
 
@@ -62,7 +95,7 @@ class ChildSpec:
 class _Child:
     spec: ChildSpec
     process: subprocess.Popen[bytes]
-    log: TextIO | None
+    reader: threading.Thread
     started: float = field(default_factory=time.monotonic)
 
 
@@ -85,12 +118,16 @@ class Stack:
     the main thread, because a child dies with the thread that started it.
 
     Args:
-        report: receives one line at a time, for people.
+        observer: hears what happens.
+        grace_s: how long the gateways' running requests may continue once it stops.
     """
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    def __init__(self, observer: Observer, grace_s: float = 2.5) -> None:
+        self._observer = observer
         self._children: list[_Child] = []
+        self._is_ready = False
+        self._hurried = False
+        self.stop_timeout_s = grace_s + _SERVICES_STOP_S + _CLEANUP_S
 
     async def __aenter__(self) -> "Stack":
         return self
@@ -105,7 +142,7 @@ class Stack:
             StackError: a child ended, cannot be run, or is not ready in time.
         """
         for spec in specs:
-            self._children.append(_spawn(spec))
+            self._children.append(_spawn(spec, self._observer))
         deadline = time.monotonic() + timeout_s
         started = [child for child in self._children if child.spec in specs]
         waiters = [asyncio.create_task(self._wait_ready(child, deadline)) for child in started]
@@ -115,6 +152,11 @@ class Stack:
             for waiter in waiters:
                 waiter.cancel()
             await asyncio.gather(*waiters, return_exceptions=True)
+        self._is_ready = True
+
+    def hurry(self) -> None:
+        """Lets `stop` wait for nothing more."""
+        self._hurried = True
 
     async def watch(self) -> None:
         """Runs until cancelled.
@@ -127,96 +169,131 @@ class Stack:
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
-        """Ends all children within `STOP_TIMEOUT_S` and leaves no process group alive.
+        """Ends all children within `stop_timeout_s` and leaves no process group alive.
 
         Gateways stop first, so that running requests can finish while the services still run.
+        Before all were ready nothing is worth waiting for.
         """
         children, self._children = self._children, []
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + (self.stop_timeout_s if self._is_ready else 0.0)
         for front in (True, False):
             group = [child for child in children if child.spec.is_front == front]
             for child in group:
                 if child.process.poll() is None:
                     child.process.terminate()
-            await _wait_ended(group, deadline - _SERVICES_STOP_S if front else deadline)
+            await self._wait_ended(group, deadline - _SERVICES_STOP_S if front else deadline)
         for child in children:
-            if child.process.poll() is None:
-                self._report(f"{child.spec.name} did not stop in {STOP_TIMEOUT_S:g} s: killed")
+            if child.process.poll() is None and self._is_ready and not self._hurried:
+                self._observer.report(
+                    f"{child.spec.name} did not stop in {self.stop_timeout_s:g} s: killed"
+                )
             with suppress(ProcessLookupError):
                 os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
-            if child.log:
-                child.log.close()
+            child.reader.join(_CLEANUP_S)
+
+    async def _wait_ended(self, children: Sequence[_Child], deadline: float) -> None:
+        while time.monotonic() < deadline and not self._hurried:
+            if all(child.process.poll() is not None for child in children):
+                return
+            await asyncio.sleep(_POLL_S)
 
     async def _wait_ready(self, child: _Child, deadline: float) -> None:
         while not await child.spec.is_ready():
             self._raise_if_ended(starting=True)
             if time.monotonic() > deadline:
-                raise StackError(f"{child.spec.name} was not ready in time{_log_tail(child)}")
+                cause = self._observer.cause(child.spec.name)
+                raise StackError(f"{child.spec.name} was not ready in time{_colon(cause)}")
             await asyncio.sleep(_POLL_S)
-        self._report(f"{child.spec.name} ready after {time.monotonic() - child.started:.1f} s")
+        seconds = time.monotonic() - child.started
+        self._observer.report(f"{child.spec.name} ready after {seconds:.1f} s")
 
     def _raise_if_ended(self, *, starting: bool) -> None:
         for child in self._children:
             if (returncode := child.process.poll()) is not None:
                 status = exit_status(returncode) or (1 if starting else 0)
                 when = "before it was ready" if starting else "while serving"
+                child.reader.join(_CLEANUP_S)  # its last words
+                cause = self._observer.cause(child.spec.name)
                 raise StackError(
-                    f"{child.spec.name} ended {when}: {ending(returncode)}{_log_tail(child)}",
-                    status,
+                    f"{child.spec.name} ended {when}: {ending(returncode)}{_colon(cause)}", status
                 )
 
 
-async def _wait_ended(children: Sequence[_Child], deadline: float) -> None:
-    for _ in range(round((deadline - time.monotonic()) / _POLL_S)):
-        if all(child.process.poll() is not None for child in children):
-            return
-        await asyncio.sleep(_POLL_S)
+def _colon(cause: str) -> str:
+    """A cause as the end of a sentence, or as lines of their own."""
+    return cause if not cause or cause.startswith("\n") else f": {cause}"
 
 
-def _spawn(spec: ChildSpec) -> _Child:
+def _spawn(spec: ChildSpec, observer: Observer) -> _Child:
     if shutil.which(spec.command[0]) is None:
         raise StackError(f"{spec.name} cannot be started: there is no {spec.command[0]}")
-    log = spec.log_path.open("a", encoding="utf-8") if spec.log_path else None
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", _PARENT_DEATH, str(os.getpid()), *spec.command],
         env=os.environ | dict(spec.environment),
         stdin=subprocess.DEVNULL,
-        stdout=log or sys.stderr.fileno(),
-        stderr=log or sys.stderr.fileno(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         # In this process's session: Linux shares the cores among sessions first (autogroups), and
         # what gives way in one service would give way to that service alone.
         process_group=0,
     )
-    return _Child(spec, process, log)
+    # A thread each, so that no child waits for what the event loop does.
+    reader = threading.Thread(
+        target=_read, args=(process, spec.name, observer), name=f"log of {spec.name}", daemon=True
+    )
+    reader.start()
+    return _Child(spec, process, reader)
 
 
-def _log_tail(child: _Child, num_lines: int = 15) -> str:
-    if child.spec.log_path is None:
-        return ""
-    lines = child.spec.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n" + "\n".join(f"  {child.spec.name} | {line}" for line in lines[-num_lines:])
+def _read(process: subprocess.Popen[bytes], name: str, observer: Observer) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            observer.output(name, line.decode(errors="replace").rstrip())
 
 
 async def run_until_signal(
-    stack: Stack, specs: Sequence[ChildSpec], timeout_s: float, on_ready: Callable[[], None]
+    stack: Stack,
+    specs: Sequence[ChildSpec],
+    timeout_s: float,
+    on_ready: Callable[[], Awaitable[None]],
+    on_stop: Callable[[], Awaitable[None]],
 ) -> int:
     """Runs the stack until SIGINT, SIGTERM or a child's end; returns the exit status.
 
-    A second signal changes nothing: stopping is already bounded.
+    A second signal ends all at once.
+
+    Args:
+        stack: not started.
+        specs: its children.
+        timeout_s: until all must be ready.
+        on_ready: runs beside the stack from then on.
+        on_stop: runs while the stack stops after a signal.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
+
+    def stop() -> None:
+        if stopped.is_set():
+            stack.hurry()
+        stopped.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, stop)
+    beside: list[asyncio.Task[None]] = []
     try:
         await _race(stack.start(specs, timeout_s), stopped)
         if not stopped.is_set():
-            on_ready()
+            beside.append(asyncio.ensure_future(on_ready()))
             await _race(stack.watch(), stopped)
+            beside.append(asyncio.ensure_future(on_stop()))
         return 0
     finally:
         await stack.stop()
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 

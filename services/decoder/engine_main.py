@@ -20,6 +20,7 @@ from services.common.engine_process import REFUSED, accept
 from services.common.heartbeat import Ping, Pong
 from services.common.model_spec import ModelSpecError
 from services.common.process_memory import freeze_gc
+from services.common.progress import log_progress
 from services.common.telemetry import setup_logging
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
@@ -43,6 +44,10 @@ _KERNEL_CALLS_PERIOD_S = 1.0
 # Tokens of the longest step, which a device has memory for; `DECODER_STEP_MS` is usually the limit.
 _MAX_TOKENS_GPU, _MAX_TOKENS_CPU = 8192, 1024
 _TIMING_S_GPU, _TIMING_S_CPU = 1.0, 0.4  # of the steps that are timed at the start
+_OUT_OF_MEMORY = (
+    "the device is out of memory (%s): lower DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or "
+    "DECODER_MEMORY_FRACTION, or serve an FP8 checkpoint"
+)
 # Between two looks at the device while token masks are missing.
 _MASK_POLL_S = 0.00002
 
@@ -136,6 +141,7 @@ def main() -> int:
             settings.device == "auto" and torch.cuda.is_available()
         )
         runner = create_runner(runner_options(settings, on_gpu=on_gpu), end.arena)
+        log_progress("timing steps")
         engine = Engine(
             runner,
             overlap=on_gpu,
@@ -152,6 +158,9 @@ def main() -> int:
     except (ModelSpecError, ValueError) as error:
         log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         return REFUSED
+    except torch.OutOfMemoryError as error:
+        log.critical(_OUT_OF_MEMORY, str(error).partition(". ")[0])
+        return 1
     except Exception:
         # After a device error nothing in device memory can be trusted, least of all the KV cache.
         log.critical("the engine failed", exc_info=True)

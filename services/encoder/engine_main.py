@@ -34,6 +34,7 @@ from services.common.nn.weights import (
 )
 from services.common.pod_limits import memory_limit_bytes, num_cpus
 from services.common.process_memory import freeze_gc
+from services.common.progress import log_progress
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
 from services.common.threads import lower_priority
@@ -73,6 +74,12 @@ def main() -> int:
         return REFUSED
     except ChannelClosed:
         log.info("the front has exited")
+    except torch.OutOfMemoryError as error:
+        log.critical(
+            "the device is out of memory (%s): lower ENCODER_MAX_BATCH_PATCHES, or give the "
+            "encoder a card of its own", str(error).partition(". ")[0],
+        )  # fmt: skip
+        return 1
     except Exception:
         log.critical("the engine failed", exc_info=True)
         return 1
@@ -99,6 +106,7 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         decoder=decoders,
         pinned=device.type == "cuda",
     )
+    log_progress("kernels")
     warm_up(runner, prepare, vision.geometry, settings.max_batch_patches)
     model.ops.table.log_rows()  # after the warm-up, which may have rejected some
     channel.send(

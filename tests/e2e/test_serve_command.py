@@ -1,7 +1,9 @@
 """`triptych serve` with real services: it starts, answers, and leaves nothing behind."""
 
+import re
 import signal
 import time
+import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -10,11 +12,13 @@ import pytest
 import redis
 
 from tests.e2e.serve_command import serve_command
-from tests.noise import PATIENCE_S, least
+from tests.noise import PATIENCE_S, least, wait_until
 from triptych import cli
+from triptych.client import Server, question_message
 from triptych.demo import SAMPLES
 
 pytestmark = pytest.mark.e2e
+_ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 8000}
 
 
 def test_one_command_answers_about_an_image_and_ctrl_c_ends_it(
@@ -72,6 +76,45 @@ def check_redis_logins(services: dict[str, psutil.Process]) -> None:
         for command in (("SET", key, "y"), ("DEL", key), ("FLUSHALL",)):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 decoder.execute_command(*command)
+
+
+def test_it_says_what_it_does(tmp_path: Path) -> None:
+    """The start, its room, each request, and what a stop waits for."""
+    options = ["--access-log", "--api-key", "sk-1", "--served-model-name", "named"]
+    with serve_command(tmp_path, options) as command:
+        server = Server(command.url, "sk-1")
+        assert server.first_model() == "named"
+
+        def said() -> str:
+            return command.log_path.read_text()
+
+        assert (
+            "loading named: 8.0 M parameters (BF16), 15 MiB in 1 file; encoder 0 on cpu" in said()
+        )
+        for stage in (
+            "decoder-0: weights, 0 of 1",
+            "encoder-0: kernels",
+            "decoder-0: timing steps",
+        ):
+            assert f"triptych: {stage}" in said()
+        room = r"decoder-0 on cpu in float32: weights \d+ MiB, KV cache 512 MiB = ([\d,]+) tokens, 25 r"
+        assert re.search(room, said())
+        addresses = re.search(r"API (\S+)/v1, page \S+/, metrics (\S+)", said())
+        assert addresses and addresses[1] == command.url
+        assert '"process": ' not in said()
+        with urllib.request.urlopen(addresses[2], timeout=PATIENCE_S) as answer:
+            metrics = answer.read().decode()
+        for process in ("gateway", "encoder-0", "decoder-0"):
+            assert f'process="{process}"' in metrics
+        body = {"model": "named", "messages": [question_message([], "What is red?")]}
+        wait_until(lambda: "gateway INFO GET /v1/models 200" in said(), "the access log's line")
+        with server.request("POST", "/v1/chat/completions", body | _ENDLESS) as answer:
+            assert answer.status == 200 and answer.readline().startswith(b"data:")
+            command.process.send_signal(signal.SIGINT)
+            wait_until(lambda: "1 request is left, cut after" in said(), "what the stop waits for")
+            command.process.send_signal(signal.SIGINT)  # at once
+        assert command.process.wait(PATIENCE_S) == 0
+        assert "did not stop" not in said() and "Traceback" not in said()
 
 
 def test_a_dead_engine_ends_the_stack_and_is_named(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from services.common.nn.weight_map import (
     set_methods,
     stored_files,
 )
+from services.common.progress import log_progress
 
 __all__ = [
     "Checkpoint", "CheckpointError", "WeightMap", "check_all_claimed", "fingerprint", "load_dummy",
@@ -122,9 +123,12 @@ def load_weights(
     parameters = dict(module.named_parameters())
     with checkpoint.reader() as reader:
         copier = _Copier(reader, torch.device(device))
+        paths = sorted({checkpoint.tensors[source.name].path for source in sources})
         for source in sorted(sources, key=lambda each: checkpoint.tensors[each.name].path):
+            log_progress("weights", paths.index(checkpoint.tensors[source.name].path), len(paths))
             copier.fill(parameters[source.parameter].data[source.place], source)
         copier.finish()
+    log_progress("weights", len(paths), len(paths))
     _process(module)
 
 
@@ -153,6 +157,7 @@ def load_dummy(
     if quantization is not None:
         assert weight_map is not None
         set_configured_methods(module, weight_map, quantization)
+    log_progress("random weights")
     materialize(module, device, dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
     dummies = {

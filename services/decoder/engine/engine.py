@@ -7,6 +7,7 @@ whole; a sequence whose mask is late gets no token from it. If a sequence turns 
 with step n, its token of step n + 1 is discarded.
 """
 
+import logging
 import math
 import time
 from collections import deque
@@ -44,6 +45,8 @@ from services.decoder.engine.step import (
     StepOutput,
 )
 from services.decoder.engine.step_cost import StepCost, StepLoad
+
+log = logging.getLogger(__name__)
 
 # How long the device waits for late masks where no other row of the batch could be sampled.
 _LONE_MASK_GRACE_S = 0.02
@@ -417,6 +420,10 @@ class Engine:
         """Fails one sequence of a step that did not fit into the device's memory."""
         largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
         self._scheduler.roll_back(batch)
+        log.warning(
+            "the device is out of memory: the longest sequence of a step ends; a lower "
+            "DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or DECODER_MEMORY_FRACTION leaves more"
+        )
         detail = f"the device is out of memory: {error}".splitlines()[0]
         self._finish(largest.sequence, "failed", detail)
 

@@ -17,6 +17,7 @@ from kernels.linear_attention.states import StateCache
 from kernels.rows import DeviceRows, EnteredStep
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from kernels.tuning import MAX_CAPTURED_CHUNKS
+from services.common.progress import log_progress
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
 from services.decoder.engine.graphs import (
@@ -264,10 +265,13 @@ class ModelRunner:
             (prompt_graphs, (self._scratch([n]) for n in sorted(prompts, reverse=True))),
             (decode_graphs, (self._scratch([1] * n) for n in sorted(decodes, reverse=True))),
         )
+        done, total = 0, len(mixed) + len(prompts) + len(decodes)
         for graphs, scratch in steps:
             try:
                 for step in scratch:
                     graphs.capture(self._stage(step, graphs))
+                    done += 1
+                    log_progress("graphs", done, total)
             except torch.OutOfMemoryError:
                 raise
             except Exception:

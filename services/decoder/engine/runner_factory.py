@@ -24,6 +24,7 @@ from services.common.nn.dispatch import parse_overrides
 from services.common.nn.formats import rows_of_layers
 from services.common.nn.linear import set_kernels
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
+from services.common.progress import log_progress
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
 from services.decoder.engine import kv_cache
@@ -145,7 +146,8 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
             )
         )
         _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
-    _log_ready(runner.info, device, backend, time.monotonic() - started)
+    sizes = {"weight_bytes": _weight_bytes(model), "block_bytes": shape.block_bytes}
+    _log_ready(runner.info, device, backend, sizes, time.monotonic() - started)
     return runner
 
 
@@ -194,6 +196,7 @@ def _load(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
     # Which kernels can read the weights is known once these are loaded.
+    log_progress("kernels")
     model.ops = create_ops(
         device,
         spec.text,
@@ -262,13 +265,19 @@ def _count_checkpoints(
 
 
 def _log_ready(
-    info: EngineInfo, device: torch.device, backend: AttentionBackend, seconds: float
+    info: EngineInfo,
+    device: torch.device,
+    backend: AttentionBackend,
+    sizes: dict[str, int],
+    seconds: float,
 ) -> None:
     fields = {
         "device": str(device),
         "dtype": info.dtype,
         "backend": type(backend).__name__,
         "num_blocks": info.num_blocks,
+        "block_size": info.block_size,
+        **sizes,
         "num_checkpoints": info.num_checkpoints,
         "max_model_len": info.max_model_len,
         "seconds": round(seconds, 2),

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels import launches
 from services.common.geometry import Grid
 from services.common.nn.dispatch import CapturedCalls
+from services.common.progress import log_progress
 from services.encoder.models.base import VisionModel
 
 MAX_CAPTURED_PATCHES = 12288  # as many as a batch has by default
@@ -71,7 +72,8 @@ class TowerGraphs:
 
         A failure is logged and ends the capturing: batches beyond the graphs made run eagerly.
         """
-        for size in sorted(sizes, reverse=True):
+        for done, size in enumerate(sorted(sizes, reverse=True)):
+            log_progress("graphs", done, len(sizes))
             try:
                 captured = self._capture(size)
                 for graph, _ in captured.parts:

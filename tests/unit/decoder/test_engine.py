@@ -234,7 +234,7 @@ def test_a_non_finite_sequence_fails_alone_and_is_never_found_again():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_out_of_memory_costs_the_largest_chunk_only(overlap):
+def test_out_of_memory_costs_the_largest_chunk_only(overlap, caplog):
     harness = Harness(overlap=overlap)
     harness.add(add_message(1, prompt_of(1, 8), max_tokens=12))
     harness.add(add_message(2, prompt_of(2, 6), max_tokens=12))
@@ -246,6 +246,7 @@ def test_out_of_memory_costs_the_largest_chunk_only(overlap):
         harness.run()
     assert harness.ends == {1: "length", 2: "length", 3: "failed", 4: "length"}
     assert "out of memory" in harness.messages[3]
+    assert "a lower DECODER_MAX_NUM_SEQUENCES" in caplog.text
     harness.assert_all_as_alone()
     harness.assert_empty()
 

@@ -17,6 +17,7 @@ class StubServer:
     caches: bool = True
     bodies: list[dict] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
+    key: str = ""
     in_flight: int = 0
     most_in_flight: int = 0
     url: str = ""
@@ -27,6 +28,9 @@ class StubServer:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 self.authorizations += re.findall(r"^Authorization: (.*)\r$", head, re.MULTILINE)
                 head = head.lower()
+                if self.key and f"authorization: bearer {self.key}\r\n" not in head:
+                    await self.refuse(401, "no key", writer)
+                    return
                 if head.startswith("get "):
                     found = self.page(head.split(" ")[1]).encode()
                     length = f"Content-Length: {len(found)}\r\n\r\n".encode()
@@ -65,11 +69,15 @@ class StubServer:
         """The distinct image URLs."""
         return {url for urls in self.per_request() for url in urls}
 
+    async def refuse(self, status: int, message: str, writer: asyncio.StreamWriter) -> None:
+        error = json.dumps({"error": {"message": message}}).encode()
+        head = f"HTTP/1.1 {status} No\r\nContent-Length: {len(error)}\r\n\r\n"
+        writer.write(head.encode() + error)
+        await writer.drain()
+
     async def answer(self, body: dict, writer: asyncio.StreamWriter) -> None:
         if self.behaviour == "refuse":
-            error = json.dumps({"error": {"message": "full"}}).encode()
-            head = f"HTTP/1.1 503 Busy\r\nContent-Length: {len(error)}\r\n\r\n"
-            writer.write(head.encode() + error)
+            await self.refuse(503, "full", writer)
             return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
 

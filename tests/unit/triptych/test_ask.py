@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.triptych.stub_server import StubServer
 from triptych import cli
-from triptych.chat import AskError, ask, first_model, image_part, question_message
+from triptych.client import AskError, Server, ask, image_part, question_message, split_words
 
 
 def test_ask_streams_the_answer(
@@ -50,7 +50,7 @@ def test_a_missing_image_is_named(stub: StubServer, capsys: pytest.CaptureFixtur
 
 
 def test_an_answer_carries_times_and_usage(stub: StubServer) -> None:
-    answer = ask(stub.url, {"messages": [question_message([], "hello")]})
+    answer = ask(Server(stub.url), {"messages": [question_message([], "hello")]})
     assert answer.text == "xxx"
     assert answer.usage == {"prompt_tokens": 9, "completion_tokens": 3}
     assert answer.stage_times_ms == {"encode": 4.5, "total": 9.0}
@@ -72,11 +72,46 @@ def test_a_broken_answer_is_never_taken_for_a_whole_one(
 ) -> None:
     stub.behaviour = behaviour
     with pytest.raises(AskError, match=message):
-        ask(stub.url, {"messages": [question_message([], "hello")]})
+        ask(Server(stub.url), {"messages": [question_message([], "hello")]})
 
 
 def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ask", "hello", "--url", "http://127.0.0.1:9"]) == 1
     assert "is `triptych serve` running?" in capsys.readouterr().err
     with pytest.raises(AskError, match="not an http URL"):
-        first_model("ftp://x")
+        Server("ftp://x")
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1/chat/completions"])
+def test_a_url_is_understood_as_people_write_it(stub: StubServer, end: str) -> None:
+    assert Server(stub.url + end).first_model() == "stub"
+    assert Server(stub.url.removeprefix("http://") + end).url == stub.url
+    assert Server("https://h/api/v1").url == "https://h/api"
+
+
+def test_images_and_question_come_in_any_order(tmp_path: Path) -> None:
+    image = tmp_path / "cat.png"
+    image.write_bytes(b"cat")
+    plain = tmp_path / "no-suffix"
+    plain.write_bytes(b"dog")
+    url = "https://example.org/a.png"
+    for words in ([str(image), "What is it?", url], ["What is it?", str(image), url]):
+        assert split_words(words) == ([str(image), url], "What is it?")
+    assert split_words([str(plain), "why"]) == ([str(plain)], "why")
+    assert split_words(["who", "are", "you?"]) == ([], "who are you?")
+    with pytest.raises(AskError, match=r"no question about .*cat\.png: triptych ask"):
+        split_words([str(image)])
+    with pytest.raises(AskError, match="'cat' is no file; or quote the question"):
+        split_words(["cat", "What is it?"])
+
+
+def test_a_key_is_sent_where_it_is_given(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.key = "sk-1"
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert cli.main(["ask", "hello", "--url", stub.url]) == 1
+    assert "HTTP 401: no key; give --api-key, or export OPENAI_API_KEY" in capsys.readouterr().err
+    assert cli.main(["ask", "hello", "--url", stub.url, "--api-key", "sk-1"]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    assert cli.main(["ask", "hello", "--url", stub.url]) == 0

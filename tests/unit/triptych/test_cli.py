@@ -1,19 +1,20 @@
 """The command line: options reach the stack as they were given."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 from triptych import cli, serve
-from triptych.plan import DEMONSTRATION_MODEL, ServeOptions
+from triptych.options import DEMONSTRATION_MODEL, ServeOptions
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
     calls: list[ServeOptions] = []
 
-    def fake(options: ServeOptions) -> int:
+    def fake(options: ServeOptions, revision: str | None) -> int:
         calls.append(options)
         return 0
 
@@ -25,27 +26,48 @@ def test_serve_without_options_serves_the_demonstration_model(served: list[Serve
     assert cli.main(["serve"]) == 0
     assert served == [ServeOptions()]
     assert served[0].model == DEMONSTRATION_MODEL
-    assert (served[0].host, served[0].port) == ("127.0.0.1", 8000)
 
 
 def test_every_option_arrives(served: list[ServeOptions]) -> None:
     words = (
-        "serve --model /m --host 0.0.0.0 --port 9 --device cuda:1 --encoder-device cpu "
+        "serve /m --host 0.0.0.0 --port 9 --device cuda:1 --encoder-device cpu "
         "--decoder-device cuda:0 --dtype float16 --load-format dummy --gateways 4 --encoders 2 "
-        "--decoders 3 --redis-url redis://r:1/2 --grpc tcp"
+        "--decoders 3 --redis-url redis://r:1/2 --grpc tcp --served-model-name m --api-key k "
+        "--max-model-len 99 --gpu-memory-utilization 0.5 --max-num-seqs 8 --metrics-port 7 "
+        "--log-level debug --access-log"
     )
     assert cli.main(words.split()) == 0
     assert served == [
         ServeOptions(
-            Path("/m"), "0.0.0.0", 9, "cuda:1", "cpu", "cuda:0", "float16", "dummy", 4, 2, 3,
-            "redis://r:1/2", "tcp",
+            model=Path("/m"), host="0.0.0.0", port=9, device="cuda:1", encoder_device="cpu",
+            decoder_device="cuda:0", dtype="float16", load_format="dummy", gateways=4, encoders=2,
+            decoders=3, redis_url="redis://r:1/2", grpc="tcp", served_name="m", api_key="k",
+            max_model_len=99, memory_share=0.5, max_num_seqs=8, metrics_port=7, log_level="DEBUG",
+            access_log=True,
         )
     ]  # fmt: skip
 
 
+def test_a_model_is_named_by_its_place_or_by_an_option(served: list[ServeOptions]) -> None:
+    assert cli.main(["serve", "org/name"]) == 0
+    assert cli.main(["serve", "--model", "org/name", "--port", "1"]) == 0
+    assert [options.model for options in served] == [Path("org/name")] * 2
+    assert cli.main(["serve", "/m", "--model", "/n"]) == 2
+
+
 @pytest.mark.parametrize(
     "words",
-    [["serve", "--dtype", "int8"], ["serve", "--encoders", "0"], ["serve", "--what"], [], ["x"]],
+    [
+        ["serve", "--dtype", "int8"],
+        ["serve", "--encoders", "0"],
+        ["serve", "--what"],
+        [],
+        ["x"],
+        ["serve", "--port", "99999"],
+        ["serve", "--device", "gpu"],
+        ["serve", "--port", "x"],
+        ["serve", "--gpu-memory-utilization", "90"],
+    ],
 )
 def test_what_is_not_understood_is_refused(
     words: list[str], served: list[ServeOptions], capsys: pytest.CaptureFixture[str]
@@ -53,7 +75,8 @@ def test_what_is_not_understood_is_refused(
     with pytest.raises(SystemExit) as caught:
         cli.main(words)
     assert caught.value.code == 2
-    assert "usage: triptych" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("triptych") and line.endswith("--help)")
     assert served == []
 
 
@@ -79,14 +102,14 @@ def test_without_redis_the_stack_says_so_and_goes_on(
     model = write_model_directory(tmp_path / "model")
     monkeypatch.setenv("PATH", str(tmp_path))
     lines: list[str] = []
-    options = ServeOptions(model=model, port=0)
+    options = ServeOptions(model=model, port=0, load_format="dummy")
     _, specs = serve.prepare(options, tmp_path, lines.append)
-    assert lines == ["no redis-server found: embeddings are cached in memory only"]
+    assert lines[:-1] == ["no redis-server found: embeddings are cached in memory only"]
     assert [spec.name for spec in specs] == ["encoder-0", "decoder-0", "gateway"]
-    options = ServeOptions(model=model, port=0, redis_url="redis://r")
+    options = replace(options, redis_url="redis://localhost")
     _, specs = serve.prepare(options, tmp_path, lines.append)
-    assert len(lines) == 1
-    assert specs[0].environment["ENCODER_REDIS_URL"] == "redis://r"
+    assert len(lines) == 3
+    assert specs[0].environment["ENCODER_REDIS_URL"] == "redis://localhost"
 
 
 def test_a_redis_with_passwords_comes_from_the_environment(
@@ -94,21 +117,24 @@ def test_a_redis_with_passwords_comes_from_the_environment(
 ) -> None:
     model = write_model_directory(tmp_path / "model")
     for url in ("redis://u:secret@r", "redis://r?password=secret", "unix://u:secret@/r"):
-        assert cli.main(["serve", "--model", str(model), "--redis-url", url]) == 2
+        assert cli.main(["serve", str(model), "--load-format", "dummy", "--redis-url", url]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert "export ENCODER_REDIS_URL" in said and "secret" not in said
-    monkeypatch.setenv("ENCODER_REDIS_URL", "redis://e:secret@r")
-    monkeypatch.setenv("DECODER_REDIS_URL", "redis://d:secret@r")
-    _, specs = serve.prepare(ServeOptions(model=model, port=0), tmp_path, print)
+    monkeypatch.setenv("ENCODER_REDIS_URL", "redis://e:secret@localhost")
+    monkeypatch.setenv("DECODER_REDIS_URL", "redis://d:secret@localhost")
+    _, specs = serve.prepare(
+        ServeOptions(model=model, port=0, load_format="dummy"), tmp_path, print
+    )
     assert [spec.name for spec in specs] == ["encoder-0", "decoder-0", "gateway"]
-    assert specs[0].environment["ENCODER_REDIS_URL"] == "redis://e:secret@r"
-    assert specs[1].environment["DECODER_REDIS_URL"] == "redis://d:secret@r"
+    assert specs[0].environment["ENCODER_REDIS_URL"] == "redis://e:secret@localhost"
+    assert specs[1].environment["DECODER_REDIS_URL"] == "redis://d:secret@localhost"
 
 
 def test_a_text_model_needs_neither_encoder_nor_redis_and_serve_says_so(tmp_path: Path) -> None:
     lines: list[str] = []
-    options = ServeOptions(model=write_text_model_directory(tmp_path / "text"), port=0)
+    model = write_text_model_directory(tmp_path / "text")
+    options = ServeOptions(model=model, port=0, load_format="dummy")
     _, specs = serve.prepare(options, tmp_path, lines.append)
-    assert lines == ["the model takes text alone: no encoder and no Redis are started"]
+    assert lines[:-1] == ["the model takes text alone: no encoder and no Redis are started"]
     assert [spec.name for spec in specs] == ["decoder-0", "gateway"]
     assert specs[0].environment["DECODER_REDIS_URL"] == ""

@@ -27,7 +27,8 @@ def samples(tmp_path: Path) -> list[Sample]:
 
 def ask_all(stub: StubServer, samples: list[Sample]) -> tuple[demo.Totals, str]:
     console = Console(record=True, quiet=True, width=200)
-    plan = Plan(stub.url, "stub", [], {"encoder-0": f"{stub.url}/metrics"})
+    urls = {"encoder-0": f"{stub.url}/metrics"}
+    plan = Plan(stub.url, "stub", [], urls, "127.0.0.1", 0, {}, [], [], 0.0, [])
     totals = demo._ask_all(console, samples, plan)
     return totals, console.export_text()
 

@@ -12,8 +12,9 @@ from services.decoder.settings import DecoderSettings
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
-from triptych.devices import count_gpus, place
-from triptych.plan import Plan, RedisUrls, ServeOptions, plan_stack
+from triptych.devices import Placement, count_gpus, how_many, place
+from triptych.options import ServeOptions
+from triptych.plan import Links, Plan, RedisUrls, plan_stack, read_model
 from triptych.serve import make_links, redis_spec
 from triptych.stack import StackError
 
@@ -31,8 +32,20 @@ def text_model(tmp_path: Path) -> Path:
 
 
 def plan(model: Path, environment: dict[str, str] | None = None, **options: object) -> Plan:
-    chosen = ServeOptions(model=model, port=0, **options)  # type: ignore[arg-type]
-    return plan_stack(chosen, REDIS, environment or {"CUDA_VISIBLE_DEVICES": ""}, 2, None)
+    return planned(model, REDIS, environment, **options)
+
+
+def planned(
+    model: Path,
+    redis: RedisUrls | None,
+    environment: dict[str, str] | None = None,
+    cpus: int = 2,
+    links: Links | None = None,
+    **options: object,
+) -> Plan:
+    chosen = ServeOptions(**{"model": model, "port": 0} | options)  # type: ignore[arg-type]
+    environment = environment or {"CUDA_VISIBLE_DEVICES": ""}
+    return plan_stack(chosen, read_model(model), redis, environment, cpus, links)
 
 
 def test_every_service_accepts_its_environment(model: Path) -> None:
@@ -44,7 +57,9 @@ def test_every_service_accepts_its_environment(model: Path) -> None:
     for child in made.children:
         value = settings[child.name.split("-")[0]].from_environment(child.environment)
         assert value.model == model
-        assert value.log_level == "WARNING"
+        # Engines say at INFO how their start goes; what is shown is the console's to decide.
+        assert value.log_level == ("WARNING" if child.is_front else "INFO")
+        assert made.log_levels[child.name] == "WARNING"
         ports.add(value.port)
         if isinstance(value, GatewaySettings):
             assert f"http://{value.host}:{value.port}" == made.url
@@ -66,8 +81,7 @@ def test_the_gateway_is_given_the_ports_of_the_engines(model: Path) -> None:
 
 def test_services_meet_at_sockets_of_a_private_directory(model: Path, tmp_path: Path) -> None:
     links = make_links("unix", tmp_path)
-    chosen = ServeOptions(model=model, port=0, encoders=2)
-    made = plan_stack(chosen, None, {"CUDA_VISIBLE_DEVICES": ""}, 2, None, links)
+    made = planned(model, None, links=links, encoders=2)
     *encoders, decoder, gateway = (child.environment for child in made.children)
     settings = GatewaySettings.from_environment(gateway)
     paths = [EncoderSettings.from_environment(e).socket for e in encoders]
@@ -87,8 +101,7 @@ def test_where_a_socket_cannot_serve_a_token_of_this_start_does(
     links = make_links(wanted, directory)
     assert links.sockets is None and links.token_file is not None
     assert links.token_file.stat().st_mode & 0o777 == 0o600
-    chosen = ServeOptions(model=model, port=0)
-    made = plan_stack(chosen, None, {"CUDA_VISIBLE_DEVICES": ""}, 2, None, links)
+    made = planned(model, None, links=links)
     encoder, decoder, gateway = (child.environment for child in made.children)
     found = [
         EncoderSettings.from_environment(encoder),
@@ -115,7 +128,7 @@ def test_gateways_share_the_port_and_have_one_each(model: Path) -> None:
 
 @pytest.mark.parametrize(("cpus", "count"), [(1, 1), (2, 1), (8, 2), (16, 4), (128, 4)])
 def test_gateways_are_as_many_as_the_cores_can_feed(model: Path, cpus: int, count: int) -> None:
-    made = plan_stack(ServeOptions(model=model, port=0), None, {}, cpus, None)
+    made = planned(model, None, cpus=cpus)
     assert sum(child.is_front for child in made.children) == count
 
 
@@ -143,7 +156,7 @@ def test_a_model_that_is_not_served_is_named(model: Path) -> None:
 
 
 def test_no_redis_means_none_for_all(model: Path) -> None:
-    made = plan_stack(ServeOptions(model=model, port=0), None, {}, 2, None)
+    made = planned(model, None)
     assert made.children[0].environment["ENCODER_REDIS_URL"] == ""
     assert made.children[1].environment["DECODER_REDIS_URL"] == ""
 
@@ -151,7 +164,96 @@ def test_no_redis_means_none_for_all(model: Path) -> None:
 def test_a_log_level_that_the_user_exported_is_kept(model: Path) -> None:
     made = plan(model, {"DECODER_LOG_LEVEL": "DEBUG", "CUDA_VISIBLE_DEVICES": ""})
     levels = [v for c in made.children for k, v in c.environment.items() if "LOG_LEVEL" in k]
-    assert levels == ["WARNING", "DEBUG", "WARNING"]
+    assert levels == ["INFO", "DEBUG", "WARNING"]
+    assert list(made.log_levels.values()) == ["WARNING", "DEBUG", "WARNING"]
+    assert made.notes == []
+
+
+def test_exported_variables_apply_where_no_option_says_otherwise(model: Path) -> None:
+    exported = {
+        "CUDA_VISIBLE_DEVICES": "", "GATEWAY_SERVED_MODEL_NAME": "theirs",
+        "DECODER_DTYPE": "float16",
+        "GATEWAY_SHUTDOWN_GRACE_S": "20", "DECODER_MEMORY_FRACTION": "0.5",
+        "DECODER_MAX_MODEL_LEN": "99", "GATEWAY_HOST": "localhost", "DECODER_METRICS_PORT": "0",
+    }  # fmt: skip
+    made = plan(model, exported, gateways=1)
+    assert made.notes == []
+    assert (made.model_name, made.grace_s) == ("theirs", 20)
+    assert made.url.startswith("http://localhost:")
+    assert "decoder-0" not in made.metrics_urls and "encoder-0" in made.metrics_urls
+    environments = {c.name: exported | dict(c.environment) for c in made.children}
+    decoder = DecoderSettings.from_environment(environments["decoder-0"])
+    assert (decoder.dtype, decoder.memory_fraction, decoder.max_model_len) == ("float16", 0.5, 99)
+
+
+def test_an_exported_variable_that_gives_way_is_named(model: Path, tmp_path: Path) -> None:
+    exported = {
+        "CUDA_VISIBLE_DEVICES": "", "GATEWAY_SERVED_MODEL_NAME": "theirs",
+        "DECODER_DTYPE": "float16",
+        "DECODER_PORT": "5", "GATEWAY_DECODER_ADDRESSES": "elsewhere:1", "ENCODER_DTYPE": "float32",
+    }  # fmt: skip
+    links = make_links("unix", tmp_path)
+    made = planned(
+        model, REDIS, exported, links=links, dtype="float32", served_name="ours", api_key="k"
+    )
+    assert made.notes == [
+        "DECODER_DTYPE of the environment gives way to --dtype",
+        "DECODER_PORT of the environment gives way to what serve chooses",
+        "GATEWAY_DECODER_ADDRESSES of the environment gives way to what serve chooses",
+        "GATEWAY_SERVED_MODEL_NAME of the environment gives way to --served-model-name",
+    ]
+    assert made.model_name == "ours"
+
+
+def test_options_reach_the_settings_that_they_are_named_after(model: Path) -> None:
+    made = plan(
+        model, {"CUDA_VISIBLE_DEVICES": "0"}, max_model_len=512, max_num_seqs=7, memory_share=0.5,
+        api_key="sk-x", served_name="m", host="0.0.0.0", access_log=True,
+    )  # fmt: skip
+    *_, decoder, gateway = made.children
+    own = DecoderSettings.from_environment(decoder.environment)
+    assert (own.max_model_len, own.max_num_sequences) == (512, 7)
+    assert own.memory_fraction == pytest.approx(0.35)
+    front = GatewaySettings.from_environment(gateway.environment)
+    assert (front.keys, front.served_model_name, front.host) == (("sk-x",), "m", "0.0.0.0")
+    assert front.log_level == "INFO"  # its line for each request
+    assert made.log_levels["gateway"] == "WARNING"
+    assert made.url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("DECODER_MAX_MODEL_LEN", "8k", "DECODER_MAX_MODEL_LEN: .*integer"),
+        ("GATEWAY_PROT", "9", "unknown variable GATEWAY_PROT"),
+        ("GATEWAY_PORT", "99999", "GATEWAY_PORT: '99999' is no port"),
+        ("ENCODER_DTYPE", "int8", "ENCODER_DTYPE: "),
+    ],
+)
+def test_a_malformed_variable_is_named_before_anything_starts(
+    model: Path, name: str, value: str, said: str
+) -> None:
+    with pytest.raises(StackError, match=said) as refused:
+        plan(model, {"CUDA_VISIBLE_DEVICES": "", name: value}, port=None)
+    assert refused.value.status == 2
+
+
+def test_an_address_that_others_reach_needs_a_key(model: Path) -> None:
+    none = {"CUDA_VISIBLE_DEVICES": ""}
+    for host in ("0.0.0.0", "::", "example.invalid"):
+        with pytest.raises(StackError, match="give --api-key KEY"):
+            plan(model, none, host=host)
+    assert plan(model, none | {"GATEWAY_ALLOW_ANONYMOUS": "true"}, host="0.0.0.0").children
+    assert plan(model, none, host="::1").url.startswith("http://[::1]:")
+
+
+def test_metrics_of_all_have_one_port(model: Path) -> None:
+    made = plan(model, metrics_port=0)
+    assert made.metrics_url == f"http://127.0.0.1:{made.metrics_port}/metrics"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(StackError, match=f"cannot listen on 127.0.0.1:{port}"):
+            plan(model, metrics_port=port)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -163,35 +265,82 @@ def test_a_port_in_use_is_refused(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(StackError, match=f"cannot listen on 127.0.0.1:{port}"):
-            plan_stack(ServeOptions(model=model, port=port), None, {}, 2, None)
+            planned(model, None, port=port)
+
+
+def placed(
+    encoders: int, decoders: int, gpus: int, device: str = "auto", cpus: int = 8
+) -> tuple[list[Placement], list[Placement]]:
+    return place(
+        device, device, encoders=encoders, decoders=decoders, gpus=gpus, cpus=cpus
+    )
 
 
 def test_one_gpu_is_shared_and_not_filled() -> None:
-    encoders, decoders = place("auto", "auto", encoders=1, decoders=1, gpus=1, cpus=16)
+    encoders, decoders = placed(1, 1, 1)
     assert {p.device for p in encoders + decoders} == {"cuda:0"}
     assert 0.8 < sum(p.memory_fraction for p in encoders + decoders) <= 0.9
     assert encoders[0].memory_fraction < decoders[0].memory_fraction
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
 @pytest.mark.parametrize(("encoders", "decoders", "gpus"), [(1, 3, 2), (2, 2, 3), (4, 4, 4)])
-def test_no_card_is_promised_twice(encoders: int, decoders: int, gpus: int) -> None:
-    first, second = place("auto", "auto", encoders=encoders, decoders=decoders, gpus=gpus, cpus=8)
+def test_no_card_is_promised_twice(encoders: int, decoders: int, gpus: int, device: str) -> None:
+    first, second = placed(encoders, decoders, gpus, device)
     placements = first + second
     assert len(placements) == encoders + decoders
+    assert len({p.device for p in placements}) == gpus
     for card in {p.device for p in placements}:
         assert sum(p.memory_fraction for p in placements if p.device == card) <= 0.9001
 
 
 def test_two_cards_for_two_processes_are_not_shared() -> None:
-    encoders, decoders = place("auto", "auto", encoders=1, decoders=1, gpus=2, cpus=8)
+    encoders, decoders = placed(1, 1, 2)
     assert (encoders[0].device, decoders[0].device) == ("cuda:1", "cuda:0")
     assert encoders[0].memory_fraction == decoders[0].memory_fraction == 0.9
 
 
+@pytest.mark.parametrize(
+    ("gpus", "images", "counts"),
+    [
+        (0, True, (1, 1)), (1, True, (1, 1)), (2, True, (1, 1)), (4, True, (1, 3)),
+        (8, True, (2, 6)), (0, False, (0, 1)), (4, False, (0, 4)),
+    ],
+)  # fmt: skip
+def test_all_cards_are_used(gpus: int, images: bool, counts: tuple[int, int]) -> None:
+    assert how_many(None, None, images=images, gpus=gpus) == counts
+    first, second = placed(*counts, gpus)
+    assert len({p.device for p in first + second if p.device != "cpu"}) == gpus
+
+
+def test_a_number_that_is_given_is_kept() -> None:
+    assert how_many(2, None, images=True, gpus=4) == (2, 2)
+    assert how_many(None, 4, images=True, gpus=4) == (1, 4)
+    assert how_many(3, 5, images=True, gpus=0) == (3, 5)
+
+
+def test_every_visible_card_has_a_process(model: Path, text_model: Path) -> None:
+    for device in ("auto", "cuda"):
+        made = plan(model, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, device=device)
+        found = {
+            c.name: v for c in made.children for k, v in c.environment.items() if "DEVICE" in k
+        }
+        assert found == {
+            "encoder-0": "cuda:3", "decoder-0": "cuda:0", "decoder-1": "cuda:1",
+            "decoder-2": "cuda:2",
+        }  # fmt: skip
+        made = plan(text_model, {"CUDA_VISIBLE_DEVICES": "0,1"}, device=device)
+        assert [p.device for p in made.decoders] == ["cuda:0", "cuda:1"]
+    named = plan(model, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, device="cuda:2")
+    assert [p.device for p in named.encoders + named.decoders] == ["cuda:2", "cuda:2"]
+
+
 def test_cpu_threads_are_divided() -> None:
-    encoders, decoders = place("auto", "auto", encoders=1, decoders=1, gpus=0, cpus=8)
+    encoders, decoders = placed(1, 1, 0)
     assert [p.num_threads for p in encoders + decoders] == [4, 4]
-    encoders, decoders = place("cpu", "cuda:0", encoders=1, decoders=1, gpus=1, cpus=8)
+    encoders, decoders = place(
+        "cpu", "cuda:0", encoders=1, decoders=1, gpus=1, cpus=8
+    )
     assert (encoders[0].num_threads, decoders[0].num_threads) == (8, 0)
     assert decoders[0].memory_fraction == 0.9
 
@@ -206,7 +355,7 @@ def test_gpus_are_counted_by_the_environment_first(tmp_path: Path) -> None:
 
 
 def test_a_redis_of_our_own_listens_only_on_its_socket(tmp_path: Path) -> None:
-    made = redis_spec(tmp_path, tmp_path / "redis.log")
+    made = redis_spec(tmp_path)
     assert made is not None
     spec, urls = made
     users = (tmp_path / "users.acl").read_text()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.noise import PATIENCE_S, async_least
-from triptych.stack import STOP_TIMEOUT_S, ChildSpec, Stack, StackError, exit_status
+from triptych.stack import ChildSpec, Quiet, Stack, StackError, exit_status
 
 _READY_THEN_SLEEP = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 _STUBBORN = (
@@ -22,7 +22,7 @@ _STUBBORN = (
 )
 
 
-def child(name: str, code: str, directory: Path, *, log: bool = False) -> ChildSpec:
+def child(name: str, code: str, directory: Path) -> ChildSpec:
     """A Python one-liner that is ready when it has made its file."""
     flag = directory / f"{name}.ready"
 
@@ -30,8 +30,11 @@ def child(name: str, code: str, directory: Path, *, log: bool = False) -> ChildS
         return flag.exists()
 
     command = [sys.executable, "-c", code, str(flag)]
-    log_path = directory / f"{name}.log" if log else None
-    return ChildSpec(name, command, {}, is_ready, log_path, is_front=name.startswith("gateway"))
+    return ChildSpec(name, command, {}, is_ready, is_front=name.startswith("gateway"))
+
+
+def silent() -> Stack:
+    return Stack(Quiet(lambda _: None))
 
 
 def found_by_argument(directory: Path, name: str) -> psutil.Process:
@@ -53,7 +56,7 @@ async def test_the_front_door_is_closed_before_what_is_behind_it(tmp_path: Path)
         "pathlib.Path(sys.argv[1]).touch()\n"
         "time.sleep(60)"
     )
-    async with Stack(lambda _: None) as stack:
+    async with silent() as stack:
         names = ("gateway-0", "encoder-0", "gateway-1")
         await stack.start([child(name, code, tmp_path) for name in names], 30)
     *fronts, behind = order.read_text().split()
@@ -62,7 +65,7 @@ async def test_the_front_door_is_closed_before_what_is_behind_it(tmp_path: Path)
 
 async def test_start_returns_when_all_are_ready_and_stop_ends_them(tmp_path: Path) -> None:
     lines: list[str] = []
-    async with Stack(lines.append) as stack:
+    async with Stack(Quiet(lines.append)) as stack:
         names = ("encoder-0", "decoder-0")
         await stack.start([child(n, _READY_THEN_SLEEP, tmp_path) for n in names], 30)
         own = [found_by_argument(tmp_path, name) for name in names]
@@ -72,7 +75,7 @@ async def test_start_returns_when_all_are_ready_and_stop_ends_them(tmp_path: Pat
 
 async def test_children_share_the_session_and_no_process_group(tmp_path: Path) -> None:
     code = "import signal; assert signal.getsignal(signal.SIGTTOU) is signal.SIG_IGN; "
-    async with Stack(lambda _: None) as stack:
+    async with silent() as stack:
         await stack.start([child("encoder-0", code + _READY_THEN_SLEEP, tmp_path)], 30)
         pid = found_by_argument(tmp_path, "encoder-0").pid
         assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
@@ -80,15 +83,15 @@ async def test_children_share_the_session_and_no_process_group(tmp_path: Path) -
 
 async def test_a_child_that_dies_before_ready_is_named_with_its_last_words(tmp_path: Path) -> None:
     code = "import sys; print('no such checkpoint'); sys.exit(7)"
-    async with Stack(lambda _: None) as stack:
+    async with silent() as stack:
         with pytest.raises(StackError, match=r"decoder-0 ended before .* exit status 7") as caught:
-            await stack.start([child("decoder-0", code, tmp_path, log=True)], 30)
+            await stack.start([child("decoder-0", code, tmp_path)], 30)
     assert caught.value.status == 7
     assert "no such checkpoint" in str(caught.value)
 
 
 async def test_a_clean_exit_before_ready_is_still_a_failure(tmp_path: Path) -> None:
-    async with Stack(lambda _: None) as stack:
+    async with silent() as stack:
         with pytest.raises(StackError) as caught:
             await stack.start([child("gateway", "pass", tmp_path)], 30)
     assert caught.value.status == 1
@@ -97,7 +100,7 @@ async def test_a_clean_exit_before_ready_is_still_a_failure(tmp_path: Path) -> N
 async def test_a_child_that_dies_while_serving_ends_the_stack_with_its_status(
     tmp_path: Path,
 ) -> None:
-    async with Stack(lambda _: None) as stack:
+    async with silent() as stack:
         specs = [child(n, _READY_THEN_SLEEP, tmp_path) for n in ("encoder-0", "gateway")]
         await stack.start(specs, 30)
         found_by_argument(tmp_path, "encoder-0").kill()
@@ -110,24 +113,57 @@ async def test_a_command_that_cannot_run_is_an_error(tmp_path: Path) -> None:
     async def never() -> bool:
         return False
 
-    async with Stack(lambda _: None) as stack:
+    async with silent() as stack:
         with pytest.raises(StackError, match="redis cannot be started"):
             await stack.start([ChildSpec("redis", ["/no/such/program"], {}, never)], 5)
 
 
 async def test_not_ready_in_time_is_an_error(tmp_path: Path) -> None:
-    async with Stack(lambda _: None) as stack:
+    async with silent() as stack:
         with pytest.raises(StackError, match="encoder-0 was not ready in time"):
             await stack.start([child("encoder-0", "import time; time.sleep(60)", tmp_path)], 0.2)
+
+
+async def test_before_all_are_ready_nothing_is_waited_for(tmp_path: Path) -> None:
+    """A wrong turn is not followed by seconds of silence, nor by words about those that waited."""
+
+    async def seconds() -> float:
+        lines: list[str] = []
+        specs = [
+            child("decoder-0", _STUBBORN, tmp_path), child("encoder-0", "exit(2)", tmp_path)
+        ]  # fmt: skip
+        with pytest.raises(StackError, match="encoder-0 ended before it was ready: exit status 2"):
+            async with Stack(Quiet(lines.append)) as stack:
+                try:
+                    await stack.start(specs, 30)
+                finally:
+                    failed_at = time.monotonic()
+        assert not any("did not stop" in line for line in lines)
+        return time.monotonic() - failed_at
+
+    assert await async_least(seconds, 1) < 1
+
+
+async def test_lines_of_children_reach_the_observer(tmp_path: Path) -> None:
+    lines: list[tuple[str, str]] = []
+
+    class Kept(Quiet):
+        def output(self, child: str, line: str) -> None:
+            lines.append((child, line))
+
+    code = "print('one', flush=True); import os; os.write(2, b'two \\xff\\n'); "
+    async with Stack(Kept(lambda _: None)) as stack:
+        await stack.start([child("encoder-0", code + _READY_THEN_SLEEP, tmp_path)], 30)
+    assert lines == [("encoder-0", "one"), ("encoder-0", "two \ufffd")]
 
 
 async def test_a_child_that_ignores_the_signal_is_killed_in_time(tmp_path: Path) -> None:
     async def seconds() -> float:
         lines: list[str] = []
-        async with Stack(lines.append) as stack:
+        async with Stack(Quiet(lines.append)) as stack:
             await stack.start([child("decoder-0", _STUBBORN, tmp_path)], 30)
             start = time.monotonic()
-        assert lines[-1] == f"decoder-0 did not stop in {STOP_TIMEOUT_S:g} s: killed"
+        assert lines[-1] == "decoder-0 did not stop in 4.5 s: killed"
         return time.monotonic() - start
 
     assert await async_least(seconds, 5) < 5
@@ -142,20 +178,28 @@ _SUPERVISOR = textwrap.dedent(
     """
     import asyncio, sys
     from pathlib import Path
-    from tests.unit.triptych.test_stack import _READY_THEN_SLEEP, child
-    from triptych.stack import Stack, run_until_signal
+    from tests.unit.triptych.test_stack import _READY_THEN_SLEEP, _STUBBORN, child
+    from triptych.stack import Quiet, Stack, run_until_signal
 
-    specs = [child(n, _READY_THEN_SLEEP, Path(sys.argv[1])) for n in ("encoder-0", "gateway")]
-    ready = lambda: print("ready", flush=True)
-    sys.exit(asyncio.run(run_until_signal(Stack(lambda _: None), specs, 30, ready)))
+    code = _STUBBORN if sys.argv[3:] else _READY_THEN_SLEEP
+    specs = [child(n, code, Path(sys.argv[1])) for n in ("encoder-0", "gateway")]
+    stack = Stack(Quiet(lambda _: None), grace_s=float(sys.argv[2]))
+    async def ready():
+        print("ready", flush=True)
+    async def stopping():
+        print("stopping", flush=True)
+    sys.exit(asyncio.run(run_until_signal(stack, specs, 30, ready, stopping)))
     """
 )
 
 
-def _supervisor(directory: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+def _supervisor(
+    directory: Path, grace_s: str = "2.5", *stubborn: str
+) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _SUPERVISOR, str(directory)], stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", _SUPERVISOR, str(directory), grace_s, *stubborn],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     children = psutil.Process(process.pid).children()
@@ -169,6 +213,16 @@ def test_a_signal_ends_all_within_five_seconds(tmp_path: Path, number: signal.Si
     with process:
         process.send_signal(number)
         assert process.wait(5) == 0
+    assert psutil.wait_procs(children, timeout=0)[1] == []
+
+
+def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+    process, children = _supervisor(tmp_path, "100", "stubborn")
+    with process:
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None and process.stdout.readline() == "stopping\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
     assert psutil.wait_procs(children, timeout=0)[1] == []
 
 

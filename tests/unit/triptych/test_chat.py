@@ -1,0 +1,75 @@
+"""`triptych chat`: a conversation over a pipe, as over a terminal."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from tests.unit.triptych.stub_server import StubServer
+from triptych import cli
+from triptych.chat import split_images
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / "cat.png", tmp_path / "two words.jpg"]
+    for path in found:
+        path.write_bytes(path.name.encode())
+    return found
+
+
+def talk(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, lines: list[str], *options: str
+) -> list[list[dict]]:
+    """What the server was sent, turn by turn."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+    assert cli.main(["chat", "--url", stub.url, "--max-tokens", "2", *options]) == 0
+    return [body["messages"] for body in stub.bodies]
+
+
+def test_turns_are_streamed_and_remembered(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = talk(stub, monkeypatch, ["hello", "", "and now?"], "--system", "Be brief.")
+    assert [m["role"] for m in first] == ["system", "user"]
+    assert [m["role"] for m in second] == ["system", "user", "assistant", "user"]
+    assert second[2]["content"] == "xx"
+    assert second[3]["content"] == [{"type": "text", "text": "and now?"}]
+    assert capsys.readouterr().out.splitlines()[1:] == ["xx", "xx"]
+
+
+def test_images_go_by_their_paths(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, images: list[Path]
+) -> None:
+    lines = [f"what is in {images[0]} ?", f"/image '{images[1]}'", "and there?", "/clear", "bye"]
+    first, second, third = talk(stub, monkeypatch, lines)
+    kinds = [[part["type"] for part in m["content"]] for m in (first[-1], second[-1])]
+    assert kinds == [["image_url", "text"], ["image_url", "text"]]
+    assert first[-1]["content"][1]["text"] == "what is in ?"
+    assert second[-1]["content"][0]["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    assert len(third) == 1
+
+
+def test_a_turn_that_fails_is_said_and_forgotten(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.behaviour = "refuse"
+    first, second = talk(stub, monkeypatch, ["hello", "/image none.png", "again", "/bye", "no"])
+    assert len(first) == len(second) == 1
+    said = capsys.readouterr().err
+    assert said.count("HTTP 503: full") == 2 and "cannot read none.png" in said
+
+
+def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "--url", "http://127.0.0.1:9"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is `triptych serve` running?" in line
+
+
+def test_words_that_only_look_like_images_are_words(images: list[Path]) -> None:
+    assert split_images("what's none.png about?") == ([], "what's none.png about?")
+    assert split_images(f"compare '{images[1]}' and {images[0]} now") == (
+        [str(images[1]), str(images[0])], "compare and now",
+    )  # fmt: skip
+    url = "https://example.org/a.png"
+    assert split_images(f"{url} what?") == ([url], "what?")

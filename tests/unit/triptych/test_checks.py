@@ -1,0 +1,297 @@
+"""Wrong turns, each refused before a process starts, with one line that says what to do."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpec
+from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
+from triptych import checks
+from triptych.checkpoint import Checkpoint, read_checkpoint
+from triptych.devices import Card, Placement, visible_cards
+from triptych.fit import GIB, decoder_need, text_parameters, tower_parameters
+from triptych.options import DEMONSTRATION_MODEL
+from triptych.stack import StackError
+
+# In which the plan can know; the interpreter's start is part of it.
+BOUND_S = 1.0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A text checkpoint whose files are whole."""
+    directory = write_text_model_directory(tmp_path / "model")
+    save_file({"model.norm.weight": torch.ones(32)}, directory / "model.safetensors")
+    return directory
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).unlink()
+
+
+def only_gguf(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model-Q4.gguf")
+
+
+def half_a_download(directory: Path) -> None:
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (directory / "model.safetensors").rename(directory / shards["a"])
+    index = json.dumps({"weight_map": shards})
+    (directory / "model.safetensors.index.json").write_text(index)
+
+
+def cut(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def pointer(directory: Path) -> None:
+    (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def unknown(directory: Path) -> None:
+    (directory / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+
+
+def cpu_seconds() -> float:
+    """Of all children so far: what a turn takes that waits for nothing, whatever else the machine
+    does.
+    """
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+TURNS = {
+    "no directory": ("serve {model}/none", None, "no model at {model}/none: it has no config.json"),
+    "no weights": ("serve {model}", remove("model.safetensors"), "no weights at {model}: "),
+    "GGUF": ("serve {model}", only_gguf, "model-Q4.gguf is of a kind that is not read"),
+    "half a download": (
+        "serve {model}", half_a_download,
+        "weights are missing at {model}: model-00002-of-00002.safetensors of 2 files",
+    ),
+    "cut": ("serve {model}", cut, "model.safetensors is cut short: "),
+    "LFS": ("serve {model}", pointer, "is a pointer of Git LFS: run `git lfs pull` there"),
+    "no tokenizer": ("serve {model}", remove("tokenizer.json"), "it has no tokenizer.json"),
+    "no template": ("serve {model}", remove("chat_template.jinja"), "no chat template at {model}"),
+    "architecture": ("serve {model}", unknown, "architecture GPT2LMHeadModel is not supported"),
+    "no GPU": ("serve {model} --device cuda", None, "there is no GPU here (CUDA_VISIBLE_DEVICES=)"),
+    "device": ("serve {model} --device gpu", None, "gpu is none of auto, cpu, cuda and cuda:N"),
+    "port": ("serve {model} --port 99999", None, "99999 is no whole number from 0 to 65,535"),
+    "option": (
+        "serve {model} --tensor-parallel-size 2", None,
+        "--tensor-parallel-size: a model runs on one card; --decoders N serves it on N cards",
+    ),
+    "encoder": ("serve {model} --encoders 1", None, "takes no images"),
+    "open": ("serve {model} --host 0.0.0.0 --port 0", None, "give --api-key KEY"),
+    "length": ("serve {model} --port 0 --max-model-len 1", None, "1 is no whole number from 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_wrong_turn_is_one_line_within_a_second(model: Path, turn: str) -> None:
+    words, spoil, said = TURNS[turn]
+    if spoil is not None:
+        spoil(model)
+    command = [sys.executable, "-m", "triptych", *words.format(model=model).split()]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    before, started = cpu_seconds(), time.monotonic()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    taken, waited = cpu_seconds() - before, time.monotonic() - started
+    (line,) = [x for x in done.stderr.splitlines() if "no encoder and no Redis" not in x]
+    print(f"{turn}: {waited:.2f} s, {taken:.2f} s of CPU: {line}")
+    assert said.format(model=model) in line
+    assert (done.returncode, done.stdout) == (2, "")
+    assert taken < BOUND_S
+
+
+def test_the_version_is_there_at_once() -> None:
+    code = "import sys; from triptych.cli import build_parser; build_parser(); print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"torch", "grpc", "pydantic", "numpy", "rich", "services"} & set(loaded)
+
+    before = cpu_seconds()
+    done = subprocess.run([sys.executable, "-m", "triptych", "--version"], capture_output=True)
+    assert done.stdout.startswith(b"triptych ")
+    assert cpu_seconds() - before < 0.2
+
+
+# --- cards ------------------------------------------------------------------------------------
+
+SMI = """#!/bin/sh
+echo "0, GPU-aaaa, NVIDIA L40S, 46068, 0"
+echo "1, GPU-bbbb, NVIDIA H200, 143771, 90000"
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> dict[str, str]:
+    """An environment whose nvidia-smi knows two cards."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(SMI)
+    program.chmod(0o755)
+    return {"PATH": f"{program.parent}:/bin:/usr/bin"}
+
+
+def test_cards_are_named_as_torch_names_them(driver: dict[str, str]) -> None:
+    cards = visible_cards(driver)
+    assert {name: card.name for name, card in cards.items()} == {
+        "cuda:0": "NVIDIA L40S", "cuda:1": "NVIDIA H200"
+    }  # fmt: skip
+    assert cards["cuda:0"].total_bytes == 46068 << 20
+    for visible in ("1", "GPU-bb"):
+        only = visible_cards(driver | {"CUDA_VISIBLE_DEVICES": visible})
+        assert {name: card.name for name, card in only.items()} == {"cuda:0": "NVIDIA H200"}
+    assert visible_cards(driver | {"CUDA_VISIBLE_DEVICES": "MIG-1"}) == {}
+    assert visible_cards({"PATH": "/nowhere"}) == {}
+
+
+def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_torch_version", lambda: "2.11.0")
+    checks.check_devices(["cuda", "cuda:1", "auto", "cpu"], 2, {})
+    with pytest.raises(StackError, match="--device cuda:2: cuda:0 to cuda:1 are visible"):
+        checks.check_devices(["cuda:2"], 2, {})
+    with pytest.raises(StackError, match=r"no GPU here \(no /dev/nvidia\*\): check the driver"):
+        checks.check_devices(["cuda"], 0, {})
+
+
+def test_a_torch_that_cannot_use_the_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_torch_version", lambda: "2.11.0+cpu")
+    checks.check_devices(["auto"], 0, {})
+    checks.check_devices(["cpu"], 1, {})
+    for device in ("auto", "cuda", "cuda:0"):
+        with pytest.raises(StackError, match="is built for CPUs: install its build for CUDA"):
+            checks.check_devices([device], 1, {})
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def large(tmp_path: Path) -> tuple[ModelSpec, Checkpoint]:
+    """Sizes of Qwen3-8B: 8.2 B parameters in bf16, 144 KiB of KV cache a token."""
+    directory = write_text_model_directory(tmp_path / "Qwen3-8B")
+    config = json.loads((directory / "config.json").read_text()) | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    checkpoint = read_checkpoint(read_spec(DEMONSTRATION_MODEL))
+    checkpoint.text.floats, checkpoint.text.fixed_bytes = 8_190_735_360, 0
+    return read_spec(directory), checkpoint
+
+
+def refusal(
+    tmp_path: Path, card: Card, tokens: int | None = None, share: float = 0.9, dtype: str = "auto"
+) -> str:
+    spec, checkpoint = large(tmp_path)
+    try:
+        checks.check_memory(
+            spec, checkpoint, [], [Placement("cuda:0", share, 0)], {"cuda:0": card},
+            dtype=dtype, max_model_len=tokens, max_num_seqs=None,
+        )  # fmt: skip
+    except StackError as error:
+        assert error.status == 2 and "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+def test_what_fits_is_served(tmp_path: Path) -> None:
+    for size in (24, 48, 80):
+        assert refusal(tmp_path, Card("a card", size * GIB, 0)) == ""
+
+
+def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path: Path) -> None:
+    said = refusal(tmp_path, Card("NVIDIA RTX 4090", 24 * GIB, 0), tokens=40960)
+    assert said.startswith(
+        "Qwen3-8B does not fit cuda:0 (NVIDIA RTX 4090, 24.0 GiB), of which a decoder may use "
+        "21.6 GiB: weights take 15.3 GiB, a request of 40,960 tokens 5.6 GiB; what fits: "
+        "--max-model-len "
+    )
+    tokens = int(said.rsplit(" ", 1)[1])
+    assert 20_000 < tokens < 40_960
+    assert refusal(tmp_path, Card("NVIDIA RTX 4090", 24 * GIB, 0), tokens=tokens) == ""
+
+
+def test_weights_that_do_not_fit_come_with_a_precision_that_does(tmp_path: Path) -> None:
+    said = refusal(tmp_path, Card("NVIDIA RTX 4080", 16 * GIB, 0))
+    assert "weights take 15.3 GiB; what fits: its FP8 checkpoint (about 8.1 GiB), with room" in said
+    said = refusal(tmp_path, Card("a card", 32 * GIB, 0), dtype="float32")
+    assert "what fits: --dtype bfloat16, with room for" in said
+    said = refusal(tmp_path, Card("a card", 8 * GIB, 0))
+    assert said.endswith("or more is needed, or a smaller model")
+
+
+def test_a_card_that_others_fill_is_named(tmp_path: Path) -> None:
+    said = refusal(tmp_path, Card("NVIDIA H100", 80 * GIB, 70 * GIB))
+    assert "other processes hold 70.0 GiB of its 80.0 GiB: nvidia-smi names them" in said
+
+
+def test_a_machine_without_the_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, checkpoint = large(tmp_path)
+    cpu = [Placement("cpu", 1.0, 4)]
+
+    def check(dtype: str) -> None:
+        checks.check_memory(
+            spec, checkpoint, [], cpu, {}, dtype=dtype, max_model_len=None, max_num_seqs=None
+        )
+
+    monkeypatch.setattr(checks, "_available_bytes", lambda: 20 * GIB)
+    monkeypatch.setattr(checks, "memory_limit_bytes", lambda: 64 * GIB)
+    check("bfloat16")
+    with pytest.raises(StackError, match=r"take 30\.5 GiB on CPUs, and 20\.0 GiB .* bfloat16"):
+        check("auto")
+
+
+def test_sizes_are_those_of_the_files() -> None:
+    spec = read_spec(DEMONSTRATION_MODEL)
+    found = read_checkpoint(spec)
+    assert spec.vision is not None
+    assert sum(text_parameters(spec.text)) == pytest.approx(found.text.parameters, rel=0.01)
+    assert tower_parameters(spec.vision.tower) == pytest.approx(found.vision.parameters, rel=0.05)
+    assert found.text.bytes_in(2) == 2 * found.text.parameters
+    assert found.text.bytes_in(4) == 4 * found.text.parameters
+
+
+def test_scales_and_quantized_weights_keep_their_size(tmp_path: Path) -> None:
+    directory = write_model_directory(tmp_path / "fp8")
+    tensors = {
+        "model.language_model.a.weight": torch.zeros(128, 128, dtype=torch.float8_e4m3fn),
+        "model.language_model.a.weight_scale_inv": torch.ones(1, 1),
+        "model.language_model.norm.weight": torch.ones(8, dtype=torch.bfloat16),
+        "model.visual.b.weight": torch.ones(4, dtype=torch.bfloat16),
+    }
+    save_file(tensors, directory / "model.safetensors")
+    found = read_checkpoint(read_spec(directory))
+    assert found.text.bytes_in(4) == 128 * 128 + 4 + 8 * 4
+    assert (found.text.parameters, found.vision.parameters) == (128 * 128 + 8, 4)
+
+
+def test_recurrent_states_are_part_of_the_need(tmp_path: Path) -> None:
+    spec, _ = large(tmp_path)
+    assert decoder_need(spec.text, 0, 2, 256).token == 2 * 8 * 128 * 2 * 36
+    from services.common.model_spec import LinearAttentionSpec
+
+    linear = LinearAttentionSpec(
+        num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, conv_width=4
+    )
+    kinds = ("linear_attention", "full_attention") * 18
+    text = replace(spec.text, linear_attention=linear, layer_kinds=kinds)
+    need = decoder_need(text, 0, 2, 15)
+    assert need.token == 2 * 8 * 128 * 2 * 18
+    assert need.states == 16 * 18 * (4 * 8192 * 2 + 4 * 4096 * 128)

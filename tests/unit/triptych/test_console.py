@@ -1,0 +1,107 @@
+"""What people see: bars or lines of a start, logs as text, each cause once."""
+
+import io
+import json
+
+from triptych.console import Console
+
+
+def record(message: str = "hello", level: str = "info", **fields: object) -> str:
+    common = {"time": "t", "level": level, "service": "s", "logger": "services.x"}
+    return json.dumps(common | {"message": message} | fields)
+
+
+def seen(
+    console_levels: dict[str, str], *lines: tuple[str, str], access: bool = False
+) -> list[str]:
+    stream = io.StringIO()
+    console = Console(console_levels, access_log=access, stream=stream)
+    for child, line in lines:
+        console.output(child, line)
+    return stream.getvalue().splitlines()
+
+
+def test_records_below_the_level_are_not_shown() -> None:
+    levels = {"decoder-0": "WARNING", "gateway": "INFO"}
+    shown = seen(
+        levels,
+        ("decoder-0", record()),
+        ("decoder-0", record("beware", "warning", tokens=3)),
+        ("gateway", record("hello")),
+        ("gateway", "plain words"),
+    )
+    assert shown == [
+        "decoder-0 WARNING beware  tokens=3",
+        "gateway INFO hello",
+        "gateway | plain words",
+    ]
+
+
+def test_the_access_log_is_the_gateways_line_for_each_request() -> None:
+    line = record(
+        "POST /v1/chat/completions 200", logger="services.gateway.http.middleware", ms=3.5
+    )
+    assert seen({"gateway": "WARNING"}, ("gateway", line)) == []
+    assert seen({"gateway": "WARNING"}, ("gateway", line), access=True) == [
+        "gateway INFO POST /v1/chat/completions 200  ms=3.5"
+    ]
+
+
+def test_a_start_is_a_line_for_each_stage() -> None:
+    stages = [("weights", 0, 4), ("weights", 1, 4), ("weights", 4, 4), ("graphs", 1, 9)]
+    lines = [("decoder-0", record(s, stage=s, done=d, total=t)) for s, d, t in stages]
+    assert seen({"decoder-0": "WARNING"}, *lines) == [
+        "triptych: decoder-0: weights, 0 of 4",
+        "triptych: decoder-0: graphs, 1 of 9",
+    ]
+
+
+def test_a_terminal_has_a_bar_for_each_process() -> None:
+    import os
+    import pty
+    import sys
+
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as terminal:
+        standard, sys.stderr = sys.stderr, terminal
+        try:
+            console = Console({"decoder-0": "WARNING", "encoder-0": "WARNING"}, stream=terminal)
+            console.output("decoder-0", record(stage="weights", done=3, total=8))
+            console.output("encoder-0", record(stage="kernels", done=0, total=0))
+            console.report("one line")
+            console.ready()
+            console.report("another [line]")
+        finally:
+            sys.stderr = standard
+    shown = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert "decoder-0 weights" in shown and "3/8" in shown and "encoder-0 kernels" in shown
+    assert "triptych: one line" in shown and "triptych: another [line]" in shown
+
+
+def test_why_a_service_could_not_start_is_said_once() -> None:
+    stream = io.StringIO()
+    console = Console({"decoder-0": "WARNING"}, stream=stream)
+    console.output("decoder-0", record("the shapes are wrong", "critical"))
+    console.output(
+        "decoder-0", record("the engine process ended; its own log says why", "critical")
+    )
+    assert console.cause("decoder-0") == "the shapes are wrong"
+    assert stream.getvalue() == ""
+    console.ready()
+    console.output("decoder-0", record("the engine failed", "critical", exception="Traceback\n  x"))
+    assert stream.getvalue() == "decoder-0 CRITICAL the engine failed\nTraceback\n  x\n"
+
+
+def test_another_program_is_quoted_only_if_it_fails() -> None:
+    stream = io.StringIO()
+    console = Console({"gateway": "WARNING"}, stream=stream)
+    console.output("redis", "Redis is starting")
+    console.output("redis", "cannot bind")
+    assert (console.cause("redis"), stream.getvalue()) == ("cannot bind", "")
+
+
+def test_what_is_no_record_of_ours_is_shown_as_it_is() -> None:
+    lines = ['{"half', '{"level": "info"}', "[1]", "{}"]
+    shown = seen({"gateway": "ERROR"}, *[("gateway", line) for line in lines])
+    assert shown == [f"gateway | {line}" for line in lines]

@@ -1,0 +1,118 @@
+"""Metrics of all processes on one port, and the line about them."""
+
+import asyncio
+import socket
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from triptych.stats import Reading, Scraper, line, report_stopping, report_throughput, serve_metrics
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return held.getsockname()[1]
+
+
+class Process:
+    """A process with an endpoint."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.tokens = Counter("decoder_generated_tokens", "Tokens.", registry=self.registry)
+        self.running = Gauge("gateway_requests_running", "Requests.", registry=self.registry)
+        self.encodes = Counter("gateway_encodes", "Encodes.", ["source"], registry=self.registry)
+        self.server, self.thread = start_http_server(0, "127.0.0.1", self.registry)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/metrics"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    found = [Process(), Process()]
+    yield found
+    for process in found:
+        process.close()
+
+
+@pytest.fixture
+def scraper(processes: list[Process]) -> Scraper:
+    urls = {f"p{index}": process.url for index, process in enumerate(processes)}
+    return Scraper(urls | {"dead": "http://127.0.0.1:9/metrics"})
+
+
+def test_one_endpoint_has_all_processes(processes: list[Process], scraper: Scraper) -> None:
+    processes[0].tokens.inc(3)
+    processes[1].tokens.inc(4)
+    port = free_port()
+    serve_metrics(scraper, "127.0.0.1", port)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    assert 'decoder_generated_tokens_total{process="p0"} 3.0' in text
+    assert 'decoder_generated_tokens_total{process="p1"} 4.0' in text
+    assert text.count("# TYPE decoder_generated_tokens_total counter") == 1
+    assert "dead" not in text
+
+
+def test_sums_are_over_processes_and_labels(processes: list[Process], scraper: Scraper) -> None:
+    processes[0].encodes.labels("computed").inc()
+    processes[1].encodes.labels("computed").inc()
+    processes[1].encodes.labels("memory").inc(2)
+    found = scraper.sums()
+    assert found["gateway_encodes_total"] == 4
+    assert found["gateway_encodes_total{computed}"] == 2
+
+
+def test_the_line_says_what_happened() -> None:
+    before = {"decoder_prompt_tokens_total": 100.0, "decoder_generated_tokens_total": 10.0}
+    now = {
+        "decoder_prompt_tokens_total": 1100.0, "decoder_generated_tokens_total": 510.0,
+        "decoder_sequences_running": 3.0, "decoder_sequences_waiting": 1.0,
+        "decoder_kv_blocks": 200.0, "decoder_kv_blocks_used": 50.0,
+        "decoder_prefix_cache_hit_tokens_total": 250.0, "gateway_encodes_total": 4.0,
+        "gateway_encodes_total{computed}": 1.0,
+    }  # fmt: skip
+    assert line(Reading(5.0, before), Reading(15.0, now)) == (
+        "running 3, waiting 1; tokens/s in 100.0, out 50.0; KV cache 25.0%; prefix hits 25.0%; "
+        "images 4, known 75.0%"
+    )
+    assert line(Reading(5.0, now), Reading(15.0, now | {"decoder_sequences_running": 0.0,
+                "decoder_sequences_waiting": 0.0})) is None  # fmt: skip
+    # A process that has just been away does not count as work undone.
+    assert line(Reading(5.0, now), Reading(15.0, {})) is None
+
+
+async def test_a_line_comes_for_each_period_with_work(
+    processes: list[Process], scraper: Scraper
+) -> None:
+    lines: list[str] = []
+    reporting = asyncio.create_task(report_throughput(scraper, lines.append, 0.01))
+    while not lines:
+        processes[0].tokens.inc(5)
+        await asyncio.sleep(0.01)
+    reporting.cancel()
+    await asyncio.gather(reporting, return_exceptions=True)
+    assert lines[0].startswith("running 0, waiting 0; tokens/s in 0.0, out ")
+
+
+@pytest.mark.parametrize(
+    ("running", "said"),
+    [(0, "stopping"), (1, "stopping: 1 request is left"), (3, "stopping: 3 requests are left")],
+)
+async def test_a_stop_says_what_it_waits_for(
+    processes: list[Process], scraper: Scraper, running: int, said: str
+) -> None:
+    processes[0].running.set(running)
+    first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stopping = asyncio.create_task(report_stopping(scraper, first.set_result, 9.0))
+    text = await first
+    stopping.cancel()
+    await asyncio.gather(stopping, return_exceptions=True)
+    assert text.startswith(said)
+    assert ("cut after" in text) == bool(running)

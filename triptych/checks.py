@@ -1,0 +1,211 @@
+"""What can be known before a process starts: a wrong turn ends here, within a second.
+
+Each refusal is a `StackError` with one line that says what to do. What is not known here (a driver
+that does not work, weights whose shapes are wrong) is found by the engine.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from services.common.model_spec import ModelSpec
+from services.common.pod_limits import memory_limit_bytes
+from triptych.checkpoint import Checkpoint, read_checkpoint
+from triptych.devices import Card, Placement
+from triptych.fit import Need, decoder_need, dummy_bytes, gib, what_fits
+from triptych.stack import StackError
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PARTS = {"fastapi": "gateway", "PIL": "encoder", "llguidance": "decoder", "torch": "decoder"}
+_MAX_NUM_SEQS = 256  # the decoder's default on a GPU
+_SPARE_BYTES = 256 << 20  # other processes' use of a card varies
+
+
+def check_installed() -> None:
+    """Raises StackError if a service's packages are not installed."""
+    missing = [name for name in _PARTS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise StackError(
+            f"{missing[0]} is not installed: pip install 'triptych[gateway,encoder,decoder,cli]'", 2
+        )
+
+
+def check_devices(devices: Sequence[str], gpus: int, environment: Mapping[str, str]) -> None:
+    """Whether the machine has the cards that are asked for.
+
+    Args:
+        devices: as given: `cpu`, `cuda`, `cuda:N`, `auto`.
+        gpus: that are visible.
+        environment: says which are.
+
+    Raises:
+        StackError: it has not, or torch cannot use them.
+    """
+    for device in devices:
+        if not device.startswith("cuda"):
+            continue
+        if not gpus:
+            hidden = environment.get("CUDA_VISIBLE_DEVICES")
+            why = "no /dev/nvidia*" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden}"
+            raise StackError(
+                f"--device {device}, but there is no GPU here ({why}): check the driver with "
+                "nvidia-smi (a container needs --gpus all), or serve with --device cpu",
+                2,
+            )
+        number = int(device.partition(":")[2] or 0)
+        if number >= gpus:
+            last = "only cuda:0 is" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1} are"
+            raise StackError(f"--device {device}: {last} visible", 2)
+    on_gpu = any(d.startswith("cuda") or (d == "auto" and gpus) for d in devices)
+    if on_gpu and (build := _torch_version()).endswith("+cpu"):
+        raise StackError(
+            f"torch {build} is built for CPUs: install its build for CUDA, "
+            "or serve with --device cpu",
+            2,
+        )
+
+
+def _torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def check_files(spec: ModelSpec, load_format: str) -> Checkpoint | None:
+    """Tokenizer and weights; None: random weights.
+
+    Raises:
+        StackError: one is missing.
+    """
+    directory = spec.directory
+    if not (directory / "tokenizer.json").is_file():
+        other = [n for n in ("tokenizer.model", "vocab.json") if (directory / n).is_file()]
+        have = f"; {other[0]} alone is not read" if other else ""
+        raise StackError(f"no tokenizer at {directory}: it has no tokenizer.json{have}", 2)
+    if not any((directory / n).is_file() for n in ("chat_template.jinja", "chat_template.json")):
+        config = directory / "tokenizer_config.json"
+        if not (config.is_file() and "chat_template" in config.read_text(errors="replace")):
+            raise StackError(
+                f"no chat template at {directory}: it has no chat_template.jinja, and "
+                "tokenizer_config.json names none (a base model has none: copy that of its "
+                "instruction-tuned sibling)",
+                2,
+            )
+    return None if load_format == "dummy" else read_checkpoint(spec)
+
+
+def check_memory(
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    encoders: Sequence[Placement],
+    decoders: Sequence[Placement],
+    cards: Mapping[str, Card],
+    *,
+    dtype: str,
+    max_model_len: int | None,
+    max_num_seqs: int | None,
+) -> None:
+    """Whether each process fits its share of a card, and all of them the machine.
+
+    Args:
+        spec: of the model.
+        checkpoint: None: random weights.
+        encoders: places of the encoders.
+        decoders: places of the decoders.
+        cards: those whose memory is known.
+        dtype: as given; `auto`: by the device.
+        max_model_len: as given.
+        max_num_seqs: as given.
+
+    Raises:
+        StackError: it does not, with what would fit.
+    """
+    on_cpu = 0
+    wanted: dict[str, int] = defaultdict(int)
+    for places, is_decoder in ((decoders, True), (encoders, False)):
+        for place in places:
+            itemsize = _itemsize(dtype, place.device)
+            text, tower = _bytes_of(spec, checkpoint, itemsize)
+            if place.device == "cpu":
+                on_cpu += text if is_decoder else tower
+                continue
+            card = cards.get(place.device)
+            if card is None:
+                continue
+            if is_decoder:
+                need = decoder_need(spec.text, text, itemsize, max_num_seqs or _MAX_NUM_SEQS)
+                _check_card(spec, need, place, card, max_model_len, itemsize)
+                wanted[place.device] += need.least(max_model_len or 0)
+            else:
+                wanted[place.device] += tower
+    for device, needed in wanted.items():
+        card = cards[device]
+        if card.used_bytes + needed + _SPARE_BYTES > card.total_bytes:
+            raise StackError(
+                f"{spec.name} needs {gib(needed)} of {device} ({card.name}), and other processes "
+                f"hold {gib(card.used_bytes)} of its {gib(card.total_bytes)}: nvidia-smi names "
+                "them; CUDA_VISIBLE_DEVICES chooses another card",
+                2,
+            )
+    _check_machine(spec, on_cpu, dtype)
+
+
+def _check_card(
+    spec: ModelSpec, need: Need, place: Placement, card: Card, tokens: int | None, itemsize: int
+) -> None:
+    have = card.total_bytes * place.memory_fraction
+    if need.least(tokens or 0) <= have:
+        return
+    advice = what_fits(
+        need, have, tokens, itemsize=itemsize,
+        quantized=spec.checkpoint.quantization is not None,
+    )  # fmt: skip
+    request = ""
+    if tokens:
+        request = f", a request of {tokens:,} tokens {gib(tokens * need.token)}"
+    states = f", {gib(need.states)} are recurrent states" if need.states else ""
+    raise StackError(
+        f"{spec.name} does not fit {place.device} ({card.name}, {gib(card.total_bytes)}), of which "
+        f"a decoder may use {gib(have)}: weights take {gib(need.weights)}{states}{request}; "
+        f"{advice}",
+        2,
+    )
+
+
+def _check_machine(spec: ModelSpec, needed: int, dtype: str) -> None:
+    """Memory of what runs on CPUs."""
+    have = min(memory_limit_bytes(), _available_bytes())
+    if needed <= have:
+        return
+    halve = "; --dtype bfloat16 needs half" if dtype in ("auto", "float32") else ""
+    raise StackError(
+        f"{spec.name} does not fit this machine: its weights take {gib(needed)} on CPUs, and "
+        f"{gib(have)} of memory are free{halve}",
+        2,
+    )
+
+
+def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _bytes_of(spec: ModelSpec, checkpoint: Checkpoint | None, itemsize: int) -> tuple[int, int]:
+    if checkpoint is None:
+        return dummy_bytes(spec, itemsize)
+    return checkpoint.text.bytes_in(itemsize), checkpoint.vision.bytes_in(itemsize)
+
+
+def _itemsize(dtype: str, device: str) -> int:
+    if dtype == "auto":
+        return 4 if device == "cpu" else 2
+    return _ITEM_BYTES[dtype]

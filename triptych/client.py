@@ -1,0 +1,242 @@
+"""A small client of the chat API on the standard library alone, streamed.
+
+`triptych ask`, `chat` and `demo` use it; whatever goes wrong is an `AskError`.
+"""
+
+import argparse
+import base64
+import http.client
+import json
+import mimetypes
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+_TIMEOUT_S = 600
+
+
+class AskError(Exception):
+    """The question was not answered; the message says why."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed answer.
+
+    Attributes:
+        text: all of it.
+        ttft_s: request sent to first text; None when there was no text.
+        total_s: request sent to the end of the stream.
+        finish_reason: `stop` or `length`.
+        usage: as the server counted, or empty.
+        stage_times_ms: as the server measured, or empty.
+        images: the server's report on each image, or empty.
+    """
+
+    text: str = ""
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    finish_reason: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    stage_times_ms: dict[str, float] = field(default_factory=dict)
+    images: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Server:
+    """Where to ask, and who asks.
+
+    Attributes:
+        url: of the API, without `/v1` and without a slash at its end.
+        key: empty: none.
+
+    Args:
+        url: as people write it: with `/v1`, with the path of a call, or without `http://`.
+        key: None: OPENAI_API_KEY, if it is exported.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        if "://" not in url:
+            url = f"http://{url}"
+        self.url = re.sub(r"/v1(/.*)?$", "", url.rstrip("/")).rstrip("/")
+        self.key = os.environ.get("OPENAI_API_KEY", "") if key is None else key
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise AskError(f"not an http URL: {url}")
+        try:
+            self._host, self._port = parts.hostname, parts.port
+        except ValueError as error:
+            raise AskError(f"not an http URL: {url} ({error})") from error
+        self._is_encrypted = parts.scheme == "https"
+        self._path = parts.path
+
+    def first_model(self) -> str:
+        """The name of the first model that is served.
+
+        Raises:
+            AskError: no answer, or no model is served.
+        """
+        with self.request("GET", "/v1/models") as answer:
+            body = answer.read()
+            if answer.status != http.client.OK:
+                raise AskError(_error_text(answer.status, body))
+        try:
+            return json.loads(body)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise AskError(f"{self.url} serves no model") from error
+
+    @contextmanager
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Sends a request; the response, whose body is not read yet.
+
+        Raises:
+            AskError: nobody answers, or no longer.
+        """
+        kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=_TIMEOUT_S)
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        try:
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, self._path + path, payload, headers)
+            yield connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise AskError(
+                f"no answer from {self.url} ({error}); is `triptych serve` running?"
+            ) from error
+        finally:
+            connection.close()
+
+
+def image_part(image: str) -> dict[str, Any]:
+    """The content part for a URL (passed on) or a file (sent as a data URL).
+
+    Raises:
+        AskError: the file cannot be read.
+    """
+    url = image
+    if urlsplit(image).scheme not in ("http", "https", "data"):
+        kind = mimetypes.guess_type(image)[0] or "application/octet-stream"
+        try:
+            data = Path(image).read_bytes()
+        except OSError as error:
+            raise AskError(f"cannot read {image}: {error.strerror}") from error
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def question_message(images: Sequence[str], question: str) -> dict[str, Any]:
+    """One user message: the images in order, then the question."""
+    text = {"type": "text", "text": question}
+    return {"role": "user", "content": [*map(image_part, images), text]}
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], str]:
+    """Images and the question of `triptych ask`, in whatever order they were written.
+
+    Raises:
+        AskError: there is no question, or more than one.
+    """
+    images = [word for word in words if _names_image(word)]
+    questions = [word for word in words if not _names_image(word)]
+    if not questions:
+        raise AskError(f'no question about {images[0]}: triptych ask {images[0]} "What is this?"')
+    if len(questions) > 1 and all(" " not in word for word in questions):
+        return images, " ".join(questions)  # a question without quotes
+    if len(questions) > 1:
+        raise AskError(f"{questions[0]!r} is no file; or quote the question as a whole")
+    return images, questions[0]
+
+
+def _names_image(word: str) -> bool:
+    is_url = urlsplit(word).scheme in ("http", "https", "data") and " " not in word
+    kind = mimetypes.guess_type(word)[0] or ""
+    looks_like_one = kind.startswith("image/") and " " not in word
+    return is_url or looks_like_one or (len(word) < 4096 and Path(word).is_file())
+
+
+def ask_once(options: argparse.Namespace) -> int:
+    """`triptych ask`; returns the exit status."""
+    try:
+        images, question = split_words(options.words)
+        server = Server(options.url, options.api_key)
+        body: dict[str, Any] = {"messages": [question_message(images, question)]}
+        if options.max_tokens is not None:
+            body["max_tokens"] = options.max_tokens
+        body["model"] = options.model or server.first_model()
+        ask(server, body, lambda text: print(text, end="", flush=True))
+    except AskError as error:
+        print(f"triptych ask: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print()
+    return 0
+
+
+def ask(
+    server: Server, body: dict[str, Any], on_text: Callable[[str], None] = lambda _: None
+) -> Answer:
+    """Posts a chat completion and streams the answer.
+
+    Args:
+        server: that is asked.
+        body: the request; `stream` and usage are set here.
+        on_text: receives each piece of text as it arrives.
+
+    Raises:
+        AskError: no answer, an error, or a stream that breaks off.
+    """
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    answer = Answer()
+    start = time.monotonic()
+    done = False
+    for event in _events(server, body):
+        if event == "[DONE]":
+            done = True
+            break
+        chunk = json.loads(event)
+        if error := chunk.get("error"):
+            raise AskError(f"the answer broke off: {error.get('message')}")
+        answer.usage = chunk.get("usage") or answer.usage
+        answer.stage_times_ms = chunk.get("stage_times_ms") or answer.stage_times_ms
+        answer.images = chunk.get("images") or answer.images
+        for choice in chunk.get("choices", []):
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            if text := (choice.get("delta") or {}).get("content"):
+                answer.ttft_s = answer.ttft_s or time.monotonic() - start
+                answer.text += text
+                on_text(text)
+    if not done:
+        raise AskError("the connection ended before the answer did")
+    answer.total_s = time.monotonic() - start
+    return answer
+
+
+def _events(server: Server, body: dict[str, Any]) -> Iterator[str]:
+    """The `data:` payloads of a server-sent event stream."""
+    with server.request("POST", "/v1/chat/completions", body) as answer:
+        if answer.status != http.client.OK:
+            raise AskError(_error_text(answer.status, answer.read()))
+        for line in answer:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode()
+
+
+def _error_text(status: int, body: bytes) -> str:
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = body.decode(errors="replace")[:300]
+    if status == http.client.UNAUTHORIZED:
+        message += "; give --api-key, or export OPENAI_API_KEY"
+    return f"HTTP {status}: {message}"

@@ -1,0 +1,151 @@
+"""Whether a model fits a card, and what would: arithmetic on sizes, before a process starts.
+
+The decoder measures its largest step and gives the KV cache what is left; here its lower bounds are
+known: weights, recurrent states, the cache of one request. What exceeds them cannot start, and is
+refused with what would fit. `checks` calls it, and scripts/sizes_table.py makes docs/cards.md of
+the same numbers.
+"""
+
+from dataclasses import dataclass
+
+from services.common.model_spec import ModelSpec, TextSpec, TowerSpec
+
+GIB = 1 << 30
+BLOCK_TOKENS = 16  # of the KV cache
+# CUDA's context, libraries, kernels, graph nodes; engine/kv_cache.py reserves the same.
+RESERVED_BYTES = 5 << 28
+_STEP_TOKENS = 8192  # of the longest step on a GPU
+_LAYER_VALUES = 6  # hidden states that live at once in a layer, per token
+_SAMPLER_COPIES = 3  # of the logits, float32
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a decoder needs of a card's memory, in bytes.
+
+    Attributes:
+        weights: in the served precision.
+        states: of running sequences with linear attention.
+        token: of the KV cache.
+        step: of the largest step, estimated.
+    """
+
+    weights: int
+    states: int
+    token: int
+    step: int
+
+    def least(self, tokens: int) -> int:
+        """Without which it cannot start: a request of so many tokens, but no estimate."""
+        return self.weights + self.states + RESERVED_BYTES + (tokens + BLOCK_TOKENS) * self.token
+
+    def tokens_in(self, num_bytes: float) -> int:
+        """Tokens of KV cache in so much memory, about; 0: none."""
+        left = num_bytes - self.weights - self.states - RESERVED_BYTES - self.step
+        return max(0, int(left // self.token) // BLOCK_TOKENS * BLOCK_TOKENS)
+
+
+def decoder_need(text: TextSpec, weights: int, itemsize: int, max_num_seqs: int) -> Need:
+    """Of a language model.
+
+    Args:
+        text: sizes.
+        weights: bytes.
+        itemsize: bytes of a value of the cache.
+        max_num_seqs: that run at once.
+    """
+    token = 2 * text.num_kv_heads * text.head_dim * itemsize * len(text.attention_layers)
+    states = 0
+    if (linear := text.linear_attention) is not None:
+        values = linear.conv_width * linear.num_channels * itemsize
+        slot = values + 4 * linear.value_size * linear.key_head_dim
+        states = (max_num_seqs + 1) * slot * len(text.linear_layers)
+    inner = text.intermediate_size
+    if text.moe is not None:
+        inner = text.moe.top_k * text.moe.intermediate_size + text.moe.shared_intermediate_size
+    step = _STEP_TOKENS * (_LAYER_VALUES * text.hidden_size + 2 * inner) * itemsize
+    step += max_num_seqs * text.vocab_size * 4 * _SAMPLER_COPIES
+    return Need(weights, states, token, step)
+
+
+def text_parameters(text: TextSpec) -> tuple[int, int]:
+    """Parameters of the language model: of its linear layers, and of all else (embeddings, head,
+    norms), which no format quantizes.
+    """
+    hidden, head = text.hidden_size, text.head_dim
+    queries = text.num_heads * head * (2 if text.output_gate else 1)
+    attention = hidden * (queries + 2 * text.num_kv_heads * head) + text.num_heads * head * hidden
+    linear = attention * len(text.attention_layers)
+    other = text.vocab_size * hidden * (1 if text.tie_word_embeddings else 2)
+    if (delta := text.linear_attention) is not None:
+        inputs = delta.num_channels + delta.value_size
+        linear += (inputs * hidden + delta.value_size * hidden) * len(text.linear_layers)
+        gates = 2 * delta.num_value_heads * hidden + delta.conv_width * delta.num_channels
+        other += gates * len(text.linear_layers)
+    for layer in range(text.num_layers):
+        if text.moe is None or not text.has_experts(layer):
+            linear += 3 * hidden * text.intermediate_size
+        else:
+            moe = text.moe
+            inner = moe.num_experts * moe.intermediate_size + moe.shared_intermediate_size
+            linear += 3 * hidden * inner
+            other += moe.num_experts * hidden
+        other += 2 * hidden
+    return linear, other + hidden
+
+
+def tower_parameters(tower: TowerSpec) -> int:
+    """Parameters of a vision tower, about: without biases and norms."""
+    hidden = tower.hidden_size
+    block = 4 * hidden * hidden + 2 * hidden * tower.intermediate_size
+    merged = hidden * tower.spatial_merge_size**2
+    merger = merged * merged + merged * tower.out_hidden_size
+    patch = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2 * hidden
+    positions = tower.num_position_embeddings * hidden
+    return tower.depth * block + tower.num_features * merger + patch + positions
+
+
+def dummy_bytes(spec: ModelSpec, itemsize: int) -> tuple[int, int]:
+    """Bytes of random weights: of the language model, and of the tower."""
+    linear, other = text_parameters(spec.text)
+    wide = 1 if spec.checkpoint.quantization is not None else itemsize
+    tower = 0 if spec.vision is None else tower_parameters(spec.vision.tower) * itemsize
+    return linear * wide + other * itemsize, tower
+
+
+def gib(num_bytes: float) -> str:
+    """A size for people."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.0f} MiB"
+
+
+def what_fits(
+    need: Need, have: float, wanted: int | None, *, itemsize: int, quantized: bool
+) -> str:
+    """Advice where `need` exceeds the memory.
+
+    Args:
+        need: of the decoder.
+        have: bytes that it may use.
+        wanted: tokens that were asked for; None: none in particular.
+        itemsize: of the served floats.
+        quantized: the checkpoint is, so that another format saves nothing.
+    """
+    if (tokens := need.tokens_in(have)) > 0 and (wanted or 0) > tokens:
+        return f"what fits: --max-model-len {tokens}"
+    advice: list[str] = []
+    if itemsize == 4:
+        half = Need(need.weights // 2, need.states, need.token // 2, need.step // 2)
+        if tokens := half.tokens_in(have):
+            advice.append(f"--dtype bfloat16, with room for {tokens:,} tokens")
+    if not quantized and itemsize < 4:
+        eighth = Need(int(need.weights * 0.53), need.states, need.token, need.step)
+        if tokens := eighth.tokens_in(have):
+            about = f"about {gib(eighth.weights)}"
+            advice.append(f"its FP8 checkpoint ({about}), with room for {tokens:,} tokens")
+    if need.states:
+        fewer = Need(need.weights, need.states // 8, need.token, need.step)
+        if tokens := fewer.tokens_in(have):
+            advice.append(f"an eighth of the sequences (--max-num-seqs), for {tokens:,} tokens")
+    if advice:
+        return "what fits: " + "; or ".join(advice)
+    return f"a card with {gib(need.least(0) + need.step)} or more is needed, or a smaller model"

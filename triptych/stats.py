@@ -1,0 +1,155 @@
+"""The metrics of all processes: one endpoint for Prometheus, and a line for people.
+
+`serve` runs both beside the stack. A process that does not answer is left out; nothing here raises.
+"""
+
+import asyncio
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+_PERIOD_S = 10.0
+_TIMEOUT_S = 2.0
+_STOPPING_PERIOD_S = 1.0
+
+
+class Scraper:
+    """Reads the endpoints of the processes.
+
+    Args:
+        urls: of each, by its name.
+    """
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        self._urls = dict(urls)
+        self._threads = ThreadPoolExecutor(max(1, len(urls)), "metrics")
+
+    def describe(self) -> list[Metric]:
+        """Nothing: what there is, is known once it is asked."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, with the name of their process as the label `process`."""
+        merged: dict[str, Metric] = {}
+        for process, text in self._threads.map(_fetch, self._urls, self._urls.values()):
+            for family in text_string_to_metric_families(text):
+                kept = merged.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = sample.labels | {"process": process}
+                    kept.samples.append(sample._replace(labels=labels))
+        yield from merged.values()
+
+    def sums(self) -> dict[str, float]:
+        """The sum of each metric's samples over all processes and labels, and `name{value}` of
+        each value of a metric's only label.
+        """
+        found: dict[str, float] = {}
+        for metric in self.collect():
+            for sample in metric.samples:
+                names = [sample.name]
+                own = [value for label, value in sample.labels.items() if label != "process"]
+                if len(own) == 1:
+                    names.append(f"{sample.name}{{{own[0]}}}")
+                for name in names:
+                    found[name] = found.get(name, 0.0) + sample.value
+        return found
+
+
+def _fetch(process: str, url: str) -> tuple[str, str]:
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(url, timeout=_TIMEOUT_S) as answer:
+            return process, answer.read().decode()
+    except (OSError, ValueError):
+        return process, ""
+
+
+def serve_metrics(scraper: Scraper, host: str, port: int) -> None:
+    """Serves `/metrics` of all processes from a thread.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    registry = CollectorRegistry()
+    registry.register(scraper)  # pyright: ignore[reportArgumentType] - a collector by its methods
+    start_http_server(port, addr=host, registry=registry)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The sums at one time, in seconds of the monotonic clock."""
+
+    at: float
+    sums: Mapping[str, float]
+
+    def of(self, name: str) -> float:
+        """A sum; 0: not known."""
+        return self.sums.get(name, 0.0)
+
+
+def line(before: Reading, now: Reading) -> str | None:
+    """What happened between two readings; None: nothing."""
+
+    def gained(name: str) -> float:
+        return max(0.0, now.of(name) - before.of(name))
+
+    running = now.of("decoder_sequences_running")
+    waiting = now.of("decoder_sequences_waiting")
+    prompt, output = gained("decoder_prompt_tokens_total"), gained("decoder_generated_tokens_total")
+    if not (running or waiting or prompt or output):
+        return None
+    seconds = max(1e-9, now.at - before.at)
+    parts = [
+        f"running {running:.0f}, waiting {waiting:.0f}",
+        f"tokens/s in {prompt / seconds:,.1f}, out {output / seconds:,.1f}",
+    ]
+    if blocks := now.of("decoder_kv_blocks"):
+        parts.append(f"KV cache {now.of('decoder_kv_blocks_used') / blocks:.1%}")
+    if prompt:
+        parts.append(f"prefix hits {gained('decoder_prefix_cache_hit_tokens_total') / prompt:.1%}")
+    if images := gained("gateway_encodes_total"):
+        known = 1 - gained("gateway_encodes_total{computed}") / images
+        parts.append(f"images {images:.0f}, known {known:.1%}")
+    return "; ".join(parts)
+
+
+async def report_throughput(
+    scraper: Scraper, report: Callable[[str], None], period_s: float = _PERIOD_S
+) -> None:
+    """A line for each period in which something happened, until cancelled."""
+
+    async def read() -> Reading:
+        return Reading(time.monotonic(), await asyncio.to_thread(scraper.sums))
+
+    before = await read()
+    while True:
+        await asyncio.sleep(period_s)
+        now = await read()
+        if (text := line(before, now)) is not None:
+            report(text)
+        before = now
+
+
+async def report_stopping(scraper: Scraper, report: Callable[[str], None], grace_s: float) -> None:
+    """Says what a stop waits for, until cancelled."""
+    deadline = time.monotonic() + grace_s
+    before = -1
+    while True:
+        sums = await asyncio.to_thread(scraper.sums)
+        running = round(sums.get("gateway_requests_running", 0.0))
+        left = max(0.0, deadline - time.monotonic())
+        if running and running != before:
+            what = "1 request is" if running == 1 else f"{running} requests are"
+            report(f"stopping: {what} left, cut after {left:.1f} s more (Ctrl-C: now)")
+        elif before < 0 and not running:
+            report("stopping")
+        before = running
+        await asyncio.sleep(_STOPPING_PERIOD_S)
