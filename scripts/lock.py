@@ -1,6 +1,7 @@
 """Writes what is installed by its hash: the images' packages, and those of development and tests.
 
 services/<name>/requirements.lock: of a service's image, without torch, which indexes build anew.
+deploy/requirements.lock: likewise of the image that runs `triptych serve`.
 services/<name>/requirements-gpu.lock: what a GPU image has besides: torch, what it needs, and for
 the decoder the kernels and their compilers, of the default index.
 requirements-dev.lock: of `make setup`, without torch, for each Python and machine that it supports.
@@ -23,6 +24,8 @@ from closure import closure, own_requirements
 _ROOT = Path(__file__).resolve().parents[1]
 SERVICES = ("gateway", "encoder", "decoder")
 GPU_SERVICES = {"encoder": (), "decoder": ("gpu", "kernels")}  # extras of the GPU image
+SERVE_LOCK = _ROOT / "deploy" / "requirements.lock"
+SERVE_EXTRAS = (*SERVICES, "cli", "tracing")
 DEV_LOCK = _ROOT / "requirements-dev.lock"
 _PYTHON = "3.12"  # the images'
 _DEV_PYTHONS = ("3.11", "3.12")
@@ -116,11 +119,10 @@ def _write(path: Path, wheels: Wheels, what: str) -> None:
 
 def main() -> None:
     """Writes all locks."""
-    pins = {service: pins_of(service, "tracing") for service in SERVICES}
-    everything = dict(pair for each in pins.values() for pair in each.items())
-    wheels = _pinned(everything, (_PYTHON,))
+    wheels = _pinned(pins_of(*SERVE_EXTRAS), (_PYTHON,))
+    _write(SERVE_LOCK, wheels, "the image that runs `triptych serve` installs")
     for service in SERVICES:
-        own = {pin: wheels[pin] for pin in pins[service].items()}
+        own = {pin: wheels[pin] for pin in pins_of(service, "tracing").items()}
         _write(lock_path(service), own, "the image installs")
     for service in GPU_SERVICES:
         path = lock_path(service, "requirements-gpu")

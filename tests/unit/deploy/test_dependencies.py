@@ -1,5 +1,6 @@
 """No dependency is older than its known faults, and images install what was locked."""
 
+import json
 import re
 import sys
 import tomllib
@@ -9,11 +10,26 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from services.gateway.settings import GatewaySettings
+from triptych.cli import build_parser
+
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))
 from closure import GPU_PINS  # noqa: E402  # pyright: ignore
-from lock import DEV_LOCK, GPU_SERVICES, SERVICES, lock_path, pins_of  # noqa: E402  # pyright: ignore
+from lock import (  # noqa: E402  # pyright: ignore
+    DEV_LOCK,
+    GPU_SERVICES,
+    SERVE_EXTRAS,
+    SERVE_LOCK,
+    SERVICES,
+    lock_path,
+    pins_of,
+)
 
+DOCKERFILES = [
+    *(ROOT / "services" / service / "Dockerfile" for service in SERVICES),
+    ROOT / "deploy" / "Dockerfile",
+]
 # The least version without the faults that SECURITY.md names.
 FLOORS = {
     "grpcio": "1.80", "h11": "0.16", "jinja2": "3.1.6", "llguidance": "1.9.1",
@@ -83,8 +99,8 @@ def test_licences_of_others_are_named() -> None:
     for name in ("certifi", "tqdm"):  # MPL-2.0, locked
         assert name in notice
     assert "!NOTICE" in (ROOT / ".dockerignore").read_text()
-    for service in SERVICES:
-        assert "LICENSE NOTICE" in (ROOT / "services" / service / "Dockerfile").read_text()
+    for path in DOCKERFILES:
+        assert "LICENSE NOTICE" in path.read_text()
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -96,9 +112,48 @@ def test_images_install_the_pinned_versions_by_their_hashes(service: str) -> Non
     assert f"--no-deps --require-hashes \\ -r services/{service}/requirements.lock" in dockerfile
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_a_base_image_can_be_pinned(service: str) -> None:
-    text = (ROOT / "services" / service / "Dockerfile").read_text()
+def test_the_one_container_installs_the_same_by_hashes() -> None:
+    locked = pins(SERVE_LOCK)
+    assert locked == pins_of(*SERVE_EXTRAS), "run: make locks"
+    check_hashes(SERVE_LOCK.read_text())
+    for service in SERVICES:
+        assert pins(lock_path(service)).items() <= locked.items()
+    for service in GPU_SERVICES:  # one environment holds both services
+        gpu = pins(lock_path(service, "requirements-gpu"))
+        assert gpu.items() <= pins(lock_path("decoder", "requirements-gpu")).items()
+    assert all(locked.get(name, pin) == pin for name, pin in gpu.items())
+    text = " ".join((ROOT / "deploy" / "Dockerfile").read_text().split())
+    for lock in ("requirements.lock", "requirements-gpu.lock"):
+        assert f"--no-deps --require-hashes -r {lock}" in text
+
+
+def test_what_the_one_container_copies_is_in_its_context() -> None:
+    """`.dockerignore` leaves out all that it does not name."""
+    names = (ROOT / ".dockerignore").read_text().split()
+    allowed = [name[1:] for name in names if name.startswith("!")]
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (DOCKERFILES[-1]).read_text(), re.MULTILINE)
+    for name in " ".join(copied).split():
+        assert (ROOT / name).exists(), name
+        assert any(f"{name}/".startswith(f"{a}/") or a.startswith(f"{name}/") for a in allowed), (
+            name
+        )
+
+
+def test_the_one_container_serves_with_variables_that_exist() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    (words,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
+    program, *arguments = json.loads(words)
+    assert program == "triptych"
+    build_parser().parse_args([*arguments, "Qwen/Qwen3-VL-8B-Instruct"])
+    variables = dict(re.findall(r"^ +(GATEWAY_\w+)=(\S+)", text, re.MULTILINE))
+    assert len(variables) == 3
+    known = {f"GATEWAY_{name.upper()}" for name in GatewaySettings.model_fields}
+    assert variables.keys() <= known
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
+def test_a_base_image_can_be_pinned(path: Path) -> None:
+    text = path.read_text()
     bases = set(re.findall(r"^FROM (\S+)", text, re.MULTILINE))
     ours = set(re.findall(r"^FROM \S+ AS (\S+)", text, re.MULTILINE)) | {"build-${TARGET}"}
     assert bases - ours == {"${PYTHON_IMAGE}"}
@@ -109,5 +164,5 @@ def test_the_licence_is_stated() -> None:
     assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE", "NOTICE"])
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert "!LICENSE" in (ROOT / ".dockerignore").read_text()
-    for service in SERVICES:
-        assert "LICENSE" in (ROOT / "services" / service / "Dockerfile").read_text()
+    for path in DOCKERFILES:
+        assert "LICENSE" in path.read_text()

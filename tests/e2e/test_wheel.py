@@ -1,0 +1,92 @@
+"""The wheel as a stranger installs it: one top-level name, and it serves from anywhere."""
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.noise import PATIENCE_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = ("triptych", "services", "kernels", "demo", "benchmarks")
+_FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, since a build leaves files beside the sources."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in _SOURCES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for name in _FILES:
+        shutil.copy(ROOT / name, copy / name)
+    words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([sys.executable, *words, "-w", "dist", "."], cwd=copy, check=True)
+    (found,) = (copy / "dist").glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with the wheel and, from this one, what it needs."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    words = ["-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([sys.executable, *words, str(wheel)], check=True)
+    (site,) = (folder / "venv" / "lib").glob("python3*/site-packages")
+    # Packages alone: what a file of paths names there, such as this checkout, is not followed.
+    (site / "needs.pth").write_text(sysconfig.get_path("purelib"))
+    return python.parent
+
+
+def test_it_installs_one_name(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"triptych", "triptych-0.1.0.dist-info"}
+    inside = {name.removeprefix("triptych/_packages/") for name in names}
+    assert {
+        "services/gateway/static/index.html", "services/common/pb/decoder_pb2.py",
+        "kernels/launches.py",
+        "demo/model/model.safetensors", "demo/samples/samples.json", "benchmarks/words.txt",
+    } <= inside  # fmt: skip
+    assert not any(name.startswith(("tests/", "scripts/")) for name in inside)
+
+
+def test_it_serves_from_a_directory_with_another_services(installed: Path, tmp_path: Path) -> None:
+    for name in ("services", "kernels", "benchmarks", "demo"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('a stranger')")
+    environment = {"PATH": f"{installed}:/usr/bin:/bin", "HOME": str(tmp_path)}
+
+    def run(*words: str) -> str:
+        return subprocess.run(
+            [installed / "triptych", *words], cwd=tmp_path, env=environment, check=True,
+            capture_output=True, text=True, timeout=PATIENCE_S,
+        ).stdout  # fmt: skip
+
+    assert run("--version") == "triptych 0.1.0\n"
+    assert "text_c256" in run("bench", "--help")
+    with (tmp_path / "log").open("w") as log:
+        serve = subprocess.Popen(
+            [installed / "triptych", "serve", "--port", "0"], cwd=tmp_path, env=environment,
+            stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+    assert serve.stdout is not None
+    try:
+        ready = re.match(r"Triptych is ready: (\S+)", serve.stdout.readline())
+        assert ready, (tmp_path / "log").read_text()
+        sample = next(installed.parent.glob("lib/*/site-packages/triptych/_packages/demo/samples"))
+        words = ("ask", str(sample / "shapes.png"), "What colour is the circle?")
+        assert "red" in run(*words, "--url", ready[1])
+    finally:
+        serve.terminate()
+        assert serve.wait(PATIENCE_S) == 0
+        serve.stdout.close()
