@@ -97,7 +97,9 @@ def test_it_says_what_it_does(tmp_path: Path) -> None:
             "decoder-0: timing steps",
         ):
             assert f"triptych: {stage}" in said()
-        room = r"decoder-0 on cpu in float32: weights \d+ MiB, KV cache 512 MiB = ([\d,]+) tokens, 25 r"
+        room = (
+            r"decoder-0 on cpu in float32: weights \d+ MiB, KV cache 512 MiB = [\d,]+ tokens, 25 "
+        )
         assert re.search(room, said())
         addresses = re.search(r"API (\S+)/v1, page \S+/, metrics (\S+)", said())
         assert addresses and addresses[1] == command.url

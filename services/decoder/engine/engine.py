@@ -421,8 +421,8 @@ class Engine:
         largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
         self._scheduler.roll_back(batch)
         log.warning(
-            "the device is out of memory: the longest sequence of a step ends; a lower "
-            "DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or DECODER_MEMORY_FRACTION leaves more"
+            "the device is out of memory: the longest sequence of a step ends; lower "
+            "DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or DECODER_MEMORY_FRACTION"
         )
         detail = f"the device is out of memory: {error}".splitlines()[0]
         self._finish(largest.sequence, "failed", detail)

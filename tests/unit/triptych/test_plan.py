@@ -271,9 +271,7 @@ def test_a_port_in_use_is_refused(model: Path) -> None:
 def placed(
     encoders: int, decoders: int, gpus: int, device: str = "auto", cpus: int = 8
 ) -> tuple[list[Placement], list[Placement]]:
-    return place(
-        device, device, encoders=encoders, decoders=decoders, gpus=gpus, cpus=cpus
-    )
+    return place(device, device, encoders=encoders, decoders=decoders, gpus=gpus, cpus=cpus)
 
 
 def test_one_gpu_is_shared_and_not_filled() -> None:
@@ -338,9 +336,7 @@ def test_every_visible_card_has_a_process(model: Path, text_model: Path) -> None
 def test_cpu_threads_are_divided() -> None:
     encoders, decoders = placed(1, 1, 0)
     assert [p.num_threads for p in encoders + decoders] == [4, 4]
-    encoders, decoders = place(
-        "cpu", "cuda:0", encoders=1, decoders=1, gpus=1, cpus=8
-    )
+    encoders, decoders = place("cpu", "cuda:0", encoders=1, decoders=1, gpus=1, cpus=8)
     assert (encoders[0].num_threads, decoders[0].num_threads) == (8, 0)
     assert decoders[0].memory_fraction == 0.9
 
