@@ -2,6 +2,7 @@
 
 import re
 import signal
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -13,9 +14,11 @@ import redis
 
 from tests.e2e.serve_command import serve_command
 from tests.noise import PATIENCE_S, least, wait_until
+from tests.unit.triptych import test_hub
 from triptych import cli
 from triptych.client import Server, question_message
 from triptych.demo import SAMPLES
+from triptych.options import DEMONSTRATION_MODEL
 
 pytestmark = pytest.mark.e2e
 _ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 8000}
@@ -117,6 +120,26 @@ def test_it_says_what_it_does(tmp_path: Path) -> None:
             command.process.send_signal(signal.SIGINT)  # at once
         assert command.process.wait(PATIENCE_S) == 0
         assert "did not stop" not in said() and "Traceback" not in said()
+
+
+def test_a_model_is_served_by_its_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {path.name: path.read_bytes() for path in DEMONSTRATION_MODEL.iterdir()}
+    monkeypatch.setattr(test_hub, "FILES", files)
+    hub = test_hub._Hub()
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
+    try:
+        with serve_command(tmp_path, ["org/tiny"]) as command:
+            assert Server(command.url).first_model() == "org/tiny"
+            words = ["What colour is the circle?", str(SAMPLES / "shapes.png")]
+            assert cli.main(["ask", *words, "--url", f"{command.url}/v1"]) == 0
+            assert "red" in capsys.readouterr().out
+    finally:
+        hub.shutdown()
+        hub.server_close()
 
 
 def test_a_dead_engine_ends_the_stack_and_is_named(tmp_path: Path) -> None:
