@@ -71,7 +71,7 @@ demo: system-runtime $(RUNTIME) ## start the stack, ask the demonstration model 
 	@$(BIN)/triptych demo
 
 .PHONY: serve
-serve: system-runtime $(RUNTIME) ## serve a model until Ctrl-C: make serve ARGS="--model DIR"
+serve: system-runtime $(RUNTIME) ## serve a model until Ctrl-C: make serve ARGS="ORG/NAME"
 	@$(BIN)/triptych serve $(ARGS)
 
 .PHONY: bench
@@ -83,7 +83,7 @@ bench: $(DEV) ## measure a running server: make bench ARGS="--url URL --rows tex
 .PHONY: test
 # Programs are installed beside packages; what needs no stack begins when the packages are there.
 test: | $(BIN)/python ## everything that must hold
-	@$(ALONGSIDE) system-test test-light type lint proto-check
+	@$(ALONGSIDE) system-test test-light type lint proto-check site
 	@$(MAKE) --no-print-directory e2e
 	@$(MAKE) --no-print-directory unit
 
@@ -145,6 +145,17 @@ proto: $(DEV) ## generate services/common/pb from proto/
 proto-check: $(DEV) ## the generated code is that of proto/
 	$(call say,protos)
 	@scripts/check_proto.sh $(BIN)/python
+
+SITE := build/site-tool/.installed
+$(SITE): Makefile
+	$(call say,installing what builds the site)
+	@$(PYTHON) -m venv build/site-tool
+	@build/site-tool/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.2
+	@touch $@
+
+.PHONY: site
+site: $(SITE) ## build the documentation into build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 build/site-tool/bin/mkdocs build --strict --quiet
 
 # --- the rest ---------------------------------------------------------------------------------
 

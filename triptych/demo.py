@@ -183,4 +183,4 @@ def _conclude(console: Console, totals: Totals, elapsed_s: float) -> None:
     if totals.repeat_encodes:
         console.print("[red]a known image was encoded again[/]")
     else:
-        console.print("Serve it yourself: [cyan]make serve[/], then open the chat page.")
+        console.print("Serve it yourself: [cyan]triptych serve[/], then open the chat page.")

@@ -1,0 +1,100 @@
+"""mkdocs calls it: pages of other folders become pages of the site, and links follow.
+
+The same files are read in the repository, so their links are those of the repository: one to a page
+of the site becomes a link within it, one to another file that file's name.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mkdocs.structure.files import File, Files  # pyright: ignore[reportMissingImports]
+
+_ROOT = Path(__file__).resolve().parents[1]
+_DOCS = _ROOT / "docs"
+# File of the repository -> page of the site.
+PAGES = {
+    "SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md", "deploy/k8s/README.md": "kubernetes.md",
+    "benchmarks/LOG.md": "log.md", "benchmarks/HISTORY.md": "history.md",
+    "demo/README.md": "demonstration.md", "README.md": "index.md",
+}  # fmt: skip
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
+_IMAGES = {".png", ".jpg", ".svg"}
+
+
+def on_files(files: Files, config: Any) -> Files:  # noqa: ANN401 - mkdocs'
+    """Adds the pages, the images that they show, and the list of decisions."""
+    for source, page in PAGES.items():
+        if page == "index.md":
+            continue
+        files.append(File.generated(config, page, abs_src_path=str(_ROOT / source)))
+        for mark, _, target in _LINK.findall((_ROOT / source).read_text(encoding="utf-8")):
+            path = ((_ROOT / source).parent / target).resolve()
+            if mark and path.suffix in _IMAGES and not path.is_relative_to(_DOCS):
+                uri = _asset(path)
+                if files.get_file_from_path(uri) is None:
+                    files.append(File.generated(config, uri, abs_src_path=str(path)))
+    decisions = [
+        f"- [{path.read_text(encoding='utf-8').partition(chr(10))[0].lstrip('# ')}]({path.name})"
+        for path in sorted((_DOCS / "adr").glob("0*.md"))
+    ]
+    text = "# Decisions\n\n" + "\n".join(decisions) + "\n"
+    files.append(File.generated(config, "adr/index.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: object) -> str:  # noqa: ANN401 - mkdocs'
+    """Rewrites the links of a page."""
+    uri: str = page.file.src_uri
+    own = {page: source for source, page in PAGES.items() if page != "index.md"}
+    source = _ROOT / own[uri] if uri in own else _DOCS / uri
+    return rewritten(markdown, source, uri)
+
+
+def rewritten(markdown: str, source: Path, uri: str) -> str:
+    """A page whose links are those of the site.
+
+    Args:
+        markdown: of the page.
+        source: its file.
+        uri: its place in the site.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        mark, text, target = found.groups()
+        parts = urlsplit(target)
+        if parts.scheme or not parts.path:
+            return found[0]
+        place = _place((source.parent / parts.path).resolve())
+        if place is None:
+            return text
+        anchor = f"#{parts.fragment}" if parts.fragment else ""
+        return f"{mark}[{text}]({posixpath.relpath(place, posixpath.dirname(uri) or '.')}{anchor})"
+
+    fences = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in fences)
+
+
+def _place(path: Path) -> str | None:
+    """Where a file of the repository is in the site; None: nowhere.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(path)
+    name = path.relative_to(_ROOT).as_posix()
+    if name in PAGES:
+        return PAGES[name]
+    if path == _DOCS / "adr":
+        return "adr/index.md"
+    if path.is_relative_to(_DOCS) and path.is_file():
+        return path.relative_to(_DOCS).as_posix()
+    return _asset(path) if path.suffix in _IMAGES else None
+
+
+def _asset(path: Path) -> str:
+    return f"assets/{path.relative_to(_ROOT).as_posix()}"
