@@ -146,8 +146,7 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
             )
         )
         _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
-    sizes = {"weight_bytes": _weight_bytes(model), "block_bytes": shape.block_bytes}
-    _log_ready(runner.info, device, backend, sizes, time.monotonic() - started)
+    _log_ready(runner.info, device, backend, model, shape, time.monotonic() - started)
     return runner
 
 
@@ -268,7 +267,8 @@ def _log_ready(
     info: EngineInfo,
     device: torch.device,
     backend: AttentionBackend,
-    sizes: dict[str, int],
+    model: nn.Module,
+    shape: KVCacheShape,
     seconds: float,
 ) -> None:
     fields = {
@@ -277,7 +277,8 @@ def _log_ready(
         "backend": type(backend).__name__,
         "num_blocks": info.num_blocks,
         "block_size": info.block_size,
-        **sizes,
+        "weight_bytes": _weight_bytes(model),
+        "block_bytes": shape.block_bytes,
         "num_checkpoints": info.num_checkpoints,
         "max_model_len": info.max_model_len,
         "seconds": round(seconds, 2),
