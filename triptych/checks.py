@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from services.common.model_spec import ModelSpec
+from services.common.model_spec import ModelSpec, longest_context
 from services.common.pod_limits import memory_limit_bytes
 from triptych.checkpoint import Checkpoint, read_checkpoint
 from triptych.devices import Card, Placement
@@ -19,14 +19,16 @@ from triptych.fit import Need, decoder_need, dummy_bytes, gib, what_fits
 from triptych.stack import StackError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_PARTS = {"fastapi": "gateway", "PIL": "encoder", "llguidance": "decoder", "torch": "decoder"}
+# A package of each extra.
+_GATEWAY, _ENCODER, _DECODER, _CLI = ("fastapi",), ("PIL",), ("torch", "llguidance"), ("rich",)
 _MAX_NUM_SEQS = 256  # the decoder's default on a GPU
 _SPARE_BYTES = 256 << 20  # other processes' use of a card varies
 
 
-def check_installed() -> None:
-    """Raises StackError if a service's packages are not installed."""
-    missing = [name for name in _PARTS if importlib.util.find_spec(name) is None]
+def check_installed(*, images: bool) -> None:
+    """Raises StackError if packages of a service that will run are not installed."""
+    needed = (*_GATEWAY, *_DECODER, *_CLI, *(_ENCODER if images else ()))
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise StackError(
             f"{missing[0]} is not installed: pip install 'triptych[gateway,encoder,decoder,cli]'", 2
@@ -96,6 +98,14 @@ def check_files(spec: ModelSpec, load_format: str) -> Checkpoint | None:
                 2,
             )
     return None if load_format == "dummy" else read_checkpoint(spec)
+
+
+def check_length(spec: ModelSpec, max_model_len: int | None) -> None:
+    """Raises StackError if the model has no such context."""
+    try:
+        longest_context(spec.text, max_model_len)
+    except ValueError as error:
+        raise StackError(f"{spec.name}: {error}", 2) from error
 
 
 def check_memory(

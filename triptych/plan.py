@@ -204,8 +204,8 @@ def plan_stack(
             s.name: environment.get(f"{s.kind.upper()}_LOG_LEVEL", options.log_level)
             for s in services
         },
-        encoders=encoders,
-        decoders=decoders,
+        encoders=[s.placement for s in services if s.kind == "encoder"],
+        decoders=[s.placement for s in services if s.kind == "decoder"],
         grace_s=max(float(s.variables["SHUTDOWN_GRACE_S"]) for s in services),
         notes=list(notes),
     )
@@ -332,6 +332,13 @@ class _Service:
                 by = _OPTIONS.get(field) if own else None
                 name = f"{self.kind.upper()}_{field}"
                 yield f"{name} of the environment gives way to {by or 'what serve chooses'}"
+
+    @property
+    def placement(self) -> Placement:
+        """Where an engine runs."""
+        fields = self.variables
+        share, threads = float(fields["MEMORY_FRACTION"]), int(fields["NUM_THREADS"])
+        return Placement(fields["DEVICE"], share, threads)
 
     @property
     def address(self) -> str:

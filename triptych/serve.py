@@ -78,14 +78,16 @@ def prepare(
     environment = os.environ
     # What reading a model warns of, each service says in its own log.
     logging.getLogger("services").addHandler(logging.NullHandler())
-    checks.check_installed()
     spec = read_model(options.model)
+    checks.check_installed(images=spec.vision is not None)
     gpus = count_gpus(environment)
     devices = devices_of(options, environment)
     wanted = devices if spec.vision is not None else devices[1:]
     checks.check_devices(wanted, gpus, environment)
     load_format = options.load_format or environment.get("DECODER_LOAD_FORMAT", "auto")
     checkpoint = checks.check_files(spec, load_format)
+    max_model_len = options.max_model_len or _number(environment, "DECODER_MAX_MODEL_LEN")
+    checks.check_length(spec, max_model_len)
     own_redis, redis = None, _given_redis(options.redis_url, environment)
     if spec.vision is None:
         report("the model takes text alone: no encoder and no Redis are started")
@@ -98,11 +100,13 @@ def prepare(
     plan = plan_stack(options, spec, redis, environment, os.cpu_count() or 1, links)
     on_cards = any(place.device != "cpu" for place in (*plan.encoders, *plan.decoders))
     cards = visible_cards(environment) if on_cards else {}
+    # Who sets the cache's size means to leave the shares of the cards.
+    checked = {} if "DECODER_KV_CACHE_BYTES" in environment else cards
     dtype = options.dtype or environment.get("DECODER_DTYPE", "auto")
     checks.check_memory(
-        spec, checkpoint, plan.encoders, plan.decoders, cards,
+        spec, checkpoint, plan.encoders, plan.decoders, checked,
         dtype=dtype,
-        max_model_len=options.max_model_len or _number(environment, "DECODER_MAX_MODEL_LEN"),
+        max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs or _number(environment, "DECODER_MAX_NUM_SEQUENCES"),
     )  # fmt: skip
     for note in plan.notes:
@@ -114,8 +118,8 @@ def prepare(
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
-    """An exported number, which its service has accepted."""
-    return int(environment[name]) if name in environment else None
+    """An exported number; what is none, the plan refuses."""
+    return int(environment[name]) if environment.get(name, "").isdecimal() else None
 
 
 def _loading(plan: Plan, checkpoint: Checkpoint | None, cards: Mapping[str, Card]) -> str:

@@ -361,6 +361,25 @@ class ModelSpec:
         return self.vision
 
 
+def longest_context(text: TextSpec, wanted: int | None) -> int:
+    """Tokens of the longest sequence: `wanted`, or the model's own limit.
+
+    Raises:
+        ValueError: `wanted` is more than the model's limit.
+        UnsupportedOption: layers would attend to a window of it only.
+    """
+    limit, window = text.max_position_embeddings, text.sliding_window
+    if wanted is not None and wanted > limit:
+        raise ValueError(f"max_model_len {wanted} is over the model's limit of {limit} tokens")
+    length = wanted or limit
+    if window is not None and window < length:
+        raise UnsupportedOption(
+            f"sliding_window {window} is smaller than the served context of {length} tokens, which "
+            f"is not supported: set max_model_len to {window} or less"
+        )
+    return length
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a checkpoint directory.
 

@@ -18,7 +18,7 @@ from torch import nn
 from kernels.linear_attention.states import StateCache
 from kernels.rows import DeviceRows
 from services.common.families import read_spec
-from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption
+from services.common.model_spec import ModelSpec, TextSpec, longest_context
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import parse_overrides
 from services.common.nn.formats import rows_of_layers
@@ -94,7 +94,7 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     started = time.monotonic()
     spec = read_spec(options.model_directory)
     wanted = options.max_model_len
-    limit = _longest_context(spec.text, wanted)
+    limit = longest_context(spec.text, wanted)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     if device.type == "cuda":
@@ -148,25 +148,6 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
         _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
     _log_ready(runner.info, device, backend, model, shape, time.monotonic() - started)
     return runner
-
-
-def _longest_context(text: TextSpec, wanted: int | None) -> int:
-    """Tokens of the longest sequence: `wanted`, or the model's own limit.
-
-    Raises:
-        ValueError: `wanted` is more than the model's limit.
-        UnsupportedOption: layers would attend to a window of it only.
-    """
-    limit, window = text.max_position_embeddings, text.sliding_window
-    if wanted is not None and wanted > limit:
-        raise ValueError(f"max_model_len {wanted} is over the model's limit of {limit} tokens")
-    length = wanted or limit
-    if window is not None and window < length:
-        raise UnsupportedOption(
-            f"sliding_window {window} is smaller than the served context of {length} tokens, which "
-            f"is not supported: set max_model_len to {window} or less"
-        )
-    return length
 
 
 def _load(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
-from triptych import checks
+from triptych import checks, cli
 from triptych.checkpoint import Checkpoint, read_checkpoint
 from triptych.devices import Card, Placement, visible_cards
 from triptych.fit import GIB, decoder_need, text_parameters, tower_parameters
@@ -94,6 +94,17 @@ TURNS = {
     ),
     "encoder": ("serve {model} --encoders 1", None, "takes no images"),
     "open": ("serve {model} --host 0.0.0.0 --port 0", None, "give --api-key KEY"),
+    "context": (
+        "serve {model} --port 0 --max-model-len 4097", None,
+        "max_model_len 4097 is over the model's limit of 4096 tokens",
+    ),
+    "variable": (
+        "serve {model} --port 0", {"DECODER_MAX_MODELLEN": "9"},
+        "unknown variable DECODER_MAX_MODELLEN",
+    ),
+    "value": (
+        "serve {model} --port 0", {"DECODER_STEP_MS": "soon"}, "DECODER_STEP_MS: Input should be",
+    ),
     "length": ("serve {model} --port 0 --max-model-len 1", None, "1 is no whole number from 2"),
 }  # fmt: skip
 
@@ -101,10 +112,11 @@ TURNS = {
 @pytest.mark.parametrize("turn", TURNS)
 def test_a_wrong_turn_is_one_line_within_a_second(model: Path, turn: str) -> None:
     words, spoil, said = TURNS[turn]
-    if spoil is not None:
+    if callable(spoil):
         spoil(model)
     command = [sys.executable, "-m", "triptych", *words.format(model=model).split()]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    exported = spoil if isinstance(spoil, dict) else {}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **exported}
     before, started = cpu_seconds(), time.monotonic()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     taken, waited = cpu_seconds() - before, time.monotonic() - started
@@ -233,6 +245,23 @@ def test_weights_that_do_not_fit_come_with_a_precision_that_does(tmp_path: Path)
     assert "what fits: --dtype bfloat16, with room for" in said
     said = refusal(tmp_path, Card("a card", 8 * GIB, 0))
     assert said.endswith("or more is needed, or a smaller model")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+def test_serve_asks_the_cards_before_it_starts_anything(
+    tmp_path: Path, driver: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], device: str,
+) -> None:  # fmt: skip
+    spec, _ = large(tmp_path)
+    monkeypatch.setattr(checks, "_torch_version", lambda: "2.11.0")
+    monkeypatch.setenv("PATH", driver["PATH"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["serve", str(spec.directory), "--load-format", "dummy", "--port", "0"]
+    more = ["--device", device, "--dtype", "float32", "--gpu-memory-utilization", "0.6"]
+    assert cli.main([*words, *more]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "does not fit cuda:0 (NVIDIA L40S, 45.0 GiB), of which a decoder may use 27.0" in said
+    assert "weights take 30.5 GiB; what fits: --dtype bfloat16, with room for" in said
 
 
 def test_a_card_that_others_fill_is_named(tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def test_exported_variables_apply_where_no_option_says_otherwise(model: Path) ->
     environments = {c.name: exported | dict(c.environment) for c in made.children}
     decoder = DecoderSettings.from_environment(environments["decoder-0"])
     assert (decoder.dtype, decoder.memory_fraction, decoder.max_model_len) == ("float16", 0.5, 99)
+    assert [p.memory_fraction for p in made.decoders] == [0.5]
 
 
 def test_an_exported_variable_that_gives_way_is_named(model: Path, tmp_path: Path) -> None:
