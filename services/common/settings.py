@@ -6,6 +6,7 @@ No other file of a service reads the environment. An unknown, missing or malform
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -54,9 +55,11 @@ class ServiceSettings(BaseSettings):
         }
         known = {prefix + name.upper(): name for name in cls.model_fields}
         if unknown := sorted(set(given) - set(known)):
-            raise SettingsError(
-                f"unknown variable {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            near = [name for each in unknown for name in get_close_matches(each, known, 1)]
+            hint = (
+                f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
             )
+            raise SettingsError(f"unknown variable {', '.join(unknown)}; {hint}")
         try:
             return cls.model_validate_strings({known[name]: value for name, value in given.items()})
         except ValidationError as error:

@@ -100,7 +100,7 @@ TURNS = {
     ),
     "variable": (
         "serve {model} --port 0", {"DECODER_MAX_MODELLEN": "9"},
-        "unknown variable DECODER_MAX_MODELLEN",
+        "unknown variable DECODER_MAX_MODELLEN; did you mean DECODER_MAX_MODEL_LEN?",
     ),
     "value": (
         "serve {model} --port 0", {"DECODER_STEP_MS": "soon"}, "DECODER_STEP_MS: Input should be",
