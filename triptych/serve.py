@@ -60,6 +60,9 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
         except StackError as error:
             _say(str(error))
             return error.status
+        except KeyboardInterrupt:  # before there is a stack that stops: a download, a check
+            _say("stopped")
+            return 130
 
 
 def prepare(
@@ -217,7 +220,7 @@ async def _run(options: ServeOptions, plan: Plan, specs: Sequence[ChildSpec]) ->
     console = Console(plan.log_levels, access_log=options.access_log)
     scraper = Scraper(plan.metrics_urls)
 
-    async def on_ready() -> None:
+    def on_ready() -> None:
         console.ready()
         try:
             serve_metrics(scraper, plan.metrics_host, plan.metrics_port)
@@ -227,14 +230,16 @@ async def _run(options: ServeOptions, plan: Plan, specs: Sequence[ChildSpec]) ->
             console.report(line)
         console.report(f"API {plan.url}/v1, page {plan.url}/, metrics {plan.metrics_url}")
         print(f"Triptych is ready: {plan.url} (model {plan.model_name})", flush=True)
-        await report_throughput(scraper, console.report)
 
-    async def on_stop() -> None:
-        await report_stopping(scraper, console.report, plan.grace_s)
-
-    stack = Stack(console, plan.grace_s)
     try:
-        return await run_until_signal(stack, specs, READY_TIMEOUT_S, on_ready, on_stop)
+        return await run_until_signal(
+            Stack(console, plan.grace_s),
+            specs,
+            READY_TIMEOUT_S,
+            on_ready,
+            lambda: report_throughput(scraper, console.report),
+            lambda: report_stopping(scraper, console.report, plan.grace_s),
+        )
     finally:
         console.close()
 

@@ -154,6 +154,10 @@ class Stack:
             await asyncio.gather(*waiters, return_exceptions=True)
         self._is_ready = True
 
+    def report(self, line: str) -> None:
+        """Passes a line to the observer."""
+        self._observer.report(line)
+
     def hurry(self) -> None:
         """Lets `stop` wait for nothing more."""
         self._hurried = True
@@ -257,8 +261,9 @@ async def run_until_signal(
     stack: Stack,
     specs: Sequence[ChildSpec],
     timeout_s: float,
-    on_ready: Callable[[], Awaitable[None]],
-    on_stop: Callable[[], Awaitable[None]],
+    on_ready: Callable[[], None],
+    while_ready: Callable[[], Awaitable[None]],
+    while_stopping: Callable[[], Awaitable[None]],
 ) -> int:
     """Runs the stack until SIGINT, SIGTERM or a child's end; returns the exit status.
 
@@ -268,8 +273,9 @@ async def run_until_signal(
         stack: not started.
         specs: its children.
         timeout_s: until all must be ready.
-        on_ready: runs beside the stack from then on.
-        on_stop: runs while the stack stops after a signal.
+        on_ready: called once.
+        while_ready: runs beside the stack from then on.
+        while_stopping: runs while the stack stops after a signal.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
@@ -285,9 +291,12 @@ async def run_until_signal(
     try:
         await _race(stack.start(specs, timeout_s), stopped)
         if not stopped.is_set():
-            beside.append(asyncio.ensure_future(on_ready()))
+            on_ready()
+            beside.append(asyncio.ensure_future(while_ready()))
             await _race(stack.watch(), stopped)
-            beside.append(asyncio.ensure_future(on_stop()))
+            beside.append(asyncio.ensure_future(while_stopping()))
+        else:
+            stack.report("stopped before all were ready")
         return 0
     finally:
         await stack.stop()

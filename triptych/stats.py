@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import Metric
@@ -68,7 +69,7 @@ def _fetch(process: str, url: str) -> tuple[str, str]:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(url, timeout=_TIMEOUT_S) as answer:
             return process, answer.read().decode()
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):  # one that ends answers half
         return process, ""
 
 

@@ -89,6 +89,17 @@ def test_a_model_that_is_not_there_is_said_in_one_line(
     )
 
 
+def test_ctrl_c_while_a_model_arrives_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "resolve_model", interrupted)
+    assert cli.main(["serve", "org/name"]) == 130
+    assert capsys.readouterr().err == "triptych: stopped\n"
+
+
 def test_bench_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["bench", "--help"])

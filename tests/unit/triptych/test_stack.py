@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.noise import PATIENCE_S, async_least
-from triptych.stack import ChildSpec, Quiet, Stack, StackError, exit_status
+from triptych.stack import ChildSpec, Quiet, Stack, StackError, exit_status, run_until_signal
 
 _READY_THEN_SLEEP = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 _STUBBORN = (
@@ -184,11 +184,12 @@ _SUPERVISOR = textwrap.dedent(
     code = _STUBBORN if sys.argv[3:] else _READY_THEN_SLEEP
     specs = [child(n, code, Path(sys.argv[1])) for n in ("encoder-0", "gateway")]
     stack = Stack(Quiet(lambda _: None), grace_s=float(sys.argv[2]))
-    async def ready():
-        print("ready", flush=True)
+    ready = lambda: print("ready", flush=True)
+    async def nothing():
+        await asyncio.sleep(1000)
     async def stopping():
         print("stopping", flush=True)
-    sys.exit(asyncio.run(run_until_signal(stack, specs, 30, ready, stopping)))
+    sys.exit(asyncio.run(run_until_signal(stack, specs, 30, ready, nothing, stopping)))
     """
 )
 
@@ -224,6 +225,21 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 0
     assert psutil.wait_procs(children, timeout=0)[1] == []
+
+
+async def test_a_signal_before_all_are_ready_is_said(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    async def nothing() -> None: ...
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    asyncio.get_running_loop().call_later(0.1, interrupt)
+    specs = [child("encoder-0", "import time; time.sleep(60)", tmp_path)]
+    stack = Stack(Quiet(lines.append))
+    assert await run_until_signal(stack, specs, 30, lambda: None, nothing, nothing) == 0
+    assert lines == ["stopped before all were ready"]
 
 
 def test_a_killed_supervisor_leaves_no_orphans(tmp_path: Path) -> None:
