@@ -48,6 +48,8 @@ def count_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return sum(1 for name in visible.split(",") if name.strip() not in ("", "-1"))
+    if (dev / "dxg").exists():  # Linux on Windows, which has one file for all
+        return len(visible_cards(environment))
     return sum(1 for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
 
 

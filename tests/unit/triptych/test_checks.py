@@ -19,7 +19,7 @@ from services.common.model_spec import ModelSpec
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 from triptych import checks, cli
 from triptych.checkpoint import Checkpoint, read_checkpoint
-from triptych.devices import Card, Placement, visible_cards
+from triptych.devices import Card, Placement, count_gpus, visible_cards
 from triptych.fit import GIB, decoder_need, text_parameters, tower_parameters
 from triptych.options import DEMONSTRATION_MODEL
 from triptych.stack import StackError
@@ -169,6 +169,14 @@ def test_cards_are_named_as_torch_names_them(driver: dict[str, str]) -> None:
         assert {name: card.name for name, card in only.items()} == {"cuda:0": "NVIDIA H200"}
     assert visible_cards(driver | {"CUDA_VISIBLE_DEVICES": "MIG-1"}) == {}
     assert visible_cards({"PATH": "/nowhere"}) == {}
+
+
+def test_linux_on_windows_has_the_cards_that_its_driver_names(
+    driver: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "dxg").touch()
+    assert count_gpus(driver, tmp_path) == 2
+    assert count_gpus({"PATH": "/nowhere"}, tmp_path) == 0
 
 
 def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
