@@ -95,14 +95,13 @@ def text_parameters(text: TextSpec) -> tuple[int, int]:
 
 
 def tower_parameters(tower: TowerSpec) -> int:
-    """Parameters of a vision tower, about: without biases and norms."""
+    """Parameters of a vision tower, about: without biases, norms and positions."""
     hidden = tower.hidden_size
     block = 4 * hidden * hidden + 2 * hidden * tower.intermediate_size
     merged = hidden * tower.spatial_merge_size**2
     merger = merged * merged + merged * tower.out_hidden_size
     patch = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2 * hidden
-    positions = tower.num_position_embeddings * hidden
-    return tower.depth * block + tower.num_features * merger + patch + positions
+    return tower.depth * block + tower.num_features * merger + patch
 
 
 def dummy_bytes(spec: ModelSpec, itemsize: int) -> tuple[int, int]:
