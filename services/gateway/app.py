@@ -104,6 +104,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         decoders=decoders,
         metrics=metrics,
         request_timeout_s=settings.request_timeout_s,
+        ignores_unknown_fields=settings.unknown_fields == "ignore",
     )
     warm_up = _warm_up(service, warm_up_rounds, images=max_images > 0)
 

@@ -6,11 +6,12 @@
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.common.errors import (
+    ContextLengthExceeded,
     InternalError,
     InvalidRequest,
     ModelNotFound,
@@ -37,11 +38,13 @@ from services.gateway.forms.tools import tool_characters
 from services.gateway.media.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prepared_request import PreparedRequest
+from services.gateway.prompts.messages import oldest_turns
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.sampling import (
     SamplingDefaults,
     check_prompt_logprobs,
     limit_completion,
+    max_completion_tokens,
     resolve_sampling,
 )
 from services.gateway.tenancy.admission import Slot
@@ -61,6 +64,7 @@ class Completion:
     Attributes:
         cached_tokens: prompt tokens found in the prefix cache; None until the decoder has said.
         prompt_scores: logprobs of the prompt, if they are wanted.
+        ignored: fields that change no answer of this model.
     """
 
     request: ChatRequest
@@ -69,6 +73,7 @@ class Completion:
     choices: list[Choice]
     cached_tokens: int | None = None
     prompt_scores: PromptScores = field(default_factory=PromptScores)
+    ignored: Sequence[str] = ()
 
     @property
     def timings(self) -> Timings:
@@ -122,6 +127,7 @@ class ChatService:
         threads: tokenize what is long.
         parsers: one thread, for long bodies.
         encode_timeout_s: of one encode call; a slower encoder is replaced by another.
+        ignores_unknown_fields: of bodies, instead of refusing them.
     """
 
     model_name: str
@@ -134,6 +140,7 @@ class ChatService:
     metrics: GatewayMetrics
     request_timeout_s: float
     encode_timeout_s: float = 60.0
+    ignores_unknown_fields: bool = False
     threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(_TEXT_THREADS, "text"))
     parsers: WorkerThreads = field(default_factory=lambda: WorkerThreads(1, "parse"))
 
@@ -144,6 +151,8 @@ class ChatService:
         timings: Timings,
         slot: Slot,
         draft: Draft | None = None,
+        *,
+        truncate: bool = False,
     ) -> Completion:
         """Everything that happens before the services are called.
 
@@ -153,6 +162,7 @@ class ChatService:
             timings: of the request.
             slot: counts the bytes of images and what the tenant uses; may refuse.
             draft: the prompt; None: the request's messages are rendered.
+            truncate: the oldest turns are cut if they do not fit the context.
 
         Raises:
             TriptychError: the request cannot be served.
@@ -161,7 +171,8 @@ class ChatService:
         decoder = self._decoder(request.model)
         if draft is None:
             with timings.measure("tokenize"):
-                draft = await self._draft(request, decoder.max_model_len)
+                make = self._truncated_draft if truncate else self._draft
+                draft = await make(request, decoder.max_model_len)
         grammar = await self._grammar(request, draft)
         # Before images are loaded. Each has at least one token, as its placeholder here.
         sampling = resolve_sampling(
@@ -202,7 +213,7 @@ class ChatService:
             encode_sources=[None] * len(prompt.runs),
         )  # fmt: skip
         choices = create_choices(request, self.tokenizer, draft.format)
-        return Completion(request, prepared, draft.format, choices)
+        return Completion(request, prepared, draft.format, choices, ignored=draft.ignored)
 
     async def answer(self, completion: Completion) -> AsyncGenerator[list[Update]]:
         """Runs a prepared request; yields updates until every choice has a finish reason.
@@ -349,10 +360,37 @@ class ChatService:
             raise Unavailable("no decoder is available", retry_after_s=1)
         return found
 
-    async def _draft(self, request: ChatRequest, max_tokens: int) -> Draft:
+    async def _draft(self, request: ChatRequest, max_tokens: int, cut: range = range(0)) -> Draft:
         return await self._off_loop(
-            request.num_characters, lambda: self.prompts.draft(request, max_tokens)
+            request.num_characters, lambda: self.prompts.draft(request, max_tokens, cut)
         )
+
+    async def _truncated_draft(self, request: ChatRequest, max_tokens: int) -> Draft:
+        """Without as few of the oldest turns as leave room for the answer that is wanted, or for a
+        quarter of the context if that is less. Nothing is cut from a prompt that fits.
+
+        Raises:
+            ContextLengthExceeded: the last turn alone does not fit.
+        """
+        room = min(max_completion_tokens(request, self.defaults), max_tokens // 4)
+        found: Draft | None = None
+        with suppress(ContextLengthExceeded):
+            found = await self._draft(request, max_tokens)
+            if len(found.token_ids) < max_tokens:
+                return found
+        turns = oldest_turns(request.messages)
+        low, high, found = 0, len(turns) - 1, None
+        while low <= high:  # fewer messages never have more tokens
+            middle = (low + high) // 2
+            try:
+                draft = await self._draft(request, max_tokens, turns[middle])
+            except ContextLengthExceeded:
+                draft = None
+            if draft is not None and len(draft.token_ids) + room <= max_tokens:
+                found, high = draft, middle - 1
+            else:
+                low = middle + 1
+        return found or await self._draft(request, max_tokens, turns[-1] if turns else range(0))
 
     async def _grammar(self, request: ChatRequest, draft: Draft) -> Grammar | None:
         asked, calls = read_grammar(request), draft.format.tool_calls

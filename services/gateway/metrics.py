@@ -84,6 +84,13 @@ class GatewayMetrics:
             "Used by a tenant's requests: prompt_tokens, completion_tokens, images",
             "tenant", "kind",
         )  # fmt: skip
+        ignored = counter(
+            "gateway_ignored_fields",
+            "Requests with a field that changes no answer and was left out (docs/api.md); other: "
+            "a field that the gateway does not know",
+            "field",
+        )
+        self.ignored_field: Callable[[str], Counter] = cache(ignored.labels)
         stage = histogram("gateway_stage_seconds", "Time of a request in a stage", "stage")
         # A look-up takes microseconds. The labels of tenants are those of the key file.
         self.stage: Callable[[str], Histogram] = cache(stage.labels)

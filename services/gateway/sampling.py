@@ -178,7 +178,13 @@ def _max_tokens(
             "leaves none for the answer",
             param="messages",
         )
-    return min(left, request.max_completion_tokens or request.max_tokens or defaults.max_tokens)
+    return min(left, max_completion_tokens(request, defaults))
+
+
+def max_completion_tokens(request: ChatRequest, defaults: SamplingDefaults) -> int:
+    """What the request wants: the smaller of its limits."""
+    asked = [n for n in (request.max_completion_tokens, request.max_tokens) if n is not None]
+    return min(asked, default=defaults.max_tokens)
 
 
 def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:

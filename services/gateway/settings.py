@@ -43,6 +43,7 @@ class GatewaySettings(PeerSettings):
         allowed_hosts: comma-separated names under which requests are answered, besides addresses;
             `.example.com`: all names under it. Empty: any name where keys are needed, else those
             of this machine (on loopback) or of a local network.
+        unknown_fields: of requests: refuse them, or ignore them as the hints of docs/api.md.
         cors_allow_origins: comma-separated origins of web pages that may call, such as
             `https://example.com`, or `*`; empty: none.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
@@ -72,6 +73,7 @@ class GatewaySettings(PeerSettings):
     api_keys_file: Path | None = None
     allow_anonymous: bool = False
     allowed_hosts: str = ""
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
     cors_allow_origins: str = ""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -260,13 +260,13 @@ def test_failure_in_mid_stream(client, stack):
         ({"input": [{"role": "user", "content": "x" * 100_000}]}, "input"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"truncation": "oldest"}, "truncation"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 5}}},
          "text.format.schema"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"messages": []}, "messages"),
+        ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+        ({"messages": [1]}, "messages"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )  # fmt: skip
@@ -285,3 +285,53 @@ def test_benchmark_clients_answers_have_the_length_they_ask_for(stack):
     with stack.client() as client:
         assert client.post("/v1/responses", json=body).status_code == 200
     assert stack.decoder.end_token not in stack.decoder.submits[-1].sampling.stop_token_ids
+
+
+def test_truncation_cuts_the_oldest_turns(stack):
+    def turn(number, size):
+        return [
+            {"role": "user", "content": f"question {number} " + "x " * size},
+            {"role": "assistant", "content": f"answer {number}"},
+        ]
+
+    history = [*turn(1, 900), *turn(2, 900), *turn(3, 900), *turn(4, 900)]
+    fields = {"instructions": "Be brief.", "input": [*history, {"role": "user", "content": "5"}],
+              "max_output_tokens": 64}  # fmt: skip
+    limit = stack.decoder.description.max_model_len
+    assert post(stack, **fields).json()["error"]["code"] == "context_length_exceeded"
+    response = post(stack, **fields, truncation="auto")
+    assert response.status_code == 200 and response.json()["truncation"] == "auto"
+    assert "input" in response.headers["x-triptych-ignored"]
+    found = prompt(stack)
+    assert "Be brief." in found and "question 4" in found and "question 1" not in found
+    usage = response.json()["usage"]
+    assert limit - 2000 < usage["input_tokens"] <= limit - 64
+    # One that fits loses nothing.
+    short = post(stack, input=[*turn(1, 5), {"role": "user", "content": "2"}], truncation="auto")
+    assert "x-triptych-ignored" not in short.headers
+    assert "question 1" in prompt(stack)
+    # The last turn is never cut.
+    refused = post(stack, input="x " * limit, truncation="auto")
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_functions_of_namespaces(stack):
+    group = {"type": "namespace", "name": "mcp__files", "description": "Files of the project.",
+             "tools": [{**TOOLS[0], "name": "read", "description": "Reads one."}]}  # fmt: skip
+    name = "mcp__files__read"
+    say(stack, f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>')
+    answer = post(stack, tools=[TOOLS[0], group]).json()
+    (call,) = [item for item in answer["output"] if item["type"] == "function_call"]
+    assert (call["namespace"], call["name"]) == ("mcp__files", "read")
+    assert "Files of the project." in prompt(stack)
+    assert answer["tools"][1]["type"] == "namespace"
+    # It comes back as it went.
+    history = [{"role": "user", "content": "x"}, call,
+               {"type": "function_call_output", "call_id": call["call_id"], "output": "y"},
+               {"role": "user", "content": "z"}]  # fmt: skip
+    assert post(stack, input=history, tools=[group]).status_code == 200
+    assert name in prompt(stack)
+    choice = {"type": "function", "name": "read", "namespace": "mcp__files"}
+    assert post(stack, tools=[group], tool_choice=choice).status_code == 200
+    twice = post(stack, tools=[group, group])
+    assert twice.json()["error"]["param"] == "tools[1].tools[0].name"

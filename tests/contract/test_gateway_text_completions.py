@@ -130,11 +130,11 @@ def test_stop(stack):
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
+        ({"messages": [1]}, "messages"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
-        ({"tools": []}, "tools"),
+        ({"tools": [1]}, "tools"),
     ],
 )
 def test_refused_by_name(stack, fields, param):

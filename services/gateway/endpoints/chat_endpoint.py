@@ -3,7 +3,7 @@
 from contextlib import aclosing
 
 from services.gateway.chat import Completion
-from services.gateway.endpoints.endpoint import Endpoint, Work, now, parse_body
+from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
 from services.gateway.forms.responses import (
@@ -22,11 +22,8 @@ class ChatEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: Body) -> None:
-        request = await parse_body(self._service.parsers, parse_chat_request, body, work.slot)
-        completion = await self._service.prepare(
-            request, work.exchange.request_id, work.timings, work.slot
-        )
-        work.completions.append(completion)
+        request = await self.parse(work, parse_chat_request, body)
+        completion = await self.prepare(work, request)
         if request.stream:
             await self._stream(work, completion)
         else:

@@ -19,12 +19,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
-from services.common.threads import INLINE_BYTES, WorkerThreads
+from services.common.threads import INLINE_BYTES
 from services.gateway.chat import ChatService, Completion
+from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, LargeImages, cut_images, free, json_bytes
+from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update, Usage, error_event
 from services.gateway.http.exchange import Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
+from services.gateway.prompts.prompt import Draft
 from services.gateway.tenancy.admission import Admission, Slot
 from services.gateway.tenancy.tenants import Tenant, key_of, tenant_of
 
@@ -120,6 +123,35 @@ class Endpoint(ABC):
             self._metrics.request_ended(outcome).inc()
             self._metrics.request.observe(timings.since_arrival())
 
+    async def parse(
+        self, work: Work, parse: Callable[[Body, Ignored], Result], body: Body
+    ) -> Result:
+        """`parse_body` for this request."""
+        return await parse_body(self._service, parse, body, work.slot, work.exchange.scope)
+
+    async def prepare(
+        self, work: Work, chat: ChatRequest, timings: Timings | None = None,
+        draft: Draft | None = None, *, truncate: bool = False,
+    ) -> Completion:  # fmt: skip
+        """`ChatService.prepare` for this request.
+
+        Args:
+            work: gets the completion.
+            chat: the request.
+            timings: default: the request's.
+            draft: the prompt, if the messages are not.
+            truncate: the oldest turns are cut if they do not fit.
+        """
+        completion = await self._service.prepare(
+            chat, work.exchange.request_id, timings or work.timings, work.slot, draft,
+            truncate=truncate,
+        )  # fmt: skip
+        work.completions.append(completion)
+        for name in completion.ignored:
+            ignored_of(work.exchange.scope).add(renamed(name, work.paths))
+            self._metrics.ignored_field(name).inc()
+        return completion
+
     async def collect(self, completion: Completion) -> list[list[Update]]:
         """Runs a completion to its end; returns the updates of each choice."""
         updates_of: list[list[Update]] = [[] for _ in completion.choices]
@@ -142,7 +174,8 @@ class Endpoint(ABC):
                 raise DeadlineExceeded("the request took too long") from None
         except TriptychError as error:
             if error.param is not None:
-                error.param = renamed(error.param, work.paths)
+                param = renamed(error.param, work.paths)
+                error.param = renamed(param, ignored_of(work.exchange.scope).paths)
             if not work.exchange.started:
                 raise
             error.without_frames()
@@ -206,7 +239,17 @@ async def received(admission: Admission, request: Request) -> AsyncGenerator[tup
         async with admission.until_ended():
             body = await read_body(request.scope, request.receive, holding.hold)
         with releasing(body), admission.slot(tenant, holding) as slot:
-            yield slot, body
+            try:
+                yield slot, body
+            except TriptychError as error:
+                if error.param is not None:
+                    error.param = renamed(error.param, ignored_of(request.scope).paths)
+                raise
+
+
+def ignored_of(scope: Scope) -> Ignored:
+    """What was left out of a request's body; the middleware names it in the response's header."""
+    return scope["state"].setdefault("ignored", Ignored())
 
 
 @contextmanager
@@ -219,26 +262,38 @@ def releasing(body: Body) -> Generator[None]:
 
 
 async def parse_body(
-    threads: WorkerThreads, parse: Callable[[Body], Result], body: Body, slot: Slot
+    service: ChatService,
+    parse: Callable[[Body, Ignored], Result],
+    body: Body,
+    slot: Slot,
+    scope: Scope,
 ) -> Result:
     """`parse(body)`: in a thread, if the body is long or has much JSON beside its images.
 
     Args:
-        threads: one is best: the parser keeps the interpreter lock, for which the event loop would
-            wait behind each of several.
+        service: its one parser thread, because the parser keeps the interpreter lock, for which the
+            event loop would wait behind each of several.
         parse: makes the request's type.
         body: of the request.
         slot: gets the body's large images, which the parser does not read.
+        scope: gets what was left out.
     """
-    if len(body) <= INLINE_BYTES and json_bytes(body, _MAX_INLINE_JSON_BYTES) is not None:
-        return parse(body)
+    ignored = scope["state"]["ignored"] = Ignored(all_unknown=service.ignores_unknown_fields)
 
     def cut_and_parse() -> tuple[Result, LargeImages]:
         text, images = cut_images(body)
-        return parse(text), images
+        parsed = parse(text, ignored)
+        images.forget(ignored.left_out)
+        return parsed, images
 
-    parsed, slot.images = await threads.run(cut_and_parse)
-    return parsed
+    try:
+        if len(body) <= INLINE_BYTES and json_bytes(body, _MAX_INLINE_JSON_BYTES) is not None:
+            return parse(body, ignored)
+        parsed, slot.images = await service.parsers.run(cut_and_parse)
+        return parsed
+    finally:
+        for field in set(ignored.names.values()):
+            service.metrics.ignored_field(field).inc()
 
 
 def now() -> int:

@@ -29,6 +29,7 @@ from services.gateway.forms.messages_api import (
     BlockStop,
     CountTokensRequest,
     DisabledThinking,
+    DocumentBlock,
     EnabledThinking,
     ImageBlock,
     InputDelta,
@@ -88,7 +89,7 @@ _PATHS = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
-    "chat_template_kwargs.enable_thinking": "thinking",
+    "enable_thinking": "thinking",
     "continue_final_message": "messages",
 }
 _STOP_REASONS: dict[str | None, StopReason] = {
@@ -100,7 +101,7 @@ class MessagesEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: Body) -> None:
-        request = await parse_body(self._service.parsers, parse_messages_request, body, work.slot)
+        request = await self.parse(work, parse_messages_request, body)
         self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
@@ -109,10 +110,7 @@ class MessagesEndpoint(Endpoint):
         chat.temperature, chat.top_p = request.temperature, request.top_p
         chat.top_k = request.top_k
         check_chat_request(chat)
-        completion = await self._service.prepare(
-            chat, work.exchange.request_id, work.timings, work.slot
-        )
-        work.completions.append(completion)
+        completion = await self.prepare(work, chat)
         message_id = f"msg_{work.response_id('').removeprefix('-')}"
         answer = MessageAnswer(message_id, request.model, [], MessageUsage(0, 0))
         if not request.stream:
@@ -143,7 +141,7 @@ class TokenCounter:
     async def count(self, request: Request) -> Response:
         """The view."""
         async with received(self._admission, request) as (slot, body):
-            given = await parse_body(self._service.parsers, parse_count_request, body, slot)
+            given = await parse_body(self._service, parse_count_request, body, slot, request.scope)
             self._service.check_model(given.model)
             paths = dict(_PATHS)
             try:
@@ -175,14 +173,15 @@ def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
     chat.tool_choice, chat.parallel_tool_calls = _tool_choice(request)
     match request.thinking:
         case EnabledThinking():
-            chat.chat_template_kwargs = {"enable_thinking": True}
+            chat.enable_thinking = True
         case DisabledThinking():
-            chat.reasoning_effort = "none"
-            paths["reasoning_effort"] = "thinking"
+            chat.enable_thinking = False
         case AdaptiveThinking() | None:
             pass
     config = request.output_config
-    if config is not None and config.effort is not None and chat.reasoning_effort is None:
+    if isinstance(request.thinking, EnabledThinking | AdaptiveThinking):
+        chat.include_reasoning = request.thinking.display != "omitted"
+    if config is not None and config.effort is not None and chat.enable_thinking is not False:
         chat.reasoning_effort = config.effort
     if config is not None and config.format is not None:
         chat.response_format = JsonSchemaFormat(JsonSchema(schema=config.format.schema))
@@ -212,11 +211,12 @@ class _Messages(ChatMessages):
                     function = FunctionCall(block.name, bytes(block.input).decode())
                     calls.append(ToolCall(block.id, function))
                     call_places.append(position)
-                case TextBlock() | ImageBlock():
+                case TextBlock() | ImageBlock() | DocumentBlock():
                     parts.append(_part(block))
                     places.append(position)
-        if not (parts or thoughts or calls) and turn.content:
-            return  # results alone
+        is_left = turn.content or turn.role == "assistant"
+        if not (parts or thoughts or calls) and is_left:
+            return  # results alone, or thoughts that only their server reads
         index = len(self.found)
         for number, position in enumerate(places):
             self._paths[f"messages[{index}].content[{number}]"] = f"{path}.content[{position}]"
@@ -243,8 +243,10 @@ def _system(given: str | list[TextBlock]) -> str | list[ContentPart]:
     return given if isinstance(given, str) else [TextPart(block.text) for block in given]
 
 
-def _part(block: TextBlock | ImageBlock) -> ContentPart:
+def _part(block: TextBlock | ImageBlock | DocumentBlock) -> ContentPart:
     if isinstance(block, TextBlock):
+        return TextPart(block.text)
+    if isinstance(block, DocumentBlock):
         return TextPart(block.text)
     source = block.source
     if isinstance(source, Base64Source):

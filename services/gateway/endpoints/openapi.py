@@ -18,9 +18,8 @@ from services.gateway.endpoints.tokenization import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from services.gateway.forms import responses_api, text_completions
 from services.gateway.forms.error_answers import ErrorAnswer, MessagesErrorAnswer
-from services.gateway.forms.hints import MessageHints, PartHints, RequestHints
+from services.gateway.forms.hints import BY_OBJECT
 from services.gateway.forms.messages_api import (
     CountTokensRequest,
     MessageAnswer,
@@ -28,7 +27,7 @@ from services.gateway.forms.messages_api import (
     MessagesRequest,
     TokenCount,
 )
-from services.gateway.forms.openai import NEUTRAL_VALUES, ChatRequest
+from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -40,16 +39,6 @@ from services.gateway.forms.text_completions import CompletionRequest, TextCompl
 
 _PREFIX = "#/components/schemas/"
 _HINT = "Accepted without effect."
-_HINTS = {
-    field
-    for struct in (RequestHints, MessageHints, PartHints)
-    for field in struct.__struct_fields__
-}
-_NEUTRAL_VALUES = {
-    **NEUTRAL_VALUES,
-    "CompletionRequest": text_completions.NEUTRAL,
-    "ResponsesRequest": responses_api.NEUTRAL,
-}
 _JSON, _EVENTS = "application/json", "text/event-stream"
 
 
@@ -134,13 +123,15 @@ def openapi_document(version: str) -> dict[str, Any]:
 
 
 def _describe(name: str, schema: dict[str, Any]) -> None:
-    """Adds what types do not say: hints, and the values of fields that are not served."""
-    properties: dict[str, dict[str, Any]] = schema.get("properties", {})
-    for field, values in _NEUTRAL_VALUES.get(name, {}).items():
-        properties[field] = {"enum": list(values)}
-    if schema.get("additionalProperties") is False:  # a request's
-        for field in _HINTS & properties.keys():
-            properties[field]["description"] = _HINT
+    """Adds the hints of an object, which types do not have."""
+    if schema.get("additionalProperties") is not False:  # not a request's
+        return
+    properties: dict[str, dict[str, Any]] = schema.setdefault("properties", {})
+    for field, values in BY_OBJECT.get(name, {}).items():
+        if field in properties:
+            continue
+        hint: dict[str, Any] = {"description": _HINT}
+        properties[field] = hint if values is None else hint | {"enum": [None, *values]}
 
 
 def _operation(path: str, operation: Operation, schema_of: Mapping[int, Any]) -> dict[str, Any]:

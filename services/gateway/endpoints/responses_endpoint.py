@@ -7,12 +7,12 @@ filled and closed before the next one is opened.
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from msgspec import UNSET, structs
+from msgspec import UNSET, UnsetType, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.chat import Completion
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Endpoint, Work, now, parse_body
+from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.answer_formats import (
     JsonObjectFormat,
     JsonSchema,
@@ -51,7 +51,9 @@ from services.gateway.forms.responses_api import (
     ReasoningText,
     ResponseEvent,
     ResponseFailure,
+    ResponseFunction,
     ResponseImage,
+    ResponseNamespace,
     ResponseObject,
     ResponseReasoningText,
     ResponsesRequest,
@@ -84,16 +86,13 @@ class ResponsesEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: Body) -> None:
-        request = await parse_body(self._service.parsers, parse_responses_request, body, work.slot)
+        request = await self.parse(work, parse_responses_request, body)
         self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
         chat = to_chat(request, paths)
         check_chat_request(chat)
-        completion = await self._service.prepare(
-            chat, work.exchange.request_id, work.timings, work.slot
-        )
-        work.completions.append(completion)
+        completion = await self.prepare(work, chat, truncate=request.truncation == "auto")
         writer = work.writer = ResponseWriter(request, work.response_id("resp"), completion)
         if not request.stream:
             for update in (await self.collect(completion))[0]:
@@ -127,10 +126,6 @@ def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
     else:
         for index, item in enumerate(request.input):
             messages.item(item, f"input[{index}]")
-    tools = None
-    if request.tools:
-        tools = [_tool(tool) for tool in request.tools]
-        paths.update({f"tools[{i}].function": f"tools[{i}]" for i in range(len(tools))})
     reasoning = request.reasoning
     logprobs = bool(request.top_logprobs) or (
         "message.output_text.logprobs" in (request.include or ())
@@ -144,7 +139,7 @@ def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
     ):  # fmt: skip
         setattr(chat, name, getattr(request, name))
     chat.logprobs, chat.top_logprobs = logprobs or None, request.top_logprobs
-    chat.tools, chat.tool_choice = tools, _tool_choice(request)
+    chat.tools, chat.tool_choice = _tools(request, paths), _tool_choice(request)
     chat.reasoning_effort = reasoning.effort if reasoning else None
     chat.response_format = _response_format(request.text)
     return chat
@@ -168,14 +163,17 @@ class _Messages(ChatMessages):
                 text = "".join(p.text for p in _parts(item) if isinstance(p, ResponseReasoningText))
                 if text:
                     self.add(Message("assistant", None, reasoning_content=text), path)
-            case "function_call":
-                function = FunctionCall(item.name or "", item.arguments or "")
+            case "function_call" | "custom_tool_call":
+                arguments = item.arguments or ""
+                if item.input is not None:
+                    arguments = encode_json({"input": item.input}).decode()
+                function = FunctionCall(_flat(item.name or "", item.namespace), arguments)
                 message = self._assistant(path)
                 calls = message.tool_calls = message.tool_calls or []
                 place = f"messages[{len(self.found) - 1}].tool_calls[{len(calls)}].function"
                 self._paths[place] = path
                 calls.append(ToolCall(item.call_id or "", function))
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 self._paths[f"messages[{len(self.found)}].content"] = f"{path}.output"
                 content = _content(item.output, f"{path}.output")
                 self.add(Message("tool", content, tool_call_id=item.call_id), path)
@@ -241,6 +239,45 @@ def _only_text(content: str | list[ContentPart]) -> str | None:
     return "\n".join(texts) if len(texts) == len(content) else None
 
 
+def _flat(name: str, namespace: str | UnsetType | None) -> str:
+    return ResponseNamespace(namespace, []).flat(name) if namespace else name
+
+
+def _tools(request: ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
+    """Those of namespaces, too, under names that tell them apart."""
+    found: list[Tool] = []
+
+    def add(tool: Tool, path: str) -> None:
+        paths[f"tools[{len(found)}].function"] = path
+        found.append(tool)
+
+    for index, given in enumerate(request.tools or ()):
+        path = f"tools[{index}]"
+        if isinstance(given, ResponseFunction):
+            add(_tool(given), path)
+            continue
+        about = given.description
+        for position, inner in enumerate(given.tools):
+            tool = _tool(inner)
+            tool.function.name = given.flat(inner.name)
+            if about:  # of all of them, so once
+                tool.function.description = "\n\n".join(filter(None, (about, inner.description)))
+                about = None
+            add(tool, f"{path}.tools[{position}]")
+    return found
+
+
+def _namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """Namespace and name of each function that has one, by what the model calls it."""
+    return {
+        given.flat(inner.name): (given.name, inner.name)
+        for given in request.tools or ()
+        if isinstance(given, ResponseNamespace)
+        for inner in given.tools
+        if given.flat(inner.name) != inner.name
+    }
+
+
 def _tool(given: FunctionDefinition) -> Tool:
     fields = {name: getattr(given, name) for name in FunctionDefinition.__struct_fields__}
     return Tool("function", FunctionDefinition(**fields))
@@ -248,10 +285,10 @@ def _tool(given: FunctionDefinition) -> Tool:
 
 def _tool_choice(request: ResponsesRequest) -> ToolChoice | None:
     match request.tool_choice:
-        case NamedFunction(name):
-            return FunctionChoice(FunctionName(name))
+        case NamedFunction(name, namespace):
+            return FunctionChoice(FunctionName(_flat(name, namespace)))
         case AllowedResponseTools(mode, tools):
-            names = [FunctionChoice(FunctionName(tool.name)) for tool in tools]
+            names = [FunctionChoice(FunctionName(_flat(t.name, t.namespace))) for t in tools]
             return AllowedTools(AllowedFunctions(mode, names))
         case choice:
             return choice
@@ -282,6 +319,7 @@ class ResponseWriter:
         self._id = response_id.removeprefix("resp-")
         self._open: OutputItem | None = None
         self._call = -1  # of an open OutputCall
+        self._namespaces = _namespaces(request)
         sampling, text = completion.prepared.sampling, request.text
         self.response = ResponseObject(
             id=f"resp_{self._id}",
@@ -300,6 +338,7 @@ class ResponseWriter:
             tools=request.tools or [],
             top_logprobs=request.top_logprobs or 0,
             top_p=sampling.top_p,
+            truncation=request.truncation or "disabled",
             user=request.user,
         )
 
@@ -375,6 +414,8 @@ class ResponseWriter:
             case Call():
                 item_id = f"fc_{self._id}_{index}"
                 item = OutputCall(item_id, part.call_id, part.name, "", "in_progress")
+                if part.name in self._namespaces:
+                    item.namespace, item.name = self._namespaces[part.name]
                 self._call = part.index
             case _:
                 item = OutputMessage(f"msg_{self._id}_{index}", [], "in_progress")

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from services.gateway.answers.merging import merge
 from services.gateway.chat import Completion
-from services.gateway.endpoints.endpoint import Endpoint, Work, now, parse_body
+from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import (
@@ -36,7 +36,7 @@ class TextCompletionEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: Body) -> None:
-        request = await parse_body(self._service.parsers, parse_completion_request, body, work.slot)
+        request = await self.parse(work, parse_completion_request, body)
         work.paths = _PATHS
         self._service.check_model(request.model)
         prompts, chat = request.prompts, request.to_chat()
@@ -48,10 +48,7 @@ class TextCompletionEndpoint(Endpoint):
                     f"prompt[{index}]" if len(prompts) > 1 else "prompt",
                     add_special_tokens=request.add_special_tokens is not False,
                 )
-            completion = await self._service.prepare(
-                chat, work.exchange.request_id, timings, work.slot, draft
-            )
-            work.completions.append(completion)
+            await self.prepare(work, chat, timings, draft)
         beginnings = self._texts(request, work.completions)
         tokenizer = self._service.tokenizer
         writer = _Writer(request, work.response_id("cmpl"), beginnings, tokenizer)

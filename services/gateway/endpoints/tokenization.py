@@ -40,7 +40,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -96,7 +96,7 @@ class TokenizationRoutes:
         service = self._service
         async with received(self._admission, request) as (slot, body):
             parsed = await parse_body(
-                self._service.parsers, partial(decode_json, _tokenize_decoder), body, slot
+                service, partial(decode_json, _tokenize_decoder), body, slot, request.scope
             )
             if (parsed.prompt is None) == (parsed.messages is None):
                 raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -146,7 +146,7 @@ class Detokenizer:
         service = self._service
         async with received(self._admission, Request(scope, receive)) as (slot, body):
             parsed = await parse_body(
-                service.parsers, partial(decode_json, _detokenize_decoder), body, slot
+                service, partial(decode_json, _detokenize_decoder), body, slot, scope
             )
             if parsed.model is not None:
                 service.check_model(parsed.model)

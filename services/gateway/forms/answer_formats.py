@@ -3,7 +3,7 @@
 `openai` parses requests with them; `grammar` makes one grammar of what they say.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
@@ -42,12 +42,6 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar: str | None = None
-    # Only with vLLM's defaults.
-    disable_any_whitespace: Literal[False] | None = None
-    disable_additional_properties: Literal[False] | None = None
-    disable_fallback: bool | None = None
-    whitespace_pattern: None = None
-    structural_tag: None = None
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat

@@ -5,16 +5,13 @@ It knows no model: what depends on the model is checked by `sampling`. All error
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-import msgspec
-from msgspec import UNSET, Meta, Struct
+from msgspec import Meta, Struct
 
 from services.common.errors import InvalidRequest
 from services.common.image_key import MAX_SALT_BYTES
 from services.gateway.forms.answer_formats import ResponseFormat, StructuredOutputs
-from services.gateway.forms.hints import RequestHints
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -31,7 +28,6 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 _SALT = re.compile(r"[^@/\\\x00]+")
-_MAX_NEUTRAL_BYTES = 64
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -39,10 +35,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
 
 
-class GenerationFields(RequestHints, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """Inherited by the requests that have them."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -92,21 +87,3 @@ def check_generation(request: GenerationFields) -> None:
         raise InvalidRequest("cache_salt must not hold @, / or \\", param="cache_salt")
     if request.cache_salt is not None and len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise InvalidRequest(f"more than {MAX_SALT_BYTES} bytes", param="cache_salt")
-
-
-def refuse_unserved(request: Struct, neutral: Mapping[str, Sequence[object]]) -> None:
-    """Refuses fields that are not served, unless their value changes nothing.
-
-    Args:
-        request: the fields are of type `Raw`, or UNSET.
-        neutral: field -> its values that change nothing.
-
-    Raises:
-        InvalidRequest: `param` names the field.
-    """
-    for name, values in neutral.items():
-        raw = getattr(request, name)
-        if raw is UNSET:
-            continue
-        if len(raw) > _MAX_NEUTRAL_BYTES or msgspec.json.decode(raw) not in values:
-            raise InvalidRequest(f"{name} is not supported", param=name)

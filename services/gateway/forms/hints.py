@@ -1,41 +1,225 @@
-"""Fields that are accepted without effect, because they change no answer: the one table of them.
+"""Fields that change no answer: the one table of them.
 
-The structs of `openai` and of the other surfaces inherit them; docs/api.md lists them, and a test
-compares the two. A field belongs here only if an answer without it is a right answer.
+A field that is not served is taken out of a request and named in the response's header if it is
+null, empty, or has a value that this table names; any other is refused by its name. `ignored`
+judges bodies by the table; docs/api.md shows it (scripts/hints_table.py).
+
+A field belongs here only if an answer without it is a right answer.
 """
 
-import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-_Any = msgspec.Raw
-
-
-class RequestHints(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of a request: who asks, what may be stored or cached, how it is billed."""
-
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: _Any | UnsetType = UNSET
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: _Any | UnsetType = UNSET
-    prediction: _Any | UnsetType = UNSET
-    request_id: str | None = None
-    session_id: str | None = None
+# Of fields and types of elements.
+ANY = None
+Values = tuple[object, ...] | None
 
 
-class MessageHints(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of a message: a participant's name, and fields of an answer that is sent back."""
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Fields of some objects.
 
-    name: str | None = None
-    id: str | None = None
-    created: _Any | UnsetType = UNSET
-    parsed: _Any | UnsetType = UNSET
+    Attributes:
+        objects: the structs of `forms` by name.
+        fields: by name: the values that are taken beside null and empty ones, or `ANY`.
+        why: they change no answer.
+    """
+
+    objects: Sequence[str]
+    fields: Mapping[str, Values]
+    why: str
 
 
-class PartHints(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of a part of a message: where another server would end a cached prefix."""
+def _all(names: str) -> dict[str, Values]:
+    return dict.fromkeys(names.split(), ANY)
 
-    cache_control: _Any | UnsetType = UNSET
+
+_CHAT, _TEXT, _RESPONSES = "ChatRequest", "CompletionRequest", "ResponsesRequest"
+_MESSAGES = ("MessagesRequest", "CountTokensRequest")
+_CHAT_PARTS = ("TextPart", "InputTextPart", "ImageUrlPart", "InputImagePart", "NamedImagePart")
+_RESPONSE_PARTS = ("ResponseText", "ResponseOutputText", "ResponseImage", "ResponseReasoningText")
+_BLOCKS = (
+    "TextBlock", "ImageBlock", "ThinkingBlock", "ToolUseBlock", "ToolResultBlock", "DocumentBlock",
+)  # fmt: skip
+
+TABLE: Sequence[Hints] = (
+    Hints(
+        (_CHAT, _TEXT, _RESPONSES),
+        _all(
+            "safety_identifier service_tier prompt_cache_key prompt_cache_retention "
+            "prompt_cache_options prediction request_id session_id client_metadata"
+        ),
+        "say who asks, how it is billed and cached",
+    ),
+    Hints((_CHAT, _TEXT), _all("user metadata store"), "say who asks; nothing is stored"),
+    Hints(
+        _MESSAGES,
+        _all(
+            "metadata service_tier inference_geo speed diagnostics user_profile_id workspace_id "
+            "betas cache_control context_management"
+        ),
+        "say who asks, how it is billed and cached; the context is never edited",
+    ),
+    Hints(
+        (_CHAT,),
+        {"verbosity": ANY, "audio": (), "functions": (), "web_search_options": (),
+         "function_call": ("none", "auto"), "modalities": (["text"],)},
+        "ask for what there is no switch for, or for nothing",
+    ),
+    Hints(
+        (_CHAT, _TEXT, _RESPONSES),
+        {"use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+         "best_of": (1,), "spaces_between_special_tokens": (True,), "watermarking": (False,),
+         "detokenize": (True,), "return_weight_versions": (False,),
+         "return_prompt_text": (False,), "routed_experts_prompt_start": (0,),
+         "stream_interval": (1,), **_all("return_token_offsets mm_payload return_mm_kwargs")},
+        "are vLLM's, with its defaults",
+    ),
+    Hints(
+        (_CHAT,),
+        {"echo": (False,), "add_special_tokens": (False,), "documents": (), "chat_template": (),
+         "separate_reasoning": (True,), "stream_reasoning": (True,)},
+        "are vLLM's and SGLang's, with their defaults",
+    ),
+    Hints((_TEXT,), {"suffix": (), "prompt_embeds": ()}, "ask for nothing"),
+    Hints(
+        (_RESPONSES,),
+        {"conversation": (), "prompt": (), "background": (False,), "enable_response_messages":
+         (False,), **_all("max_tool_calls context_management")},
+        "limit tools and compaction, of which the gateway runs none, or ask for nothing",
+    ),
+    Hints(("TextConfig",), _all("verbosity"), "ask for what there is no switch for"),
+    Hints(("OutputConfig",), _all("task_budget"), "ask for what there is no switch for"),
+    Hints(
+        ("StreamOptions", "ResponseStreamOptions"), _all("include_obfuscation"),
+        "hide lengths from observers of the network",
+    ),
+    Hints(("StructuredOutputs",), {
+        "disable_any_whitespace": (False,), "disable_additional_properties": (False,),
+        "disable_fallback": ANY, "whitespace_pattern": (), "structural_tag": (),
+    }, "are vLLM's, with its defaults"),
+    Hints(
+        ("Message",),
+        {**_all(
+            "name id created created_at timestamp parsed cache_control provider_specific_fields "
+            "thinking_blocks reasoning_details reasoning_signature extra_content images "
+            "annotations citations response_metadata additional_kwargs"
+        ), "refusal": (), "audio": (), "function_call": ()},
+        "name a participant, or come back with an earlier answer",
+    ),
+    Hints(
+        ("ToolCall", "FunctionCall"),
+        _all("index parsed_arguments provider_specific_fields extra_content cache_control caller"),
+        "come back with an earlier answer",
+    ),
+    Hints(
+        ("Tool", "FunctionDefinition", "ResponseFunction", "ToolDefinition"),
+        {**_all("cache_control allowed_callers eager_input_streaming input_examples "
+                "output_schema"), "defer_loading": (False,), "async": (False,)},
+        "say who may call a tool, and when",
+    ),
+    Hints(
+        _CHAT_PARTS + _RESPONSE_PARTS,
+        _all("cache_control prompt_cache_breakpoint annotations citations logprobs id index "
+             "provider_specific_fields"),
+        "end a cached prefix, or come back with an earlier answer",
+    ),
+    Hints(("ImageUrl",), _all("format"), "guess what the bytes decide"),
+    Hints(
+        ("InputItem",),
+        _all("id status phase summary encrypted_content created_by cache_control execution"),
+        "come back with an earlier answer",
+    ),
+    Hints(
+        _BLOCKS,
+        _all("cache_control citations signature caller is_error"),
+        "end a cached prefix, or come back with an earlier answer",
+    ),
+    Hints(("Turn",), _all("id cache_control name"), "come back with an earlier answer"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of a list that are left out, by their `type`.
+
+    Attributes:
+        lists: `Struct.field`.
+        types: of them; a list has no others than those it takes.
+        but: those that stay, where `types` is `ANY`; None: without a type.
+    """
+
+    lists: Sequence[str]
+    why: str
+    types: frozenset[str] | None = ANY
+    but: Sequence[str | None] = ()
+
+    def leaves_out(self, kind: object) -> bool:
+        """Whether an element of that type is left out."""
+        if self.types is None:
+            return kind not in self.but and isinstance(kind, str)
+        return isinstance(kind, str) and kind in self.types
+
+
+LEFT_OUT: Sequence[Elements] = (
+    Elements(
+        ("ChatRequest.tools", "TokenizeRequest.tools"),
+        "tools of other types than `function`: the gateway runs none",
+        but=("function",),
+    ),
+    Elements(
+        ("ResponsesRequest.tools", "ResponseNamespace.tools"),
+        "tools of other types than `function` and `namespace`: the gateway runs none",
+        but=("function", "namespace"),
+    ),
+    Elements(
+        tuple(f"{name}.tools" for name in _MESSAGES),
+        "tools with a `type` of Anthropic's: the gateway runs none",
+        but=("custom", None),
+    ),
+    Elements(
+        ("ResponsesRequest.include",),
+        "parts of tools and inputs that answers do not have",
+        frozenset((
+            "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+            "file_search_call.results", "message.input_image.image_url",
+            "web_search_call.action.sources", "web_search_call.results",
+        )),
+    ),
+    Elements(
+        ("ResponsesRequest.input",),
+        "items of tools that another server ran",
+        frozenset((
+            "web_search_call", "file_search_call", "code_interpreter_call",
+            "image_generation_call", "mcp_list_tools", "tool_search_call", "tool_search_output",
+            "compaction", "compaction_summary", "ghost_snapshot",
+        )),
+    ),
+    Elements(
+        ("Message.content",),
+        "thoughts of an earlier answer as parts",
+        frozenset(("thinking", "redacted_thinking", "reasoning")),
+    ),
+    Elements(
+        ("Turn.content", "ToolResultBlock.content"),
+        "thoughts that only their server reads, and tools that another server ran",
+        frozenset((
+            "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result",
+            "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
+            "bash_code_execution_tool_result", "text_editor_code_execution_tool_result",
+            "tool_search_tool_result", "tool_reference", "container_upload", "compaction",
+        )),
+    ),
+)  # fmt: skip
+
+
+def _by_object() -> dict[str, dict[str, Values]]:
+    found: dict[str, dict[str, Values]] = {}
+    for hints in TABLE:
+        for name in hints.objects:
+            found.setdefault(name, {}).update(hints.fields)
+    return found
+
+
+BY_OBJECT: Mapping[str, Mapping[str, Values]] = _by_object()
+BY_LIST: Mapping[str, Elements] = {name: found for found in LEFT_OUT for name in found.lists}

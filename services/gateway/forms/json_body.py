@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
+from services.gateway.forms.ignored import Ignored
 
 Decoded = TypeVar("Decoded")
 Body = bytes | bytearray
@@ -65,6 +66,11 @@ class LargeImages:
             raise InvalidRequest(
                 f"an image of more than {_MIN_LARGE_BYTES} bytes stands where no image is read"
             )
+
+    def forget(self, text: bytes) -> None:
+        """Takes out those whose names are in a text: nobody reads them."""
+        for name in [name for name in self.ranges if text and name.encode() in text]:
+            del self.ranges[name]
 
     def clear(self) -> None:
         """Frees the body, unless a thread still reads it."""
@@ -201,8 +207,15 @@ def has_more_nodes(text: Body, limit: int) -> bool:
     return bool(strings + count(opening & outside) + 2 * count(colons & outside) > limit)
 
 
-def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: Body) -> Decoded:
+def decode_json(
+    decoder: "msgspec.json.Decoder[Decoded]", body: Body, ignored: Ignored | None = None
+) -> Decoded:
     """Decodes a JSON body.
+
+    Args:
+        decoder: of the type.
+        body: of the request.
+        ignored: gets the names of what changes no answer and is left out.
 
     Raises:
         PayloadTooLarge: more than `MAX_JSON_BYTES` or `MAX_JSON_NODES` beside images.
@@ -222,7 +235,14 @@ def decode_json(decoder: "msgspec.json.Decoder[Decoded]", body: Body) -> Decoded
                 f"the body has more than {MAX_JSON_NODES} strings, arrays and members of objects"
             )
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError:
+            rest = (ignored or Ignored()).without(decoder.type, body)
+            if rest is None:
+                raise
+            body = rest
+            return decoder.decode(body)
     except msgspec.ValidationError as error:
         message, param = _read(error)
         if _ANY_KEY in param and len(body) <= _MAX_SEARCHED_BYTES:

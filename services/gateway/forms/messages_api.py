@@ -6,26 +6,22 @@
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 
 from services.common.errors import InvalidRequest
 from services.gateway.forms.generation import MAX_STOPS, StopString
-from services.gateway.forms.hints import PartHints
+from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS
 from services.gateway.forms.tools import MAX_TOOLS
 
-_Any = Raw | UnsetType
-
-
 # Input.
 
 
-class TextBlock(PartHints, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """Text."""
 
     text: str
-    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
 class Base64Source(Struct, forbid_unknown_fields=True, tag_field="type", tag="base64"):
@@ -41,37 +37,65 @@ class UrlSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="url")
     url: str
 
 
-class ImageBlock(PartHints, forbid_unknown_fields=True, tag_field="type", tag="image"):
+class ImageBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="image"):
     """An image."""
 
     source: Base64Source | UrlSource
 
 
+class TextSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A document's text."""
+
+    data: str
+    media_type: Literal["text/plain"] = "text/plain"
+
+
+class ContentSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="content"):
+    """A document's text in blocks."""
+
+    content: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)]
+
+
+class DocumentBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="document"):
+    """A document of text; the model reads no PDF."""
+
+    source: TextSource | ContentSource
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Title, context and text, in lines."""
+        source = self.source
+        found = source.data if isinstance(source, TextSource) else source.content
+        text = found if isinstance(found, str) else "\n".join(block.text for block in found)
+        return "\n".join(line for line in (self.title, self.context, text) if line)
+
+
 class ThinkingBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
-    """Reasoning of an earlier answer; its signature has no effect."""
+    """Reasoning of an earlier answer."""
 
     thinking: str
-    signature: str | None = None
 
 
-class ToolUseBlock(PartHints, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
+class ToolUseBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
     """A call in an earlier answer."""
 
     id: str
     name: str
     input: Raw
-    caller: _Any = UNSET
 
 
-class ToolResultBlock(PartHints, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
-    """What a call gave. `is_error` has no effect: the content says what happened."""
+class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
+    """What a call gave; the content says whether it failed."""
 
     tool_use_id: str
-    content: str | Annotated[list[TextBlock | ImageBlock], Meta(max_length=MAX_PARTS)] = ""
-    is_error: bool | None = None
+    content: (
+        str | Annotated[list[TextBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_PARTS)]
+    ) = ""
 
 
-Block = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class Turn(Struct, forbid_unknown_fields=True):
@@ -81,7 +105,7 @@ class Turn(Struct, forbid_unknown_fields=True):
     content: str | Annotated[list[Block], Meta(max_length=MAX_PARTS)]
 
 
-class ToolDefinition(PartHints, kw_only=True, forbid_unknown_fields=True):
+class ToolDefinition(Struct, kw_only=True, forbid_unknown_fields=True):
     """A tool. Only the client's own are served."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
@@ -89,11 +113,6 @@ class ToolDefinition(PartHints, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
-    # Accepted without effect.
-    allowed_callers: _Any = UNSET
-    defer_loading: Literal[False] | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: _Any = UNSET
 
 
 class AutoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="auto"):
@@ -123,13 +142,13 @@ class EnabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag=
     """The model thinks before it answers. Its budget has no effect: `max_tokens` bounds both."""
 
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class AdaptiveThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
     """The model thinks if its template makes it think by default."""
 
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class DisabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
@@ -160,12 +179,6 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: AutoChoice | AnyChoice | ToolNameChoice | NoChoice | None = None
     thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None = None
     output_config: OutputConfig | None = None
-    # Accepted without effect.
-    cache_control: _Any = UNSET
-    diagnostics: _Any = UNSET
-    speed: _Any = UNSET
-    user_profile_id: _Any = UNSET
-    workspace_id: _Any = UNSET
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
@@ -177,36 +190,32 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    # Accepted without effect.
-    metadata: _Any = UNSET
-    service_tier: _Any = UNSET
-    inference_geo: _Any = UNSET
 
 
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountTokensRequest)
 
 
-def parse_messages_request(body: Body) -> MessagesRequest:
+def parse_messages_request(body: Body, ignored: Ignored | None = None) -> MessagesRequest:
     """Parses a request body.
 
     Raises:
         InvalidRequest: a field is of a wrong type or does not belong there; `param` names it.
     """
-    request = decode_json(_messages_decoder, body)
+    request = decode_json(_messages_decoder, body, ignored)
     _check_turns(request.messages)
     return request
 
 
-def parse_count_request(body: Body) -> CountTokensRequest:
+def parse_count_request(body: Body, ignored: Ignored | None = None) -> CountTokensRequest:
     """Parses a request body, as `parse_messages_request`."""
-    request = decode_json(_count_decoder, body)
+    request = decode_json(_count_decoder, body, ignored)
     _check_turns(request.messages)
     return request
 
 
 _ROLES: dict[str, tuple[type[Struct], ...]] = {
-    "user": (TextBlock, ImageBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, DocumentBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }

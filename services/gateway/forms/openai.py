@@ -1,8 +1,7 @@
 """The chat completions request: the part of OpenAI's and vLLM's fields that is served.
 
 A field that would change the answer and is not served is refused by name with a 400; so is an
-unknown field. Accepted without effect, because they change no answer: the fields of `hints`,
-`stream_options.include_obfuscation`.
+unknown field. The fields of `hints` change no answer and are left out.
 
 `image_url.detail`: `low` resizes to at most 512 x 512 pixels; `high` and `auto` mean the model's
 own limits. `min_pixels` and `max_pixels` (in the image, beside it, or for the whole request; also
@@ -16,16 +15,15 @@ The endpoints parse bodies with it. It knows no model: what depends on the model
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from services.common.errors import InvalidRequest
 from services.gateway.forms.generation import (
     MAX_TOP_LOGPROBS,
     GenerationFields,
     check_generation,
-    refuse_unserved,
 )
-from services.gateway.forms.hints import MessageHints, PartHints
+from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.forms.tools import (
     MAX_CALLS,
@@ -39,14 +37,13 @@ from services.gateway.forms.tools import (
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
 
-_Any = msgspec.Raw
-_Detail = Literal["auto", "low", "high"]
+_Detail = Literal["auto", "low", "high", "original"]
 _Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class TextPart(PartHints, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """Literal text: special tokens in it are not recognised."""
 
     text: str
@@ -57,16 +54,15 @@ class InputTextPart(TextPart, forbid_unknown_fields=True, tag_field="type", tag=
 
 
 class ImageUrl(Struct, forbid_unknown_fields=True):
-    """A URL and how the image is resized. `format` is a hint: the bytes decide."""
+    """A URL and how the image is resized; `original` means `high`."""
 
     url: str
     detail: _Detail | None = None
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
-    format: str | None = None
 
 
-class ImagePart(PartHints, kw_only=True, forbid_unknown_fields=True):
+class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
     """An image, in one of its spellings."""
 
     min_pixels: _Pixels | None = None
@@ -115,15 +111,11 @@ Part = TextPart | InputTextPart | ImageUrlPart | InputImagePart | NamedImagePart
 _Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
-class Message(MessageHints, forbid_unknown_fields=True):
+class Message(Struct, forbid_unknown_fields=True):
     """One turn. Clients echo the fields after `content` from earlier responses."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | _Parts | None = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
@@ -152,22 +144,24 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
     mm_processor_kwargs: MultimodalOptions | None = None
-    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
+    enable_thinking: bool | None = None
+    think: bool | ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_stage_times: bool | None = None
-    # Refused unless the value means the default behaviour.
-    functions: _Any | UnsetType = UNSET
-    function_call: _Any | UnsetType = UNSET
-    modalities: _Any | UnsetType = UNSET
-    audio: _Any | UnsetType = UNSET
-    verbosity: _Any | UnsetType = UNSET
-    web_search_options: _Any | UnsetType = UNSET
+
+    @property
+    def wants_thinking(self) -> bool | None:
+        """Alibaba's and Ollama's switches; None: the model's default."""
+        if self.enable_thinking is None and isinstance(self.think, bool):
+            return self.think
+        return self.enable_thinking
 
     @property
     def num_characters(self) -> int:
@@ -186,35 +180,16 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
         return size
 
 
-# Fields that are not served, and their values that change nothing.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "functions": (None,),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-}
-_NEUTRAL_IN_MESSAGE: dict[str, tuple[object, ...]] = {
-    "refusal": (None,),
-    "annotations": (None, []),
-    "audio": (None,),
-    "function_call": (None,),
-}
-
-# For the OpenAPI document: struct -> field -> values that are taken.
-NEUTRAL_VALUES = {"ChatRequest": _NEUTRAL, "Message": _NEUTRAL_IN_MESSAGE}
-
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
-def parse_chat_request(body: Body) -> ChatRequest:
+def parse_chat_request(body: Body, ignored: Ignored | None = None) -> ChatRequest:
     """Parses a request body; every field is of its type and within its bounds.
 
     Raises:
         InvalidRequest: a field is not; `param` names it.
     """
-    request = decode_json(_decoder, body)
+    request = decode_json(_decoder, body, ignored)
     check_chat_request(request)
     return request
 
@@ -225,16 +200,13 @@ def check_chat_request(request: ChatRequest) -> None:
     Raises:
         InvalidRequest: a field contradicts another, or is not served.
     """
-    refuse_unserved(request, _NEUTRAL)
     check_generation(request)
+    if isinstance(request.think, str) and request.reasoning_effort is None:
+        request.reasoning_effort = request.think
     for index, message in enumerate(request.messages):
         _check_message(message, index)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    if request.max_tokens is not None and request.max_completion_tokens is not None:
-        raise InvalidRequest(
-            "give max_completion_tokens or max_tokens, not both", param="max_tokens"
-        )
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise InvalidRequest(
@@ -249,9 +221,6 @@ def check_chat_request(request: ChatRequest) -> None:
 
 def _check_message(message: Message, index: int) -> None:
     path = f"messages[{index}]"
-    for name, neutral in _NEUTRAL_IN_MESSAGE.items():
-        if all(getattr(message, name) != value for value in neutral):
-            raise InvalidRequest(f"{name} is not supported", param=f"{path}.{name}")
     role = message.role
     if role == "function":
         raise InvalidRequest(f"role {role} is not supported", param=f"{path}.role")

@@ -16,13 +16,12 @@ from services.gateway.forms.generation import (
     MAX_STOPS,
     MAX_TOP_LOGPROBS,
     StopString,
-    refuse_unserved,
 )
-from services.gateway.forms.hints import PartHints, RequestHints
+from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS, ImageUrl, ReasoningEffort
 from services.gateway.forms.responses import LogprobEntry
-from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition
+from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition, ToolName
 
 _Detail = Literal["auto", "low", "high", "original"]
 _Status = Literal["in_progress", "completed", "incomplete"]
@@ -31,23 +30,19 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 # Input.
 
 
-class ResponseText(PartHints, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
+class ResponseText(Struct, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
     """Text of a user, a developer or a tool."""
 
     text: str
 
 
-class ResponseOutputText(
-    PartHints, forbid_unknown_fields=True, tag_field="type", tag="output_text"
-):
-    """Text of an earlier answer; `annotations` and `logprobs` may be sent back."""
+class ResponseOutputText(Struct, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
+    """Text of an earlier answer."""
 
     text: str
-    annotations: Raw | UnsetType = UNSET
-    logprobs: Raw | UnsetType = UNSET
 
 
-class ResponseImage(PartHints, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
+class ResponseImage(Struct, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
     """An image; `original` and `high` mean the model's own limits. Files are not kept here: a
     `file_id` is null.
     """
@@ -72,33 +67,48 @@ _Content = str | Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
 class InputItem(Struct, kw_only=True, forbid_unknown_fields=True):
     """An item of the conversation; without `type`, a message. Each type has its own fields."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    type: (
+        Literal[
+            "message", "function_call", "function_call_output", "custom_tool_call",
+            "custom_tool_call_output", "reasoning",
+        ]
+        | None
+    ) = None  # fmt: skip
     # Of a message, and `content` of reasoning.
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: _Content | None = None
     # Of a call and its output.
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: _Content | None = None
-    # Accepted without effect: fields of earlier answers.
-    id: str | None = None
-    status: _Status | None = None
-    phase: str | None = None
-    summary: Raw | UnsetType = UNSET
-    encrypted_content: str | None = None
 
 
-class ResponseFunction(FunctionDefinition, kw_only=True, forbid_unknown_fields=True):
+class ResponseFunction(
+    FunctionDefinition, forbid_unknown_fields=True, tag_field="type", tag="function"
+):
     """A function that the model may call."""
 
-    type: Literal["function"]
+
+class ResponseNamespace(Struct, forbid_unknown_fields=True, tag_field="type", tag="namespace"):
+    """Functions of one server; calls name both."""
+
+    name: ToolName
+    tools: Annotated[list[ResponseFunction], Meta(max_length=MAX_TOOLS)]
+    description: str | None = None
+
+    def flat(self, name: str) -> str:
+        """What the model calls a function. Those of `functions` are no server's."""
+        return name if self.name == "functions" else f"{self.name}__{name}"
 
 
 class NamedFunction(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
     """A function by its name."""
 
     name: str
+    namespace: str | UnsetType | None = UNSET
 
 
 class AllowedResponseTools(
@@ -118,7 +128,6 @@ class TextConfig(Struct, forbid_unknown_fields=True):
     """The form of the text."""
 
     format: TextFormat | JsonObjectFormat | NamedJsonSchema | None = None
-    verbosity: Literal["medium"] | None = None
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True):
@@ -130,12 +139,10 @@ class ReasoningConfig(Struct, forbid_unknown_fields=True):
 
 
 class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
-    """Accepted without effect."""
-
-    include_obfuscation: bool | None = None
+    """All of them are hints."""
 
 
-class ResponsesRequest(RequestHints, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/responses."""
 
     model: str
@@ -154,7 +161,9 @@ class ResponsesRequest(RequestHints, kw_only=True, forbid_unknown_fields=True):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
-    tools: Annotated[list[ResponseFunction], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: (
+        Annotated[list[ResponseFunction | ResponseNamespace], Meta(max_length=MAX_TOOLS)] | None
+    ) = None
     tool_choice: (
         Literal["none", "auto", "required"] | NamedFunction | AllowedResponseTools | None
     ) = None
@@ -165,38 +174,23 @@ class ResponsesRequest(RequestHints, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    # Refused unless the value means the default behaviour.
-    previous_response_id: Raw | UnsetType = UNSET
-    conversation: Raw | UnsetType = UNSET
-    background: Raw | UnsetType = UNSET
-    prompt: Raw | UnsetType = UNSET
-    truncation: Raw | UnsetType = UNSET
-    max_tool_calls: Raw | UnsetType = UNSET
-    context_management: Raw | UnsetType = UNSET
+    truncation: Literal["auto", "disabled"] | None = None
+    # Come back in the answer.
+    metadata: Raw | UnsetType = UNSET
+    user: str | None = None
+    store: bool | None = None
 
-
-# Fields that are not served, and their values that change nothing.
-NEUTRAL: Mapping[str, Sequence[object]] = {
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "background": (None, False),
-    "prompt": (None,),
-    "truncation": (None, "disabled"),
-    "max_tool_calls": (None,),
-    "context_management": (None, []),
-}
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
-def parse_responses_request(body: Body) -> ResponsesRequest:
+def parse_responses_request(body: Body, ignored: Ignored | None = None) -> ResponsesRequest:
     """Parses a request body.
 
     Raises:
         InvalidRequest: a field is of a wrong type or not served; `param` names it.
     """
-    request = decode_json(_decoder, body)
-    refuse_unserved(request, NEUTRAL)
+    request = decode_json(_decoder, body, ignored)
     if isinstance(request.input, list):
         for index, item in enumerate(request.input):
             _check_item(item, f"input[{index}]")
@@ -207,10 +201,19 @@ _NEEDED: Mapping[str, Sequence[str]] = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
-_ALLOWED: Mapping[str, Sequence[str]] = {**_NEEDED, "reasoning": ("content",)}
-_TYPED = ("role", "content", "call_id", "name", "arguments", "output")
+_CALL = ("call_id", "name", "namespace")
+_ALLOWED: Mapping[str, Sequence[str]] = {
+    **_NEEDED,
+    "function_call": (*_CALL, "arguments"),
+    "custom_tool_call": (*_CALL, "input"),
+    "custom_tool_call_output": ("call_id", "name", "output"),
+    "reasoning": ("content",),
+}
+_TYPED = ("role", "content", "call_id", "name", "namespace", "arguments", "input", "output")
 
 
 def _check_item(item: InputItem, path: str) -> None:
@@ -267,6 +270,7 @@ class OutputCall(Struct, tag_field="type", tag="function_call"):
     name: str
     arguments: str
     status: _Status
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputCall
@@ -333,10 +337,10 @@ class ResponseObject(Struct, kw_only=True):
     temperature: float
     text: TextConfig
     tool_choice: str | NamedFunction | AllowedResponseTools = "auto"
-    tools: list[ResponseFunction] = []
+    tools: list[ResponseFunction | ResponseNamespace] = []
     top_logprobs: int = 0
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None = None
 

@@ -4,11 +4,10 @@ A prompt is the model's whole input, so the names of special tokens in it are th
 transformers; nothing is rendered around it.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
 from services.gateway.forms.generation import (
@@ -16,8 +15,8 @@ from services.gateway.forms.generation import (
     GenerationFields,
     TokenId,
     check_generation,
-    refuse_unserved,
 )
+from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import PromptLogprob, Usage
@@ -38,9 +37,6 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
-    # Refused unless the value means the default behaviour.
-    suffix: Raw | UnsetType = UNSET
-    best_of: Raw | UnsetType = UNSET
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -103,20 +99,16 @@ class TextCompletion(Struct):
     system_fingerprint: None = None
 
 
-# Fields that are not served, and their values that change nothing.
-NEUTRAL: Mapping[str, Sequence[object]] = {"suffix": (None, ""), "best_of": (None, 1)}
-
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-def parse_completion_request(body: Body) -> CompletionRequest:
+def parse_completion_request(body: Body, ignored: Ignored | None = None) -> CompletionRequest:
     """Parses a request body.
 
     Raises:
         InvalidRequest: a field is of a wrong type or out of its bounds; `param` names it.
     """
-    request = decode_json(_decoder, body)
-    refuse_unserved(request, NEUTRAL)
+    request = decode_json(_decoder, body, ignored)
     check_generation(request)
     prompts = request.prompts
     mixed = isinstance(request.prompt, list) and len({type(p) for p in request.prompt}) > 1

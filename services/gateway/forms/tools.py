@@ -16,13 +16,13 @@ from services.common.errors import InvalidRequest
 MAX_TOOLS = 128
 MAX_CALLS = 128
 MAX_NESTING = 100
-_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 class FunctionDefinition(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A function that the model may call. `strict`: its arguments fit `parameters`, by grammar."""
 
-    name: _Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -38,7 +38,7 @@ class Tool(Struct, forbid_unknown_fields=True):
 class FunctionName(Struct, forbid_unknown_fields=True):
     """A function by its name."""
 
-    name: _Name
+    name: ToolName
 
 
 class FunctionChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
@@ -68,7 +68,6 @@ class FunctionCall(Struct, forbid_unknown_fields=True):
 
     name: str
     arguments: str
-    parsed_arguments: Any = None  # clients add it to what they send back
 
 
 class ToolCall(Struct, forbid_unknown_fields=True):
@@ -77,7 +76,6 @@ class ToolCall(Struct, forbid_unknown_fields=True):
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
-    index: int | None = None
 
 
 def tool_characters(tools: Sequence[Tool]) -> int:

@@ -108,6 +108,8 @@ class Middleware:
                 message["headers"] = [
                     *message.get("headers", ()), (b"x-request-id", request_id.encode())
                 ]  # fmt: skip
+                if (ignored := scope["state"].get("ignored")) and ignored.names:
+                    message["headers"].append(ignored.header())
                 if identity is not None:
                     message["headers"] += self._quotas.of(identity.tenant).headers()
                 if self._admission.draining:
@@ -148,7 +150,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "retry-after", "x-triptych-ignored"],
         max_age=_PREFLIGHT_AGE_S,
     )
 

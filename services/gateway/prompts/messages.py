@@ -16,12 +16,18 @@ _NO_IMAGES = "the model takes no images"
 
 
 def read_messages(
-    request: ChatRequest, *, max_images: int, takes_images: bool
+    request: ChatRequest, *, max_images: int, takes_images: bool, cut: range = range(0)
 ) -> tuple[list[dict[str, Any]], list[ImageSource]]:
     """Separates a request's messages into messages for the chat template and images, in order.
 
     Without images in the model, text parts of a message become one string, joined by newlines:
     templates of text models expect strings.
+
+    Args:
+        request: of the client.
+        max_images: of a request.
+        takes_images: the model does.
+        cut: messages that are left out.
 
     Raises:
         InvalidRequest: more than `max_images` images, or any field about images if the model takes
@@ -31,8 +37,8 @@ def read_messages(
         _refuse_images(request)
     num_images = sum(
         isinstance(part, ImagePart)
-        for message in request.messages
-        if isinstance(message.content, list)
+        for index, message in enumerate(request.messages)
+        if isinstance(message.content, list) and index not in cut
         for part in message.content
     )
     if num_images > max_images:
@@ -44,8 +50,20 @@ def read_messages(
     messages = [
         _template_message(message, f"messages[{index}]", request, images, takes_images)
         for index, message in enumerate(request.messages)
+        if index not in cut
     ]
     return messages, images
+
+
+def oldest_turns(messages: Sequence[Message]) -> list[range]:
+    """What may be cut of a conversation that is too long, the least first: its oldest turns. A turn
+    is a user's message and what follows it; system messages at the beginning and the last turn
+    stay.
+    """
+    roles = ["system" if m.role == "developer" else m.role for m in messages]
+    first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    starts = [i for i, role in enumerate(roles) if role == "user" and i > first]
+    return [range(first, start) for start in starts]
 
 
 def _refuse_images(request: ChatRequest) -> None:
@@ -60,13 +78,32 @@ def _refuse_images(request: ChatRequest) -> None:
 
 
 def refuse_late_system(messages: Sequence[Message]) -> None:
-    """For a template that takes a system message at the beginning alone."""
+    """For a template that takes system messages at the beginning alone."""
+    has_turned = False
     for index, message in enumerate(messages):
-        if index > 0 and message.role in ("system", "developer"):
+        is_system = message.role in ("system", "developer")
+        has_turned = has_turned or not is_system
+        if is_system and has_turned:
             raise InvalidRequest(
-                "the model's chat template takes a system message only as the first message",
+                "the model's chat template takes system messages only at the beginning",
                 param=f"messages[{index}].role",
             )
+
+
+def join_systems(messages: list[dict[str, Any]]) -> None:
+    """Makes one message of the system messages at the beginning, with an empty line between them:
+    for a template that takes one.
+    """
+    texts: list[str] = []
+    for message in messages:
+        if message["role"] != "system":
+            break
+        content: str | list[dict[str, Any]] = message["content"]
+        if not isinstance(content, str):
+            content = "\n".join(part["text"] for part in content)
+        texts.append(content)
+    if len(texts) > 1:
+        messages[: len(texts)] = [{"role": "system", "content": "\n\n".join(texts)}]
 
 
 def _template_message(
@@ -121,7 +158,8 @@ def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
         name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
         for name in ("min_pixels", "max_pixels")
     }
-    return ImageSource(image.url, param, image.detail or "auto", **found)
+    detail = "high" if image.detail == "original" else image.detail or "auto"
+    return ImageSource(image.url, param, detail, **found)
 
 
 def refuse_tool_images(request: ChatRequest) -> None:

@@ -25,7 +25,12 @@ from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.forms.tools import ToolUse, check_nesting, read_tools
 from services.gateway.media.images import ImageSource
 from services.gateway.prompts.chat_template import RESERVED, ChatTemplate, Conversation
-from services.gateway.prompts.messages import read_messages, refuse_late_system, refuse_tool_images
+from services.gateway.prompts.messages import (
+    join_systems,
+    read_messages,
+    refuse_late_system,
+    refuse_tool_images,
+)
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 _TOOL_ROLE = re.compile(r"""["'](tool|ipython)["']""")
@@ -39,11 +44,13 @@ class Draft:
         token_ids: one placeholder per image.
         images: in order.
         format: how answers to it are read.
+        ignored: fields of the request that change no answer of this model.
     """
 
     token_ids: list[int]
     images: list[ImageSource]
     format: AnswerFormat = field(default_factory=AnswerFormat)
+    ignored: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +104,8 @@ class PromptBuilder:
         self._takes_results = _TOOL_ROLE.search(template.source) is not None
         self._takes_tool_images = spec.vision is not None and self._shows_tool_images()
 
-    def draft(self, request: ChatRequest, max_tokens: int) -> Draft:
-        """Renders and tokenizes a request's messages.
+    def draft(self, request: ChatRequest, max_tokens: int, cut: range = range(0)) -> Draft:
+        """Renders and tokenizes a request's messages, without those that are cut.
 
         Raises:
             InvalidRequest: the messages do not fit the model or its chat template.
@@ -108,10 +115,11 @@ class PromptBuilder:
             request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
         )
         messages, images = read_messages(
-            request, max_images=self._max_images, takes_images=self._geometry is not None
+            request, max_images=self._max_images, takes_images=self._geometry is not None, cut=cut
         )
         if not self._template.takes_late_system:
             refuse_late_system(request.messages)
+            join_systems(messages)
         self._refuse_unseen_calls(request.messages)
         if images and not self._takes_tool_images:
             refuse_tool_images(request)
@@ -129,7 +137,8 @@ class PromptBuilder:
             self._tool_calls(tool_use) if tool_use else None,
             request.include_reasoning is not False,
         )
-        return Draft(ids, images, answer_format)
+        ignored = [*self._unused(request), *(("messages",) if cut else ())]
+        return Draft(ids, images, answer_format, ignored)
 
     def tokenize(self, conversation: Conversation, max_tokens: int) -> tuple[list[int], str]:
         """Token ids before expansion, and the prompt's text after its last special token. No BOS
@@ -172,6 +181,11 @@ class PromptBuilder:
                 raise InvalidRequest(f"the model's chat template has no {name[:100]}", param=param)
             check_nesting(value, param)
             options[name] = value
+        thinks = request.wants_thinking
+        if thinks is not None and "enable_thinking" in variables:
+            options.setdefault("enable_thinking", thinks)
+        elif thinks is False:
+            self._refuse_to_be_silent("enable_thinking")
         effort = request.reasoning_effort
         if effort is None:
             return options
@@ -179,9 +193,24 @@ class PromptBuilder:
             options.setdefault("reasoning_effort", effort)
         elif "enable_thinking" in variables:
             options.setdefault("enable_thinking", effort != "none")
-        elif effort != "none" or self._thinks:
-            raise InvalidRequest("the model has no such setting", param="reasoning_effort")
+        elif effort == "none":
+            self._refuse_to_be_silent("reasoning_effort")
         return options
+
+    def _refuse_to_be_silent(self, param: str) -> None:
+        if self._thinks:
+            raise InvalidRequest(
+                "the model always thinks; include_reasoning: false hides it", param=param
+            )
+
+    def _unused(self, request: ChatRequest) -> Sequence[str]:
+        """Fields that change no answer of this model."""
+        variables, found = self._template.variables, list[str]()
+        if request.wants_thinking is not None and "enable_thinking" not in variables:
+            found.append("enable_thinking")
+        if request.reasoning_effort and not {"reasoning_effort", "enable_thinking"} & variables:
+            found.append("reasoning_effort")
+        return found
 
     def _refuse_unseen_calls(self, messages: Sequence[Message]) -> None:
         """Refuses calls and results that the template would leave out."""

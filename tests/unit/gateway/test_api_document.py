@@ -14,7 +14,8 @@ from tests.tiny_tokenizer import write_model_directory
 
 SCHEMAS = openapi_document("1")["components"]["schemas"]
 REQUESTS = [s for s in SCHEMAS.values() if s.get("additionalProperties") is False]
-TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "fields.md"))
 CODE = " ".join(re.findall(r"`([^`]+)`", TEXT))
 # Never sent: the client has disconnected; the gateway retries elsewhere.
 INTERNAL = {

@@ -294,7 +294,6 @@ def test_where_answers_begin(models, name, fields, expected):
 @pytest.mark.parametrize(
     ("name", "fields", "param"),
     [
-        ("qwen3_vl", {"reasoning_effort": "high"}, "reasoning_effort"),
         ("qwen3_vl", {"chat_template_kwargs": {"enable_thinking": True}},
          "chat_template_kwargs.enable_thinking"),
         ("qwen3", {"chat_template_kwargs": {"add_vision_id": True}},
@@ -344,8 +343,6 @@ def test_no_generation_prompt(models):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": []}, "tools"),
-        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].function.name"),

@@ -1,0 +1,189 @@
+"""What a request's body holds beside what is served: judged by `hints`, taken out and named.
+
+`decode_json` calls `Ignored.without` for a body that does not fit its type, so a request without
+such fields pays nothing for it. The body is walked along the type once, whatever it holds.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
+
+import msgspec
+from msgspec import inspect
+
+from services.common.errors import InvalidRequest
+from services.gateway.forms.hints import BY_LIST, BY_OBJECT, Elements
+
+HEADER = b"x-triptych-ignored"
+_MAX_NAMES = 32
+_MAX_NAME_LENGTH = 64
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.$-]")
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """A struct: its fields, with the shapes of those that hold further structs."""
+
+    name: str
+    fields: Mapping[str, "_Shape | None"]
+    tag_field: str | None
+
+
+@dataclass(slots=True)
+class _Shape:
+    """Where a type has structs: the value itself, by tag (None: without one), or its elements."""
+
+    objects: dict[str | None, _Object] = field(default_factory=dict[str | None, _Object])
+    tag_field: str = "type"
+    items: "_Shape | None" = None
+    elements: Elements | None = None
+
+    def object_of(self, value: Mapping[str, object]) -> _Object | None:
+        tag = value.get(self.tag_field)
+        found = self.objects.get(tag) if isinstance(tag, str) else None
+        return found or self.objects.get(None)
+
+
+@cache
+def _shape(kind: Any, place: str = "") -> _Shape | None:  # noqa: ANN401 - of any type
+    return _shape_of(inspect.type_info(kind), place)
+
+
+def _shape_of(info: inspect.Type, place: str) -> _Shape | None:
+    """None: there is no struct, and nothing that may be left out."""
+    shape = _Shape(elements=BY_LIST.get(place))
+    for member in _members(info):
+        if isinstance(member, inspect.StructType):
+            name = member.cls.__name__
+            fields = {f.encode_name: _shape_of(f.type, f"{name}.{f.name}") for f in member.fields}
+            shape.objects[cast("str | None", member.tag)] = _Object(name, fields, member.tag_field)
+        elif isinstance(member, inspect.ListType):
+            shape.items = _shape_of(member.item_type, "") or _Shape()
+    return shape if shape.objects or shape.elements or _has_structs(shape.items) else None
+
+
+def _has_structs(shape: _Shape | None) -> bool:
+    return shape is not None and bool(shape.objects or _has_structs(shape.items))
+
+
+def _members(info: inspect.Type) -> Iterator[inspect.Type]:
+    """Of a union; else the type itself. Without annotations."""
+    if isinstance(info, inspect.Metadata):
+        yield from _members(info.type)
+    elif isinstance(info, inspect.UnionType):
+        for member in info.types:
+            yield from _members(member)
+    else:
+        yield info
+
+
+class Ignored:
+    """What was taken out of one request's body.
+
+    Attributes:
+        names: paths without indices, in the order of the body, and what metrics call them.
+        left_out: the JSON of the values, if they may hold something long.
+        paths: paths of elements -> the client's, where elements before them were taken out.
+    """
+
+    def __init__(self, *, all_unknown: bool = False) -> None:
+        self._all_unknown = all_unknown
+        self.names: dict[str, str] = {}
+        self.paths: dict[str, str] = {}
+        self.left_out = b""
+
+    def add(self, name: str, label: str = "") -> None:
+        """Names a field that is known and has no effect for this model."""
+        if len(self.names) < _MAX_NAMES:
+            self.names.setdefault(name, label or name)
+
+    def header(self) -> tuple[bytes, bytes]:
+        """Of the response."""
+        return HEADER, ", ".join(self.names).encode("latin-1")
+
+    def without(self, kind: object, body: bytes | bytearray) -> bytes | None:
+        """A body's JSON without what changes no answer; None: nothing was taken out.
+
+        Raises:
+            InvalidRequest: a field that is not served has a value that would change the answer.
+            msgspec.DecodeError: the body is not JSON.
+        """
+        shape = _shape(kind)
+        if shape is None:
+            return None
+        try:
+            value = msgspec.json.decode(body)
+        except msgspec.ValidationError:  # a number out of range, which the type's error names
+            return None
+        before = len(self.names)
+        self._walk(value, shape, "", "")
+        return None if len(self.names) == before else msgspec.json.encode(value)
+
+    def _walk(self, value: object, shape: _Shape, path: str, name: str) -> None:
+        if isinstance(value, dict):
+            members = cast("dict[str, object]", value)
+            if (found := shape.object_of(members)) is not None:
+                self._object(members, found, path, name)
+        elif isinstance(value, list):
+            elements = cast("list[object]", value)
+            if shape.elements is not None:
+                self._leave_out(elements, shape, path, name)
+            if (items := shape.items) is not None and (items.objects or items.items):
+                for index, element in enumerate(elements):
+                    self._walk(element, items, f"{path}[{index}]", name)
+
+    def _object(self, members: dict[str, object], kind: _Object, path: str, name: str) -> None:
+        hints = BY_OBJECT.get(kind.name, {})
+        for key in list(members):
+            below = f"{path}.{key}" if path else key
+            named = f"{name}.{key}" if name else key
+            if key in kind.fields:
+                if (shape := kind.fields[key]) is not None:
+                    self._walk(members[key], shape, below, named)
+                continue
+            if key == kind.tag_field:
+                continue
+            value = members[key]
+            is_empty = value is None or value in ("", [], {})
+            taken = hints.get(key, _MISSING)
+            if taken is _MISSING:
+                if not (is_empty or self._all_unknown):
+                    continue  # refused as unknown
+            elif taken is not None and not is_empty and value not in cast("tuple[Any]", taken):
+                raise _refusal(key, cast("tuple[Any]", taken), below)
+            self._keep(members.pop(key))
+            self.add(_safe(named), key if key in hints else "other")
+
+    def _keep(self, value: object) -> None:
+        if isinstance(value, dict | list):
+            self.left_out += msgspec.json.encode(value)
+
+    def _leave_out(self, values: list[object], shape: _Shape, path: str, name: str) -> None:
+        elements = shape.elements
+        assert elements is not None
+        kept: list[object] = []
+        for index, value in enumerate(values):
+            is_object = isinstance(value, dict)
+            kind = cast("dict[str, object]", value).get(shape.tag_field) if is_object else value
+            if elements.leaves_out(kind):
+                self.add(_safe(f"{name}.{kind}"), name)
+                self._keep(value)
+                continue
+            if len(kept) < index:
+                self.paths[f"{path}[{len(kept)}]"] = f"{path}[{index}]"
+            kept.append(value)
+        values[:] = kept
+
+
+def _refusal(key: str, taken: tuple[Any, ...], path: str) -> InvalidRequest:
+    others = " or ".join(msgspec.json.encode(value).decode() for value in taken)
+    only = f"; leave it out, or send {others}" if others else ""
+    return InvalidRequest(f"{key} is not supported{only}", param=path)
+
+
+def _safe(name: str) -> str:
+    """A name that can be in a header."""
+    return _UNSAFE.sub("?", name[:_MAX_NAME_LENGTH])

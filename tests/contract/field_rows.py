@@ -1,0 +1,304 @@
+"""Fields, parts and shapes that OpenAI's, Anthropic's and vLLM's references have, and histories of
+popular programs: what each gets. `test_fields` sends them.
+
+A row: path, what is added to a small request, what it gets. `SERVED`: an answer, and nothing is
+ignored; a hint's name: an answer whose header has that name; `refused(param)`: a 400.
+"""
+
+from typing import Any, NamedTuple
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+SERVED = ""
+
+
+class Refused(NamedTuple):
+    """A 400 with that `param`."""
+
+    param: str
+
+
+class Row(NamedTuple):
+    """One probe."""
+
+    path: str
+    fields: dict[str, Any]
+    gets: str | Refused
+
+
+def user(content: object = "hello", **more: object) -> dict[str, object]:
+    return {"role": "user", "content": content, **more}
+
+
+def assistant(**more: object) -> dict[str, object]:
+    return {"messages": [user(), {"role": "assistant", "content": "x", **more}, user()]}
+
+
+def part(kind: str, **more: object) -> dict[str, object]:
+    return {"messages": [user([{"type": "text", "text": "x"}, {"type": kind, **more}])]}
+
+
+def items(*found: dict[str, object]) -> dict[str, object]:
+    return {"input": [user(), *found, user()]}
+
+
+def blocks(role: str, *found: dict[str, object]) -> dict[str, object]:
+    turn = {"role": role, "content": [{"type": "text", "text": "x"}, *found]}
+    return {"messages": [user(), turn, user()] if role == "assistant" else [turn]}
+
+
+def server_tool(kind: str, **more: object) -> dict[str, object]:
+    return {"tools": [{"type": kind, **more}]}
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": FUNCTION}
+FLAT = {"type": "function", **FUNCTION}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "additionalProperties": False}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+IMAGE = "data:image/png;base64,iVBORw0KGgo="
+
+# Served by chat and by text completions.
+_GENERATION: dict[str, object] = {
+    "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
+    "presence_penalty": 1, "frequency_penalty": 1, "logit_bias": {"5": 1}, "seed": 1, "n": 2,
+    "stop": ["x"], "stop_token_ids": [5], "allowed_token_ids": [5, 6], "bad_words": ["x"],
+    "include_stop_str_in_output": True, "skip_special_tokens": False, "ignore_eos": True,
+    "min_tokens": 1, "cache_salt": "x", "response_format": {"type": "text"},
+    "structured_outputs": {"choice": ["a"]}, "return_token_ids": True, "prompt_logprobs": 1,
+    "priority": 1,
+}  # fmt: skip
+_HINTS: dict[str, object] = {
+    "user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "x",
+    "service_tier": "auto", "prompt_cache_key": "k", "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"x": 1}, "prediction": {"type": "content", "content": "x"},
+    "request_id": "r", "session_id": "s", "client_metadata": {"a": "b"},
+    "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1,
+    "spaces_between_special_tokens": True, "watermarking": False, "detokenize": True,
+    "return_weight_versions": False, "routed_experts_prompt_start": 0, "stream_interval": 1,
+    "return_token_offsets": True, "mm_payload": "none", "return_mm_kwargs": False,
+    "return_prompt_text": False, "guided_json": None, "guided_regex": None, "kv_transfer_params":
+    None, "vllm_xargs": {}, "logits_processors": [], "repetition_detection": None,
+    "ec_transfer_params": None, "mirostat": None,
+}  # fmt: skip
+_REFUSED: dict[str, object] = {
+    "use_beam_search": True, "length_penalty": 2.0, "best_of": 2, "guided_json": {"type": "object"},
+    "guided_regex": "a", "kv_transfer_params": {"a": 1}, "logits_processors": ["x"],
+    "repetition_detection": {"max_pattern_size": 4}, "mirostat": 2, "grammar": "root ::= [a]",
+    "no_such_field": 1, "spaces_between_special_tokens": False, "stream_interval": 4,
+    "return_weight_versions": True, "vllm_xargs": {"a": 1},
+}  # fmt: skip
+
+
+def _rows(path: str, fields: dict[str, object], *, hint: bool = False) -> list[Row]:
+    return [Row(path, {k: v}, k if hint else SERVED) for k, v in fields.items()]
+
+
+def _refused(path: str, fields: dict[str, object]) -> list[Row]:
+    return [Row(path, {name: value}, Refused(name)) for name, value in fields.items()]
+
+
+_CHAT_ROWS = [
+    *_rows(CHAT, {
+        "max_tokens": 5, "max_completion_tokens": 5, "logprobs": True, "tools": [TOOL],
+        "tool_choice": "none", "parallel_tool_calls": False, "include_reasoning": False,
+        "chat_template_kwargs": {}, "add_generation_prompt": True, "include_stage_times": True,
+        "mm_processor_kwargs": {}, "stream": False, "stream_options": None, "min_pixels": None,
+    }),
+    Row(CHAT, {"logprobs": True, "top_logprobs": 2}, SERVED),
+    Row(CHAT, {"logprobs": True, "logprob_token_ids": [5]}, SERVED),
+    Row(CHAT, {"max_tokens": 5, "max_completion_tokens": 3}, SERVED),
+    Row(CHAT, {"tools": []}, SERVED),
+    Row(CHAT, {"tools": [], "tool_choice": "auto"}, SERVED),
+    Row(CHAT, {"stream": True, "stream_options": {"include_usage": True}}, SERVED),
+    Row(CHAT, {"stream": True, "stream_options": {"include_obfuscation": False}},
+        "stream_options.include_obfuscation"),
+    *_rows(CHAT, {
+        "reasoning_effort": "high", "enable_thinking": True, "verbosity": "low", "functions": [],
+        "function_call": "auto", "modalities": ["text"], "audio": None, "web_search_options": None,
+        "echo": False, "add_special_tokens": False, "documents": None, "chat_template": None,
+        "separate_reasoning": True, "moderation": None,
+    }, hint=True),
+    Row(CHAT, {"think": True}, "enable_thinking"),
+    Row(CHAT, {"think": "low"}, "reasoning_effort"),
+    Row(CHAT, {"reasoning_effort": "none"}, "reasoning_effort"),
+    Row(CHAT, {"enable_thinking": False}, "enable_thinking"),
+    *_refused(CHAT, {
+        "functions": [FUNCTION], "function_call": {"name": "f"}, "modalities": ["text", "audio"],
+        "audio": {"voice": "x"}, "web_search_options": {"search_context_size": "low"},
+        "echo": True, "add_special_tokens": True, "documents": [{"text": "x"}],
+        "chat_template": "x", "suffix": "x", "prompt": "x", "separate_reasoning": False,
+        "tool_choice": "required", "reasoning_effort": "extreme", "moderation": {"a": 1},
+        "media_io_kwargs": {"video": {"num_frames": 4}},
+    }),
+    Row(CHAT, {"tools": [{"type": "web_search"}, TOOL]}, "tools.web_search"),
+    Row(CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.custom"),
+    Row(CHAT, {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}]}, "tools.cache_control"),
+    Row(CHAT, {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+        Refused("tool_choice")),
+    Row(CHAT, {"tools": [{"type": "function"}]}, Refused("tools[0].function")),
+    Row(CHAT, {"tools": [{"type": "web_search"}, {"type": "function"}]},
+        Refused("tools[1].function")),
+    Row(CHAT, {"tools": [{"type": "x"}, TOOL, TOOL]}, Refused("tools[2].function.name")),
+    # Messages of LiteLLM, OpenRouter, LangChain, the SDKs.
+    *[
+        Row(CHAT, assistant(**{name: value}), f"messages.{name}")
+        for name, values in {
+            "provider_specific_fields": (None, {}, {"refusal": None}),
+            "thinking_blocks": (None, [], [{"type": "thinking", "thinking": "x"}]),
+            "reasoning_details": (None, [], [{"type": "reasoning.text", "text": "x"}]),
+            "images": (None, [], [{"type": "image_url", "image_url": {"url": "x"}}]),
+            "annotations": ([], [{"type": "url_citation"}]),
+            "refusal": (None,), "audio": (None,), "function_call": (None,), "name": ("x",),
+            "id": ("x",), "created": (1,), "parsed": ({},), "unheard_of": (None, {}, [], ""),
+        }.items()
+        for value in values
+    ],
+    *[
+        Row(CHAT, assistant(**{name: value}), Refused(f"messages[1].{name}"))
+        for name, value in {
+            "audio": {"id": "x"}, "function_call": {"name": "f", "arguments": "{}"},
+            "refusal": "no", "unheard_of": 1,
+        }.items()
+    ],
+    Row(CHAT, assistant(tool_calls=[]), SERVED),
+    Row(CHAT, assistant(reasoning="x", reasoning_content=None), SERVED),
+    Row(CHAT, assistant(content=[{"type": "thinking", "thinking": "x"}]),
+        "messages.content.thinking"),
+    Row(CHAT, {"messages": [{"role": "system", "content": "a"}, {"role": "developer", "content":
+        [{"type": "text", "text": "b"}]}, user()]}, SERVED),
+    Row(CHAT, {"messages": [user(), {"role": "function", "content": "x", "name": "f"}]},
+        Refused("messages[1].role")),
+    Row(CHAT, {"messages": [user(), {"role": "critic", "content": "x"}]},
+        Refused("messages[1].role")),
+    Row(CHAT, part("input_text", text="x"), SERVED),
+    Row(CHAT, part("text", text="x", cache_control={"type": "ephemeral"}),
+        "messages.content.cache_control"),
+    Row(CHAT, part("input_audio", input_audio={}), Refused("messages[0].content[1].type")),
+    Row(CHAT, part("file", file={}), Refused("messages[0].content[1].type")),
+    Row(CHAT, part("video_url", video_url={}), Refused("messages[0].content[1].type")),
+    Row(CHAT, part("text", text="x", unheard_of=1), Refused("messages[0].content[1].unheard_of")),
+    Row(CHAT, {"tools": [TOOL], "messages": [user(), {
+        "role": "assistant", "content": None,
+        "tool_calls": [{**CALL, "index": 0, "provider_specific_fields": {"a": 1}}],
+    }, {"role": "tool", "tool_call_id": "c", "content": "x"}]},
+        "messages.tool_calls.provider_specific_fields"),
+]  # fmt: skip
+
+_TEXT_ROWS = [
+    *_rows(
+        TEXT,
+        {
+            "max_tokens": 5,
+            "echo": True,
+            "logprobs": 1,
+            "add_special_tokens": False,
+            "stream": False,
+            "stream_options": None,
+        },
+    ),
+    *_rows(TEXT, {"suffix": "", "prompt_embeds": None, "tools": [], "moderation": None}, hint=True),
+    *_refused(TEXT, {"suffix": "x", "prompt_embeds": "x", "tools": [TOOL], "messages": [user()]}),
+]
+
+_RESPONSE_ROWS = [
+    *_rows(RESPONSES, {
+        "instructions": "x", "max_output_tokens": 5, "temperature": 0.5, "top_p": 0.5, "top_k": 5,
+        "min_p": 0.1, "repetition_penalty": 1.1, "seed": 1, "stop": "x", "ignore_eos": True,
+        "top_logprobs": 2, "include": ["message.output_text.logprobs"], "tools": [FLAT],
+        "tool_choice": "none", "parallel_tool_calls": False, "reasoning": {"summary": "auto"},
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+        "cache_salt": "x", "stream": True, "stream_options": None, "metadata": {"a": "b"},
+        "user": "u", "store": False, "truncation": "auto",
+    }),
+    *_rows(RESPONSES, {
+        "safety_identifier": "x", "service_tier": "auto", "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h", "prompt_cache_options": {"x": 1}, "client_metadata":
+        {"a": "b"}, "background": False, "conversation": None, "prompt": None, "max_tool_calls": 3,
+        "context_management": [{"type": "compaction"}], "enable_response_messages": False,
+        "request_id": "r", "session_id": "s", "mm_payload": "none", "moderation": None,
+        "use_beam_search": False, "access_programs": None, "image": None,
+    }, hint=True),
+    *_refused(RESPONSES, {
+        "background": True, "conversation": "c", "prompt": {"id": "x"}, "image": "x",
+        "enable_response_messages": True, "moderation": {"a": 1}, "access_programs": ["x"],
+    }),
+    *[
+        Row(RESPONSES, {"tools": [{"type": kind}, FLAT]}, f"tools.{kind}")
+        for kind in ("web_search", "custom", "local_shell", "image_generation", "file_search",
+                     "code_interpreter", "mcp", "tool_search", "apply_patch", "computer")
+    ],
+    Row(RESPONSES, {"tools": [{"type": "namespace", "name": "m", "tools": [FLAT]}]}, SERVED),
+    Row(RESPONSES, {"tools": [{"type": "namespace", "name": "m", "tools": [
+        {"type": "custom", "name": "x"}, FLAT]}]}, "tools.tools.custom"),
+    Row(RESPONSES, {"include": ["web_search_call.action.sources"]},
+        "include.web_search_call.action.sources"),
+    Row(RESPONSES, {"include": ["no_such_part"]}, Refused("include[0]")),
+    Row(RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+    Row(RESPONSES, {"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    Row(RESPONSES, items({"type": "web_search_call", "id": "x"}), "input.web_search_call"),
+    Row(RESPONSES, items({"type": "compaction", "encrypted_content": "x"}), "input.compaction"),
+    Row(RESPONSES, items({"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"},
+                         {"type": "custom_tool_call_output", "call_id": "c", "output": "y"}),
+        SERVED),
+    Row(RESPONSES, items({"type": "function_call", "call_id": "c", "name": "f", "namespace": "m",
+                          "arguments": "{}"},
+                         {"type": "function_call_output", "call_id": "c", "output": "y"}), SERVED),
+    Row(RESPONSES, items({"type": "reasoning", "summary": [], "encrypted_content": "x"}),
+        "input.encrypted_content"),
+    Row(RESPONSES, items({"type": "item_reference", "id": "x"}), Refused("input[1].type")),
+    Row(RESPONSES, items({"type": "computer_call_output"}), Refused("input[1].type")),
+]  # fmt: skip
+
+_MESSAGE_ROWS = [
+    *_rows(MESSAGES, {
+        "system": "x", "stop_sequences": ["x"], "stream": True, "temperature": 0.5, "top_p": 0.5,
+        "top_k": 5, "thinking": {"type": "adaptive"}, "tool_choice": {"type": "none"},
+    }),
+    *_rows(MESSAGES, {
+        "metadata": {"user_id": "u"}, "service_tier": "auto", "inference_geo": "eu", "speed":
+        "fast", "diagnostics": {}, "user_profile_id": "x", "workspace_id": "x", "betas": ["x"],
+        "cache_control": {"type": "ephemeral"}, "context_management": {"edits": [{"type": "x"}]},
+        "container": None, "mcp_servers": [], "compaction": None, "fallbacks": None,
+        "billing_policy": None, "fallback_credit_token": None, "thread": None,
+    }, hint=True),
+    *_refused(MESSAGES, {
+        "container": "x", "mcp_servers": [{"type": "url"}], "compaction": {"a": 1},
+        "fallbacks": ["x"], "thread": "x", "no_such_field": 1,
+    }),
+    Row(MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    Row(MESSAGES, {"thinking": {"type": "disabled"}}, "thinking"),
+    Row(MESSAGES, {"output_config": {"effort": "high"}}, "output_config.effort"),
+    Row(MESSAGES, {"output_config": {"task_budget": {"total": 5}}}, "output_config.task_budget"),
+    *[
+        Row(MESSAGES, server_tool(kind, name="x"), f"tools.{kind}")
+        for kind in ("web_search_20250305", "bash_20250124", "text_editor_20250728",
+                     "code_execution_20250825", "web_fetch_20250910")
+    ],
+    Row(MESSAGES, {"tools": [{"name": "f", "input_schema": SCHEMA, "defer_loading": True}]},
+        Refused("tools[0].defer_loading")),
+    *[
+        Row(MESSAGES, blocks("assistant", {"type": kind}), f"messages.content.{kind}")
+        for kind in ("redacted_thinking", "server_tool_use", "web_search_tool_result",
+                     "code_execution_tool_result", "tool_search_tool_result")
+    ],
+    Row(MESSAGES, blocks("assistant", {"type": "thinking", "thinking": "x", "signature": "s"}),
+        "messages.content.signature"),
+    Row(MESSAGES, blocks("user", {"type": "document", "title": "t", "source": {
+        "type": "text", "media_type": "text/plain", "data": "x"}}), SERVED),
+    Row(MESSAGES, blocks("user", {"type": "document", "source": {
+        "type": "content", "content": [{"type": "text", "text": "x"}]},
+        "citations": {"enabled": True}}), "messages.content.citations"),
+    Row(MESSAGES, blocks("user", {"type": "document", "source": {
+        "type": "base64", "media_type": "application/pdf", "data": "x"}}),
+        Refused("messages[0].content[1].source.type")),
+    Row(MESSAGES, blocks("user", {"type": "search_result"}),
+        Refused("messages[0].content[1].type")),
+]  # fmt: skip
+
+ROWS = [
+    *(row for path in (CHAT, TEXT) for row in _rows(path, _GENERATION)),
+    *(row for path in (CHAT, TEXT) for row in _rows(path, _HINTS, hint=True)),
+    *(row for path in (CHAT, TEXT) for row in _refused(path, _REFUSED)),
+    *_CHAT_ROWS, *_TEXT_ROWS, *_RESPONSE_ROWS, *_MESSAGE_ROWS,
+]  # fmt: skip
