@@ -133,6 +133,10 @@ test-light: $(LIGHT) ## gateway and scheduling in an environment without torch
 clients: system-runtime $(DEV) ## clients that others wrote: docs/clients.md
 	@$(BIN)/python tests/clients/run.py $(ARGS)
 
+.PHONY: peers
+peers: $(DEV) ## vLLM's server tests against a scripted model: docs/clients.md
+	@$(BIN)/python tests/peers/run.py $(ARGS)
+
 .PHONY: test-gpu
 test-gpu: $(DEV) ## tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

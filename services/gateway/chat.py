@@ -7,7 +7,7 @@
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from services.common.errors import (
@@ -53,6 +53,8 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.
 _INLINE_TOKENIZE_CHARS = 8192
 _TEXT_THREADS = 4
+# A prompt that `truncate_prompt_tokens` cuts may be as many times as long as the context.
+MAX_TRUNCATED = 8
 
 Result = TypeVar("Result")
 
@@ -171,8 +173,8 @@ class ChatService:
         decoder = self._decoder(request.model)
         if draft is None:
             with timings.measure("tokenize"):
-                make = self._truncated_draft if truncate else self._draft
-                draft = await make(request, decoder.max_model_len)
+                draft = await self._whole_draft(request, decoder.max_model_len, truncate)
+        draft = self._with_tokens_cut(draft, request, decoder.max_model_len)
         grammar = await self._grammar(request, draft)
         # Before images are loaded. Each has at least one token, as its placeholder here.
         sampling = resolve_sampling(
@@ -277,7 +279,7 @@ class ChatService:
         return await self._off_loop(len(text), lambda: encode(text, add_special_tokens))
 
     async def draft_text(
-        self, prompt: str | list[int], param: str, *, add_special_tokens: bool
+        self, prompt: str | list[int], param: str, *, add_special_tokens: bool, is_cut: bool = False
     ) -> Draft:
         """A prompt that is not rendered: text, in which special tokens are recognised, or ids.
 
@@ -287,7 +289,8 @@ class ChatService:
         """
         decoder = self._decoder(self.model_name)
         if isinstance(prompt, str):
-            self.tokenizer.check_length(prompt, decoder.max_model_len)
+            max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)
+            self.tokenizer.check_length(prompt, max_tokens)
             ids = await self._off_loop(
                 len(prompt), lambda: self.tokenizer.encode_prompt(prompt, add_special_tokens)
             )
@@ -361,17 +364,38 @@ class ChatService:
         return found
 
     async def _draft(self, request: ChatRequest, max_tokens: int, cut: range = range(0)) -> Draft:
+        if request.truncate_prompt_tokens is not None:
+            max_tokens *= MAX_TRUNCATED
         return await self._off_loop(
             request.num_characters, lambda: self.prompts.draft(request, max_tokens, cut)
         )
 
-    async def _truncated_draft(self, request: ChatRequest, max_tokens: int) -> Draft:
-        """Without as few of the oldest turns as leave room for the answer that is wanted, or for a
-        quarter of the context if that is less. Nothing is cut from a prompt that fits.
+    def _with_tokens_cut(self, draft: Draft, request: ChatRequest, max_tokens: int) -> Draft:
+        """As `truncate_prompt_tokens` says; -1: so that the answer that is wanted has room."""
+        limit = request.truncate_prompt_tokens
+        if limit is None:
+            return draft
+        if limit < 0:
+            wanted = max_completion_tokens(request, self.defaults)
+            limit = max_tokens - min(wanted, max_tokens // 4)
+        if len(draft.token_ids) <= limit:
+            return draft
+        if draft.images:
+            raise InvalidRequest("a prompt with images is not cut", param="truncate_prompt_tokens")
+        is_right = request.truncation_side == "right"
+        ids = draft.token_ids[:limit] if is_right else draft.token_ids[-limit:]
+        return replace(draft, token_ids=ids)
+
+    async def _whole_draft(self, request: ChatRequest, max_tokens: int, truncate: bool) -> Draft:
+        """Of all messages. With `truncate`, of a prompt that does not fit as few of the oldest
+        turns are cut as leave room for the answer that is wanted, or for a quarter of the context
+        if that is less.
 
         Raises:
             ContextLengthExceeded: the last turn alone does not fit.
         """
+        if not truncate:
+            return await self._draft(request, max_tokens)
         room = min(max_completion_tokens(request, self.defaults), max_tokens // 4)
         found: Draft | None = None
         with suppress(ContextLengthExceeded):

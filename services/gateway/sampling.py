@@ -189,13 +189,17 @@ def max_completion_tokens(request: ChatRequest, defaults: SamplingDefaults) -> i
 
 def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     bias: dict[int, float] = {}
+    # int() would accept signs, spaces, underscores and digits of other scripts.
+    wrong = [
+        name[:20]
+        for name in given
+        if not (name.isascii() and name.isdigit() and len(name) <= 9 and int(name) < vocab_size)
+    ]
+    if wrong:
+        names = ", ".join(map(repr, wrong[:8]))
+        verb = "is not a token id" if len(wrong) == 1 else "are not token ids"
+        raise InvalidRequest(f"{names} {verb} below {vocab_size}", param=f"logit_bias.{wrong[0]}")
     for name, value in given.items():
-        # int() would accept signs, spaces, underscores and digits of other scripts.
-        if not (name.isascii() and name.isdigit() and len(name) <= 9 and int(name) < vocab_size):
-            raise InvalidRequest(
-                f"{name[:20]!r} is not a token id below {vocab_size}",
-                param=f"logit_bias.{name[:20]}",
-            )
         if not math.isfinite(value):
             raise InvalidRequest("biases must be finite", param=f"logit_bias.{name}")
         bias[int(name)] = value

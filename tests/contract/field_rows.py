@@ -66,6 +66,7 @@ _GENERATION: dict[str, object] = {
     "include_stop_str_in_output": True, "skip_special_tokens": False, "ignore_eos": True,
     "min_tokens": 1, "cache_salt": "x", "response_format": {"type": "text"},
     "structured_outputs": {"choice": ["a"]}, "return_token_ids": True, "prompt_logprobs": 1,
+    "return_tokens_as_token_ids": True, "truncate_prompt_tokens": 4, "truncation_side": "right",
     "priority": 1,
 }  # fmt: skip
 _HINTS: dict[str, object] = {

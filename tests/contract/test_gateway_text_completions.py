@@ -254,4 +254,42 @@ def test_token_ids_of_prompt_and_answer(stack, path, stop):
     assert first["prompt_token_ids"] == answer["prompt_token_ids"]
     with stack.client() as client:
         plain = client.post(path, json={**body, "return_token_ids": None}).json()
-    assert "token_ids" not in plain["choices"][0] and "prompt_token_ids" not in str(plain)
+    answer = plain if is_chat else plain["choices"][0]
+    assert plain["choices"][0]["token_ids"] is None and answer["prompt_token_ids"] is None
+
+
+def test_tokens_are_named_by_their_ids(stack):
+    fields = {"logprobs": 1, "echo": True, "max_tokens": 2, "return_token_ids": True}
+    choice = post(stack, **fields, return_tokens_as_token_ids=True).json()["choices"][0]
+    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in ids]
+    assert all(name.startswith("token_id:") for t in choice["logprobs"]["top_logprobs"][1:]
+               for name in t)  # fmt: skip
+    entries = stack.chat(logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True)
+    choice = entries.json()["choices"][0]
+    names = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert names == [f"token_id:{i}" for i in choice["token_ids"][: len(names)]]
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "defg"), ("right", "abcd"), (None, "defg")])
+def test_prompts_are_cut(stack, side, kept):
+    ids = stack.tokenizer.encode_text("abcdefg")
+    assert len(ids) == 7
+    fields = {"truncate_prompt_tokens": 4, "truncation_side": side, "return_token_ids": True}
+    choice = post(stack, prompt="abcdefg", **fields).json()["choices"][0]
+    assert choice["prompt_token_ids"] == stack.tokenizer.encode_text(kept)
+    long = "x " * stack.decoder.description.max_model_len
+    response = post(stack, prompt=long, truncate_prompt_tokens=-1, max_tokens=64)
+    limit = stack.decoder.description.max_model_len
+    assert response.json()["usage"]["prompt_tokens"] == limit - 64
+    assert post(stack, prompt=long, max_tokens=64).status_code == 400
+    assert post(stack, truncate_prompt_tokens=0).json()["error"]["param"] == (
+        "truncate_prompt_tokens"
+    )
+
+
+def test_whole_answers_have_every_key_that_clients_read(stack):
+    choice = post(stack).json()["choices"][0]
+    assert {choice[name] for name in ("prompt_logprobs", "prompt_token_ids", "token_ids")} == {None}
+    answer = stack.chat().json()
+    assert answer["prompt_token_ids"] is None and answer["choices"][0]["token_ids"] is None

@@ -17,7 +17,7 @@ from services.gateway.clients.decoders import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.parts import Call, Part, Text
 from services.gateway.forms.responses import LogprobEntry, TopLogprob, Update
-from services.gateway.tokenizer.tokenizer import ModelTokenizer
+from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -157,6 +157,7 @@ class Choice:
             detokenizer does.
         min_tokens: stop strings match only in text after this many tokens.
         with_ids: updates have token ids.
+        as_ids: tokens of logprobs are named by their ids.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class Choice:
         stops: StopMatcher | None = None,
         min_tokens: int = 0,
         with_ids: bool = False,
+        as_ids: bool = False,
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
@@ -180,6 +182,7 @@ class Choice:
         self._stops = stops
         self._min_tokens = min_tokens
         self._with_ids = with_ids
+        self._as_ids = as_ids
         self._has_calls = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -279,8 +282,7 @@ class Choice:
         return LogprobEntry(*self._token(token_id), max(found.logprob, MIN_LOGPROB), top)
 
     def _token(self, token_id: int) -> tuple[str, list[int]]:
-        data = self._tokenizer.token_bytes(token_id)
-        return data.decode(errors="replace"), list(data)
+        return token_name(self._tokenizer, token_id, self._as_ids)
 
 
 def create_choices(
@@ -310,6 +312,7 @@ def create_choices(
             StopMatcher(stops, include_stop) if stops and parser is not None else None,
             min_tokens,
             bool(request.return_token_ids),
+            bool(request.return_tokens_as_token_ids),
         )
 
     return [choice(index) for index in range(request.n or 1)]

@@ -7,7 +7,7 @@ import numpy as np
 
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.forms.responses import LogprobEntry, PromptLogprob, TopLogprob
-from services.gateway.tokenizer.tokenizer import ModelTokenizer
+from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 # JSON has no -inf; OpenAI and vLLM send this value for a probability of zero.
 MIN_LOGPROB = -9999.0
@@ -59,14 +59,16 @@ class PromptScores:
             found.append(place)
         return found
 
-    def entries(self, token_ids: Sequence[int], tokenizer: ModelTokenizer) -> list[LogprobEntry]:
+    def entries(
+        self, token_ids: Sequence[int], tokenizer: ModelTokenizer, *, as_ids: bool = False
+    ) -> list[LogprobEntry]:
         """Of all tokens but the first, as of sampled ones."""
         return [
             LogprobEntry(
-                *_token(tokenizer, token_id),
+                *token_name(tokenizer, token_id, as_ids),
                 logprob,
                 [
-                    TopLogprob(*_token(tokenizer, i), value)
+                    TopLogprob(*token_name(tokenizer, i, as_ids), value)
                     for i, value in zip(ids, logprobs, strict=True)
                 ],
             )
@@ -78,11 +80,6 @@ class PromptScores:
 
 def _floats(data: bytes) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
     return np.maximum(np.frombuffer(data, "<f4"), np.float32(MIN_LOGPROB))
-
-
-def _token(tokenizer: ModelTokenizer, token_id: int) -> tuple[str, list[int]]:
-    data = tokenizer.token_bytes(token_id)
-    return data.decode(errors="replace"), list(data)
 
 
 def _text(tokenizer: ModelTokenizer, token_id: int) -> str:

@@ -27,7 +27,7 @@ from services.gateway.forms.text_completions import (
     TextLogprobs,
     parse_completion_request,
 )
-from services.gateway.tokenizer.tokenizer import ModelTokenizer
+from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 _PATHS: Mapping[str, str] = {"messages": "prompt"}
 
@@ -47,6 +47,7 @@ class TextCompletionEndpoint(Endpoint):
                     prompt,
                     f"prompt[{index}]" if len(prompts) > 1 else "prompt",
                     add_special_tokens=request.add_special_tokens is not False,
+                    is_cut=request.truncate_prompt_tokens is not None,
                 )
             await self.prepare(work, chat, timings, draft)
         beginnings = self._texts(request, work.completions)
@@ -110,6 +111,8 @@ class TextCompletionEndpoint(Endpoint):
             for updates in updates_of[index]
         ]
         answer = writer.answer([choice for choice in found if choice is not None])
+        for choice in answer.choices:
+            choice.fill()
         answer.usage = _usage(work.completions)
         await work.exchange.write_json(answer)
 
@@ -166,11 +169,14 @@ class _Writer:
             finish_reason = "length"
         choice = TextChoice(index, text, None, finish_reason, last.stop_reason)
         if request.logprobs is not None:
-            first = None
+            first, as_ids = None, bool(request.return_tokens_as_token_ids)
             if is_first and request.echo:
                 prompt_ids = completion.prompt_token_ids()
-                first = self._text_of(prompt_ids[0])
-                entries = completion.prompt_scores.entries(prompt_ids, self._tokenizer) + entries
+                first, _ = token_name(self._tokenizer, prompt_ids[0], as_ids)
+                entries = (
+                    completion.prompt_scores.entries(prompt_ids, self._tokenizer, as_ids=as_ids)
+                    + entries
+                )
             offset = self._lengths.get(index, 0)
             choice.logprobs = text_logprobs(entries, offset, first)
             self._lengths[index] = offset + sum(map(len, choice.logprobs.tokens))
@@ -182,9 +188,6 @@ class _Writer:
             if is_first:
                 choice.prompt_token_ids = completion.prompt_token_ids()
         return choice
-
-    def _text_of(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
 def text_logprobs(

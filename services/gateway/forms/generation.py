@@ -5,7 +5,7 @@ It knows no model: what depends on the model is checked by `sampling`. All error
 """
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -64,6 +64,9 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = (
         None
     )
@@ -81,6 +84,8 @@ def check_generation(request: GenerationFields) -> None:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("not available in a stream", param="prompt_logprobs")
+    if request.truncate_prompt_tokens == 0:
+        raise InvalidRequest("nothing would be left of the prompt", param="truncate_prompt_tokens")
     if request.logit_bias and len(request.logit_bias) > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
     if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):

@@ -122,7 +122,7 @@ class ResponseChoice(Struct):
     finish_reason: str
     logprobs: Logprobs | None
     stop_reason: str | int | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Struct):
@@ -136,7 +136,7 @@ class ChatCompletion(Struct):
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
     stage_times_ms: dict[str, float] | UnsetType = UNSET
     images: list[ImageReport] | UnsetType = UNSET
 

@@ -82,9 +82,15 @@ class TextChoice(Struct):
     logprobs: TextLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType | None = UNSET
+
+    def fill(self) -> None:
+        """Of a whole answer, whose readers look for every field."""
+        for name in ("token_ids", "prompt_token_ids", "prompt_logprobs"):
+            if getattr(self, name) is UNSET:
+                setattr(self, name, None)
 
 
 class TextCompletion(Struct):

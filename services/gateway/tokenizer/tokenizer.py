@@ -158,3 +158,9 @@ def _added_tokens(definition: Mapping[str, Any]) -> dict[str, AddedToken]:
             raise ModelSpecError(f"tokenizer.json: added token {token['content']!r} is too short")
         added[token["content"]] = AddedToken(token["id"], token["content"], bool(token["special"]))
     return added
+
+
+def token_name(tokenizer: ModelTokenizer, token_id: int, as_id: bool) -> tuple[str, list[int]]:
+    """What logprobs call a token, its text or `token_id:N`, and its bytes."""
+    data = tokenizer.token_bytes(token_id)
+    return f"token_id:{token_id}" if as_id else data.decode(errors="replace"), list(data)
