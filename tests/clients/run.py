@@ -30,6 +30,7 @@ SCRIPTS = {
     "with_llama_index.py": "llama_index", "with_litellm.py": "litellm",
     "with_pydantic_ai.py": "pydantic_ai", "with_instructor.py": "instructor",
     "with_lm_eval.py": "lm_eval", "with_vllm_bench.py": "vllm_bench",
+    "with_agents.py": "openai", "with_litellm_proxy.py": "litellm_proxy",
     "with_openai.mjs": "node", "with_ai_sdk.mjs": "node",
 }  # fmt: skip
 TIMEOUT_S = 300

@@ -1,4 +1,4 @@
-"""The official Python clients against `triptych serve`; `make clients` runs more of them."""
+"""The official Python clients, and agents' requests, against `triptych serve`; `make clients` runs more of them."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 SCRIPTS = Path(__file__).parents[1] / "clients"
 
 
-@pytest.mark.parametrize("client", ["openai", "anthropic"])
+@pytest.mark.parametrize("client", ["openai", "anthropic", "agents"])
 def test_every_part_of_the_client_works(demo: ServeCommand, client: str) -> None:
     result = subprocess.run(
         [sys.executable, SCRIPTS / f"with_{client}.py"],

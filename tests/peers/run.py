@@ -81,7 +81,8 @@ def run(python: Path, source: Path, confcutdir: str, *arguments: str) -> str:
     command = [
         python, "-m", "pytest", "-c", os.devnull, "--rootdir=.", f"--confcutdir=tests/{confcutdir}",
         "-p", "vllm_plugin", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto",
-        "--timeout", "90", "--continue-on-collection-errors", "-q", "-rpfE", "-W", "ignore", "--tb=line", *arguments,
+        "--timeout", "90", "--continue-on-collection-errors", "-q", "-rpfE", "-W", "ignore",
+        "--tb=line", *arguments,
     ]  # fmt: skip
     environment = {
         **os.environ, "TRIPTYCH_PYTHON": sys.executable, "TRIPTYCH_ROOT": str(ROOT),
