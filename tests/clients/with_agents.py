@@ -61,8 +61,10 @@ CLAUDE = {
 
 def post(path, body):
     """The events of a stream, and what was ignored."""
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}",
-               "anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219"}  # fmt: skip
+    headers = {
+        "Content-Type": "application/json", "Authorization": f"Bearer {KEY}",
+        "anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219",
+    }  # fmt: skip
     request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:

@@ -32,11 +32,11 @@ def free_port():
 
 def start(directory, port):
     """The proxy, once it answers."""
+    options = {"api_base": f"{URL}/v1", "api_key": "x"}
     models = [
-        {"model_name": provider,
-         "litellm_params": {"model": f"{provider}/{MODEL}", "api_base": f"{URL}/v1", "api_key": "x"}}
+        {"model_name": provider, "litellm_params": {"model": f"{provider}/{MODEL}", **options}}
         for provider in PROVIDERS
-    ]  # fmt: skip
+    ]
     config = {"model_list": models, "general_settings": {"master_key": KEY}}
     path = Path(directory, "config.yaml")
     path.write_text(json.dumps(config))  # which is YAML, too

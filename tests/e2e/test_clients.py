@@ -1,4 +1,4 @@
-"""The official Python clients, and agents' requests, against `triptych serve`; `make clients` runs more of them."""
+"""The official Python clients and requests of agents; `make clients` runs more of them."""
 
 import json
 import os
