@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from services.common.errors import EngineLost, ProcessLost, TriptychError, Unavailable
+from services.common.geometry import Unit
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
@@ -351,7 +352,9 @@ async def test_silent_pod_loses_its_calls_to_others():
 
         fake.before = never
         pod = pool.choose(pool.description(), b"k", ())
-        call = asyncio.create_task(pod.encode(b"k" * 32, b"", (1, 2, 2), salt=b"", timeout_s=30))
+        call = asyncio.create_task(
+            pod.encode(b"k" * 32, b"", Unit((1, 2, 2)), salt=b"", timeout_s=30)
+        )
         await until(lambda: fake.requests)
         fake.health.silent = True
         with pytest.raises(ProcessLost):
@@ -393,7 +396,7 @@ async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
         fake.reset()
         fake.before = lambda _: asyncio.sleep(PATIENCE_S)
         call = asyncio.create_task(
-            pod.encode(b"key", b"", (1, 2, 2), salt=b"", timeout_s=PATIENCE_S)
+            pod.encode(b"key", b"", Unit((1, 2, 2)), salt=b"", timeout_s=PATIENCE_S)
         )
         while not fake.requests:  # noqa: ASYNC110 - a list of a fake
             await asyncio.sleep(0.001)
@@ -404,7 +407,7 @@ async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
     await pod.connect()
     assert type(await asked(fake.stop())) is ProcessLost
     with pytest.raises(Unavailable) as unsent:
-        await pod.encode(b"key", b"", (1, 2, 2), salt=b"", timeout_s=PATIENCE_S)
+        await pod.encode(b"key", b"", Unit((1, 2, 2)), salt=b"", timeout_s=PATIENCE_S)
     assert type(unsent.value) is Unavailable
     await pod.close()
 
@@ -421,7 +424,9 @@ async def test_an_encoder_that_fails_a_health_check_has_a_last_word():
         raise EngineLost("its engine has ended")
 
     fake.before = end
-    call = asyncio.create_task(pod.encode(b"key", b"", (1, 2, 2), salt=b"", timeout_s=PATIENCE_S))
+    call = asyncio.create_task(
+        pod.encode(b"key", b"", Unit((1, 2, 2)), salt=b"", timeout_s=PATIENCE_S)
+    )
     while not fake.requests:  # noqa: ASYNC110 - a list of a fake
         await asyncio.sleep(0.001)
     await pod.disconnect("it does not answer")
@@ -443,7 +448,9 @@ async def test_an_error_after_the_caller_was_cancelled_is_not_reported_as_unretr
     async def cancel_as_it_fails():
         answer = asyncio.get_running_loop().create_future()
         pod._encode = lambda request, **_: answer
-        asked = asyncio.ensure_future(pod.encode(b"key", b"", (1, 2, 2), salt=b"", timeout_s=1.0))
+        asked = asyncio.ensure_future(
+            pod.encode(b"key", b"", Unit((1, 2, 2)), salt=b"", timeout_s=1.0)
+        )
         await asyncio.sleep(0.01)
         answer.set_exception(Unavailable("gone"))
         await asyncio.sleep(0)  # it has failed, and the caller has not run yet
