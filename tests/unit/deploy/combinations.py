@@ -26,6 +26,8 @@ COMBINATIONS = {
     "dra-text": ("text", "dra"),
     "no-spare-gpu": ("gpu", "no-spare-gpu"),
     "no-spare-gpu-text": ("text", "no-spare-gpu"),
+    "tenant-limits": ("gpu", "tenant-limits"),
+    "tenant-limits-text": ("text", "tenant-limits", "autoscaling/text"),
     "priority": ("gpu-shared-kernels", "priority"),
     "monitoring": ("gpu", "monitoring"),
     "http-route": ("gpu", "http-route"),

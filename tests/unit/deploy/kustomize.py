@@ -80,6 +80,8 @@ def _compose(directory: Path, base: list[Resource] | None = None) -> list[Resour
         metadata = resource["metadata"]
         if "namespace" in spec and resource["kind"] not in _CLUSTER_WIDE:
             metadata["namespace"] = spec["namespace"]
+        if "namespace" in spec and resource["kind"] == "Namespace":
+            metadata["name"] = spec["namespace"]
         for label in spec.get("labels", ()):
             if not set(label) <= {"pairs", "includeTemplates", "includeSelectors"}:
                 raise NotImplementedError(f"{directory}: labels with {set(label)}")
