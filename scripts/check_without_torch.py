@@ -12,10 +12,9 @@ import tomllib
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-_ABSENT = ("torch", "transformers", "redis")
-# Contracts of pyproject.toml whose modules need none of these, and the module that needs Redis.
+_ABSENT = ("torch", "transformers")
+# Contracts of pyproject.toml whose modules need none of these.
 _CONTRACTS = ("the gateway and the shared code know no torch", "scheduling is pure")
-_WITH_REDIS = "services.common.embedding_cache"
 _TESTS = (
     "tests/unit/gateway",
     "tests/unit/common/test_channel.py",
@@ -35,8 +34,7 @@ def modules() -> list[str]:
     for contract in config["tool"]["importlinter"]["contracts"]:
         if contract["name"] in _CONTRACTS:
             for name in contract["source_modules"]:
-                if name != _WITH_REDIS:
-                    found += [name, *_inside(name)]
+                found += [name, *_inside(name)]
     return [name for name in found if not name.endswith("__main__")]
 
 

@@ -76,7 +76,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
             **{
                 "model_name": "fake", "key_prefix": b"prefix".ljust(32, b"."),
                 "dtype": encoder_pb2.DTYPE_FLOAT32, "num_features": 3, "hidden": 32,
-                "max_image_patches": 16384, "protocol": rpc.PROTOCOL, **description,
+                "max_image_patches": 16384, **description,
             }
         )  # fmt: skip
         self.reset()
@@ -145,8 +145,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
             **{
                 "model_name": "fake", "dtype": encoder_pb2.DTYPE_FLOAT32, "num_features": 3,
                 "hidden": 32, "vocab_size": 1000, "max_model_len": 4096, "block_size": 16,
-                "num_blocks": 1024, "max_num_sequences": 256, "protocol": rpc.PROTOCOL,
-                **description,
+                "num_blocks": 1024, "max_num_sequences": 256, **description,
             }
         )  # fmt: skip
         self.end_token = 0
@@ -156,6 +155,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
 
     def reset(self) -> None:
         self.reply = list(self.default_reply)
+        self.load: decoder_pb2.LoadResponse | None = decoder_pb2.LoadResponse(num_blocks=1024)
         self.tokens_per_event = 1
         self.delay_s = 0.0
         self.before: Callable[[decoder_pb2.Submit], Awaitable[None]] | None = None
@@ -172,6 +172,11 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
 
     async def Describe(self, request, context):
         return self.description
+
+    async def Load(self, request, context):
+        if self.load is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "silent")
+        return self.load
 
     async def Generate(self, request_iterator, context):
         events: asyncio.Queue[decoder_pb2.SequenceEvent | None] = asyncio.Queue()

@@ -70,10 +70,11 @@ class RedisUrls:
 
     encoder: str
     decoder: str
+    gateway: str
 
     def of(self, kind: str) -> str:
-        """Of a service: `encoder` or `decoder`."""
-        return self.encoder if kind == "encoder" else self.decoder
+        """Of a service: `encoder`, `decoder` or `gateway`."""
+        return {"encoder": self.encoder, "decoder": self.decoder, "gateway": self.gateway}[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,8 @@ def plan_stack(
             "DECODER_ADDRESSES": _addresses(engines, "decoder"),
             **_token(links),
         }
+        if redis is not None and redis.gateway:
+            common["REDIS_URL"] = redis.gateway
         if options.api_key is not None:
             common["API_KEYS"] = options.api_key
         gateways = _gateways(options, common, port, cpus, ports)

@@ -37,10 +37,13 @@ _REQUEST_TOKENS = 4096
 _REDIS_MAX_MEMORY = "1gb"
 # The kernel's limit for a socket's path is 108 bytes, with its name and the end.
 _MAX_SOCKET_DIRECTORY = 80
-# What the services may do: encoders write, decoders read. deploy/k8s/README.md has the same rules.
+# What the services may do: encoders write embeddings, decoders read them, gateways run the script
+# of tenants' limits. deploy/k8s has the same rules.
 REDIS_RULES = {
     "encoder": "~triptych:embedding:* -@all +ping +getrange +set",
     "decoder": "~triptych:embedding:* -@all +ping +getrange",
+    "gateway": "~triptych:limits -@all "
+    "+eval +evalsha +time +hget +hmget +hgetall +hkeys +hset +hdel",
 }
 
 
@@ -173,15 +176,16 @@ def make_links(grpc: str, directory: Path) -> Links:
 def _given_redis(url: str | None, environment: Mapping[str, str]) -> RedisUrls | None:
     """A Redis that others run: of the command line, or of the services' variables."""
     if url is None:
-        exported = [environment.get(f"{kind}_REDIS_URL", "") for kind in ("ENCODER", "DECODER")]
-        return RedisUrls(*exported) if any(exported) else None
+        kinds = ("ENCODER", "DECODER", "GATEWAY")
+        exported = [environment.get(f"{kind}_REDIS_URL", "") for kind in kinds]
+        return RedisUrls(*exported) if any(exported[:2]) else None
     if urlsplit(url).password is not None or "password=" in url:
         raise StackError(
             "all users of this machine see a password in --redis-url: export ENCODER_REDIS_URL "
-            "and DECODER_REDIS_URL instead",
+            "and DECODER_REDIS_URL (and GATEWAY_REDIS_URL) instead",
             2,
         )
-    return RedisUrls(url, url)
+    return RedisUrls(url, url, url)
 
 
 def redis_spec(directory: Path) -> tuple[ChildSpec, RedisUrls] | None:

@@ -27,6 +27,23 @@ stringData:
 EOF
 }
 
+limits() {
+  gateway=$(random 24)
+  cat <<EOF
+---
+# The Redis that counts tenants' limits, of the component tenant-limits: gateways run its script.
+apiVersion: v1
+kind: Secret
+metadata:
+  name: triptych-limits
+stringData:
+  users.acl: |
+    user default off
+    user gateway on >$gateway ~triptych:limits -@all +eval +evalsha +time +hget +hmget +hgetall +hkeys +hset +hdel
+  gateway-url: redis://gateway:$gateway@limits:6379/0
+EOF
+}
+
 token() {
   cat <<EOF
 ---
@@ -40,10 +57,10 @@ stringData:
 EOF
 }
 
-[ $# -gt 0 ] || { echo "usage: $0 redis|token ..." >&2; exit 2; }
+[ $# -gt 0 ] || { echo "usage: $0 redis|limits|token ..." >&2; exit 2; }
 for name in "$@"; do
   case $name in
-    redis|token) "$name" ;;
-    *) echo "$0: no secret $name; there are: redis, token" >&2; exit 2 ;;
+    redis|limits|token) "$name" ;;
+    *) echo "$0: no secret $name; there are: redis, limits, token" >&2; exit 2 ;;
   esac
 done

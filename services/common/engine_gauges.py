@@ -39,6 +39,11 @@ class EngineGauges:
         silence.set_function(lambda: self.silence_s())
         registry.register(self)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether what the engine said last is of no use."""
+        return self.silence_s() > MAX_SILENCE_S
+
     def gauge(self, name: str, text: str, *labels: str) -> Gauge:
         """Another gauge, `{service}_{name}`."""
         gauge = Gauge(f"{self._service}_{name}", text, labels, registry=None)
@@ -48,6 +53,6 @@ class EngineGauges:
     def collect(self) -> Iterator[Metric]:
         """Called at each scrape."""
         self._refresh()
-        if self.silence_s() <= MAX_SILENCE_S:
+        if not self.is_silent:
             for gauge in self._gauges:
                 yield from gauge.collect()

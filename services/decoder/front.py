@@ -40,6 +40,7 @@ from services.decoder.engine.messages import (
     EngineInfo,
     EngineMessage,
     EngineSender,
+    EngineStats,
     KernelCalls,
     StartOfSequence,
     StepDone,
@@ -157,8 +158,12 @@ class DecoderFront:
         self._empty.set()
         metrics.num_rows = engine.max_num_sequences
         metrics.kv_blocks.set(engine.num_blocks)
-        metrics.kv_free.set(engine.num_blocks)
+        metrics.engine_step(EngineStats(0, 0, engine.num_blocks, engine.num_blocks, 0, 0, 0, 0), 0)
         metrics.cache_bytes.set_function(lambda: source.arena.used_bytes)
+
+    def stats(self) -> EngineStats | None:
+        """As `DecoderMetrics.stats`."""
+        return self._metrics.stats()
 
     # Streams.
 

@@ -125,6 +125,10 @@ class DecoderMetrics:
         if num_generated:
             self.generated.inc(num_generated)
 
+    def stats(self) -> EngineStats | None:
+        """What the engine said last; None while it is silent."""
+        return None if self._engine.is_silent else self._stats
+
     def _read_stats(self) -> None:
         """Sets gauges and totals; at each scrape, because steps are a thousand times as many."""
         with self._reading:

@@ -11,7 +11,6 @@ import grpc.aio
 from services.common.fetch_wire import DTYPES
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import decoder_pb2_grpc as pb_grpc
-from services.common.rpc import PROTOCOL
 from services.decoder.front import DecoderFront, Stream
 
 SERVICE_NAME = "triptych.v1.Decoder"
@@ -39,7 +38,19 @@ class DecoderServicer(pb_grpc.DecoderServicer):
             num_blocks=engine.num_blocks,
             max_num_sequences=engine.max_num_sequences,
             fingerprint=self._fingerprint,
-            protocol=PROTOCOL,
+        )
+
+    async def Load(
+        self, request: pb.LoadRequest, context: grpc.aio.ServicerContext
+    ) -> pb.LoadResponse:
+        stats = self._front.stats()
+        if stats is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is silent")
+        return pb.LoadResponse(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_blocks_used=stats.num_blocks - stats.num_free_blocks,
+            num_blocks=stats.num_blocks,
         )
 
     async def Generate(

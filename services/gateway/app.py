@@ -40,8 +40,9 @@ from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.sampling import SamplingDefaults
 from services.gateway.settings import GatewaySettings
 from services.gateway.tenancy.admission import Admission, max_held_bytes
-from services.gateway.tenancy.quota import Quotas
+from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Keyring
+from services.gateway.tenancy.usage import Quotas
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.warm_up import WarmUp
 
@@ -81,7 +82,9 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         )
     tokenizer = ModelTokenizer.from_directory(spec.directory)
     template = ChatTemplate.from_directory(spec.directory, tokenizer.added)
-    quotas = Quotas()
+    metrics = GatewayMetrics()
+    leases = _leases(settings, metrics)
+    quotas = Quotas(leases)
     held_bytes = max_held_bytes(settings.memory_bytes or memory_limit_bytes())
     admission = Admission(settings.max_concurrent_requests, held_bytes, quotas)
     web = WebMedia(
@@ -92,7 +95,6 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     images = None
     if spec.vision is not None:
         images = ImageReader(loader, spec.vision.geometry, settings.max_source_pixels)
-    metrics = GatewayMetrics()
     encoders, decoders = _pools(settings, spec, metrics)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
@@ -111,19 +113,22 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         await service.start()
+        leases.start()
         warming_up = asyncio.create_task(warm_up.run())
         try:
             yield
         finally:
             warming_up.cancel()
             await asyncio.wait((warming_up,))
+            await leases.close()
             await service.close()
             await loader.close()
 
     beside = create_surfaces(service, admission, metrics, spec.directory)
     routes = Routes(
-        service, lambda: warm_up.done, admission, metrics, beside.endpoints, beside.routes
-    )
+        service, lambda: warm_up.done, admission, metrics, beside.endpoints, beside.routes,
+        settings.others,
+    )  # fmt: skip
     app = _application([*routes.table(), warm_up.route], lifespan)
     middleware: ASGIApp = Middleware(
         app, routes.endpoints, admission, keyring, quotas, warm_up.path
@@ -140,6 +145,12 @@ def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> A
         return app
     origins = settings.cors_origins if is_loopback(settings.host) else None
     return SameSite(app, is_served, origins)
+
+
+def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:
+    leases = Leases(settings.redis_url, settings.replicas)
+    metrics.limits_divided.set_function(lambda: leases.divided_by)
+    return leases
 
 
 def _keyring(settings: GatewaySettings) -> Keyring:
@@ -159,7 +170,7 @@ def _pools(
     """A text model has no encoders; addresses that are set are not used."""
     served = _served_model(spec)
     dialling = Dialling(
-        Credentials.from_settings(settings).shown,
+        Credentials.from_settings(settings),
         lambda reason: metrics.peers_refused.labels(reason).inc(),
     )
     addresses = settings.encoders if spec.vision is not None else ()
@@ -169,6 +180,8 @@ def _pools(
         if kind == "encoder" and spec.vision is None:
             continue  # none is missing
         metrics.healthy_pods.labels(kind).set_function(pool.num_healthy)
+    metrics.picker_gauges.model_name = settings.served_model_name or spec.name
+    metrics.picker_gauges.load = decoders.load
     return encoders, decoders
 
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.spans import Attribute, span
 from services.common.telemetry import LATENCY_BUCKETS
+from services.gateway.picker_gauges import PickerGauges
 
 
 @dataclass(slots=True)
@@ -112,6 +113,13 @@ class GatewayMetrics:
             "gateway_healthy_pods",
             "Pods that accept work",
             ["service"],
+            registry=self.registry,
+        )
+        self.picker_gauges = PickerGauges()
+        self.registry.register(self.picker_gauges)
+        self.limits_divided = Gauge(
+            "gateway_limits_divided_by",
+            "Gateways among which tenants' limits are divided: 1 while they are counted together",
             registry=self.registry,
         )
         self.running = Gauge(

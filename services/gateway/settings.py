@@ -39,6 +39,10 @@ class GatewaySettings(PeerSettings):
         allow_private_media_hosts: whether image URLs may reach private and loopback addresses.
         api_keys: comma-separated; with none, and no file of them, requests need no key.
         api_keys_file: keys as digests, with their tenants and limits, see `tenancy/tenants.py`.
+        other_gateways: comma-separated URLs of gateways that serve other models behind the same
+            address; `GET /v1/models` lists theirs, too.
+        redis_url: where gateways count tenants' limits together; empty: limits are divided.
+        replicas: the number of gateways, by which limits are divided until Redis has told it.
         allow_anonymous: serve without keys on an address that other machines reach.
         allowed_hosts: comma-separated names under which requests are answered, besides addresses;
             `.example.com`: all names under it. Empty: any name where keys are needed, else those
@@ -71,6 +75,9 @@ class GatewaySettings(PeerSettings):
     allow_private_media_hosts: bool = False
     api_keys: SecretStr = SecretStr("")
     api_keys_file: Path | None = None
+    other_gateways: Annotated[str, Field(pattern=r"^(\s*https?://[^\s,]+\s*(,|$))*$")] = ""
+    redis_url: str = ""
+    replicas: Annotated[int, Field(ge=1)] = 1
     allow_anonymous: bool = False
     allowed_hosts: str = ""
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
@@ -97,6 +104,11 @@ class GatewaySettings(PeerSettings):
     def served_hosts(self) -> tuple[str, ...]:
         """`allowed_hosts`, split."""
         return split_list(self.allowed_hosts.lower())
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """`other_gateways`, split."""
+        return split_list(self.other_gateways)
 
     @property
     def cors_origins(self) -> tuple[str, ...]:

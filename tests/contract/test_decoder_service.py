@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable
 
+import grpc.aio
 import numpy as np
 import pytest
 
@@ -35,6 +36,21 @@ async def test_describe_says_what_is_served():
         assert answer.dtype == encoder_pb2.DTYPE_BFLOAT16
         assert (answer.num_features, answer.hidden, answer.vocab_size) == (2, 8, VOCAB_SIZE)
         assert (answer.max_model_len, answer.block_size, answer.num_blocks) == (256, 4, 64)
+
+
+async def test_load_says_what_there_is_to_do_unless_the_engine_is_silent():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        assert await decoder.stub.Load(pb.LoadRequest()) == pb.LoadResponse(num_blocks=64)
+        decoder.encoder.gate.clear()
+        await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 0)))
+        load = pb.LoadResponse()
+        while not load.num_waiting + load.num_running:
+            load = await decoder.stub.Load(pb.LoadRequest())
+        decoder.encoder.gate.set()
+        decoder.front._metrics.watch_silence(lambda: 31.0)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await decoder.stub.Load(pb.LoadRequest())
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_many_sequences_of_many_gateways_get_their_own_tokens():

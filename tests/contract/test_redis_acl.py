@@ -1,5 +1,6 @@
 """Encoder and decoder log in to Redis as users that may do what they do, no more."""
 
+import asyncio
 import functools
 import re
 import subprocess
@@ -13,6 +14,7 @@ import yaml
 
 from services.common.embedding import EmbeddingSpec, digest
 from services.common.embedding_cache import RedisCache
+from services.gateway.tenancy.lease_store import Asked, LeaseStore
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, answers
 from triptych.serve import REDIS_RULES
@@ -24,9 +26,9 @@ DATA = np.ones(SPEC.shape, np.float32).tobytes()
 
 
 @functools.cache
-def secret() -> dict[str, str]:
+def secret(name: str = "redis") -> dict[str, str]:
     """What the deployment's server and its clients are given."""
-    text = subprocess.run([SECRETS, "redis"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([SECRETS, name], capture_output=True, text=True, check=True).stdout
     return yaml.safe_load(text)["stringData"]
 
 
@@ -62,7 +64,30 @@ async def decoder(server: RedisServer) -> AsyncIterator[RedisCache]:
 
 def test_the_local_stack_has_the_same_rules() -> None:
     given = dict(re.findall(r"user (\w+) on >\S+ (.*)", secret()["users.acl"]))
+    given |= re.findall(r"user (\w+) on >\S+ (.*)", secret("limits")["users.acl"])
     assert given == REDIS_RULES
+
+
+async def test_the_gateway_may_count_and_nothing_else(tmp_path: Path) -> None:
+    users = tmp_path / "users.acl"
+    rules = {"default": "~* +@all", "gateway": REDIS_RULES["gateway"]}
+    users.write_text("".join(f"user {u} on nopass {r}\n" for u, r in rules.items()))
+    with RedisServer("--aclfile", str(users)) as server:
+        url = server.url_of("gateway")
+        store = LeaseStore(url, "here", 60.0)
+        asked = Asked("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
+        for _ in range(2):
+            answer = await store.ask([asked], all_tenants=True)
+            assert answer.leases == [[4, 0, 0, 0, 0]] and answer.gateways == 1
+        # One that has gone is forgotten, with its leases.
+        await asyncio.sleep(0.02)
+        other = LeaseStore(url, "there", 0.001, alive_s=0.001)
+        answer = await other.ask([asked], all_tenants=True)
+        assert (answer.gateways, answer.others, answer.of_others) == (1, [[0] * 5], {})
+        for each in (store, other):
+            await each.close()
+        with redis.Redis.from_url(url) as client, pytest.raises(redis.exceptions.NoPermissionError):
+            client.hgetall("triptych:embedding:key")
 
 
 async def test_the_encoder_may_do_all_that_it_does(

@@ -8,12 +8,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class LoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LoadResponse(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "num_blocks_used", "num_blocks")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_blocks: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks_used: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class DescribeDecoderRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DescribeDecoderResponse(_message.Message):
-    __slots__ = ("model_name", "dtype", "num_features", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences", "fingerprint", "protocol")
+    __slots__ = ("model_name", "dtype", "num_features", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences", "fingerprint")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -24,7 +40,6 @@ class DescribeDecoderResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     dtype: _encoder_pb2.DType
     num_features: int
@@ -35,8 +50,7 @@ class DescribeDecoderResponse(_message.Message):
     num_blocks: int
     max_num_sequences: int
     fingerprint: bytes
-    protocol: int
-    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class GenerateCommand(_message.Message):
     __slots__ = ("submit", "cancel", "accept")

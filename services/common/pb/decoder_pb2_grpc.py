@@ -39,6 +39,11 @@ class DecoderStub:
                 request_serializer=services_dot_common_dot_pb_dot_decoder__pb2.DescribeDecoderRequest.SerializeToString,
                 response_deserializer=services_dot_common_dot_pb_dot_decoder__pb2.DescribeDecoderResponse.FromString,
                 _registered_method=True)
+        self.Load = channel.unary_unary(
+                '/triptych.v1.Decoder/Load',
+                request_serializer=services_dot_common_dot_pb_dot_decoder__pb2.LoadRequest.SerializeToString,
+                response_deserializer=services_dot_common_dot_pb_dot_decoder__pb2.LoadResponse.FromString,
+                _registered_method=True)
         self.Generate = channel.stream_stream(
                 '/triptych.v1.Decoder/Generate',
                 request_serializer=services_dot_common_dot_pb_dot_decoder__pb2.GenerateCommand.SerializeToString,
@@ -51,6 +56,13 @@ class DecoderServicer:
 
     def Describe(self, request, context):
         """What this decoder serves. Constant for the life of the process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Load(self, request, context):
+        """What it has to do now. UNAVAILABLE while the engine is silent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +85,11 @@ def add_DecoderServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=services_dot_common_dot_pb_dot_decoder__pb2.DescribeDecoderRequest.FromString,
                     response_serializer=services_dot_common_dot_pb_dot_decoder__pb2.DescribeDecoderResponse.SerializeToString,
+            ),
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=services_dot_common_dot_pb_dot_decoder__pb2.LoadRequest.FromString,
+                    response_serializer=services_dot_common_dot_pb_dot_decoder__pb2.LoadResponse.SerializeToString,
             ),
             'Generate': grpc.stream_stream_rpc_method_handler(
                     servicer.Generate,
@@ -107,6 +124,33 @@ class Decoder:
             '/triptych.v1.Decoder/Describe',
             services_dot_common_dot_pb_dot_decoder__pb2.DescribeDecoderRequest.SerializeToString,
             services_dot_common_dot_pb_dot_decoder__pb2.DescribeDecoderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Decoder/Load',
+            services_dot_common_dot_pb_dot_decoder__pb2.LoadRequest.SerializeToString,
+            services_dot_common_dot_pb_dot_decoder__pb2.LoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

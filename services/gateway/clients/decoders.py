@@ -23,12 +23,13 @@ from services.common.errors import (
 from services.common.pb import decoder_pb2 as pb
 from services.common.rpc import error_from_rpc
 from services.gateway.clients.commands import Commands
-from services.gateway.clients.pods import Dialling, Pod, Pool, pick
+from services.gateway.clients.pods import Dialling, Pod, PodState, Pool, pick
 from services.gateway.clients.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
 _DESCRIBE_TIMEOUT_S = 2.0
+_LOAD_TIMEOUT_S = 1.0
 
 
 class TokenEvent(Struct, frozen=True):
@@ -79,9 +80,14 @@ class EmbeddingLost(EmbeddingUnavailable):
 
 
 class DecoderPod(Pod):
-    """One decoder and its stream."""
+    """One decoder and its stream.
+
+    Attributes:
+        load: when its health was checked last; None: it does not say.
+    """
 
     description: pb.DescribeDecoderResponse | None = None
+    load: pb.LoadResponse | None = None
 
     def __init__(self, address: str, served: ServedModel, dialling: Dialling | None = None) -> None:
         super().__init__(address, "decoder", dialling)
@@ -90,6 +96,11 @@ class DecoderPod(Pod):
             "/triptych.v1.Decoder/Describe",
             request_serializer=pb.DescribeDecoderRequest.SerializeToString,
             response_deserializer=pb.DescribeDecoderResponse.FromString,
+        )
+        self._ask_load = self.channel.unary_unary(
+            "/triptych.v1.Decoder/Load",
+            request_serializer=pb.LoadRequest.SerializeToString,
+            response_deserializer=pb.LoadResponse.FromString,
         )
         self._generate = self.channel.stream_stream(
             "/triptych.v1.Decoder/Generate",
@@ -114,6 +125,15 @@ class DecoderPod(Pod):
     def session(self) -> str:
         """Which decoder, and which of its streams: the pod under an address may have restarted."""
         return f"{self.address} (stream {self._num_streams})"
+
+    async def check(self) -> PodState:
+        state = await super().check()
+        load = None
+        if state is PodState.SERVING:
+            with suppress(grpc.aio.AioRpcError):
+                load = await self._ask_load(pb.LoadRequest(), timeout=_LOAD_TIMEOUT_S)
+        self.load = load
+        return state
 
     async def connect(self) -> None:
         try:
@@ -283,6 +303,18 @@ class DecoderPool(Pool[DecoderPod]):
         """The healthy decoder with the shortest context; None if no decoder is healthy."""
         found = _descriptions(self._healthy())
         return min(found, key=lambda d: d.max_model_len) if found else None
+
+    def load(self) -> pb.LoadResponse | None:
+        """The sum over healthy decoders; None if none says what it has to do."""
+        loads = [pod.load for pod in self._pods.healthy() if pod.load is not None]
+        if not loads:
+            return None
+        return pb.LoadResponse(
+            num_running=sum(load.num_running for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
+            num_blocks_used=sum(load.num_blocks_used for load in loads),
+            num_blocks=sum(load.num_blocks for load in loads),
+        )
 
     def choose(self, key: bytes, exclude: Collection[str], num_tokens: int = 0) -> DecoderPod:
         """The decoder for a prompt; equal keys get the same decoder, see `pick`.

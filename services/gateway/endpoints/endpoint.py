@@ -240,6 +240,7 @@ async def received(admission: Admission, request: Request) -> AsyncGenerator[tup
             body = await read_body(request.scope, request.receive, holding.hold)
         with releasing(body), admission.slot(tenant, holding) as slot:
             try:
+                await slot.usage.charge()
                 yield slot, body
             except TriptychError as error:
                 if error.param is not None:

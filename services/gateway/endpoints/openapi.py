@@ -78,8 +78,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(
         "Tokens of a message's prompt", CountTokensRequest, TokenCount, error=MessagesErrorAnswer
     ),
-    ("GET", "/v1/models"): Operation("The served model, as a list", None, ModelList),
-    ("GET", "/v1/models/{name}"): Operation("The served model", None, ModelCard),
+    ("GET", "/v1/models"): Operation("The served models", None, ModelList),
+    ("GET", "/v1/models/{name}"): Operation("A served model", None, ModelCard),
     ("POST", "/tokenize"): Operation(
         "Token ids of text or messages", TokenizeRequest, TokenizeResponse
     ),

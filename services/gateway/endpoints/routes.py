@@ -16,7 +16,7 @@ from starlette.routing import Route
 from services.gateway.chat import ChatService
 from services.gateway.endpoints.chat_endpoint import ChatEndpoint
 from services.gateway.endpoints.endpoint import Endpoint
-from services.gateway.forms.responses import ModelCard, ModelList
+from services.gateway.endpoints.models import ModelRoutes
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
@@ -56,13 +56,14 @@ class Routes:
         metrics: GatewayMetrics,
         endpoints: Mapping[str, Endpoint],
         others: Sequence[Route],
+        other_gateways: Sequence[str] = (),
     ) -> None:
         self._service = service
         self._is_warm = is_warm
         self._admission = admission
         self._was_ready = False
         self._patient_until = time.monotonic() + _PATIENCE_S
-        self._created = int(time.time())
+        self._models = ModelRoutes(service, other_gateways, int(time.time()))
         pages = Path(__file__).parents[1] / "static"
         self._page = (pages / "index.html").read_bytes()
         self._docs_page = (pages / "docs.html").read_bytes()
@@ -74,8 +75,7 @@ class Routes:
         """Every route but the warm-up's."""
         return [
             *[Route(path, found, methods=["POST"]) for path, found in self.endpoints.items()],
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            *self._models.table(),
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
@@ -84,13 +84,6 @@ class Routes:
             Route("/", self.page, methods=["GET"]),
             *self._others,
         ]
-
-    async def models(self, request: Request) -> Response:
-        return JsonResponse(ModelList([self._model()]))
-
-    async def model(self, request: Request) -> Response:
-        self._service.check_model(request.path_params["name"])
-        return JsonResponse(self._model())
 
     async def health(self, request: Request) -> Response:
         """Liveness: the process answers."""
@@ -130,16 +123,6 @@ class Routes:
     async def docs(self, request: Request) -> Response:
         """A page that shows the OpenAPI document."""
         return _page(self._docs_page)
-
-    def _model(self) -> ModelCard:
-        service = self._service
-        return ModelCard(
-            service.model_name,
-            self._created,
-            service.max_model_len(),
-            service.input_modalities,
-            root=service.model_name,
-        )
 
 
 def _page(html: bytes) -> Response:

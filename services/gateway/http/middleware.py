@@ -23,8 +23,8 @@ from services.common.telemetry import bind_request_id
 from services.gateway.forms.error_answers import error_body, shaped_for
 from services.gateway.http.exchange import JsonResponse, handle_bug, handle_triptych_error
 from services.gateway.tenancy.admission import Admission
-from services.gateway.tenancy.quota import Quotas
 from services.gateway.tenancy.tenants import Keyring, bind_tenant
+from services.gateway.tenancy.usage import Quotas
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Middleware:
                 if (ignored := scope["state"].get("ignored")) and ignored.names:
                     message["headers"].append(ignored.header())
                 if identity is not None:
-                    message["headers"] += self._quotas.of(identity.tenant).headers()
+                    message["headers"] += self._quotas.headers(identity.tenant)
                 if self._admission.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)

@@ -17,8 +17,8 @@ from types import TracebackType
 
 from services.common.errors import Overloaded, Unavailable
 from services.gateway.forms.json_body import LargeImages
-from services.gateway.tenancy.quota import Quotas, Usage
 from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
+from services.gateway.tenancy.usage import Quotas, Usage
 
 MAX_HELD_BYTES = 4 << 30
 # Of the process without requests: tokenizer, libraries, what the allocators keep.

@@ -1,192 +1,345 @@
-"""Limits per tenant: what its requests use now, and what they used in the last minute.
+"""One tenant's limits on one gateway: what its requests use, and how much of each limit is leased.
 
-A request that would go over a limit is a 429 that says when to come back. Tokens are counted when
-the prompt is known: the prompt's, and as many as the completion may have. When the request ends,
-those that it did not use are given back.
+Two kinds of amounts have limits: those of the last 60 seconds (`Window`) and those at a time
+(`Count`). The gateways that serve a tenant divide its limits among them: a gateway admits what fits
+into its leases, whose sum over all gateways is never more than the limit. `leases` obtains them;
+this file only counts.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from msgspec import Struct
 
 from services.common.errors import RateLimited
-from services.gateway.tenancy.tenants import Limits, Tenant
+from services.gateway.tenancy.tenants import Limits
 
-_WINDOW_S = 60.0
+WINDOW_S = 60.0
 Clock = Callable[[], float]
 
+# What is counted, as indices of `Amounts`: the first three in any 60 seconds, the others at a time.
+REQUESTS, TOKENS, PIXELS, RUNNING, SEQUENCES = KINDS = range(5)
+_NAMES = (
+    "requests per minute", "tokens per minute", "pixels per minute",
+    "requests at a time", "sequences at a time",
+)  # fmt: skip
+# After a refusal, requests of at least its size are refused at once for so long: the gateway does
+# not ask for each request of a flood.
+_HOLD_OFF_S = 0.1
 
-class _Entry(Struct, eq=False, gc=False):  # a flood leaves 100,000 of them in a minute
+# One number of each kind.
+Amounts = Sequence[int]
+NOTHING: Amounts = (0,) * len(KINDS)
+
+
+class Entry(Struct, eq=False, gc=False):  # a flood leaves 100,000 of them in a minute
+    """An amount, and when it was counted."""
+
     at: float
     amount: int
 
 
 class Window:
-    """Amounts of the last 60 seconds, against a limit."""
+    """Amounts of the last 60 seconds."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, window_s: float) -> None:
         self._clock = clock
-        self._entries: deque[_Entry] = deque()
-        self.total = 0
+        self._window_s = window_s
+        self._entries: deque[Entry] = deque()
+        self._total = 0
+        self._mark, self._recent = 0.0, 0
 
-    def add(self, amount: int) -> _Entry:
+    @property
+    def used(self) -> int:
+        """The sum of the window."""
+        self._expire()
+        return self._total
+
+    @property
+    def recent(self) -> int:
+        """The part of `used` since the mark."""
+        self._expire()
+        return self._recent
+
+    def mark(self) -> None:
+        """Begins `recent` anew."""
+        self._mark, self._recent = self._clock(), 0
+
+    def add(self, amount: int) -> Entry:
         """Counts an amount; `correct` may change it."""
-        entry = _Entry(self._clock(), amount)
+        entry = Entry(self._clock(), amount)
         self._entries.append(entry)
-        self.total += amount
+        self._change(entry, amount)
         return entry
 
-    def correct(self, entry: _Entry, amount: int) -> None:
+    def correct(self, entry: Entry, amount: int) -> None:
         """Changes an amount; one that has left the window is forgotten."""
-        self.expire()
-        if entry.at > self._clock() - _WINDOW_S:
-            self.total += amount - entry.amount
+        self._expire()
+        if entry.at > self._clock() - self._window_s:
+            self._change(entry, amount - entry.amount)
             entry.amount = amount
-
-    def expire(self) -> None:
-        """Forgets what is older than the window."""
-        start = self._clock() - _WINDOW_S
-        while self._entries and self._entries[0].at <= start:
-            self.total -= self._entries.popleft().amount
 
     def wait_s(self, amount: int, limit: int) -> float:
         """Seconds until `amount` fits; 0: now. More than the limit fits into an empty window."""
-        self.expire()
-        over = self.total + amount - limit
-        if over <= 0 or not self.total:
+        over = self.used + amount - limit
+        if over <= 0 or not self._total:
             return 0.0
         for entry in self._entries:
             over -= entry.amount
             if over <= 0:
-                return entry.at + _WINDOW_S - self._clock()
-        return self._entries[-1].at + _WINDOW_S - self._clock()
+                return entry.at + self._window_s - self._clock()
+        return self.reset_s()
 
     def reset_s(self) -> float:
         """Seconds until the window is empty."""
-        self.expire()
-        return self._entries[-1].at + _WINDOW_S - self._clock() if self._entries else 0.0
+        self._expire()
+        return self._entries[-1].at + self._window_s - self._clock() if self._entries else 0.0
+
+    def _expire(self) -> None:
+        start = self._clock() - self._window_s
+        while self._entries and self._entries[0].at <= start:
+            entry = self._entries.popleft()
+            self._change(entry, -entry.amount)
+
+    def _change(self, entry: Entry, amount: int) -> None:
+        self._total += amount
+        if entry.at >= self._mark:
+            self._recent += amount
+
+
+class Count:
+    """An amount at a time."""
+
+    def __init__(self) -> None:
+        self.used = 0
+
+    @property
+    def recent(self) -> int:
+        """All of it: what runs is not older than it is."""
+        return self.used
+
+    def mark(self) -> None:
+        """There is nothing to begin anew."""
+
+    def add(self, amount: int) -> None:
+        """Counts an amount, or gives it back if it is negative."""
+        self.used += amount
+
+    def wait_s(self, amount: int, limit: int) -> float:
+        """A second, if `amount` does not fit: when requests end is not known."""
+        return 1.0 if self.used + amount > limit else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How limits are divided while nothing counts for all gateways together.
+
+    Attributes:
+        gateways: among which.
+        since: when it began, in the clock's seconds. Until all that was counted before has left the
+            windows, a gateway keeps its lease and has its part of what was not leased.
+    """
+
+    gateways: int
+    since: float = float("-inf")
+
+    def share(self, limit: int) -> int:
+        """A gateway's part of a limit. Each lets at least one in."""
+        return max(1, limit // self.gateways)
 
 
 class Quota:
-    """What one tenant uses. Only the event loop's thread uses it."""
+    """What one tenant uses. Only the event loop's thread uses it.
 
-    def __init__(self, limits: Limits, clock: Clock = time.monotonic) -> None:
-        self.limits = limits
-        self.num_requests = 0
-        self.num_sequences = 0
-        self.requests = Window(clock)
-        self.tokens = Window(clock)
-        self.pixels = Window(clock)
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's `x-ratelimit-*` headers, for the limits that there are."""
-        found: list[tuple[bytes, bytes]] = []
-        for name, limit, window in (
-            (b"requests", self.limits.requests_per_minute, self.requests),
-            (b"tokens", self.limits.tokens_per_minute, self.tokens),
-        ):
-            if limit is not None:
-                reset_s = window.reset_s()
-                found += [
-                    (b"x-ratelimit-limit-" + name, b"%d" % limit),
-                    (b"x-ratelimit-remaining-" + name, b"%d" % max(0, limit - window.total)),
-                    (b"x-ratelimit-reset-" + name, b"%.3fs" % reset_s),
-                ]
-        return found
-
-    def check(self, name: str, window: Window, amount: int, limit: int | None) -> None:
-        """Raises RateLimited if an amount does not fit into a window."""
-        wait_s = 0.0 if limit is None else window.wait_s(amount, limit)
-        if wait_s > 0:
-            raise RateLimited(
-                f"the limit of {limit} {name} per minute is reached", retry_after_s=wait_s
-            )
-
-    def check_at_a_time(self, name: str, number: int, more: int, limit: int | None) -> None:
-        """Raises RateLimited if this many more at a time are over the limit."""
-        if limit is not None and number + more > limit:
-            raise RateLimited(f"the limit of {limit} {name} at a time is reached", retry_after_s=1)
-
-
-@dataclass(slots=True)
-class Usage:
-    """What one request has taken of its tenant's quota. Valid inside the `with` that made it."""
-
-    quota: Quota
-    num_sequences: int = 0
-    _tokens: list[_Entry] = field(default_factory=list[_Entry])
-
-    def charge_pixels(self, num_pixels: int) -> None:
-        """Counts the pixels of the request's images, before they are encoded.
-
-        Raises:
-            RateLimited: they are too many for now.
-        """
-        quota = self.quota
-        quota.check("pixels", quota.pixels, num_pixels, quota.limits.pixels_per_minute)
-        quota.pixels.add(num_pixels)
-
-    def charge(self, prompt_tokens: int, max_tokens: int, num_choices: int) -> None:
-        """Counts a prompt and the completions that it may have.
-
-        Raises:
-            RateLimited: they are too many for now.
-        """
-        quota, limits = self.quota, self.quota.limits
-        tokens = prompt_tokens + num_choices * max_tokens
-        quota.check_at_a_time("sequences", quota.num_sequences, num_choices, limits.max_sequences)
-        quota.check("tokens", quota.tokens, tokens, limits.tokens_per_minute)
-        quota.num_sequences += num_choices
-        self.num_sequences += num_choices
-        self._tokens.append(quota.tokens.add(tokens))
-
-    def correct(self, used_tokens: Sequence[int]) -> None:
-        """Gives back what was not used: prompt and completion tokens, charge by charge."""
-        for index, entry in enumerate(self._tokens):
-            used = used_tokens[index] if index < len(used_tokens) else 0
-            self.quota.tokens.correct(entry, used)
-
-
-class Quotas:
-    """Owner of all tenants' quotas.
-
-    Args:
-        clock: seconds, monotonic.
+    Attributes:
+        limits: by kind; None: none.
+        early: requests that have not been charged yet.
+        leases: what this gateway may use, by kind. It may have used more: what was never checked,
+            or before the lease shrank.
+        others: what other gateways have leased, when this one heard last.
+        is_busy, is_short: something has been counted, or refused, since Redis was told.
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, tenant: str, clock: Clock = time.monotonic, window_s: float = WINDOW_S
+    ) -> None:
+        self.tenant = tenant
         self._clock = clock
-        self._by_tenant: dict[str, Quota] = {}
+        self._window_s = window_s
+        self.requests, self.tokens, self.pixels = (Window(clock, window_s) for _ in range(3))
+        self.meters = (self.requests, self.tokens, self.pixels, Count(), Count())
+        self._source: Limits | None = None
+        self.limits: tuple[int | None, ...] = (None,) * len(KINDS)
+        self.early = 0
+        self.leases = [0] * len(KINDS)
+        self.others = [0] * len(KINDS)
+        self.is_busy = self.is_short = False
+        self._refused: list[tuple[float, int]] = [(0.0, 0)] * len(KINDS)  # until when, amount
 
-    def of(self, tenant: Tenant) -> Quota:
-        """A tenant's; made at its first request. Limits may have changed since."""
-        found = self._by_tenant.get(tenant.name)
-        if found is None:
-            found = self._by_tenant[tenant.name] = Quota(tenant.limits, self._clock)
-        found.limits = tenant.limits
-        return found
+    def limit(self, limits: Limits) -> None:
+        """Sets the limits, which may change when the key file does."""
+        if limits is self._source:
+            return
+        self._source = limits
+        self.limits = (
+            limits.requests_per_minute, limits.tokens_per_minute, limits.pixels_per_minute,
+            limits.max_requests, limits.max_sequences,
+        )  # fmt: skip
 
-    @contextmanager
-    def request(self, tenant: Tenant) -> Generator[Usage]:
-        """Counts one request for the duration of a `with`.
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is any limit."""
+        return any(limit is not None for limit in self.limits)
+
+    def used(self) -> list[int]:
+        """By kind."""
+        return [meter.used for meter in self.meters]
+
+    def take(self, amounts: Amounts) -> Entry | None:
+        """Counts amounts; returns the entry of their tokens, if those are limited."""
+        tokens, self.is_busy = None, True
+        for kind, amount in enumerate(amounts):
+            if not amount or (self.limits[kind] is None and kind <= PIXELS):
+                continue
+            entry = self.meters[kind].add(amount)
+            if kind == TOKENS:
+                tokens = entry
+        return tokens
+
+    # Counted together
+
+    def lacking(self, amounts: Amounts, *, heard: bool = False) -> int | None:
+        """The first kind whose lease is too small; None: all amounts fit.
+
+        Args:
+            amounts: of a request.
+            heard: `others` is of now: what is larger than the limit fits into an empty window.
+        """
+        for kind, limit in enumerate(self.limits):
+            if limit is None or not amounts[kind]:
+                continue
+            used, lease = self.meters[kind].used, self.leases[kind]
+            if used + amounts[kind] <= lease:
+                continue
+            is_alone = heard and not used and not self.others[kind]
+            if is_alone and amounts[kind] > limit and kind <= PIXELS:
+                continue
+            return kind
+        return None
+
+    def check_early(self) -> None:
+        """Refuses a new request if what gateways have leased leaves no room for it.
 
         Raises:
-            RateLimited: the tenant has as many as it may have.
+            RateLimited: so it is.
         """
-        quota = self.of(tenant)
-        limits = quota.limits
-        quota.check_at_a_time("requests", quota.num_requests, 1, limits.max_requests)
-        quota.check("requests", quota.requests, 1, limits.requests_per_minute)
-        quota.check("tokens", quota.tokens, 1, limits.tokens_per_minute)
-        quota.requests.add(1)
-        quota.num_requests += 1
-        usage = Usage(quota)
-        try:
-            yield usage
-        finally:
-            quota.num_requests -= 1
-            quota.num_sequences -= usage.num_sequences
+        waiting = self.early + 1
+        for kind, amount in ((RUNNING, waiting), (REQUESTS, waiting), (TOKENS, 1)):
+            limit = self.limits[kind]
+            if limit is None:
+                continue
+            room = max(self.leases[kind], limit - self.others[kind])
+            if self.meters[kind].used + amount > room:
+                raise self.refusal(kind, amount)
+
+    def check_hold_off(self, kind: int, amount: int) -> None:
+        """Refuses what is as large as what has just been refused.
+
+        Raises:
+            RateLimited: so it is.
+        """
+        until, refused = self._refused[kind]
+        if amount >= refused and self._clock() < until:
+            raise self.refusal(kind, amount)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more has been used than is leased."""
+        return any(
+            limit is not None and meter.used > lease
+            for limit, meter, lease in zip(self.limits, self.meters, self.leases, strict=True)
+        )
+
+    def hold_off(self, kind: int, amount: int) -> None:
+        """An amount of a kind has been refused."""
+        self._refused[kind] = (self._clock() + _HOLD_OFF_S, amount)
+
+    def refusal(self, kind: int, amount: int) -> RateLimited:
+        """The error for an amount that does not fit now. When it will is an estimate: others'
+        amounts leave the window as this gateway's do; if it has none, at the pace of the limit.
+        """
+        self.is_short = True
+        limit, meter, others = self.limits[kind] or 1, self.meters[kind], self.others[kind]
+        wait_s = 1.0
+        if isinstance(meter, Window):
+            wait_s = min(self._window_s, self._window_s * amount / limit)
+            if used := meter.used:
+                over = max(1, used + others + amount - limit)
+                wait_s = meter.wait_s(math.ceil(over * used / (used + others)), used)
+        return RateLimited(f"the limit of {limit} {_NAMES[kind]} is reached", retry_after_s=wait_s)
+
+    # Divided
+
+    def divide(self, division: Division) -> None:
+        """Begins a division: nobody will say what other gateways use from now on."""
+        for kind, limit in enumerate(self.limits):
+            if limit is not None:
+                held = max(self.leases[kind], self.meters[kind].used)
+                free = max(0, limit - self.others[kind] - held)
+                self.leases[kind] = held + free // division.gateways
+        for meter in self.meters:
+            meter.mark()
+
+    def bound(self, kind: int, division: Division) -> int:
+        """What may be used of a kind that has a limit."""
+        is_steady = self._clock() - division.since >= self._window_s
+        return division.share(self.limits[kind] or 0) if is_steady else self.leases[kind]
+
+    def check_divided(self, amounts: Amounts, division: Division) -> None:
+        """Refuses what does not fit into this gateway's part.
+
+        Raises:
+            RateLimited: the part is used up.
+        """
+        for kind, limit in enumerate(self.limits):
+            if limit is None or not amounts[kind]:
+                continue
+            share = division.share(limit)
+            if (wait_s := self._divided_wait_s(kind, amounts[kind], division, share)) > 0:
+                part = f" (this gateway's part of it is {share})" if division.gateways > 1 else ""
+                raise RateLimited(
+                    f"the limit of {limit} {_NAMES[kind]} is reached{part}", retry_after_s=wait_s
+                )
+
+    def _divided_wait_s(self, kind: int, amount: int, division: Division, share: int) -> float:
+        """Seconds until an amount may fit; 0: it does now."""
+        meter, lease = self.meters[kind], self.leases[kind]
+        steady_s = division.since + self._window_s - self._clock()
+        if steady_s <= 0:
+            return meter.wait_s(amount, share)
+        if meter.used + amount <= lease and meter.recent + amount <= share:
+            return 0.0
+        return min(steady_s, meter.wait_s(amount, min(lease, share)) or steady_s)
+
+    def headers(self, division: Division | None) -> list[tuple[bytes, bytes]]:
+        """OpenAI's `x-ratelimit-*` headers, for the limits that there are."""
+        found: list[tuple[bytes, bytes]] = []
+        for name, kind in ((b"requests", REQUESTS), (b"tokens", TOKENS)):
+            if (limit := self.limits[kind]) is None:
+                continue
+            window = self.requests if kind == REQUESTS else self.tokens
+            used = window.used + (self.early if kind == REQUESTS else 0)
+            if division is None:
+                left = limit - self.others[kind] - used
+            else:
+                limit = division.share(limit)
+                left = min(limit, self.bound(kind, division)) - used
+            found += [
+                (b"x-ratelimit-limit-" + name, b"%d" % limit),
+                (b"x-ratelimit-remaining-" + name, b"%d" % max(0, left)),
+                (b"x-ratelimit-reset-" + name, b"%.3fs" % window.reset_s()),
+            ]
+        return found

@@ -25,6 +25,6 @@ def test_names_begin_with_the_service_and_counters_end_in_total():
         found = list(script.rows(registry))
         assert len(found) > 5
         for name, kind, _, meaning in found:
-            assert re.fullmatch(rf"{service}_[a-z_]+", name), name
+            assert re.fullmatch(rf"({service}_|vllm:)[a-z_]+", name), name
             assert name.endswith("_total") == (kind == "counter"), name
             assert len(meaning) > 10, name

@@ -52,7 +52,7 @@ def test_every_key_that_is_read_is_made(tmp_path: Path) -> None:
     found: set[tuple[str, str | None]] = set()
     for name, names in COMBINATIONS.items():
         found |= set(read_by(render(combine(*names, directory=tmp_path / name))))
-    by_script = made("redis", "token")
+    by_script = made("redis", "limits", "token")
     keys = {(name, key) for name, secret in by_script.items() for key in secret}
     read = {pair for pair in found if pair[0] in by_script}
     assert {name for name, _ in read} == by_script.keys()
@@ -63,7 +63,7 @@ def test_every_key_that_is_read_is_made(tmp_path: Path) -> None:
 
 
 def test_secrets_are_new_each_time_and_unknown_ones_are_refused() -> None:
-    one, two = made("redis", "token"), made("redis", "token")
+    one, two = (made("redis", "limits", "token") for _ in range(2))
     for name in one:
         assert one[name].keys() == two[name].keys()
         assert not set(one[name].values()) & set(two[name].values())

@@ -10,9 +10,10 @@ from services.gateway.prompts.chat_template import ChatTemplate
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.gateway_fixtures import _pair, _stack, loop_thread, pair, stack
+from tests.redis_server import redis_server
 from tests.tiny_tokenizer import write_model_directory
 
-__all__ = ["_pair", "_stack", "loop_thread", "pair", "stack"]
+__all__ = ["_pair", "_stack", "loop_thread", "pair", "redis_server", "stack"]
 
 
 @pytest.fixture(scope="session")

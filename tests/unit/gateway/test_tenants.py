@@ -12,8 +12,8 @@ import pytest
 from services.common.errors import Overloaded, RateLimited
 from services.common.settings import SettingsError
 from services.gateway.tenancy.admission import Admission
-from services.gateway.tenancy.quota import Quotas
 from services.gateway.tenancy.tenants import Keyring, Limits, Tenant
+from services.gateway.tenancy.usage import Quotas
 
 
 def entry(name: str, key: str, **more: object) -> dict[str, object]:
@@ -117,19 +117,19 @@ def test_caches_are_apart_unless_they_are_shared():
     assert alone.cache_salt("") == b""
 
 
-def test_tokens_per_minute_are_exact():
+async def test_tokens_per_minute_are_exact():
     """Whatever sizes arrive whenever: no 60 seconds have more than the limit, and a tenant that
     asks all the time gets at least 99 % of it.
     """
     clock, rng = Clock(), random.Random(3)
-    quotas, tenant = Quotas(clock), limited(tokens_per_minute=100_000)
+    quotas, tenant = Quotas(clock=clock), limited(tokens_per_minute=100_000)
     admitted: list[tuple[float, int]] = []
     for _ in range(60_000):
         clock.now += rng.expovariate(100.0)
         size = rng.randrange(100, 900)
         try:
             with quotas.request(tenant) as usage:
-                usage.charge(size, 100, 1)
+                await usage.charge(size + 100, 1)
                 usage.correct([size + 50])
         except RateLimited as refused:
             assert refused.retry_after_s and 0 < refused.retry_after_s <= 60
@@ -149,7 +149,7 @@ def test_tokens_per_minute_are_exact():
 
 def test_a_refused_request_succeeds_after_its_retry_after():
     clock = Clock()
-    quotas, tenant = Quotas(clock), limited(requests_per_minute=2)
+    quotas, tenant = Quotas(clock=clock), limited(requests_per_minute=2)
     for _ in range(2):
         with quotas.request(tenant):
             clock.now += 7
@@ -161,29 +161,29 @@ def test_a_refused_request_succeeds_after_its_retry_after():
         pass
 
 
-def test_limits_at_a_time():
+async def test_limits_at_a_time():
     quotas, tenant = Quotas(), limited(max_requests=2, max_sequences=5)
     with quotas.request(tenant) as first, quotas.request(tenant) as second:
         with pytest.raises(RateLimited, match="2 requests at a time"), quotas.request(tenant):
             pass
-        first.charge(1, 1, 4)
+        await first.charge(5, 4)
         with pytest.raises(RateLimited, match="5 sequences at a time"):
-            second.charge(1, 1, 2)
+            await second.charge(3, 2)
     with quotas.request(tenant) as third:
-        third.charge(1, 1, 5)
+        await third.charge(6, 5)
 
 
-def test_headers_say_what_is_left():
+async def test_headers_say_what_is_left():
     clock = Clock()
-    quotas, tenant = Quotas(clock), limited(requests_per_minute=10, tokens_per_minute=1000)
+    quotas, tenant = Quotas(clock=clock), limited(requests_per_minute=10, tokens_per_minute=1000)
     with quotas.request(tenant) as usage:
-        usage.charge(300, 100, 1)
+        await usage.charge(400, 1)
     clock.now += 20
-    found = dict(quotas.of(tenant).headers())
+    found = dict(quotas.headers(tenant))
     assert found[b"x-ratelimit-remaining-requests"] == b"9"
     assert found[b"x-ratelimit-remaining-tokens"] == b"600"
     assert found[b"x-ratelimit-reset-tokens"] == b"40.000s"
-    assert not quotas.of(Tenant("free", Limits(), shares_caches=False)).headers()
+    assert not quotas.headers(Tenant("free", Limits(), shares_caches=False))
 
 
 def test_one_tenant_cannot_take_all_slots():

@@ -18,7 +18,7 @@ from triptych.plan import Links, Plan, RedisUrls, plan_stack, read_model
 from triptych.serve import make_links, redis_spec
 from triptych.stack import StackError
 
-REDIS = RedisUrls("redis://encoder@localhost", "redis://decoder@localhost")
+REDIS = RedisUrls(*(f"redis://{kind}@localhost" for kind in ("encoder", "decoder", "gateway")))
 
 
 @pytest.fixture
@@ -153,6 +153,16 @@ def test_a_model_that_is_not_served_is_named(model: Path) -> None:
     with pytest.raises(StackError, match="UnknownForCausalLM") as refused:
         plan(model)
     assert refused.value.status == 2
+
+
+def test_several_gateways_count_limits_together_and_one_by_itself(model: Path) -> None:
+    for count, expected in ((1, ("", 1)), (3, (REDIS.gateway, 3))):
+        made = plan(model, gateways=count)
+        gateways = [child for child in made.children if child.name.startswith("gateway")]
+        assert len(gateways) == count
+        for child in gateways:
+            settings = GatewaySettings.from_environment(child.environment)
+            assert (settings.redis_url, settings.replicas) == expected
 
 
 def test_no_redis_means_none_for_all(model: Path) -> None:
@@ -356,7 +366,7 @@ def test_a_redis_of_our_own_listens_only_on_its_socket(tmp_path: Path) -> None:
     assert made is not None
     spec, urls = made
     users = (tmp_path / "users.acl").read_text()
-    for kind in ("encoder", "decoder"):
+    for kind in ("encoder", "decoder", "gateway"):
         url = urlsplit(urls.of(kind))
         assert (url.scheme, url.username, url.path) == ("unix", kind, f"{tmp_path}/redis.sock")
         assert url.password and url.password not in users

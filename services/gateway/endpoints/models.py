@@ -1,0 +1,121 @@
+"""GET /v1/models: this gateway's model, and those of other gateways behind the same address.
+
+A gateway serves one model. Where a router sends requests for several models to a gateway each, it
+sends this path to any of them, which asks the others with the client's own key: a client sees the
+models that its key opens. A gateway that does not answer is left out.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+import httpx2
+import msgspec
+from msgspec import Raw, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.gateway.chat import ChatService
+from services.gateway.forms.responses import ModelCard, encode_json
+from services.gateway.http.exchange import JsonResponse
+
+log = logging.getLogger(__name__)
+
+# What a gateway adds when it asks another, which then tells its own model alone.
+_ASKED_BY_A_GATEWAY = "x-triptych-own-models"
+_PASSED_ON = ("authorization", "x-api-key", "x-request-id")
+_TIMEOUT_S = 2.0
+
+
+class _Model(Struct):
+    id: str
+
+
+class _Models(Struct):
+    data: list[Raw]
+
+
+class _AllModels(Struct):
+    data: list[ModelCard | Raw]
+    object: str = "list"
+
+
+class ModelRoutes:
+    """The views.
+
+    Args:
+        service: knows this gateway's model.
+        others: URLs of other gateways.
+        created: Unix time of this gateway's start.
+    """
+
+    def __init__(self, service: ChatService, others: Sequence[str], created: int) -> None:
+        self._service = service
+        self._others = others
+        self._created = created
+        self._silent: set[str] = set()
+
+    def table(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        """All models, this gateway's first."""
+        others = await self._of_others(request)
+        found = [self._own(), *(raw for name, raw in others.items() if name != self._own().id)]
+        return Response(encode_json(_AllModels(found)), media_type="application/json")
+
+    async def model(self, request: Request) -> Response:
+        """One model."""
+        name: str = request.path_params["name"]
+        if name != self._service.model_name:
+            others = await self._of_others(request)
+            if name in others:
+                return Response(bytes(others[name]), media_type="application/json")
+        self._service.check_model(name)
+        return JsonResponse(self._own())
+
+    def _own(self) -> ModelCard:
+        service = self._service
+        return ModelCard(
+            service.model_name,
+            self._created,
+            service.max_model_len(),
+            service.input_modalities,
+            root=service.model_name,
+        )
+
+    async def _of_others(self, request: Request) -> Mapping[str, Raw]:
+        """Other gateways' models, by name, in the order of the setting."""
+        if not self._others or _ASKED_BY_A_GATEWAY in request.headers:
+            return {}
+        headers = {n: value for n in _PASSED_ON if (value := request.headers.get(n))}
+        headers[_ASKED_BY_A_GATEWAY] = "1"
+        # Rare enough for connections of its own.
+        async with httpx2.AsyncClient(trust_env=False, timeout=_TIMEOUT_S) as client:
+            lists = await asyncio.gather(*(self._ask(client, url, headers) for url in self._others))
+        return {msgspec.json.decode(raw, type=_Model).id: raw for each in lists for raw in each}
+
+    async def _ask(
+        self, client: httpx2.AsyncClient, url: str, headers: Mapping[str, str]
+    ) -> list[Raw]:
+        """One gateway's models; none if it does not answer, or does not accept the key."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                answer = await client.get(f"{url.rstrip('/')}/v1/models", headers=dict(headers))
+            if answer.status_code in (401, 403):
+                return []
+            answer.raise_for_status()
+            models = msgspec.json.decode(answer.content, type=_Models).data
+            for raw in models:
+                msgspec.json.decode(raw, type=_Model)
+        except (TimeoutError, httpx2.HTTPError, msgspec.DecodeError) as error:
+            if url not in self._silent:
+                log.warning("%s does not tell its models: %s", url, error or type(error).__name__)
+            self._silent.add(url)
+            return []
+        self._silent.discard(url)
+        return models

@@ -1,0 +1,57 @@
+"""Three gauges under vLLM's names, which pickers of the Gateway API's inference extension read.
+
+A picker chooses among the endpoints of an InferencePool, which may be gateways, each with decoders
+of its own behind it. Each gauge is over all decoders of the gateway; there are none while no
+decoder says what it has to do.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+_GAUGES = (
+    ("vllm:num_requests_running", "Sequences in the decoders' batches, under vLLM's name."),
+    ("vllm:num_requests_waiting", "Sequences that wait in the decoders, under vLLM's name."),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Share of the decoders' KV blocks that sequences hold, 0 to 1, under vLLM's name.",
+    ),
+)
+
+
+class Load(Protocol):
+    """What decoders have to do; see proto/decoder.proto."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_blocks: int
+
+
+class PickerGauges(Collector):
+    """Exports the gauges.
+
+    Attributes:
+        model_name: their label.
+        load: of all decoders; None: not known.
+    """
+
+    _labelnames = ("model_name",)  # as prometheus_client's own metrics have it
+
+    def __init__(self) -> None:
+        self.model_name = ""
+        self.load: Callable[[], Load | None] = lambda: None
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        load = self.load()
+        values: list[float | None] = [None] * 3
+        if load is not None:
+            usage = load.num_blocks_used / max(1, load.num_blocks)
+            values = [load.num_running, load.num_waiting, usage]
+        for (name, text), value in zip(_GAUGES, values, strict=True):
+            family = GaugeMetricFamily(name, text, labels=self._labelnames)
+            if value is not None:
+                family.add_metric([self.model_name], value)
+            yield family

@@ -1,0 +1,95 @@
+"""What one request takes of its tenant's limits, from its arrival to its end.
+
+A request that would go over a limit is a 429 that says when to come back. Tokens are counted when
+the prompt is known: the prompt's, and as many as the completion may have. When the request ends,
+those that it did not use are given back.
+"""
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from services.gateway.tenancy.leases import Leases
+from services.gateway.tenancy.quota import RUNNING, SEQUENCES, Amounts, Clock, Entry, Quota
+from services.gateway.tenancy.tenants import Tenant
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one request has taken of its tenant's quota. Valid inside the `with` that made it."""
+
+    quota: Quota
+    leases: Leases
+    num_charges: int = 0
+    num_sequences: int = 0
+    _tokens: list[Entry | None] = field(default_factory=list[Entry | None])
+
+    async def charge(self, tokens: int = 0, num_choices: int = 0, num_pixels: int = 0) -> None:
+        """Counts the request, its sequences, the pixels of its images, and the tokens of its prompt
+        and of the completions that it may have; before anything is encoded. Called again for each
+        further prompt. Waits for other gateways' leases, `leases.WAIT_S` at most.
+
+        Raises:
+            RateLimited: they are too many for now.
+        """
+        own = 0 if self.num_charges else 1
+        await self.leases.charge(self, (own, tokens, num_pixels, own, num_choices))
+
+    def take(self, amounts: Amounts) -> None:
+        """Counts amounts that fit."""
+        self._tokens.append(self.quota.take(amounts))
+        if not self.num_charges:
+            self.quota.early -= 1
+        self.num_charges += 1
+        self.num_sequences += amounts[SEQUENCES]
+
+    def correct(self, used_tokens: Sequence[int]) -> None:
+        """Gives back what was not used: prompt and completion tokens, charge by charge."""
+        for index, entry in enumerate(self._tokens):
+            if entry is not None:
+                used = used_tokens[index] if index < len(used_tokens) else 0
+                self.quota.tokens.correct(entry, used)
+
+    def end(self) -> None:
+        """Gives back what counts at a time. A request that failed before its charge counts, too."""
+        meters = self.quota.meters
+        if self.num_charges:
+            meters[RUNNING].add(-1)
+            meters[SEQUENCES].add(-self.num_sequences)
+        else:
+            self.quota.early -= 1
+            if self.quota.is_limited:
+                self.leases.report(self.quota, (1, 0, 0, 0, 0))
+
+
+class Quotas:
+    """Owner of all tenants' quotas.
+
+    Args:
+        leases: of what gateways share; None: this gateway is the only one.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, leases: Leases | None = None, clock: Clock = time.monotonic) -> None:
+        self._leases = leases or Leases(clock=clock)
+
+    def headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:
+        """As `Quota.headers`."""
+        return self._leases.quota(tenant).headers(self._leases.division)
+
+    @contextmanager
+    def request(self, tenant: Tenant) -> Generator[Usage]:
+        """Counts one request for the duration of a `with`.
+
+        Raises:
+            RateLimited: the tenant has as many as it may have.
+        """
+        quota = self._leases.quota(tenant)
+        self._leases.check_early(quota)
+        quota.early += 1
+        usage = Usage(quota, self._leases)
+        try:
+            yield usage
+        finally:
+            usage.end()

@@ -1,0 +1,357 @@
+"""Limits of a tenant over several gateways: counted in a real Redis, divided without it.
+
+Seconds are scaled: a window takes two. Gateways are their limiters alone, in one event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.common.errors import RateLimited
+from services.gateway.tenancy.leases import Leases, Times
+from services.gateway.tenancy.quota import RUNNING, TOKENS
+from services.gateway.tenancy.tenants import Limits, Tenant
+from services.gateway.tenancy.usage import Quotas
+from tests.noise import PATIENCE_S, async_least
+from tests.redis_server import RedisServer
+
+WINDOW_S = 2.0
+TIMES = Times(window=WINDOW_S, sync=0.02, settle=0.4, alive=0.5, wait=0.05)
+# A test whose subject is not the wait: the machine's noise must not end it.
+PATIENT = Times(window=WINDOW_S, sync=0.02, settle=0.4, alive=0.5, wait=PATIENCE_S)
+LIMIT = 20_000
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.tenancy.leases._LAST_RETRY_S", 0.1)
+
+
+def tenant(**limits: object) -> Tenant:
+    return Tenant("t", Limits(**limits), shares_caches=False)
+
+
+@asynccontextmanager
+async def gateways(
+    url: str, number: int = 1, times: Times = PATIENT, *, counted: bool = True
+) -> AsyncIterator[list[Leases]]:
+    """Gateways; with `counted`, as soon as they count together."""
+    async with AsyncExitStack() as stack:
+        found = [Leases(url, number, times) for _ in range(number)]
+        for leases in found:
+            leases.start()
+            stack.push_async_callback(leases.close)
+        if counted:
+            await until(lambda: all(leases.division is None for leases in found))
+            await until(lambda: all(leases._gateways == number for leases in found))
+        yield found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+async def use(leases: Leases, who: Tenant, tokens: int) -> None:
+    """One request that uses all it asked for; raises RateLimited."""
+    with Quotas(leases).request(who) as usage:
+        await usage.charge(tokens, 1)
+        usage.correct([tokens])
+
+
+def num_questions(server: RedisServer) -> int:
+    with server.client() as client:
+        stats: Any = client.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("eval", "evalsha"))
+
+
+async def test_all_of_a_limit_is_at_the_gateway_that_is_asked(redis_server: RedisServer) -> None:
+    async with gateways(redis_server.url, 4) as found:
+        who = tenant(tokens_per_minute=1000)
+        for _ in range(20):
+            await use(found[0], who, 50)
+        for leases in found:
+            with pytest.raises(RateLimited, match="1000 tokens per minute"):
+                await use(leases, who, 50)
+        await asyncio.sleep(WINDOW_S)
+        await until(lambda: not any(found[3].quota(who).others))
+        for _ in range(20):
+            await use(found[3], who, 50)
+
+
+async def test_what_was_used_before_redis_is_lost_counts_at_other_gateways(
+    redis_server: RedisServer,
+) -> None:
+    """A tenant that moves when Redis goes finds no second limit there."""
+    async with gateways(redis_server.url, 2) as found:
+        who = tenant(tokens_per_minute=1000)
+        start = time.monotonic()
+        for _ in range(9):
+            await use(found[0], who, 100)
+        await until(lambda: sum(found[1]._of_others.get("t", ())) >= 900)
+        redis_server.stop()
+        await until(lambda: found[1].division is not None)
+        admitted = 0
+        while time.monotonic() < start + WINDOW_S:
+            try:
+                await use(found[1], who, 10)
+                admitted += 10
+            except RateLimited as refused:
+                assert refused.retry_after_s and refused.retry_after_s <= WINDOW_S
+                await asyncio.sleep(0.02)
+        assert 0 < admitted <= 100
+        await asyncio.sleep(WINDOW_S)
+        with pytest.raises(RateLimited, match="this gateway's part of it is 500"):
+            for _ in range(11):
+                await use(found[1], who, 50)
+
+
+async def test_retry_after_is_when_a_like_part_of_all_gateways_has_left_the_window(
+    redis_server: RedisServer,
+) -> None:
+    async with gateways(redis_server.url, 2) as found:
+        who = tenant(tokens_per_minute=1000)
+        start = time.monotonic()
+        for leases in found:
+            for _ in range(5):
+                await use(leases, who, 100)
+            await asyncio.sleep(5 * TIMES.sync)  # what it has not used is given back
+        with pytest.raises(RateLimited) as refused:
+            await use(found[0], who, 200)
+        expected = start + WINDOW_S - time.monotonic()
+        assert refused.value.retry_after_s == pytest.approx(expected, abs=0.3)
+
+
+async def test_a_redis_that_has_forgotten_opens_nothing(redis_server: RedisServer) -> None:
+    async with gateways(redis_server.url, 2) as found:
+        who = tenant(tokens_per_minute=1000)
+        for _ in range(10):
+            await use(found[0], who, 100)
+        await until(lambda: sum(found[1]._of_others.get("t", ())) >= 1000)
+        start = time.monotonic()
+        redis_server.flush()
+        while time.monotonic() < start + WINDOW_S / 2:
+            for leases in found:
+                with pytest.raises(RateLimited):
+                    await use(leases, who, 200)
+            await asyncio.sleep(0.01)
+
+
+async def test_gateways_that_all_want_more_come_to_hold_the_same(
+    redis_server: RedisServer,
+) -> None:
+    async with gateways(redis_server.url, 2) as found:
+        who = tenant(tokens_per_minute=1000)
+
+        async def flood(leases: Leases, until_s: float) -> None:
+            while time.monotonic() < until_s:
+                try:
+                    await use(leases, who, 20)
+                except RateLimited:
+                    await asyncio.sleep(0.01)
+
+        await flood(found[0], time.monotonic() + 0.2)  # it has all
+        end_s = time.monotonic() + 3 * WINDOW_S
+        await asyncio.gather(*(flood(leases, end_s) for leases in found))
+        used = [leases.quota(who).tokens.used for leases in found]
+        assert 900 <= sum(used) <= 1000 and min(used) >= 400
+
+
+async def test_limits_at_a_time_are_of_all_gateways(redis_server: RedisServer) -> None:
+    async with gateways(redis_server.url, 3) as found:
+        who, quotas = tenant(max_requests=4, max_sequences=6), [Quotas(each) for each in found]
+        async with AsyncExitStack() as running:
+            for index in (0, 0, 1, 2):
+                usage = running.enter_context(quotas[index].request(who))
+                await usage.charge(10, 1)
+            for index in range(3):
+                with pytest.raises(RateLimited, match="4 requests at a time"):
+                    await use(found[index], who, 10)
+        await until(lambda: not any(leases._active for leases in found))
+        await asyncio.sleep(0.12)  # what was refused is held off
+        with quotas[1].request(who) as usage:
+            await usage.charge(10, 6)
+            with pytest.raises(RateLimited, match="6 sequences at a time"):
+                await use(found[2], who, 10)
+
+
+async def test_what_a_dead_gateway_ran_is_free_again(redis_server: RedisServer) -> None:
+    who = tenant(max_requests=1)
+    async with gateways(redis_server.url, 2) as (dead, alive):
+        with Quotas(dead).request(who) as usage:
+            await usage.charge()
+            assert dead._keeper is not None
+            dead._keeper.cancel()  # it says nothing more
+            with pytest.raises(RateLimited), Quotas(alive).request(who) as other:
+                await other.charge()
+            start = time.monotonic()
+            while True:
+                try:
+                    with Quotas(alive).request(who) as other:
+                        await other.charge()
+                    break
+                except RateLimited:
+                    assert time.monotonic() - start < PATIENCE_S
+                    await asyncio.sleep(0.05)
+            assert time.monotonic() - start > TIMES.alive / 2
+        dead.division = None
+
+
+async def test_requests_within_a_lease_ask_nobody_and_floods_little(
+    redis_server: RedisServer,
+) -> None:
+    slow = Times(window=60.0, sync=PATIENCE_S, settle=0.0, alive=600.0, wait=PATIENCE_S)
+    async with gateways(redis_server.url, 1, slow) as (leases,):
+        before = num_questions(redis_server)
+        for _ in range(100):
+            await use(leases, tenant(), 1000)
+        assert num_questions(redis_server) == before
+        who = tenant(tokens_per_minute=100_000, requests_per_minute=1000)
+        for _ in range(100):
+            await use(leases, who, 100)
+        assert num_questions(redis_server) - before <= 2
+        refused = 0
+        for _ in range(1000):
+            try:
+                await use(leases, who, 1000)
+            except RateLimited:
+                refused += 1
+        assert refused > 500
+        assert num_questions(redis_server) - before < 200
+
+
+async def test_a_request_asks_once_at_most(redis_server: RedisServer) -> None:
+    slow = Times(window=60.0, sync=PATIENCE_S, settle=0.0, alive=600.0, wait=PATIENCE_S)
+    who = tenant(
+        tokens_per_minute=1000, requests_per_minute=2, pixels_per_minute=100, max_requests=2,
+        max_sequences=2,
+    )  # fmt: skip
+    async with gateways(redis_server.url, 1, slow) as (leases,):
+        before = num_questions(redis_server)
+        with Quotas(leases).request(who) as usage:
+            await usage.charge(100, 1, 50)
+        assert num_questions(redis_server) - before == 1
+
+
+async def test_requests_that_wait_together_ask_together(redis_server: RedisServer) -> None:
+    slow = Times(window=60.0, sync=PATIENCE_S, settle=0.0, alive=600.0, wait=PATIENCE_S)
+    async with gateways(redis_server.url, 1, slow) as (leases,):
+        before = num_questions(redis_server)
+        who = tenant(tokens_per_minute=10_000)
+        results = await asyncio.gather(
+            *(use(leases, who, 300) for _ in range(40)), return_exceptions=True
+        )
+        assert sum(result is None for result in results) == 33
+        assert all(isinstance(result, RateLimited | None) for result in results)
+        assert num_questions(redis_server) - before <= 2
+
+
+async def test_a_frozen_redis_delays_a_request_once_and_shortly(redis_server: RedisServer) -> None:
+    async with gateways(redis_server.url, 2, TIMES) as (first, _):
+        who = tenant(tokens_per_minute=LIMIT)
+
+        async def lost() -> float:
+            redis_server.thaw()
+            await until(lambda: first.division is None)
+            redis_server.freeze()
+            start = time.monotonic()
+            await use(first, who, LIMIT // 8)
+            assert first.division is not None
+            return time.monotonic() - start
+
+        try:
+            assert await async_least(lost, 0.08) <= 0.08
+            start = time.monotonic()
+            await use(first, who, 10)
+            assert time.monotonic() - start < 0.04
+        finally:
+            redis_server.thaw()
+
+
+async def test_a_cancelled_request_takes_nothing(redis_server: RedisServer) -> None:
+    async with gateways(redis_server.url, 1) as (leases,):
+        who = tenant(tokens_per_minute=1000, max_requests=1)
+        asking = asyncio.create_task(use(leases, who, 900))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        quota = leases.quota(who)
+        await asyncio.sleep(5 * TIMES.sync)
+        assert quota.meters[TOKENS].used == quota.meters[RUNNING].used == quota.early == 0
+        await use(leases, who, 900)
+
+
+async def test_requests_that_fail_early_are_counted_at_all_gateways(
+    redis_server: RedisServer,
+) -> None:
+    async with gateways(redis_server.url, 2) as found:
+        who = tenant(requests_per_minute=10)
+        for _ in range(10):
+            with Quotas(found[0]).request(who):
+                pass
+        await until(lambda: sum(found[1]._of_others.get("t", ())) == 10)
+        with pytest.raises(RateLimited, match="10 requests per minute"):
+            await use(found[1], who, 1)
+
+
+async def test_a_request_larger_than_the_limit_fits_into_an_empty_window(
+    redis_server: RedisServer,
+) -> None:
+    async with gateways(redis_server.url, 2) as found:
+        who = tenant(tokens_per_minute=1000)
+        await use(found[0], who, 5000)
+        for leases in found:
+            with pytest.raises(RateLimited):
+                await use(leases, who, 10)
+
+
+async def test_without_redis_limits_are_divided_and_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with gateways("", 4, counted=False) as found:
+        assert "divided by 4 gateways" in caplog.text
+        assert found[0].divided_by == 4
+        who = tenant(tokens_per_minute=1000)
+        for leases in found:
+            for _ in range(5):
+                await use(leases, who, 50)
+            with pytest.raises(RateLimited, match="this gateway's part of it is 250"):
+                await use(leases, who, 50)
+        headers = dict(Quotas(found[0]).headers(who))
+        assert headers[b"x-ratelimit-limit-tokens"] == b"250"
+        assert headers[b"x-ratelimit-remaining-tokens"] == b"0"
+
+
+async def test_a_redis_that_is_away_from_the_start_is_told_once(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis_server.stop()
+    async with gateways(redis_server.url, 2, counted=False) as found:
+        await until(lambda: "divided by 2 gateways until Redis counts them" in caplog.text)
+        await asyncio.sleep(0.3)
+        assert len(caplog.records) == 2  # of each gateway
+        with pytest.raises(RateLimited, match="this gateway's part of it is 5"):
+            for _ in range(6):
+                await use(found[0], tenant(requests_per_minute=10), 1)
+        redis_server.start()
+        await until(lambda: all(leases.divided_by == 1 for leases in found))
+
+
+async def test_losing_redis_and_finding_it_is_told(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with gateways(redis_server.url, 2) as found:
+        assert found[0].divided_by == 1 and "counted in Redis, for" in caplog.text
+        redis_server.stop()
+        await until(lambda: all(leases.divided_by == 2 for leases in found))
+        assert "divided by 2 gateways until Redis counts them" in caplog.text
+        await asyncio.to_thread(redis_server.start)
+        await until(lambda: all(leases.divided_by == 1 for leases in found))
