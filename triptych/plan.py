@@ -183,11 +183,9 @@ def plan_stack(
             "ENCODER_ADDRESSES": _addresses(engines, "encoder"),
             "DECODER_ADDRESSES": _addresses(engines, "decoder"),
             **_token(links),
+            **({"REDIS_URL": redis.gateway} if redis is not None and redis.gateway else {}),
+            **({"API_KEYS": options.api_key} if options.api_key is not None else {}),
         }
-        if redis is not None and redis.gateway:
-            common["REDIS_URL"] = redis.gateway
-        if options.api_key is not None:
-            common["API_KEYS"] = options.api_key
         gateways = _gateways(options, common, port, cpus, ports)
     services = [service.resolved(environment) for service in (*engines, *gateways)]
     if options.redis_url or any(name.startswith(_PREFIXES) for name in environment):

@@ -112,17 +112,8 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        await service.start()
-        leases.start()
-        warming_up = asyncio.create_task(warm_up.run())
-        try:
+        async with _running(service, leases, loader, warm_up):
             yield
-        finally:
-            warming_up.cancel()
-            await asyncio.wait((warming_up,))
-            await leases.close()
-            await service.close()
-            await loader.close()
 
     beside = create_surfaces(service, admission, metrics, spec.directory)
     routes = Routes(
@@ -137,6 +128,23 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     return Gateway(
         with_cors(middleware, settings.cors_origins), admission, keyring, service, metrics, warm_up
     )
+
+
+@asynccontextmanager
+async def _running(
+    service: ChatService, leases: Leases, loader: MediaLoader, warm_up: WarmUp
+) -> AsyncGenerator[None]:
+    await service.start()
+    leases.start()
+    warming_up = asyncio.create_task(warm_up.run())
+    try:
+        yield
+    finally:
+        warming_up.cancel()
+        await asyncio.wait((warming_up,))
+        await leases.close()
+        await service.close()
+        await loader.close()
 
 
 def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> ASGIApp:

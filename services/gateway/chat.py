@@ -185,13 +185,10 @@ class ChatService:
             encode=self.tokenizer.encode_text,
         )  # fmt: skip
         images: list[Image] = []
-        num_pixels = 0
         slot.images.check(source.url for source in draft.images)
         if draft.images:
             with timings.measure("fetch"):
                 images = await self._read_images(draft.images, slot)
-            assert self.images is not None
-            num_pixels = self.images.num_pixels(images)
         prompt = self.prompts.expand(draft, [image.units for image in images])
         if images:
             limit_completion(
@@ -201,6 +198,7 @@ class ChatService:
         check_prompt_logprobs(request, len(prompt.token_ids))
         num_choices = request.n or 1
         num_tokens = len(prompt.token_ids) + num_choices * sampling.max_tokens
+        num_pixels = 0 if self.images is None else self.images.num_pixels(images)
         await slot.usage.charge(num_tokens, num_choices, num_pixels)
         prepared = PreparedRequest(
             request_id, prompt, images, sampling,
