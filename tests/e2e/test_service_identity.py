@@ -76,3 +76,22 @@ def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) ->
                 lambda: asyncio.run(_status(encoder.address, shown)) is status,  # noqa: B023
                 PATIENCE_S, f"{issuer.name} gets {status}",
             )  # fmt: skip
+
+
+def test_certificates_are_turned_on_service_by_service(tmp_path: Path) -> None:
+    """Each restart leaves services of two stages side by side, and each question is answered."""
+    authority = Authority()
+    kinds = "encoder", "decoder", "gateway"
+    directories = {k: mount(authority.issue(k), tmp_path / f"{k}-tls") for k in kinds}
+    cluster = Cluster(tmp_path)
+    seed = 0
+    with cluster:
+        assert cluster.ask("What do you see?", png(seed))
+        for stage in ("accepted", "shown", "required"):
+            for service in cluster.services:
+                service.set(peer_tls_directory=directories[service.kind], peer_credentials=stage)
+                cluster.restart(service)
+                seed += 1
+                assert cluster.ask("What do you see?", png(seed))
+        (encoder,) = cluster.encoders
+        assert asyncio.run(_status(encoder.address)) is grpc.StatusCode.UNAVAILABLE
