@@ -166,3 +166,10 @@ def test_the_licence_is_stated() -> None:
     assert "!LICENSE" in (ROOT / ".dockerignore").read_text()
     for path in DOCKERFILES:
         assert "LICENSE" in path.read_text()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_images_of_engines_have_the_kernels_and_the_gateways_has_not(service: str) -> None:
+    text = (ROOT / "services" / service / "Dockerfile").read_text()
+    assert ("\nCOPY kernels ./kernels\n" in text) == (service != "gateway")
+    assert "\n!kernels\n" in (ROOT / ".dockerignore").read_text()
