@@ -439,7 +439,9 @@ def _gateways(
 ) -> list[_Service]:
     """One gateway on the port, or several that share it and have a port of their own each."""
     count = options.gateways or max(1, min(_MAX_GATEWAYS, cpus // _CORES_PER_GATEWAY))
-    shared = {"SHARED_PORT": str(port)} if count > 1 else {}
+    # One gateway counts tenants' limits by itself.
+    shared = {"SHARED_PORT": str(port), "REPLICAS": str(count)} if count > 1 else {}
+    common = common if shared else {k: v for k, v in common.items() if k != "REDIS_URL"}
     level = "INFO" if options.access_log and options.log_level != "DEBUG" else options.log_level
     found: list[_Service] = []
     for index in range(count):
