@@ -96,7 +96,7 @@ def resolve_sampling(
         seed=choice_seed(secrets.randbits(64) if request.seed is None else request.seed, 0),
         stop_token_ids=dict.fromkeys((*eos, *stop_ids)),
         min_tokens=request.min_tokens or 0,
-        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        top_logprobs=_top_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
         logprob_token_ids=logprob_ids,
     )
@@ -107,6 +107,13 @@ def resolve_sampling(
         sampling, request, defaults, prompt_tokens=prompt_tokens, max_model_len=max_model_len
     )
     return sampling
+
+
+def _top_logprobs(request: ChatRequest) -> int | None:
+    """Ids that are named take the place of the most likely ones."""
+    if not request.logprobs:
+        return None
+    return 0 if request.logprob_token_ids else request.top_logprobs or 0
 
 
 def limit_completion(

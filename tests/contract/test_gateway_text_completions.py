@@ -221,6 +221,7 @@ def test_logprobs_of_named_tokens(stack):
     post(stack, logprobs=1, logprob_token_ids=[7])
     found = [list(submit.sampling.logprob_token_ids) for submit in stack.decoder.submits]
     assert found == [[7, 9], [7]]
+    assert [submit.sampling.top_logprobs for submit in stack.decoder.submits] == [0, 0]
     for fields in ({}, {"logprobs": True, "logprob_token_ids": [1 << 20]}):
         response = stack.chat(**{"logprob_token_ids": [1], **fields})
         assert response.status_code == 400

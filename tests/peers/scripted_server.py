@@ -30,7 +30,7 @@ VOCAB_SIZE = 1 << 16  # ids of other models' tests are below; most are no token 
 _NUM_TOKENS = 1 << 9  # that are one
 _BLOCK = 16
 # Where the script says nothing that the grammar allows: what ends a JSON value, then the rest.
-_ENDINGS = '}]",:'
+_ENDINGS = '"}],:'
 _PROMPT = "{{- '<|im_start|>assistant\\n' }}"
 
 

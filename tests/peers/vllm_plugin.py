@@ -34,7 +34,7 @@ _STAND_INS = (
 )  # fmt: skip
 
 
-_TOKENS_PER_WORD = 3
+_TOKENS_PER_WORD, _SHORT = 3, 4096
 
 
 class _StandIn(types.ModuleType):
@@ -78,7 +78,8 @@ class RemoteOpenAIServer:
         ]  # fmt: skip
         if length := _option(args, "--max-model-len"):
             # Words of the scripted model's small vocabulary are a few tokens each.
-            command += ["--max-model-len", str(_TOKENS_PER_WORD * int(length))]
+            scale = _TOKENS_PER_WORD if int(length) <= _SHORT else 1
+            command += ["--max-model-len", str(scale * int(length))]
         if _option(args, "--reasoning-parser") and "function_calling" not in os.environ.get(
             "PYTEST_CURRENT_TEST", ""
         ):
