@@ -76,7 +76,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
             **{
                 "model_name": "fake", "key_prefix": b"prefix".ljust(32, b"."),
                 "dtype": encoder_pb2.DTYPE_FLOAT32, "num_features": 3, "hidden": 32,
-                "max_image_patches": 16384, **description,
+                "max_image_patches": 16384, "protocol": rpc.PROTOCOL, **description,
             }
         )  # fmt: skip
         self.reset()
@@ -145,7 +145,8 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
             **{
                 "model_name": "fake", "dtype": encoder_pb2.DTYPE_FLOAT32, "num_features": 3,
                 "hidden": 32, "vocab_size": 1000, "max_model_len": 4096, "block_size": 16,
-                "num_blocks": 1024, "max_num_sequences": 256, **description,
+                "num_blocks": 1024, "max_num_sequences": 256, "protocol": rpc.PROTOCOL,
+                **description,
             }
         )  # fmt: skip
         self.end_token = 0

@@ -25,6 +25,8 @@ from services.common.rpc_credentials import PeerCheck, dial
 from services.common.spans import TRACEPARENT, traceparent
 from services.common.telemetry import bind_request_id, current_request_id
 
+# Of proto/, as `DescribeEncoderResponse.protocol` says.
+PROTOCOL = 1
 # An encoded image is at most tens of MiB and an embedding travels in chunks.
 MAX_MESSAGE_BYTES = 64 << 20
 _CODE = "triptych-code"

@@ -11,6 +11,7 @@ import grpc.aio
 from services.common.fetch_wire import DTYPES
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import decoder_pb2_grpc as pb_grpc
+from services.common.rpc import PROTOCOL
 from services.decoder.front import DecoderFront, Stream
 
 SERVICE_NAME = "triptych.v1.Decoder"
@@ -38,6 +39,7 @@ class DecoderServicer(pb_grpc.DecoderServicer):
             num_blocks=engine.num_blocks,
             max_num_sequences=engine.max_num_sequences,
             fingerprint=self._fingerprint,
+            protocol=PROTOCOL,
         )
 
     async def Load(

@@ -33,7 +33,7 @@ from services.common.geometry import Geometry, Unit
 from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import MAX_MESSAGE_BYTES, abort, adopt_metadata, message_bytes
+from services.common.rpc import MAX_MESSAGE_BYTES, PROTOCOL, abort, adopt_metadata, message_bytes
 from services.common.shared_memory import host_identity
 from services.common.spans import span
 from services.common.threads import INLINE_BYTES
@@ -141,6 +141,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             hidden=known.like.hidden,
             max_image_patches=known.max_image_patches,
             fingerprint=known.fingerprint,
+            protocol=PROTOCOL,
         )
 
     async def Encode(self, request: object, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:

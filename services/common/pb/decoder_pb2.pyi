@@ -29,7 +29,7 @@ class DescribeDecoderRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeDecoderResponse(_message.Message):
-    __slots__ = ("model_name", "dtype", "num_features", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences", "fingerprint")
+    __slots__ = ("model_name", "dtype", "num_features", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences", "fingerprint", "protocol")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class DescribeDecoderResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     dtype: _encoder_pb2.DType
     num_features: int
@@ -50,7 +51,8 @@ class DescribeDecoderResponse(_message.Message):
     num_blocks: int
     max_num_sequences: int
     fingerprint: bytes
-    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+    protocol: int
+    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class GenerateCommand(_message.Message):
     __slots__ = ("submit", "cancel", "accept")

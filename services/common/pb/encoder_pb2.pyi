@@ -22,7 +22,7 @@ class DescribeEncoderRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeEncoderResponse(_message.Message):
-    __slots__ = ("model_name", "key_prefix", "dtype", "num_features", "hidden", "max_image_patches", "fingerprint")
+    __slots__ = ("model_name", "key_prefix", "dtype", "num_features", "hidden", "max_image_patches", "fingerprint", "protocol")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class DescribeEncoderResponse(_message.Message):
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGE_PATCHES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     key_prefix: bytes
     dtype: DType
@@ -37,7 +38,8 @@ class DescribeEncoderResponse(_message.Message):
     hidden: int
     max_image_patches: int
     fingerprint: bytes
-    def __init__(self, model_name: _Optional[str] = ..., key_prefix: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., max_image_patches: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+    protocol: int
+    def __init__(self, model_name: _Optional[str] = ..., key_prefix: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., max_image_patches: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class Grid(_message.Message):
     __slots__ = ("t", "h", "w")

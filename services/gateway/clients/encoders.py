@@ -15,7 +15,7 @@ from services.common.errors import Cancelled, Overloaded, ProcessLost, Unavailab
 from services.common.fair_order import NOBODY, Share
 from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
-from services.common.rpc import error_from_rpc, outgoing_metadata
+from services.common.rpc import PROTOCOL, error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
 
@@ -39,6 +39,7 @@ class EncoderDescription:
     hidden: int
     max_image_patches: int
     fingerprint: bytes = b""
+    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,11 @@ class EncoderPod(Pod):
 
     @property
     def misfit(self) -> str:
-        return self._served.misfit_of(self.description.fingerprint) if self.description else ""
+        if self.description is None:
+            return ""
+        return self._served.misfit_of_protocol(self.description.protocol) or (
+            self._served.misfit_of(self.description.fingerprint)
+        )
 
     @property
     def connected(self) -> bool:
@@ -96,6 +101,7 @@ class EncoderPod(Pod):
             answer.hidden,
             answer.max_image_patches,
             answer.fingerprint,
+            answer.protocol,
         )
         if self._lost.is_set():
             self._lost = asyncio.Event()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.common.pb import decoder_pb2 as pb
+from services.common.rpc import PROTOCOL
 
 # A decoder's context may be this much shorter than the others': where memory limits it, equal
 # machines differ a little.
@@ -35,6 +36,8 @@ class ServedModel:
     def misfit_of_decoder(self, found: pb.DescribeDecoderResponse) -> str:
         """Why a decoder cannot serve the model; empty: it can."""
         # Asked twice for each request.
+        if why := self.misfit_of_protocol(found.protocol):
+            return why
         if self.vocab_size is not None and self.vocab_size != found.vocab_size:
             return f"its vocab_size is {found.vocab_size}, not {self.vocab_size}"
         if self.hidden is not None and self.hidden != found.hidden:
@@ -48,6 +51,12 @@ class ServedModel:
             return f"its context is {given} tokens, not {wanted}"
         return ""
 
+    def misfit_of_protocol(self, protocol: int) -> str:
+        """Why a service cannot be spoken to; empty: it can."""
+        if protocol == PROTOCOL:
+            return ""
+        return f"it speaks protocol {protocol}, this gateway {PROTOCOL}: they are of two releases"
+
     def misfit_of(self, fingerprint: bytes) -> str:
         """Why a checkpoint is not the served one; empty: it is, or one of both is not known."""
         if not fingerprint or not self.fingerprint or fingerprint == self.fingerprint:
@@ -58,6 +67,7 @@ class ServedModel:
         """Takes the most frequent of the healthy decoders' fingerprints and contexts, unless one of
         them has the model's already.
         """
+        decoders = [found for found in decoders if not self.misfit_of_protocol(found.protocol)]
         fingerprints = [found.fingerprint for found in decoders if found.fingerprint]
         if not self.is_own and fingerprints and self.fingerprint not in fingerprints:
             self.fingerprint = _most_frequent(fingerprints)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from services.common import rpc
 from services.common.errors import (
     EmbeddingUnavailable,
     EngineLost,
@@ -520,6 +521,27 @@ def test_an_encoder_of_other_weights_gets_no_images(pair, restart_as):
         answer(pair.chat())  # text needs no encoder
     finally:
         served.fingerprint, served.is_own = b"", False
+
+
+def test_services_of_another_protocol_get_no_work_and_are_named(pair, restart_as):
+    first, second = pair.decoders
+    pools = pair.gateway.service.decoders, pair.gateway.service.encoders
+    restart_as(first, protocol=rpc.PROTOCOL + 1)
+    restart_as(pair.encoders[0], protocol=0)  # of before there were versions
+    pair.wait(lambda: all(len(pool.misfits()) == 1 for pool in pools))
+    (why,) = pools[0].misfits().values()
+    assert why == "it speaks protocol 2, this gateway 1: they are of two releases"
+    (why,) = pools[1].misfits().values()
+    assert why.startswith("it speaks protocol 0, this gateway 1")
+    for _ in range(4):
+        answer(pair.chat(messages=asking(new_image())))
+    assert second.submits and not first.submits
+    assert pair.encoders[1].requests and not pair.encoders[0].requests
+    # The last one that it can speak to goes: a clear refusal, and no try of the other.
+    restart_as(second, protocol=rpc.PROTOCOL + 1)
+    pair.wait(lambda: len(pools[0].misfits()) == 2)
+    assert error(pair.chat(), 503)
+    assert not first.submits
 
 
 def test_without_weights_of_its_own_a_gateway_serves_what_its_decoders_do(pair, restart_as):

@@ -1,6 +1,7 @@
 """A decoder that says it is about to go hands its sequences over, if another one can take them."""
 
 from services.common.pb import decoder_pb2 as pb
+from services.common.rpc import PROTOCOL
 from services.gateway.clients.served_model import ServedModel
 from tests.noise import wait_until
 
@@ -42,7 +43,7 @@ def test_an_answer_leaves_two_decoders_at_most(pair):
 
 def described(*lengths: int, fingerprint: bytes = b"") -> list[pb.DescribeDecoderResponse]:
     return [
-        pb.DescribeDecoderResponse(max_model_len=length, fingerprint=fingerprint)
+        pb.DescribeDecoderResponse(max_model_len=length, fingerprint=fingerprint, protocol=PROTOCOL)
         for length in lengths
     ]
 
