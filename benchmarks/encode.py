@@ -33,7 +33,7 @@ from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.resized_grid import ResizedGrid
-from services.common.geometry import Geometry, Unit
+from services.common.geometry import Geometry, Grid, Unit
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
@@ -58,7 +58,6 @@ from services.encoder.engine_main import (
 )
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel
-from services.encoder.operations.ops import Grid
 from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings

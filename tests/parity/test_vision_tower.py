@@ -21,10 +21,10 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as
 
 from kernels.attention.segments import BatchSegments
 from services.common.families.qwen3_vl import DeepStackTower
+from services.common.geometry import Grid
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.models import positions, qwen3_vl
 from services.encoder.models.base import VisionModel
-from services.encoder.operations.ops import Grid
 from tests.tower import cpu_ops
 
 TOLERANCE = 2e-5

@@ -71,11 +71,6 @@ class _Job:
     arena_offset: int | None = None
 
     @property
-    def num_patches(self) -> int:
-        """Patches before merging."""
-        return self.message.unit.num_patches
-
-    @property
     def share(self) -> Share:
         """Whose image it is."""
         return Share(self.message.tenant, self.message.weight)
@@ -168,7 +163,7 @@ class Engine:
                 job = _Job(message, time.monotonic())
                 self._jobs[message.job_id] = job
                 pool = self._large_pool if self._is_large(message.image) else self._pool
-                pool.submit(job, job.share, job.num_patches)
+                pool.submit(job, job.share, message.unit.num_patches)
             case PlaceImage():
                 self._mailbox.put(message)
             case Ping():
@@ -249,7 +244,7 @@ class Engine:
                     job.arena_offset = item.arena_offset
                     if job.waits:
                         job.waits = False
-                        self._batcher.add(item.job_id, job.num_patches, job.share)
+                        self._batcher.add(item.job_id, job.message.unit.num_patches, job.share)
             case _Job():
                 if item.cancelled or item.error or item.pixels is None:
                     error = item.error or Cancelled("the image was cancelled")
@@ -257,7 +252,8 @@ class Engine:
                 elif item.arena_offset is None:
                     item.waits = True
                 else:
-                    self._batcher.add(item.message.job_id, item.num_patches, item.share)
+                    message = item.message
+                    self._batcher.add(message.job_id, message.unit.num_patches, item.share)
 
     def _launch_next(self) -> None:
         if len(self._launched) >= _MAX_LAUNCHED or self._stopping:
@@ -282,8 +278,8 @@ class Engine:
             job = self._jobs[job_id]
             job.launched_at = now
             assert job.pixels is not None and job.arena_offset is not None
-            grid = job.message.unit.grid
-            images.append(PreparedImage(job_id, grid, job.pixels, job.arena_offset))
+            unit = job.message.unit
+            images.append(PreparedImage(job_id, unit, job.pixels, job.arena_offset))
         self._hold(*chosen)
         try:
             batch = self._runner.launch(images, between)
@@ -310,7 +306,7 @@ class Engine:
             if len(images) == 1:
                 self._end(images[0].job_id, _device_error(error))
                 return
-            by_size = sorted(images, key=lambda image: image.num_patches)
+            by_size = sorted(images, key=lambda image: image.unit.num_patches)
             self._run_apart(by_size[: len(by_size) // 2])
             self._run_apart(by_size[len(by_size) // 2 :])
         else:
@@ -326,7 +322,7 @@ class Engine:
         self._busy_s += now - self._busy_since
         self._busy_since = now  # of the batch that runs now, if there is one
         self._num_images += len(batch.images)
-        self._num_patches += sum(image.num_patches for image in batch.images)
+        self._num_patches += sum(image.unit.num_patches for image in batch.images)
         for image, is_finite in zip(batch.images, finite, strict=True):
             error = None if is_finite else InternalError("the embedding is not finite")
             self._end(image.job_id, error)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kernels import launches
+from services.common.geometry import Grid
 from services.common.nn.dispatch import CapturedCalls
 from services.common.progress import log_progress
 from services.encoder.models.base import VisionModel
-from services.encoder.operations.ops import Grid
 
 MAX_CAPTURED_PATCHES = 12288  # as many as a batch has by default
 _MAX_SEGMENTS = 16

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.common.geometry import Grid, Unit
 from services.encoder.engine.arena_writer import ArenaWriter
 from services.encoder.engine.graphs import TowerGraphs, buckets
 from services.encoder.engine.throttle import Throttle, count_flops
 from services.encoder.models.base import VisionModel
-from services.encoder.operations.ops import Grid
 
 _WARM_HOST_BLOCKS = 16
 _WARM_HOST_BYTES = 4 << 20
@@ -33,20 +33,15 @@ class PreparedImage:
 
     Attributes:
         job_id: given by the front.
-        grid: (1, h, w) in patches.
+        unit: what it is of its file.
         pixels: `[h * patch, w * patch, channels]` uint8, host; best pinned.
         arena_offset: first byte of its `[features, num_tokens, hidden]` in the arena.
     """
 
     job_id: int
-    grid: Grid
+    unit: Unit
     pixels: Tensor
     arena_offset: int
-
-    @property
-    def num_patches(self) -> int:
-        """Patches before merging."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
 
 
 @dataclass(slots=True)
@@ -193,9 +188,9 @@ class Runner:
             ]
             del blocks
         batches = [
-            [PreparedImage(-1, grid, _random_pixels(grid, spec.patch_size), 0) for grid in grids]
-            for grids in shapes
-            if max(map(self._embedding_bytes, grids)) <= self._writer.size_bytes
+            [PreparedImage(-1, unit, _random_pixels(unit, spec.patch_size), 0) for unit in units]
+            for units in (list(map(Unit, grids)) for grids in shapes)
+            if max(map(self._embedding_bytes, units)) <= self._writer.size_bytes
         ]
         with self._on_stream(), self._model.ops.table.warming_up():
             self._run_each(batches)
@@ -203,11 +198,11 @@ class Runner:
                 self._graphs = TowerGraphs(self._model, self._dtype, self._device)
                 self._graphs.capture(buckets())
                 fits = self._graphs.fits
-                self._run_each([batch for batch in batches if fits([i.grid for i in batch])])
+                self._run_each([batch for batch in batches if fits([i.unit.grid for i in batch])])
             if self._shares_device and batches:  # the largest, whose kernels are loaded now
                 start = time.monotonic()
                 self._run_each(batches[-1:])
-                flops = count_flops(spec, [image.grid for image in batches[-1]])
+                flops = count_flops(spec, [image.unit.grid for image in batches[-1]])
                 self._throttle.calibrate(flops, time.monotonic() - start)
 
     def _run_each(self, batches: Sequence[Sequence[PreparedImage]]) -> None:
@@ -218,8 +213,8 @@ class Runner:
         self, images: Sequence[PreparedImage], between: Callable[[], None] | None = None
     ) -> LaunchedBatch:
         # Neighbours of one size share a call of `pack_patches` and of plain attention.
-        images = sorted(images, key=lambda image: image.grid)
-        grids = [image.grid for image in images]
+        images = sorted(images, key=lambda image: image.unit.grid)
+        grids = [image.unit.grid for image in images]
         pixels = self._upload(images)
         if self._graphs is not None and self._graphs.fits(grids):
             features = self._graphs.replay(pixels, grids)
@@ -258,11 +253,11 @@ class Runner:
 
     def _num_tokens(self, images: Sequence[PreparedImage]) -> list[int]:
         merge = self._model.spec.spatial_merge_size**2
-        return [image.num_patches // merge for image in images]
+        return [image.unit.num_patches // merge for image in images]
 
-    def _embedding_bytes(self, grid: Grid) -> int:
+    def _embedding_bytes(self, unit: Unit) -> int:
         spec = self._model.spec
-        tokens = grid[0] * grid[1] * grid[2] // spec.spatial_merge_size**2
+        tokens = unit.num_patches // spec.spatial_merge_size**2
         return spec.num_features * tokens * spec.out_hidden_size * self._dtype.itemsize
 
     def _upload(self, images: Sequence[PreparedImage]) -> Tensor:
@@ -278,6 +273,6 @@ class Runner:
         return target
 
 
-def _random_pixels(grid: Grid, patch_size: int) -> Tensor:
-    shape = (grid[1] * patch_size, grid[2] * patch_size, 3)
+def _random_pixels(unit: Unit, patch_size: int) -> Tensor:
+    shape = (unit.grid[1] * patch_size, unit.grid[2] * patch_size, 3)
     return torch.randint(0, 256, shape, dtype=torch.uint8)

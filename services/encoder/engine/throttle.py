@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from services.common.geometry import Grid
 from services.common.model_spec import TowerSpec
-from services.encoder.operations.ops import Grid
 
 # A fifth of a second on an H200: several times what a full batch of usual images takes.
 _LARGE_BATCH_FLOPS = 1e14

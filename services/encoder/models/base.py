@@ -11,9 +11,10 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.attention.segments import Segments
+from services.common.geometry import Grid
 from services.common.model_spec import TowerSpec
 from services.common.nn.weights import WeightMap
-from services.encoder.operations.ops import Grid, Ops
+from services.encoder.operations.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +22,12 @@ class VisionLayout:
     """What a packed batch's shape alone decides; made before the forward, shared by all blocks.
 
     Attributes:
-        num_patches: N, rows of the batch.
         embeddings: `[N, hidden]`, of the positions.
         cos: `[N, head_dim / 2]` float32.
         sin: as `cos`.
         segments: of the attention, by what the model calls them: full, or of windows.
     """
 
-    num_patches: int
     embeddings: Tensor
     cos: Tensor
     sin: Tensor

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention.segments import BatchSegments, StaticSegments
+from services.common.geometry import Grid
 from services.encoder.models.base import VisionLayout
-from services.encoder.operations.ops import Grid
 
 ROPE_THETA = 10_000.0
 FULL = "full"  # segments of whole images, or of frames
@@ -119,7 +119,7 @@ class StaticLayout:
         embeddings, cos, sin = self._embeddings, self._cos, self._sin
         rows = slice(num_patches)
         segments = {FULL: self._segments}
-        return VisionLayout(num_patches, embeddings[rows], cos[rows], sin[rows], segments)
+        return VisionLayout(embeddings[rows], cos[rows], sin[rows], segments)
 
     def set(self, grids: Sequence[Grid]) -> None:
         frames = frames_of(grids)
@@ -141,7 +141,7 @@ def batch_layout(cache: PositionCache, grids: Sequence[Grid]) -> VisionLayout:
     found = cache.of(frames)
     lengths = [height * width for height, width in frames]
     segments = {FULL: BatchSegments(lengths, found.cos.device)}
-    return VisionLayout(sum(lengths), found.embeddings, found.cos, found.sin, segments)
+    return VisionLayout(found.embeddings, found.cos, found.sin, segments)
 
 
 def frames_of(grids: Sequence[Grid]) -> list[tuple[int, int]]:

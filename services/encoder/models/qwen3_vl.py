@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from services.common.families.qwen3_vl import DeepStackTower
+from services.common.geometry import Grid
 from services.common.nn.layers import embedding
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
 from services.encoder.models.base import VisionLayout
 from services.encoder.models.positions import FULL, PositionCache, StaticLayout, batch_layout
-from services.encoder.operations.ops import Grid, Ops
+from services.encoder.operations.ops import Ops
 
 _LAYER_NORM_EPS = 1e-6
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention.segments import Segments
+from services.common.geometry import Grid
 from services.common.nn.dispatch import KernelTable
 from services.encoder.operations.table import TowerFacts
-
-Grid = tuple[int, int, int]  # (t, h, w) in patches before merging
 
 
 class Ops:

@@ -7,7 +7,7 @@ template or its context are an `InvalidRequest`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,7 @@ class PromptBuilder:
             and not request.continue_final_message,
             continue_final_message=bool(request.continue_final_message),
         )
-        ids, tail = self._tokenize(conversation, max_tokens)
+        ids, tail = self.tokenize(conversation, max_tokens)
         answer_format = AnswerFormat(
             answer_start(tail) if self._thinks else None,
             self._tool_calls(tool_use) if tool_use else None,
@@ -140,30 +140,13 @@ class PromptBuilder:
         ignored = [*self._unused(request), *(("messages",) if cut else ())]
         return Draft(ids, images, answer_format, ignored)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        template_options: Mapping[str, object],
-        max_tokens: int,
-    ) -> list[int]:
-        """Token ids before expansion: one placeholder per image.
-
-        Args:
-            messages: see `Conversation`.
-            template_options: further variables of the template.
-            max_tokens: longer text is refused, before it is tokenized.
+    def tokenize(self, conversation: Conversation, max_tokens: int) -> tuple[list[int], str]:
+        """Token ids before expansion, and the prompt's text after its last special token. No BOS
+        token is added: a template writes its own.
 
         Raises:
             InvalidRequest: the template refuses the messages.
             ContextLengthExceeded: the text is longer than `max_tokens` can be.
-        """
-        conversation = Conversation(messages=messages, options=template_options)
-        return self._tokenize(conversation, max_tokens)[0]
-
-    def _tokenize(self, conversation: Conversation, max_tokens: int) -> tuple[list[int], str]:
-        """Token ids, and the prompt's text after its last special token.
-
-        No BOS token is added: a template writes its own.
         """
         self._tokenizer.check_length(conversation.text, max_tokens)
         ids: list[int] = []
@@ -254,7 +237,7 @@ class PromptBuilder:
             {"role": "tool", "tool_call_id": "1", "content": [{"type": "image"}]},
         ]
         try:
-            ids, _ = self._tokenize(Conversation(messages=messages, options={}), 1 << 20)
+            ids, _ = self.tokenize(Conversation(messages=messages, options={}), 1 << 20)
         except InvalidRequest:
             return False
         return self.has_placeholder(ids)

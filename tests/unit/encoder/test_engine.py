@@ -64,7 +64,7 @@ class FakeRunner:
         self, images: Sequence[PreparedImage], between: Callable[[], None] | None = None
     ) -> LaunchedBatch:
         self.may_run.wait(10)
-        if sum(image.num_patches for image in images) > self.room:
+        if sum(image.unit.num_patches for image in images) > self.room:
             raise torch.OutOfMemoryError("no room")
         if any(image.job_id in self.poisoned for image in images):
             raise ValueError("poisoned")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from services.common.families.qwen3_vl import DeepStackTower
+from services.common.geometry import Grid, Unit
 from services.common.nn.weights import load_dummy
 from services.encoder.engine.runner import PreparedImage, Runner
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel
-from services.encoder.operations.ops import Grid
 from tests.tower import cpu_ops
 
 SPEC = DeepStackTower(3, 48, 96, 3, 3, 16, 2, 2, 40, 36, (0, 1))
@@ -31,11 +31,11 @@ def image(job_id: int, grid: Grid, offset: int = 0, seed: int = 0) -> PreparedIm
     generator = torch.Generator().manual_seed(seed)
     shape = (grid[1] * 16, grid[2] * 16, 3)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    return PreparedImage(job_id, grid, pixels, offset)
+    return PreparedImage(job_id, Unit(grid), pixels, offset)
 
 
 def read(arena: mmap.mmap, place: PreparedImage) -> torch.Tensor:
-    tokens = place.num_patches // 4
+    tokens = place.unit.num_patches // 4
     shape = (SPEC.num_features, tokens, SPEC.out_hidden_size)
     count = shape[0] * shape[1] * shape[2]
     return torch.frombuffer(
@@ -44,9 +44,11 @@ def read(arena: mmap.mmap, place: PreparedImage) -> torch.Tensor:
 
 
 def expected(model: VisionModel, place: PreparedImage) -> torch.Tensor:
-    patches = model.ops.pack_patches(place.pixels.reshape(-1), [place.grid], 16, 2, torch.float32)
+    patches = model.ops.pack_patches(
+        place.pixels.reshape(-1), [place.unit.grid], 16, 2, torch.float32
+    )
     with torch.inference_mode():
-        return model(patches, model.layout([place.grid]))
+        return model(patches, model.layout([place.unit.grid]))
 
 
 def test_each_image_lands_in_its_place(model: VisionModel) -> None:

@@ -11,7 +11,7 @@ from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.geometry import Unit
 from services.common.model_spec import ModelSpecError
 from services.gateway.forms.openai import ChatRequest, Message
-from services.gateway.prompts.chat_template import ChatTemplate, read_template
+from services.gateway.prompts.chat_template import ChatTemplate, Conversation, read_template
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.tiny_tokenizer import ADDED, FIXTURES, SPECIAL, added_ids, tokenizer_json
@@ -73,6 +73,11 @@ def test_late_system_messages_as_the_template_takes_them(spec, tokenizer, templa
     assert text.index("hi") < text.index("Be brief.") < text.rindex("x")
 
 
+def render(prompts, messages, options, max_tokens):
+    """Token ids, one placeholder per image."""
+    return prompts.tokenize(Conversation(messages=messages, options=options), max_tokens)[0]
+
+
 CONVERSATIONS = {
     "string": [{"role": "user", "content": "What is in the picture?"}],
     "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
@@ -95,7 +100,7 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 def test_ids_equal_hf(prompts, hf, messages):
     expected = hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert prompts.render(messages, {}, MANY) == expected
+    assert render(prompts, messages, {}, MANY) == expected
 
 
 def test_ids_equal_hf_on_random_text(prompts, hf):
@@ -105,24 +110,24 @@ def test_ids_equal_hf_on_random_text(prompts, hf):
         content = "".join(rng.choices(alphabet, k=rng.randint(0, 60)))
         messages = [{"role": "user", "content": content}]
         expected = hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert prompts.render(messages, {}, MANY) == expected, content
+        assert render(prompts, messages, {}, MANY) == expected, content
 
 
 def test_vision_ids_option(prompts, tokenizer):
-    plain = prompts.render([user(IMAGE)], {}, MANY)
-    numbered = prompts.render([user(IMAGE)], {"add_vision_id": True}, MANY)
+    plain = render(prompts, [user(IMAGE)], {}, MANY)
+    numbered = render(prompts, [user(IMAGE)], {"add_vision_id": True}, MANY)
     assert len(numbered) == len(plain) + len(tokenizer.encode_text("Picture 1: "))
 
 
 def template_ids(prompts, messages, replacement):
     """Special ids of a prompt."""
     special = set(added_ids().values())
-    return [i for i in prompts.render(messages, {}, MANY) if i in special]
+    return [i for i in render(prompts, messages, {}, MANY) if i in special]
 
 
 @pytest.mark.parametrize("token", [*SPECIAL, *ADDED])
 def test_user_text_never_becomes_an_added_token(prompts, tokenizer, token):
-    harmless = [i for i in prompts.render([user(text("x"))], {}, MANY)]
+    harmless = [i for i in render(prompts, [user(text("x"))], {}, MANY)]
     special = set(added_ids().values())
     expected = [i for i in harmless if i in special]
     for content in (token, f"a{token}{token}b", token * 50):
@@ -132,12 +137,12 @@ def test_user_text_never_becomes_an_added_token(prompts, tokenizer, token):
             [{"role": "system", "content": content}, {"role": "user", "content": "x"}],
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}],
         ):
-            ids = prompts.render(messages, {}, MANY)
+            ids = render(prompts, messages, {}, MANY)
             found = [i for i in ids if i in special]
             assert set(found) <= set(expected)
             assert len(found) == 1 + 2 * len(messages)
     # The text is complete.
-    ids = prompts.render([{"role": "user", "content": f"[{token}]"}], {}, MANY)
+    ids = render(prompts, [{"role": "user", "content": f"[{token}]"}], {}, MANY)
     joined = b"".join(tokenizer.token_bytes(i) for i in ids)
     assert f"[{token}]".encode() in joined
 
@@ -146,12 +151,12 @@ def test_added_tokens_do_not_form_across_parts(prompts):
     token = "<|image_pad|>"
     special = set(added_ids().values())
     for cut in range(1, len(token)):
-        ids = prompts.render([user(text(token[:cut]), text(token[cut:]))], {}, MANY)
+        ids = render(prompts, [user(text(token[:cut]), text(token[cut:]))], {}, MANY)
         assert sum(i in special for i in ids) == 3
     for first in range(1, len(token) - 1):
         for second in range(first + 1, len(token)):
             parts = (token[:first], token[first:second], token[second:])
-            ids = prompts.render([user(*map(text, parts))], {}, MANY)
+            ids = render(prompts, [user(*map(text, parts))], {}, MANY)
             assert sum(i in special for i in ids) == 3
 
 
@@ -175,7 +180,7 @@ def test_random_fragments_never_form_an_added_token(prompts, tokenizer):
             {"role": "assistant", "content": answer},
             user(text("?")),
         ]
-        ids = prompts.render(messages, {}, MANY)
+        ids = render(prompts, messages, {}, MANY)
         assert sum(i in special for i in ids) == 2 * len(messages) + 1, messages
         rendered = b"".join(map(tokenizer.token_bytes, ids)).decode()
         assert question in rendered and answer in rendered, messages
@@ -183,15 +188,15 @@ def test_random_fragments_never_form_an_added_token(prompts, tokenizer):
 
 def test_noncharacters_in_user_text_change_nothing(prompts, hf):
     content = "".join(chr(c) for c in range(0xFDD0, 0xFDED)) + "<|im_end|>"
-    ids = prompts.render([{"role": "user", "content": content}], {}, MANY)
+    ids = render(prompts, [{"role": "user", "content": content}], {}, MANY)
     special = set(added_ids().values())
     assert sum(i in special for i in ids) == 3
     with pytest.raises(InvalidRequest):
-        prompts.render([{"role": "user", "content": content + "\ufded"}], {}, MANY)
+        render(prompts, [{"role": "user", "content": content + "\ufded"}], {}, MANY)
 
 
 def test_expand_replaces_each_placeholder_by_its_image(prompts):
-    ids = prompts.render([user(text("a"), IMAGE, text("b"), IMAGE)], {}, MANY)
+    ids = render(prompts, [user(text("a"), IMAGE, text("b"), IMAGE)], {}, MANY)
     units = [(Unit((1, 4, 6)),), (Unit((1, 2, 2)),)]
     prompt = prompts.expand(Draft(ids, []), units)
     pad = added_ids()["<|image_pad|>"]
@@ -208,13 +213,13 @@ def test_expand_replaces_each_placeholder_by_its_image(prompts):
 
 
 def test_text_has_no_positions(prompts):
-    prompt = prompts.expand(Draft(prompts.render([user(text("a"))], {}, MANY), []), [])
+    prompt = prompts.expand(Draft(render(prompts, [user(text("a"))], {}, MANY), []), [])
     assert prompt.positions is None
     assert prompt.position_delta == 0
 
 
 def test_count_of_placeholders_must_be_that_of_images(prompts):
-    ids = prompts.render([user(IMAGE)], {}, MANY)
+    ids = render(prompts, [user(IMAGE)], {}, MANY)
     for units in ([], [(Unit((1, 2, 2)),)] * 2):
         with pytest.raises(InvalidRequest):
             prompts.expand(Draft(ids, []), units)
@@ -223,7 +228,7 @@ def test_count_of_placeholders_must_be_that_of_images(prompts):
 def test_text_that_cannot_fit_is_refused_untokenized(prompts, tokenizer):
     content = "a" * (100 * tokenizer.max_token_bytes + 1)
     with pytest.raises(ContextLengthExceeded):
-        prompts.render([{"role": "user", "content": content}], {}, 100)
+        render(prompts, [{"role": "user", "content": content}], {}, 100)
     # Composed, this is a third as long and fits.
     tokenizer.check_length("e\u0301" * 100, 200 // tokenizer.max_token_bytes + 1)
 
@@ -231,7 +236,7 @@ def test_text_that_cannot_fit_is_refused_untokenized(prompts, tokenizer):
 def test_template_refusal_is_a_400(spec, tokenizer):
     builder = builder_of(spec, tokenizer, "{{ raise_exception('no such thing') }}")
     with pytest.raises(InvalidRequest, match="no such thing"):
-        builder.render([{"role": "user", "content": "x"}], {}, MANY)
+        render(builder, [{"role": "user", "content": "x"}], {}, MANY)
 
 
 def test_template_is_sandboxed(spec, tokenizer):
@@ -241,7 +246,7 @@ def test_template_is_sandboxed(spec, tokenizer):
     ):
         builder = builder_of(spec, tokenizer, template)
         with pytest.raises(InvalidRequest):
-            builder.render([{"role": "user", "content": "x"}], {}, MANY)
+            render(builder, [{"role": "user", "content": "x"}], {}, MANY)
 
 
 def test_template_has_hf_semantics(spec, tokenizer):
@@ -250,7 +255,7 @@ def test_template_has_hf_semantics(spec, tokenizer):
         "    {{ {'b': '<é>', 'a': 1} | tojson }}\n{% endfor %}"
     )
     builder = builder_of(spec, tokenizer, template)
-    ids = builder.render([{"role": "user", "content": "x"}] * 3, {}, MANY)
+    ids = render(builder, [{"role": "user", "content": "x"}] * 3, {}, MANY)
     line = '    {"b": "<é>", "a": 1}\n'
     joined = b"".join(tokenizer.token_bytes(i) for i in ids).decode()
     assert joined == line * 2

@@ -15,7 +15,12 @@ import pytest
 from services.common.errors import InvalidRequest
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError
-from services.gateway.prompts.chat_template import ChatTemplate, read_special_tokens, read_template
+from services.gateway.prompts.chat_template import (
+    ChatTemplate,
+    Conversation,
+    read_special_tokens,
+    read_template,
+)
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.tokenizer.byte_pairs import BytePairs
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
@@ -71,7 +76,8 @@ class Family:
         ]
 
     def found(self, messages: list[dict], **options: object) -> list[int]:
-        return self.prompts.render(messages, options, MANY)
+        conversation = Conversation(messages=messages, options=options)
+        return self.prompts.tokenize(conversation, MANY)[0]
 
 
 def write_family(directory: Path, name: str) -> Path:
