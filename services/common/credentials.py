@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from services.common.settings import PeerSettings, SettingsError
 
@@ -124,6 +124,12 @@ class Credentials:
 
     certificates: WatchedFiles[Certificates] | None = None
     token: TokenFile | None = None
+    stage: Literal["accepted", "shown", "required"] = "required"
+
+    @property
+    def shown(self) -> "Credentials":
+        """What own calls show: nothing, as long as servers may not know it."""
+        return NO_CREDENTIALS if self.stage == "accepted" else self
 
     @classmethod
     def from_settings(cls, settings: PeerSettings) -> "Credentials":
@@ -133,9 +139,15 @@ class Credentials:
             SettingsError: they are missing or not valid.
         """
         directory, token_file = settings.peer_tls_directory, settings.peer_token_file
+        if settings.peer_credentials != "required" and not (directory or token_file):
+            raise SettingsError(
+                f"peer_credentials={settings.peer_credentials} needs peer_tls_directory or "
+                "peer_token_file"
+            )
         return cls(
             certificates=None if directory is None else watch_certificates(directory),
             token=None if token_file is None else TokenFile(token_file),
+            stage=settings.peer_credentials,
         )
 
     def __bool__(self) -> bool:

@@ -27,6 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _TOKEN = "authorization"
 _SCHEME = "Bearer "
+_TRANSPORT = "transport_security_type"
 # A connection that has made no call in this time was refused in its handshake.
 _HANDSHAKE_S = 5.0
 _MAX_PEERS = 4096
@@ -218,7 +219,10 @@ class PeerCheck(grpc.aio.ServerInterceptor):
         if token is not None:
             found: Any = dict(handler_call_details.invocation_metadata or ())
             given = found.get(_TOKEN, "")
-            if not isinstance(given, str) or not token.accepts(given.removeprefix(_SCHEME)):
+            is_optional = self._credentials.stage != "required" and _TOKEN not in found
+            if is_optional:
+                pass
+            elif not isinstance(given, str) or not token.accepts(given.removeprefix(_SCHEME)):
                 # For any kind of method: it is refused before a message is read.
                 return cast("Any", grpc).stream_stream_rpc_method_handler(self._refuse_token)
         handler = await continuation(handler_call_details)
@@ -230,6 +234,9 @@ class PeerCheck(grpc.aio.ServerInterceptor):
         await self._refuse(context, "token", "the call has no valid token")
 
     async def _check_certificate(self, context: Context) -> None:
+        auth = context.auth_context()
+        if self._credentials.stage != "required" and b"ssl" not in auth.get(_TRANSPORT, ()):
+            return
         peer = context.peer()
         if peer not in self._peers:
             self._peers[peer] = None
@@ -237,7 +244,7 @@ class PeerCheck(grpc.aio.ServerInterceptor):
                 self._handshakes.pop()  # this connection's
             if len(self._peers) > _MAX_PEERS:
                 self._peers.popitem(last=False)
-        names = {name.decode() for name in context.auth_context().get("peer_dns", ())}
+        names = {name.decode() for name in auth.get("peer_dns", ())}
         if names.isdisjoint(self._callers):
             shown = ", ".join(sorted(names)) or "no name"
             await self._refuse(context, "name", f"a certificate of {shown} may not call")
@@ -258,7 +265,8 @@ class PeerCheck(grpc.aio.ServerInterceptor):
     def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
         """Called before each handshake, in a thread of gRPC's; None: nothing has changed."""
         assert self._loop is not None and self._credentials.certificates is not None
-        if not self._loop.is_closed():
+        # Behind `BothTransports` all connections have one peer, and none can be told from another.
+        if not self._loop.is_closed() and self._credentials.stage == "required":
             self._loop.call_soon_threadsafe(self._handshake_started)
         found = self._credentials.certificates.current()
         if found is self._shown:

@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from services.common.arena import Arena
+from services.common.both_transports import listen
 from services.common.channel import ChannelClosed, FrontChannel
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.credentials import NO_CREDENTIALS, Credentials
@@ -186,7 +187,7 @@ async def serve(
             return 0
         await asyncio.to_thread(arena.prefault)
         front = await service.create_front(
-            settings, ready, engine.channel, arena, credentials, engine.links
+            settings, ready, engine.channel, arena, credentials.shown, engine.links
         )
         freeze_gc()
         watch = EngineWatch(engine, front.is_busy, on_gpu=ready.on_gpu)
@@ -263,15 +264,19 @@ async def _serve_front(
         check=check if credentials else None,
         with_reflection=settings.reflection,
     )
-    address = f"{settings.host}:{settings.port}"
+    if credentials.stage != "required":
+        log.warning("calls without credentials are served, too, until they are required")
+    both = None
     if settings.socket is not None:
-        address = f"unix:{settings.socket}"
-    port = check.add_port(server, address)
+        where = f"unix:{settings.socket}"
+        check.add_port(server, where)
+    else:
+        port, both = await listen(server, check, credentials, settings.host, settings.port)
+        where = f"{settings.host}:{port}"
     health_server = None
     if settings.health_port:
         health_server = await _serve_health(health_servicer, settings.host, settings.health_port)
     await server.start()
-    where = address if settings.socket is not None else f"{settings.host}:{port}"
     log.info("serving %s on %s", settings.model.name, where)
     running = asyncio.create_task(front.run())
     await _unless(stopping, asyncio.wait([running]))
@@ -284,6 +289,8 @@ async def _serve_front(
     await front.drain(server.stop, 0.0 if engine_died else settings.shutdown_grace_s)
     if health_server is not None:
         await health_server.stop(None)
+    if both is not None:
+        await both.close()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await front.close()

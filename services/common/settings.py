@@ -81,10 +81,14 @@ class PeerSettings(ServiceSettings):
             encrypted, and both sides show a certificate.
         peer_token_file: a token a line: each call between services shows the first, and any is
             accepted.
+        peer_credentials: how far they are turned on. `accepted`: calls with and without them are
+            served, own calls show none yet. `shown`: own calls show them. `required`: calls
+            without are refused.
     """
 
     peer_tls_directory: Path | None = None
     peer_token_file: Path | None = None
+    peer_credentials: Literal["accepted", "shown", "required"] = "required"
 
 
 class EngineServiceSettings(PeerSettings):

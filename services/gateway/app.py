@@ -178,7 +178,7 @@ def _pools(
     """A text model has no encoders; addresses that are set are not used."""
     served = _served_model(spec)
     dialling = Dialling(
-        Credentials.from_settings(settings),
+        Credentials.from_settings(settings).shown,
         lambda reason: metrics.peers_refused.labels(reason).inc(),
     )
     addresses = settings.encoders if spec.vision is not None else ()
