@@ -135,7 +135,8 @@ def manifest_limits() -> dict[str, int]:
 
 def manifest_settings(kind: str) -> dict[str, object]:
     """The service's own settings there that decide its memory."""
-    (config,) = [r for r in render(_OVERLAY) if r["kind"] == "ConfigMap"]
+    configs = [r for r in render(_OVERLAY) if r["kind"] == "ConfigMap"]
+    (config,) = [r for r in configs if r["metadata"]["name"].rpartition("-")[0] == kind]
     name = f"{kind.upper()}_CACHE_BYTES"
     return {"cache_bytes": config["data"][name]} if name in config["data"] else {}
 
