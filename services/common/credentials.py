@@ -6,27 +6,20 @@ Both are files that are mounted, and read again when they have changed. Nothing 
 
 import hmac
 import logging
-import os
 import ssl
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 from services.common.settings import PeerSettings, SettingsError
+from services.common.watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
 
 # As in a Kubernetes secret of type `kubernetes.io/tls` that cert-manager fills.
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.crt", "tls.crt", "tls.key"
-# How soon a change is seen: files are looked at once in this time at most.
-CHECK_INTERVAL_S = 1.0
 MIN_TOKEN_CHARS = 16
-_MAX_FILE_BYTES = 1 << 20
-
-Content = TypeVar("Content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,67 +29,6 @@ class Certificates:
     ca: bytes
     chain: bytes
     key: bytes
-
-
-class WatchedFiles(Generic[Content]):
-    """Files whose content is replaced while the process runs.
-
-    Args:
-        paths: the files; a change of any of them is a change.
-        parse: makes the content of their bytes; raises ValueError for one that is not valid.
-
-    Raises:
-        SettingsError: they cannot be read at first. Later, what was read before stays.
-    """
-
-    def __init__(self, paths: Sequence[Path], parse: Callable[[Sequence[bytes]], Content]) -> None:
-        self._paths = paths
-        self._parse = parse
-        self._lock = threading.Lock()
-        self._refused: object = None
-        self._next_check = 0.0
-        self._state: object = None
-        try:
-            self._state, self._content = self._read()
-        except (OSError, ValueError) as error:
-            raise SettingsError(str(error)) from None
-
-    def current(self) -> Content:
-        """The newest valid content, the same object until it changes. Any thread may call."""
-        if time.monotonic() >= self._next_check:
-            with self._lock:
-                self._next_check = time.monotonic() + CHECK_INTERVAL_S
-                self._reload()
-        return self._content
-
-    def _reload(self) -> None:
-        state: object = None
-        try:
-            state = self._stat()
-            if state == self._state:
-                self._refused = None
-                return
-            self._state, self._content = self._read()
-            log.info("read anew: %s", ", ".join(map(str, self._paths)))
-        except (OSError, ValueError) as error:
-            if state != self._refused or state is None:
-                log.error("not read, what was there before stays: %s", error)
-            self._refused = state
-
-    def _read(self) -> tuple[object, Content]:
-        for _ in range(5):
-            state = self._stat()
-            data = [path.read_bytes() for path in self._paths]
-            if self._stat() == state:  # else they were replaced meanwhile
-                return state, self._parse(data)
-        raise ValueError(f"{self._paths[0]} changes all the time")
-
-    def _stat(self) -> object:
-        found = [os.stat(path) for path in self._paths]
-        for path, each in zip(self._paths, found, strict=True):
-            if each.st_size > _MAX_FILE_BYTES:
-                raise ValueError(f"{path} has more than {_MAX_FILE_BYTES} bytes")
-        return [(each.st_mtime_ns, each.st_size, each.st_ino) for each in found]
 
 
 class TokenFile:

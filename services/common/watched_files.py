@@ -14,15 +14,16 @@ log = logging.getLogger(__name__)
 
 # How soon a change is seen: files are looked at once in this time at most, and only when asked for.
 CHECK_INTERVAL_S = 1.0
+_MAX_FILE_BYTES = 1 << 20
 
 Content = TypeVar("Content")
 
 
 class WatchedFiles(Generic[Content]):
-    """The content of some files, read again when one of them has changed. Any thread may use it.
+    """Files whose content is replaced while the process runs.
 
     Args:
-        paths: the files.
+        paths: the files; a change of any of them is a change.
         parse: makes the content of their bytes; raises ValueError for one that is not valid.
 
     Raises:
@@ -33,29 +34,27 @@ class WatchedFiles(Generic[Content]):
         self._paths = paths
         self._parse = parse
         self._lock = threading.Lock()
-        self._next_check = 0.0
         self._complaint = ""
+        self._next_check = 0.0
+        self._state: object = None
         try:
-            self._state = self._stat()
-            self._content = self._read()
+            self._state, self._content = self._read()
         except (OSError, ValueError) as error:
             raise SettingsError(str(error)) from None
 
     def current(self) -> Content:
-        """The newest valid content, the same object until it changes."""
-        with self._lock:
-            if time.monotonic() >= self._next_check:
+        """The newest valid content, the same object until it changes. Any thread may call."""
+        if time.monotonic() >= self._next_check:
+            with self._lock:
                 self._next_check = time.monotonic() + CHECK_INTERVAL_S
                 self._reload()
-            return self._content
+        return self._content
 
     def _reload(self) -> None:
         try:
-            state = self._stat()
-            if state == self._state:
+            if self._stat() == self._state:
                 return
-            self._state = state  # older than what is read: a change meanwhile is seen next time
-            self._content = self._read()
+            self._state, self._content = self._read()
         except (OSError, ValueError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
@@ -64,9 +63,17 @@ class WatchedFiles(Generic[Content]):
         self._complaint = ""
         log.info("read anew: %s", ", ".join(map(str, self._paths)))
 
-    def _read(self) -> Content:
-        return self._parse([path.read_bytes() for path in self._paths])
+    def _read(self) -> tuple[object, Content]:
+        for _ in range(5):
+            state = self._stat()
+            data = [path.read_bytes() for path in self._paths]
+            if self._stat() == state:  # else they were replaced meanwhile
+                return state, self._parse(data)
+        raise ValueError(f"{self._paths[0]} changes all the time")
 
-    def _stat(self) -> list[tuple[int, int, int]]:
+    def _stat(self) -> object:
         found = [os.stat(path) for path in self._paths]
+        for path, each in zip(self._paths, found, strict=True):
+            if each.st_size > _MAX_FILE_BYTES:
+                raise ValueError(f"{path} has more than {_MAX_FILE_BYTES} bytes")
         return [(each.st_mtime_ns, each.st_size, each.st_ino) for each in found]

@@ -17,8 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from services.common import credentials as credential_files
-from services.common import rpc_credentials
+from services.common import rpc_credentials, watched_files
 from services.common.credentials import (
     NO_CREDENTIALS,
     Credentials,
@@ -59,7 +58,7 @@ def foreign() -> Authority:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(credential_files, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr(rpc_credentials, "_HANDSHAKE_S", 0.3)
 
 

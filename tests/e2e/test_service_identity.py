@@ -9,7 +9,6 @@ import grpc.aio
 import pytest
 
 from services.common.credentials import (
-    CHECK_INTERVAL_S,
     NO_CREDENTIALS,
     Credentials,
     watch_certificates,
@@ -17,6 +16,7 @@ from services.common.credentials import (
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.rpc import create_channel
+from services.common.watched_files import CHECK_INTERVAL_S
 from tests.certificates import Authority, mount
 from tests.e2e.cluster import Cluster, png, wait_until
 from tests.noise import PATIENCE_S

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common import credentials
+from services.common import watched_files
 from services.common.credentials import Credentials, TokenFile, watch_certificates
 from services.common.settings import SettingsError
 from services.decoder.settings import DecoderSettings
@@ -21,7 +21,7 @@ def authority() -> Authority:
 
 @pytest.fixture(autouse=True)
 def checks_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(credentials, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_INTERVAL_S", 0.0)
 
 
 def test_a_rotated_certificate_is_read_and_an_unchanged_one_is_the_same(
