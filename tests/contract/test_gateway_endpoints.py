@@ -210,7 +210,7 @@ def test_a_body_declared_as_something_other_than_json_is_refused(stack, path, co
 
 
 def test_a_bug_before_the_answer_is_a_500_that_says_nothing_of_it(stack, monkeypatch, caplog):
-    async def fail(*_):
+    async def fail(*_, **_options):
         raise RuntimeError("a secret")
 
     monkeypatch.setattr(ChatService, "prepare", fail)
