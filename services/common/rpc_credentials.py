@@ -5,12 +5,9 @@ names. Pods are dialled under IP addresses, which no certificate names, so a cha
 service's name, whatever the address is.
 """
 
-import asyncio
 import logging
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial, partialmethod
 from inspect import isasyncgenfunction
 from typing import Any, cast
 
@@ -28,9 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _TOKEN = "authorization"
 _SCHEME = "Bearer "
 _TRANSPORT = "transport_security_type"
-# A connection that has made no call in this time was refused in its handshake.
-_HANDSHAKE_S = 5.0
-_MAX_PEERS = 4096
+_MAX_LOGGED = 4096
 
 
 def dial(address: str, credentials: Credentials, peer: str, options: Options) -> grpc.aio.Channel:
@@ -44,84 +39,25 @@ def dial(address: str, credentials: Credentials, peer: str, options: Options) ->
     """
     if not credentials:
         return grpc.aio.insecure_channel(address, options=list(options))
-    return CredentialedChannel(address, credentials, peer, options)
+    channel = CredentialedChannel(address, credentials, peer, list(options))
+    return cast("grpc.aio.Channel", channel)
 
 
-@dataclass(eq=False, slots=True)
-class _Dialled:
-    """A connection, and the calls that still use it."""
-
-    channel: grpc.aio.Channel
-    certificates: Certificates | None
-    num_calls: int = 0
-    retired: bool = False
-    methods: "dict[_Method, Callable[..., Any]]" = field(
-        default_factory=dict["_Method", Callable[..., Any]]
-    )
-
-
-class CredentialedChannel(grpc.aio.Channel):
+class CredentialedChannel:
     """A channel that shows a token with each call, and dials again when certificates have changed:
-    calls from then on use the new connection, running ones end on the old one.
+    calls from then on use the new connection. The old one is closed with the last call on it.
+
+    Not an interceptor of gRPC's: that wraps each message of a stream, and changes no certificate.
     """
 
-    def __init__(self, address: str, credentials: Credentials, peer: str, options: Options) -> None:
+    def __init__(
+        self, address: str, credentials: Credentials, peer: str, options: list[tuple[str, Any]]
+    ) -> None:
         self._address = address
         self._credentials = credentials
         self._peer = peer
-        self._options = list(options)
-        self._closing: set[asyncio.Task[None]] = set()
-        self._retired: set[_Dialled] = set()
-        self._dialled = self._dial()
-
-    def start(self, method: "_Method", args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - gRPC's
-        """Starts a call on the newest connection."""
-        dialled = self._newest()
-        multicallable = dialled.methods.get(method)
-        if multicallable is None:
-            multicallable = dialled.methods[method] = method.make(dialled.channel)
-        if self._credentials.token is not None:
-            token = (_TOKEN, _SCHEME + self._credentials.token.sent)
-            kwargs["metadata"] = (*(kwargs.get("metadata") or ()), token)
-        call = multicallable(*args, **kwargs)
-        dialled.num_calls += 1
-        call.add_done_callback(partial(self._ended, dialled))
-        return call
-
-    def _dial(self) -> _Dialled:
-        watched = self._credentials.certificates
-        if watched is None:
-            return _Dialled(grpc.aio.insecure_channel(self._address, options=self._options), None)
-        found = watched.current()
-        shown = grpc.ssl_channel_credentials(found.ca, found.key, found.chain)
-        options = [*self._options, ("grpc.ssl_target_name_override", self._peer)]
-        return _Dialled(grpc.aio.secure_channel(self._address, shown, options=options), found)
-
-    def _newest(self) -> _Dialled:
-        watched = self._credentials.certificates
-        if watched is not None and watched.current() is not self._dialled.certificates:
-            old, self._dialled = self._dialled, self._dial()
-            old.retired = True
-            self._retired.add(old)
-            self._close_unused(old)
-        return self._dialled
-
-    def _ended(self, dialled: _Dialled, _: object) -> None:
-        dialled.num_calls -= 1
-        self._close_unused(dialled)
-
-    def _close_unused(self, dialled: _Dialled) -> None:
-        if dialled in self._retired and not dialled.num_calls:
-            self._retired.remove(dialled)
-            task = asyncio.ensure_future(dialled.channel.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-    async def close(self, grace: float | None = None) -> None:
-        retired, self._retired = self._retired, set()
-        await asyncio.gather(
-            *self._closing, *(each.channel.close(grace) for each in (*retired, self._dialled))
-        )
+        self._options = options
+        self._dial()
 
     async def __aenter__(self) -> "CredentialedChannel":
         return self
@@ -129,42 +65,47 @@ class CredentialedChannel(grpc.aio.Channel):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._newest().channel.get_state(try_to_connect)
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
 
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._newest().channel.wait_for_state_change(last_observed_state)
+    def _method(self, kind: str, *args: object, **kwargs: object) -> Callable[..., Any]:
+        """A method, on whichever connection is the newest."""
 
-    async def channel_ready(self) -> None:
-        await self._newest().channel.channel_ready()
+        def start(*call: Any, metadata: Any = None, **options: Any) -> Any:  # noqa: ANN401 - gRPC's
+            channel = self._newest()
+            if start not in self._methods:
+                self._methods[start] = getattr(channel, kind)(*args, **kwargs)
+            if self._credentials.token is not None:
+                token = _TOKEN, _SCHEME + self._credentials.token.sent
+                metadata = *(metadata or ()), token
+            running = self._methods[start](*call, metadata=metadata, **options)
+            # A channel that nobody refers to closes itself.
+            running.add_done_callback(partial(_keep, channel))
+            return running
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - gRPC's
-        return _Method(self, "unary_unary", args, kwargs)
+        return start
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return _Method(self, "unary_stream", args, kwargs)
+    unary_unary = partialmethod(_method, "unary_unary")
+    unary_stream = partialmethod(_method, "unary_stream")
+    stream_unary = partialmethod(_method, "stream_unary")
+    stream_stream = partialmethod(_method, "stream_stream")
 
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return _Method(self, "stream_unary", args, kwargs)
+    def _newest(self) -> grpc.aio.Channel:
+        watched = self._credentials.certificates
+        if watched is not None and watched.current() is not self._shown:
+            self._dial()
+        return self._channel
 
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return _Method(self, "stream_stream", args, kwargs)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Method:
-    """A method of a channel, on whichever connection is the newest."""
-
-    channel: CredentialedChannel
-    kind: str
-    args: Any
-    kwargs: Any
-
-    def make(self, channel: grpc.aio.Channel) -> Callable[..., Any]:
-        return getattr(channel, self.kind)(*self.args, **self.kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - gRPC's
-        return self.channel.start(self, args, kwargs)
+    def _dial(self) -> None:
+        self._methods: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._shown: Certificates | None = None
+        if self._credentials.certificates is None:
+            self._channel = grpc.aio.insecure_channel(self._address, options=self._options)
+            return
+        self._shown = found = self._credentials.certificates.current()
+        credentials = grpc.ssl_channel_credentials(found.ca, found.key, found.chain)
+        options = [*self._options, ("grpc.ssl_target_name_override", self._peer)]
+        self._channel = grpc.aio.secure_channel(self._address, credentials, options=options)
 
 
 class PeerCheck(grpc.aio.ServerInterceptor):
@@ -188,62 +129,58 @@ class PeerCheck(grpc.aio.ServerInterceptor):
         self._callers = callers
         self._refused = Counter(
             f"{service}_peers_refused",
-            "Refused, by reason: calls without a valid token (token) or of a service that may not "
-            "call (name), connections without a valid certificate (certificate)",
+            "Refused calls, by reason: without a valid token (token), of a service that may not "
+            "call (name)",
             ["reason"],
             registry=registry,
         )
-        self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._peers: OrderedDict[str, None] = OrderedDict()
-        self._handshakes: deque[float] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._shown: Certificates | None = None
+        self._log_once = lru_cache(_MAX_LOGGED)(log.warning)
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """Listens; the port. Call in the event loop."""
+        """Listens; the port. gRPC itself refuses connections without a valid certificate."""
         watched = self._credentials.certificates
         if watched is None:
             return server.add_insecure_port(address)
-        self._loop, self._shown = asyncio.get_running_loop(), watched.current()
-        shown = grpc.dynamic_ssl_server_credentials(
-            _server_configuration(self._shown), cast("Any", self._changed_configuration), True
+        shown = watched.current()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """Called before each handshake, in a thread of gRPC's; None: nothing has changed."""
+            nonlocal shown
+            before, shown = shown, watched.current()
+            return None if shown is before else _configuration(shown)
+
+        credentials = grpc.dynamic_ssl_server_credentials(
+            _configuration(shown), cast("Any", changed), True
         )
-        return server.add_secure_port(address, shown)
+        return server.add_secure_port(address, credentials)
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:  # noqa: ANN401 - gRPC's
-        token = self._credentials.token
-        if token is not None:
-            found: Any = dict(handler_call_details.invocation_metadata or ())
-            given = found.get(_TOKEN, "")
-            is_optional = self._credentials.stage != "required" and _TOKEN not in found
-            if is_optional:
-                pass
-            elif not isinstance(given, str) or not token.accepts(given.removeprefix(_SCHEME)):
-                # For any kind of method: it is refused before a message is read.
-                return cast("Any", grpc).stream_stream_rpc_method_handler(self._refuse_token)
+        metadata: Any = dict(handler_call_details.invocation_metadata or ())
+        if not self._accepts(metadata.get(_TOKEN)):
+            # For any kind of method: it is refused before a message is read.
+            return cast("Any", grpc).stream_stream_rpc_method_handler(self._refuse_token)
         handler = await continuation(handler_call_details)
         if handler is None or self._credentials.certificates is None:
             return handler
-        return _checked(handler, self._check_certificate)
+        return _checked(handler, self._check_name)
+
+    def _accepts(self, given: str | bytes | None) -> bool:
+        token = self._credentials.token
+        if token is None or (given is None and self._credentials.stage != "required"):
+            return True
+        return isinstance(given, str) and token.accepts(given.removeprefix(_SCHEME))
 
     async def _refuse_token(self, _: object, context: Context) -> None:
         await self._refuse(context, "token", "the call has no valid token")
 
-    async def _check_certificate(self, context: Context) -> None:
+    async def _check_name(self, context: Context) -> None:
         auth = context.auth_context()
         if self._credentials.stage != "required" and b"ssl" not in auth.get(_TRANSPORT, ()):
             return
-        peer = context.peer()
-        if peer not in self._peers:
-            self._peers[peer] = None
-            if self._handshakes:
-                self._handshakes.pop()  # this connection's
-            if len(self._peers) > _MAX_PEERS:
-                self._peers.popitem(last=False)
         names = {name.decode() for name in auth.get("peer_dns", ())}
         if names.isdisjoint(self._callers):
             shown = ", ".join(sorted(names)) or "no name"
@@ -251,46 +188,16 @@ class PeerCheck(grpc.aio.ServerInterceptor):
 
     async def _refuse(self, context: Context, reason: str, message: str) -> None:
         self._refused.labels(reason).inc()
-        self._log_once(context.peer().rpartition(":")[0], reason, message)
+        host = context.peer().rpartition(":")[0]
+        self._log_once("refused %s: %s (said once, counted always)", host, message)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
-    def _log_once(self, peer: str, reason: str, message: str) -> None:
-        if (peer, reason) in self._logged:
-            return
-        self._logged[peer, reason] = None
-        if len(self._logged) > _MAX_PEERS:
-            self._logged.popitem(last=False)
-        log.warning("refused %s: %s (said once, counted always)", peer, message)
 
-    def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called before each handshake, in a thread of gRPC's; None: nothing has changed."""
-        assert self._loop is not None and self._credentials.certificates is not None
-        # Behind `BothTransports` all connections have one peer, and none can be told from another.
-        if not self._loop.is_closed() and self._credentials.stage == "required":
-            self._loop.call_soon_threadsafe(self._handshake_started)
-        found = self._credentials.certificates.current()
-        if found is self._shown:
-            return None
-        self._shown = found
-        return _server_configuration(found)
-
-    def _handshake_started(self) -> None:
-        # gRPC tells of no failed handshake. But each connection of ours is opened for a call, so
-        # one that makes none was refused.
-        loop = asyncio.get_running_loop()
-        self._handshakes.append(loop.time())
-        loop.call_later(_HANDSHAKE_S, self._count_failed_handshakes)
-
-    def _count_failed_handshakes(self) -> None:
-        oldest = asyncio.get_running_loop().time() - 0.99 * _HANDSHAKE_S
-        while self._handshakes and self._handshakes[0] <= oldest:
-            self._handshakes.popleft()
-            self._refused.labels("certificate").inc()
-            message = "a TLS handshake failed; GRPC_VERBOSITY=INFO lets gRPC say why"
-            self._log_once("a connection", "certificate", message)
+def _keep(_: grpc.aio.Channel, __: object) -> None:
+    """Called when a call has ended, until when it refers to its channel."""
 
 
-def _server_configuration(found: Certificates) -> grpc.ServerCertificateConfiguration:
+def _configuration(found: Certificates) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(found.key, found.chain)], found.ca)
 
 

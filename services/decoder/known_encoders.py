@@ -4,9 +4,10 @@ dialled.
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 
 log = logging.getLogger(__name__)
@@ -22,18 +23,6 @@ _KEPT_S = 600.0
 _MAX_LOGGED = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    network: IPv4Network | IPv6Network
-    port: int | None
-
-    def holds(self, host: str, port: int) -> bool:
-        try:
-            return self.port in (None, port) and ip_address(host) in self.network
-        except ValueError:
-            return False  # a name
-
-
 class KnownEncoders:
     """Where encoders may be.
 
@@ -47,80 +36,66 @@ class KnownEncoders:
 
     def __init__(self, entries: Sequence[str] = ()) -> None:
         self._literal: set[str] = set()
-        self._ranges: list[_Range] = []
+        self._ranges: list[tuple[IPv4Network | IPv6Network, int | None]] = []
         self._names: list[tuple[str, int]] = []
         self._resolved: dict[str, float] = {}  # address → when it was last seen
         self._next_resolve = 0.0
-        self._resolving: asyncio.Task[None] | None = None
-        self._logged: set[str] = set()
+        self._resolving = asyncio.Lock()
+        self._log_once = lru_cache(_MAX_LOGGED)(log.warning)
         for entry in entries or LOOPBACK:
-            self._add(entry)
+            if entry.startswith(_DNS):
+                self._names.append(_host_and_port(entry.removeprefix(_DNS).removeprefix("///")))
+            elif "/" in entry and not entry.startswith("unix:"):
+                address, _, rest = entry.partition("/")
+                bits, _, port = rest.partition(":")
+                network = ip_network(f"{address.strip('[]')}/{bits}")
+                self._ranges.append((network, _port(port) if port else None))
+            else:
+                if not entry.startswith("unix:"):
+                    _host_and_port(entry)
+                self._literal.add(entry)
 
     async def admits(self, address: str) -> bool:
         """Whether an encoder may be dialled there; logs the first refusal of an address."""
-        if self._holds(address):
-            return True
-        if self._names:
+        if not self._holds(address) and self._names:
             await self._resolve()
-            if self._holds(address):
-                return True
-        if address not in self._logged and len(self._logged) < _MAX_LOGGED:
-            self._logged.add(address)
-            log.warning(
+        admitted = self._holds(address)
+        if not admitted:
+            self._log_once(
                 "not dialled: %s is no encoder of DECODER_ENCODER_ADDRESSES "
                 "(said once, counted always)", address[:256],
             )  # fmt: skip
-        return False
-
-    def _add(self, entry: str) -> None:
-        if entry.startswith("unix:"):
-            self._literal.add(entry)
-            return
-        if entry.startswith(_DNS):
-            self._names.append(_host_and_port(entry.removeprefix(_DNS).removeprefix("///")))
-        elif "/" in entry:
-            address, _, rest = entry.partition("/")
-            bits, _, port = rest.partition(":")
-            self._ranges.append(
-                _Range(ip_network(f"{address.strip('[]')}/{bits}"), _port(port) if port else None)
-            )
-        else:
-            _host_and_port(entry)
-            self._literal.add(entry)
+        return admitted
 
     def _holds(self, address: str) -> bool:
-        if address in self._literal:
+        seen = self._resolved.get(address, -math.inf)
+        if address in self._literal or asyncio.get_running_loop().time() - seen < _KEPT_S:
             return True
         try:
             host, port = _host_and_port(address)
+            ip = ip_address(host)
         except ValueError:
             return False
-        if any(known.holds(host, port) for known in self._ranges):
-            return True
-        seen = self._resolved.get(address)
-        return seen is not None and asyncio.get_running_loop().time() - seen < _KEPT_S
+        return any(only in (None, port) and ip in network for network, only in self._ranges)
 
     async def _resolve(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._resolving is None or (self._resolving.done() and now >= self._next_resolve):
-            self._next_resolve = now + _RESOLVE_PERIOD_S
-            self._resolving = asyncio.create_task(self._look_up())
-        await asyncio.shield(self._resolving)
-
-    async def _look_up(self) -> None:
         loop = asyncio.get_running_loop()
-        for name, port in self._names:
-            try:
-                async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
-                    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-            except (OSError, TimeoutError) as error:
-                log.warning("cannot resolve %s: %s", name, error)
-                continue
-            for family, _, _, _, place in found:
-                host = f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])
-                self._resolved[f"{host}:{port}"] = loop.time()
-        stale = loop.time() - _KEPT_S
-        self._resolved = {a: seen for a, seen in self._resolved.items() if seen > stale}
+        async with self._resolving:
+            if loop.time() < self._next_resolve:
+                return
+            for name, port in self._names:
+                try:
+                    async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+                        found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+                except (OSError, TimeoutError) as error:
+                    log.warning("cannot resolve %s: %s", name, error)
+                    continue
+                for family, _, _, _, place in found:
+                    host = f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])
+                    self._resolved[f"{host}:{port}"] = loop.time()
+            now = loop.time()
+            self._resolved = {a: seen for a, seen in self._resolved.items() if now - seen < _KEPT_S}
+            self._next_resolve = now + _RESOLVE_PERIOD_S
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
