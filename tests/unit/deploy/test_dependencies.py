@@ -152,8 +152,11 @@ def test_the_one_container_serves_with_variables_that_exist() -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
-def test_a_base_image_can_be_pinned(path: Path) -> None:
+def test_a_base_image_is_pinned_and_can_be_another(path: Path) -> None:
     text = path.read_text()
+    (default,) = set(re.findall(r"^ARG PYTHON_IMAGE=(\S+)", text, re.MULTILINE))
+    assert re.fullmatch(r"python:3\.12\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", default)
+    assert default in (ROOT / "services" / "gateway" / "Dockerfile").read_text()
     bases = set(re.findall(r"^FROM (\S+)", text, re.MULTILINE))
     ours = set(re.findall(r"^FROM \S+ AS (\S+)", text, re.MULTILINE)) | {"build-${TARGET}"}
     assert bases - ours == {"${PYTHON_IMAGE}"}

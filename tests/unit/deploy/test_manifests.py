@@ -331,7 +331,7 @@ def test_redis_clients_read_their_own_password_and_the_seal_keys_from_files(
 def test_redis_has_no_known_remote_code_execution(vision: list[Resource]) -> None:
     """Older versions do, for any client that may send commands: CVE-2025-49844, CVE-2026-23479."""
     image = container_of(pods(vision)["redis"])["image"]
-    version = re.match(r"redis:(\d+)\.(\d+)\.(\d+)-", image)
+    version = re.fullmatch(r"redis:(\d+)\.(\d+)\.(\d+)-bookworm@sha256:[0-9a-f]{64}", image)
     assert version is not None
     assert tuple(map(int, version.groups())) >= (8, 2, 10)
 
@@ -446,7 +446,8 @@ def test_service_accounts_exist_and_mount_no_token(resources: list[Resource]) ->
 
 def test_images_are_pinned(resources: list[Resource]) -> None:
     for pod in pods(resources).values():
-        assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*", container_of(pod)["image"])
+        image = container_of(pod)["image"]
+        assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?", image)
 
 
 def test_there_is_time_to_drain(resources: list[Resource]) -> None:
