@@ -2,6 +2,11 @@
 
 import io
 import json
+import os
+import pty
+import sys
+from contextlib import suppress
+from threading import Thread
 
 from triptych.console import Console
 
@@ -57,11 +62,17 @@ def test_a_start_is_a_line_for_each_stage() -> None:
 
 
 def test_a_terminal_has_a_bar_for_each_process() -> None:
-    import os
-    import pty
-    import sys
-
     leader, follower = pty.openpty()
+    parts: list[bytes] = []
+
+    def read() -> None:
+        """To the end: a terminal gives what it has, and bars are drawn for as long as they last."""
+        with suppress(OSError):
+            while part := os.read(leader, 1 << 16):
+                parts.append(part)
+
+    reader = Thread(target=read)
+    reader.start()
     with os.fdopen(follower, "w") as terminal:
         standard, sys.stderr = sys.stderr, terminal
         try:
@@ -73,8 +84,9 @@ def test_a_terminal_has_a_bar_for_each_process() -> None:
             console.report("another [line]")
         finally:
             sys.stderr = standard
-    shown = os.read(leader, 1 << 16).decode()
+    reader.join()
     os.close(leader)
+    shown = b"".join(parts).decode()
     assert "decoder-0 weights" in shown and "3/8" in shown and "encoder-0 kernels" in shown
     assert "triptych: one line" in shown and "triptych: another [line]" in shown
 
