@@ -25,9 +25,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import uvloop
 
-from services.common.embedding import EmbeddingSpec, digest
-from services.common.embedding_cache import RedisCache
-from services.common.seals import SealKeys
+from services.common.embeddings.embedding import EmbeddingSpec, digest
+from services.common.embeddings.embedding_cache import RedisCache
+from services.common.security.seals import SealKeys
 from tests.e2e.cluster import Cluster, png
 from tests.redis_server import RedisServer
 

@@ -29,7 +29,6 @@ from PIL import Image
 
 from kernels.attention.segments import BatchSegments
 from kernels.device import KNOWN_DEVICES
-from services.common.channel import EngineChannel, create_socket_pair
 from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.resized_grid import ResizedGrid
@@ -38,6 +37,7 @@ from services.common.model_spec import TowerSpec
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import load_dummy
+from services.common.process.channel import EngineChannel, create_socket_pair
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
 from services.encoder.engine.messages import (

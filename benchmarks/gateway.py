@@ -35,8 +35,8 @@ import uvloop
 from benchmarks import null_engine
 from benchmarks.client import Connection, Sample, Target, TimedConnection
 from benchmarks.workloads import WORDS
-from services.common.credentials import Credentials
-from services.common.service_process import serve
+from services.common.process.service_process import serve
+from services.common.security.credentials import Credentials
 from services.decoder.__main__ import DECODER
 
 _CONTEXT = multiprocessing.get_context("spawn")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from services.common.errors import InvalidGrammar
-from services.common.grammar_bounds import check_grammar
+from services.common.grammar.grammar_bounds import check_grammar
 
 _STACK_BYTES = 8 << 20
 _MAX_CPU_S = 1.0

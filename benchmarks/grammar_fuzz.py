@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from services.common.families import read_spec
-from services.common.grammar_bounds import check_grammar
+from services.common.grammar.grammar_bounds import check_grammar
 from services.decoder.masks.compile_worker import Compiler
 from services.decoder.masks.compiler import Vocabulary
 from services.decoder.masks.grammar import Demands, Grammar

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.common.channel import ChannelClosed, EngineChannel
-from services.common.engine_process import accept
 from services.common.families import read_spec
-from services.common.heartbeat import Ping, Pong
+from services.common.process.channel import ChannelClosed, EngineChannel
+from services.common.process.engine_process import accept
+from services.common.process.heartbeat import Ping, Pong
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,

@@ -25,20 +25,20 @@ import numpy as np
 import psutil
 import uvloop
 
-from services.common.arena import Arena
-from services.common.credentials import Credentials, TokenFile, watch_certificates
-from services.common.embedding import EmbeddingSpec
+from services.common.embeddings.arena import Arena
+from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.families.resized_grid import ResizedGrid
 from services.common.geometry import Unit
-from services.common.image_key import image_key
+from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.process_memory import raise_malloc_trim_threshold
-from services.common.rpc import create_channel
-from services.common.rpc_credentials import PeerCheck
-from services.common.service_process import create_service_server
-from services.decoder.embedding_fetch import EncoderFetcher
-from services.decoder.known_encoders import KnownEncoders
+from services.common.process.process_memory import raise_malloc_trim_threshold
+from services.common.process.service_process import create_service_server
+from services.common.security.credentials import Credentials, TokenFile, watch_certificates
+from services.common.security.rpc_credentials import PeerCheck
+from services.common.transport.rpc import create_channel
+from services.decoder.images.embedding_fetch import EncoderFetcher
+from services.decoder.images.known_encoders import KnownEncoders
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     EncodeImage,

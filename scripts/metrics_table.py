@@ -12,9 +12,9 @@ sys.path.insert(0, str(_ROOT))
 
 from prometheus_client import CollectorRegistry  # noqa: E402
 
-from services.common.credentials import NO_CREDENTIALS  # noqa: E402
-from services.common.embedding_cache import RedisCache  # noqa: E402
-from services.common.rpc_credentials import PeerCheck  # noqa: E402
+from services.common.embeddings.embedding_cache import RedisCache  # noqa: E402
+from services.common.security.credentials import NO_CREDENTIALS  # noqa: E402
+from services.common.security.rpc_credentials import PeerCheck  # noqa: E402
 from services.decoder.metrics import DecoderMetrics  # noqa: E402
 from services.encoder.metrics import EncoderMetrics  # noqa: E402
 from services.gateway.metrics import GatewayMetrics  # noqa: E402

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from services.common.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE
+from services.common.security.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 
 
 class Authority:

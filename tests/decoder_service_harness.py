@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from services.common.arena import Arena
+from services.common.embeddings.arena import Arena
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import decoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel, create_server
-from services.decoder.embedding_fetch import EncoderFetcher
-from services.decoder.embeddings import EmbeddingSource
+from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.front import DecoderFront, num_mask_rows
+from services.decoder.front.front import DecoderFront, num_mask_rows
+from services.decoder.front.service import DecoderServicer
+from services.decoder.images.embedding_fetch import EncoderFetcher
+from services.decoder.images.embeddings import EmbeddingSource
 from services.decoder.masks.messages import MaskSettings
 from services.decoder.masks.processes import MaskProcesses
 from services.decoder.metrics import DecoderMetrics
-from services.decoder.service import DecoderServicer
 from tests.fake_fetch import FakeFetchServicer, serve_fetch
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, add_message, expected_tokens, runner_info
 from tests.in_process_engine import InProcessEngine

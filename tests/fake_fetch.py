@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import grpc
 import numpy as np
 
-from services.common.embedding import EmbeddingSpec, digest
+from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.errors import InvalidImage
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import abort, create_server
+from services.common.transport.rpc import abort, create_server
 
 DTYPE = pb.DTYPE_BFLOAT16
 

@@ -11,12 +11,12 @@ import grpc.aio
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common import rpc
 from services.common.errors import TriptychError, WrongImageKey
 from services.common.geometry import Unit
-from services.common.image_key import image_key
+from services.common.images.image_key import image_key
 from services.common.pb import decoder_pb2, decoder_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 from services.common.spans import TRACEPARENT
+from services.common.transport import rpc
 
 
 class _Health(health.aio.HealthServicer):

@@ -16,8 +16,8 @@ from pathlib import Path
 from PIL import Image
 
 from services.common.errors import InvalidImage
-from services.common.image_header import ImageHeader, read_header
-from services.common.work_limits import SLACK_BYTES
+from services.common.images.image_header import ImageHeader, read_header
+from services.common.process.work_limits import SLACK_BYTES
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool
 

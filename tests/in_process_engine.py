@@ -6,7 +6,7 @@ import socket
 
 from msgspec import structs
 
-from services.common.channel import ChannelClosed, EngineChannel
+from services.common.process.channel import ChannelClosed, EngineChannel
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import (
     EngineInfo,
@@ -20,7 +20,7 @@ from tests.fake_runner import FakeRunner
 
 
 class InProcessEngine:
-    """Implements `services.decoder.front.Channel` with an Engine on a FakeRunner.
+    """Implements `services.decoder.front.front.Channel` with an Engine on a FakeRunner.
 
     Attributes:
         link: takes the descriptors of processes that fill masks.

@@ -12,7 +12,7 @@ from types import TracebackType
 import pytest
 import redis
 
-from services.common.embedding_cache import RedisCache
+from services.common.embeddings.embedding_cache import RedisCache
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
 

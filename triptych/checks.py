@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.common.model_spec import ModelSpec, longest_context
-from services.common.pod_limits import memory_limit_bytes
+from services.common.process.pod_limits import memory_limit_bytes
 from triptych.checkpoint import Checkpoint, read_checkpoint
 from triptych.devices import Card, Placement
 from triptych.fit import Need, decoder_need, dummy_bytes, gib, what_fits

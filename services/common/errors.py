@@ -20,8 +20,8 @@
     │       └── EngineLost             503  an engine died while it worked on this, says its front
     └── DeadlineExceeded               504
 
-Errors cross gRPC as a status code plus the trailing metadata of `services.common.rpc`; a status
-code alone is never trusted, because gRPC itself sends the same ones.
+Errors cross gRPC as a status code plus the trailing metadata of `transport/rpc.py`; a status code
+alone is never trusted, because gRPC itself sends the same ones.
 """
 
 from typing import ClassVar, Self

@@ -9,15 +9,15 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from services.common.arena import Arena
-from services.common.channel import FrontChannel
-from services.common.credentials import Credentials
-from services.common.embedding_cache import RedisCache
+from services.common.embeddings.arena import Arena
+from services.common.embeddings.embedding_cache import RedisCache
+from services.common.embeddings.shared_memory import PAGE_BYTES
 from services.common.families import read_spec
 from services.common.families.keys import unknown_keys
 from services.common.model_spec import ModelSpec
 from services.common.pb import decoder_pb2_grpc as pb_grpc
-from services.common.service_process import (
+from services.common.process.channel import FrontChannel
+from services.common.process.service_process import (
     AddServicer,
     GpuService,
     StopServer,
@@ -25,16 +25,16 @@ from services.common.service_process import (
     seals_of,
     served_fingerprint,
 )
-from services.common.shared_memory import PAGE_BYTES
-from services.decoder.embedding_fetch import EncoderFetcher
-from services.decoder.embeddings import EmbeddingSource
+from services.common.security.credentials import Credentials
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
-from services.decoder.front import DecoderFront, num_mask_rows
-from services.decoder.known_encoders import KnownEncoders
+from services.decoder.front.front import DecoderFront, num_mask_rows
+from services.decoder.front.service import SERVICE_NAME, DecoderServicer
+from services.decoder.images.embedding_fetch import EncoderFetcher
+from services.decoder.images.embeddings import EmbeddingSource
+from services.decoder.images.known_encoders import KnownEncoders
 from services.decoder.masks.messages import MaskSettings
 from services.decoder.masks.processes import MaskProcesses
 from services.decoder.metrics import DecoderMetrics
-from services.decoder.service import SERVICE_NAME, DecoderServicer
 from services.decoder.settings import DecoderSettings
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from services.common.channel import ChannelClosed, EngineChannel
-from services.common.engine_process import REFUSED, accept
-from services.common.heartbeat import Ping, Pong
 from services.common.model_spec import ModelSpecError
-from services.common.process_memory import freeze_gc
-from services.common.progress import log_progress
+from services.common.process.channel import ChannelClosed, EngineChannel
+from services.common.process.engine_process import REFUSED, accept
+from services.common.process.heartbeat import Ping, Pong
+from services.common.process.process_memory import freeze_gc
+from services.common.process.progress import log_progress
 from services.common.telemetry import setup_logging
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.common.engine_gauges import EngineGauges
+from services.common.process.engine_gauges import EngineGauges
 from services.common.telemetry import LATENCY_BUCKETS
 from services.decoder.engine.messages import EngineStats
 

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import EngineServiceSettings, Port, split_list
-from services.decoder.known_encoders import KnownEncoders
+from services.decoder.images.known_encoders import KnownEncoders
 
 
 class DecoderSettings(EngineServiceSettings):

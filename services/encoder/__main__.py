@@ -12,16 +12,15 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from services.common.arena import Arena
-from services.common.channel import FrontChannel
-from services.common.credentials import Credentials
-from services.common.embedding import ITEM_BYTES, EmbeddingSpec
-from services.common.embedding_cache import RedisCache
+from services.common.embeddings.arena import Arena
+from services.common.embeddings.embedding import ITEM_BYTES, EmbeddingSpec
+from services.common.embeddings.embedding_cache import RedisCache
 from services.common.families import read_spec
 from services.common.geometry import Geometry
 from services.common.model_spec import ModelSpec, ModelSpecError
-from services.common.pod_limits import memory_limit_bytes
-from services.common.service_process import (
+from services.common.process.channel import FrontChannel
+from services.common.process.pod_limits import memory_limit_bytes
+from services.common.process.service_process import (
     AddServicer,
     GpuService,
     StopServer,
@@ -29,6 +28,7 @@ from services.common.service_process import (
     seals_of,
     served_fingerprint,
 )
+from services.common.security.credentials import Credentials
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
 from services.encoder.engine_client import EngineClient

@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from services.common.errors import InternalError, InvalidImage
-from services.common.image_header import ImageHeader
+from services.common.images.image_header import ImageHeader
 from services.encoder.decode import LARGE_BYTES, decode, worst_case_bytes
 from services.encoder.decode_worker import HEAD, Task, encode_task
 

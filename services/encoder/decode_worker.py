@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from services.common.errors import InvalidImage
-from services.common.image_header import ImageHeader
-from services.common.work_limits import go_first, limited
+from services.common.images.image_header import ImageHeader
+from services.common.process.work_limits import go_first, limited
 from services.encoder.decode import decode
 
 HEAD = struct.Struct("<I")  # the length of what follows

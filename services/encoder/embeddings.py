@@ -13,19 +13,19 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from services.common.arena import ArenaEntry
-from services.common.embedding import EmbeddingSpec
+from services.common.embeddings.arena import ArenaEntry
+from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.shared_memory import MemoryAddress
+from services.common.embeddings.single_flight import InFlight
 from services.common.errors import (
     EmbeddingUnavailable,
     InvalidRequest,
     Overloaded,
     TriptychError,
 )
-from services.common.fair_order import NOBODY, Share
 from services.common.geometry import Geometry, Unit
-from services.common.shared_memory import MemoryAddress
-from services.common.single_flight import InFlight
-from services.common.tenant_room import TenantRoom
+from services.common.tenancy.fair_order import NOBODY, Share
+from services.common.tenancy.tenant_room import TenantRoom
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier, Reading
 from services.encoder.metrics import EncoderMetrics

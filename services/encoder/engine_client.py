@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.channel import ChannelClosed
 from services.common.errors import EngineLost, Unavailable, from_code
-from services.common.fair_order import NOBODY, Share
 from services.common.geometry import Unit
-from services.common.heartbeat import Pong
+from services.common.process.channel import ChannelClosed
+from services.common.process.heartbeat import Pong
+from services.common.tenancy.fair_order import NOBODY, Share
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -33,7 +33,7 @@ _ENDED = "the encoder's engine process ended"
 
 
 class EngineLink(Protocol):
-    """The part of `services.common.channel.FrontChannel` that is used here."""
+    """The part of `services.common.process.channel.FrontChannel` that is used here."""
 
     async def receive(self) -> EngineMessage:
         """The engine's next message; raises ChannelClosed."""

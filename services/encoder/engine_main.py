@@ -17,10 +17,9 @@ import torch
 from PIL import Image
 
 from kernels.device import DeviceFacts
-from services.common.engine_process import REFUSED, ChannelClosed, EngineEnd, accept
 from services.common.families import read_spec
 from services.common.geometry import Geometry
-from services.common.image_key import key_prefix
+from services.common.images.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
@@ -32,9 +31,10 @@ from services.common.nn.weights import (
     load_dummy,
     load_weights,
 )
-from services.common.pod_limits import memory_limit_bytes, num_cpus
-from services.common.process_memory import freeze_gc
-from services.common.progress import log_progress
+from services.common.process.engine_process import REFUSED, ChannelClosed, EngineEnd, accept
+from services.common.process.pod_limits import memory_limit_bytes, num_cpus
+from services.common.process.process_memory import freeze_gc
+from services.common.process.progress import log_progress
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
 from services.common.threads import lower_priority

@@ -13,8 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.arena import Arena, ArenaEntry
-from services.common.embedding import EmbeddingSpec, TensorDigest, split_blocks, split_evenly
+from services.common.embeddings.arena import Arena, ArenaEntry
+from services.common.embeddings.embedding import (
+    EmbeddingSpec,
+    TensorDigest,
+    split_blocks,
+    split_evenly,
+)
 from services.common.errors import Overloaded
 from services.common.threads import num_threads
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.common.engine_gauges import EngineGauges
+from services.common.process.engine_gauges import EngineGauges
 from services.common.telemetry import LATENCY_BUCKETS
 from services.encoder.engine.messages import EngineStats
 

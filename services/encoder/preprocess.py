@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from services.common.errors import InvalidImage
 from services.common.geometry import Geometry, Unit
-from services.common.image_header import read_header
+from services.common.images.image_header import read_header
 from services.encoder.decode_pool import Decoder, InProcessDecoder
 
 _MAX_PINNED_BYTES = 16 << 20

@@ -8,9 +8,9 @@ import asyncio
 
 from prometheus_client import Counter
 
-from services.common.arena import ArenaEntry
-from services.common.embedding import EmbeddingSpec
-from services.common.embedding_cache import RedisCache
+from services.common.embeddings.arena import ArenaEntry
+from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.embedding_cache import RedisCache
 from services.encoder.memory_tier import MemoryTier
 
 _WRITERS = 2

@@ -16,8 +16,10 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from services.common.arena import ArenaEntry
-from services.common.embedding import EmbeddingSpec
+from services.common.embeddings.arena import ArenaEntry
+from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.fetch_wire import DTYPES, WireChunk, serialize
+from services.common.embeddings.shared_memory import host_identity
 from services.common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -27,16 +29,20 @@ from services.common.errors import (
     TriptychError,
     WrongImageKey,
 )
-from services.common.fair_order import Share
-from services.common.fetch_wire import DTYPES, WireChunk, serialize
 from services.common.geometry import Geometry, Unit
-from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
+from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import MAX_MESSAGE_BYTES, PROTOCOL, abort, adopt_metadata, message_bytes
-from services.common.shared_memory import host_identity
 from services.common.spans import span
+from services.common.tenancy.fair_order import Share
 from services.common.threads import INLINE_BYTES
+from services.common.transport.rpc import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    abort,
+    adopt_metadata,
+    message_bytes,
+)
 from services.encoder.embeddings import Embeddings, Encoded, Origin
 from services.encoder.memory_tier import Reading
 from services.encoder.metrics import EncoderMetrics

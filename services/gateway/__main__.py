@@ -7,7 +7,7 @@ import sys
 import uvloop
 
 from services.common.model_spec import ModelSpecError
-from services.common.process_memory import freeze_gc, return_large_buffers
+from services.common.process.process_memory import freeze_gc, return_large_buffers
 from services.common.settings import SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
 from services.common.tracing import setup_tracing

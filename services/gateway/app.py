@@ -15,11 +15,11 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
-from services.common.credentials import Credentials
 from services.common.errors import TriptychError
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
-from services.common.pod_limits import memory_limit_bytes
+from services.common.process.pod_limits import memory_limit_bytes
+from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
 from services.gateway.chat import ChatService
 from services.gateway.clients.decoders import DecoderPool

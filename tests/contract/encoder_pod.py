@@ -9,17 +9,17 @@ from functools import partial
 import grpc.aio
 import numpy as np
 
-from services.common.arena import Arena
-from services.common.channel import ChannelClosed
-from services.common.embedding import EmbeddingSpec, digest
-from services.common.embedding_cache import RedisCache
+from services.common.embeddings.arena import Arena
+from services.common.embeddings.embedding import EmbeddingSpec, digest
+from services.common.embeddings.embedding_cache import RedisCache
 from services.common.families.resized_grid import ResizedGrid
 from services.common.geometry import Unit
-from services.common.image_key import image_key
+from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel, outgoing_metadata
-from services.common.service_process import create_service_server
+from services.common.process.channel import ChannelClosed
+from services.common.process.service_process import create_service_server
+from services.common.transport.rpc import create_channel, outgoing_metadata
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     CancelImage,

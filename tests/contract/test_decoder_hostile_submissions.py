@@ -4,7 +4,7 @@ import math
 import numpy as np
 
 from services.common.pb import decoder_pb2 as pb
-from services.decoder.known_encoders import KnownEncoders
+from services.decoder.images.known_encoders import KnownEncoders
 from tests.decoder_service_harness import (
     KEYS,
     Decoder,

@@ -10,9 +10,9 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from services.common.channel import ChannelClosed
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import encoder_pb2
+from services.common.process.channel import ChannelClosed
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.step import Step
 from tests.decoder_service_harness import (

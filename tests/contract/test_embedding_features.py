@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import EmbeddingUnavailable, TriptychError
 from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
-from services.decoder.embedding_fetch import EncoderFailed
+from services.decoder.images.embedding_fetch import EncoderFailed
 from tests.contract.encoder_pod import Pod, key_of
 from tests.contract.test_embedding_transport import (
     GRID,

@@ -11,15 +11,14 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.common.arena import Arena, ArenaEntry
+from services.common.embeddings.arena import Arena, ArenaEntry
+from services.common.embeddings.shared_memory import host_identity
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel
-from services.common.shared_memory import host_identity
-from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
-from services.decoder.embeddings import EmbeddingSource
+from services.common.transport.rpc import create_channel
+from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
+from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
 from services.decoder.metrics import DecoderMetrics
-from services.decoder.submission import ImageRequest
 from services.encoder import redis_tier
 from tests.contract.encoder_pod import LIKE, Pod, embedding_of, key_of, run_pod
 from tests.noise import PATIENCE_S
@@ -231,8 +230,8 @@ async def test_writes_to_redis_wait_for_readers(
 READ_AND_HANG = """
 import asyncio, sys
 from services.common.pb import encoder_pb2 as pb, encoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel
-from services.common.shared_memory import host_identity
+from services.common.transport.rpc import create_channel
+from services.common.embeddings.shared_memory import host_identity
 
 async def main():
     stub = pb_grpc.EncoderStub(create_channel(sys.argv[1]))

@@ -13,9 +13,9 @@ from prometheus_client import generate_latest
 
 from services.common import errors
 from services.common.geometry import Unit
-from services.common.image_key import image_key
+from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
-from services.common.rpc import error_from_rpc
+from services.common.transport.rpc import error_from_rpc
 from services.encoder import service
 from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
 from tests.noise import PATIENCE_S, async_least, timed

@@ -6,9 +6,9 @@ from contextlib import suppress
 import grpc.aio
 import pytest
 
-from services.common import rpc
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import decoder_pb2_grpc as pb_grpc
+from services.common.transport import rpc
 from tests.decoder_service_harness import Decoder, prompt_of, submit_of, until
 from tests.noise import PATIENCE_S
 

@@ -12,8 +12,8 @@ import pytest
 import redis
 import yaml
 
-from services.common.embedding import EmbeddingSpec, digest
-from services.common.embedding_cache import RedisCache
+from services.common.embeddings.embedding import EmbeddingSpec, digest
+from services.common.embeddings.embedding_cache import RedisCache
 from services.gateway.tenancy.lease_store import Asked, LeaseStore
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, answers

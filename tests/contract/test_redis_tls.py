@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.common.embedding import EmbeddingSpec, digest
-from services.common.embedding_cache import RedisCache
+from services.common.embeddings.embedding import EmbeddingSpec, digest
+from services.common.embeddings.embedding_cache import RedisCache
 from tests.certificates import Authority, mount
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, answers

@@ -19,22 +19,22 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from services.common import watched_files
-from services.common.credentials import (
+from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.geometry import Unit
+from services.common.images.image_key import image_key
+from services.common.pb import encoder_pb2 as pb
+from services.common.pb import encoder_pb2_grpc as pb_grpc
+from services.common.process.service_process import create_service_server
+from services.common.security import watched_files
+from services.common.security.credentials import (
     NO_CREDENTIALS,
     Credentials,
     TokenFile,
     watch_certificates,
 )
-from services.common.embedding import EmbeddingSpec
-from services.common.geometry import Unit
-from services.common.image_key import image_key
-from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel
-from services.common.rpc_credentials import PeerCheck
-from services.common.service_process import create_service_server
-from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
+from services.common.security.rpc_credentials import PeerCheck
+from services.common.transport.rpc import create_channel
+from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling

@@ -14,19 +14,19 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.common.both_transports import listen
-from services.common.credentials import (
+from services.common.pb import encoder_pb2 as pb
+from services.common.pb import encoder_pb2_grpc as pb_grpc
+from services.common.process.service_process import create_service_server
+from services.common.security.credentials import (
     NO_CREDENTIALS,
     Credentials,
     TokenFile,
     watch_certificates,
 )
-from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel
-from services.common.rpc_credentials import PeerCheck
-from services.common.service_process import create_service_server
+from services.common.security.rpc_credentials import PeerCheck
 from services.common.settings import PeerSettings, SettingsError
+from services.common.transport.both_transports import listen
+from services.common.transport.rpc import create_channel
 from tests.certificates import Authority, mount
 from tests.fakes import FakeEncoder
 from tests.noise import PATIENCE_S

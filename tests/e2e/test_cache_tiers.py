@@ -10,11 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.common.embedding import STORED_HEADER_BYTES, pack_header, unpack_header
+from services.common.embeddings.embedding import STORED_HEADER_BYTES, pack_header, unpack_header
 from services.common.geometry import Unit
-from services.common.image_key import KEY_BYTES, image_key
+from services.common.images.image_key import KEY_BYTES, image_key
 from services.common.pb import encoder_pb2, encoder_pb2_grpc
-from services.common.seals import NO_SEAL, SEAL_BYTES
+from services.common.security.seals import NO_SEAL, SEAL_BYTES
 from tests.e2e.cluster import Cluster, message, png, wait_until
 from tests.noise import PATIENCE_S, least
 

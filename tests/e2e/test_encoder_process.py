@@ -22,11 +22,11 @@ from safetensors.numpy import save_file
 
 from services.common import errors
 from services.common.families import read_spec
-from services.common.image_key import image_key
+from services.common.images.image_key import image_key
 from services.common.model_spec import ModelSpec
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel, error_from_rpc, outgoing_metadata
+from services.common.transport.rpc import create_channel, error_from_rpc, outgoing_metadata
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server  # noqa: F401

@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from services.common import errors
-from services.common.image_header import MAX_COMPRESSED_TEXTS, read_header
-from services.common.image_key import image_key
+from services.common.images.image_header import MAX_COMPRESSED_TEXTS, read_header
+from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
-from services.common.rpc import outgoing_metadata
+from services.common.transport.rpc import outgoing_metadata
 from tests.e2e.test_encoder_process import (
     Encoder,
     error_from_rpc,

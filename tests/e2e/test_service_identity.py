@@ -8,15 +8,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from services.common.credentials import (
+from services.common.pb import encoder_pb2 as pb
+from services.common.pb import encoder_pb2_grpc as pb_grpc
+from services.common.security.credentials import (
     NO_CREDENTIALS,
     Credentials,
     watch_certificates,
 )
-from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.rpc import create_channel
-from services.common.watched_files import CHECK_INTERVAL_S
+from services.common.security.watched_files import CHECK_INTERVAL_S
+from services.common.transport.rpc import create_channel
 from tests.certificates import Authority, mount
 from tests.e2e.cluster import Cluster, png, wait_until
 from tests.noise import PATIENCE_S

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.embedding import EmbeddingSpec
+from services.common.embeddings.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner

@@ -40,7 +40,7 @@ from services.common.nn.weight_map import (
     set_methods,
     stored_files,
 )
-from services.common.progress import log_progress
+from services.common.process.progress import log_progress
 
 __all__ = [
     "Checkpoint", "CheckpointError", "WeightMap", "check_all_claimed", "fingerprint", "load_dummy",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.common.pinned import pin, unpin
+from services.common.nn.pinned import pin, unpin
 from services.decoder.models.base import Transfer, VisualInput
 
 

@@ -1,6 +1,6 @@
 """Messages between the decoder's front and its engine process.
 
-Plain data that crosses a socket as MessagePack; no torch and no gRPC. `services.common.channel`
+Plain data that crosses a socket as MessagePack; no torch and no gRPC. `common/process/channel.py`
 sends and checks them.
 """
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.common.heartbeat import Ping, Pong
+from services.common.process.heartbeat import Ping, Pong
 
 
 class SamplingParams(msgspec.Struct, frozen=True):

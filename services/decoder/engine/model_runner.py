@@ -17,7 +17,7 @@ from kernels.linear_attention.states import StateCache
 from kernels.rows import DeviceRows, EnteredStep
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from kernels.tuning import MAX_CAPTURED_CHUNKS
-from services.common.progress import log_progress
+from services.common.process.progress import log_progress
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
 from services.decoder.engine.graphs import (

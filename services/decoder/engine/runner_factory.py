@@ -24,7 +24,7 @@ from services.common.nn.dispatch import parse_overrides
 from services.common.nn.formats import rows_of_layers
 from services.common.nn.linear import set_kernels
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
-from services.common.progress import log_progress
+from services.common.process.progress import log_progress
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
 from services.decoder.engine import kv_cache

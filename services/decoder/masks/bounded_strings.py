@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from services.common.plain_strings import PROBES
+from services.common.grammar.plain_strings import PROBES
 from services.decoder.masks.rows import PROBE_WORDS
 
 Int32Array = npt.NDArray[np.int32]

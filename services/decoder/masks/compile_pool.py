@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import msgspec
 from blake3 import blake3
 
-from services.common.channel import ChannelClosed, FrontChannel, create_socket_pair
 from services.common.errors import InternalError, InvalidGrammar, Overloaded, TriptychError
+from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
 from services.decoder.masks.grammar import Grammar
 from services.decoder.masks.messages import Compile, MaskSettings, Verdict
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from services.common.channel import ChannelClosed, EngineChannel, create_socket_pair
 from services.common.errors import InvalidGrammar
-from services.common.grammar_bounds import check_grammar
+from services.common.grammar.grammar_bounds import check_grammar
+from services.common.process.channel import ChannelClosed, EngineChannel, create_socket_pair
+from services.common.process.work_limits import go_first, limited, mapped_bytes
 from services.common.telemetry import setup_logging
-from services.common.work_limits import go_first, limited, mapped_bytes
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
 from services.decoder.masks.messages import Compile, MaskSettings, Verdict
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from services.common.errors import InvalidGrammar
-from services.common.plain_strings import JSON_PROBE, has_plain_bounds
-from services.common.schema_formats import without_unknown_formats
+from services.common.grammar.plain_strings import JSON_PROBE, has_plain_bounds
+from services.common.grammar.schema_formats import without_unknown_formats
 from services.decoder.masks.bounded_strings import NUM_PROBES, BoundedStrings, PlainTokens
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 
 from services.common.errors import InvalidGrammar
-from services.common.work_limits import resident_bytes
+from services.common.process.work_limits import resident_bytes
 from services.decoder.masks.compiler import Compiled, Vocabulary, compile_grammar
 from services.decoder.masks.grammar import Demands, Grammar
 from services.decoder.masks.lexers import CompiledGrammar, During

@@ -6,7 +6,7 @@ import socket
 
 import numpy as np
 
-from services.common.channel import ChannelClosed, EngineChannel
+from services.common.process.channel import ChannelClosed, EngineChannel
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import MaskLink, StepDone, TokenMasks
 from services.decoder.engine.step import Int32Array

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from services.common.channel import ChannelClosed, FrontChannel
 from services.common.errors import TriptychError
-from services.common.process_memory import freeze_gc
+from services.common.process.channel import ChannelClosed, FrontChannel
+from services.common.process.process_memory import freeze_gc
 from services.common.telemetry import setup_logging
 from services.decoder.engine.messages import NewTokens
 from services.decoder.masks.grammars import Grammars

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.common.channel import ChannelClosed, FrontChannel, create_socket_pair
 from services.common.errors import InternalError, InvalidGrammar, TriptychError, from_code
-from services.common.pod_limits import num_cpus
+from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
+from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.messages import EngineSender, MaskLink, NewTokens, TokenMasks
 from services.decoder.masks.compile_pool import CompilePool
 from services.decoder.masks.grammar import Demands

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from services.common.shared_memory import PAGE_BYTES, create_memory
+from services.common.embeddings.shared_memory import PAGE_BYTES, create_memory
 
 Int32Array = npt.NDArray[np.int32]
 

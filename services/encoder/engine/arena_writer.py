@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.common.pinned import pin, unpin
+from services.common.nn.pinned import pin, unpin
 
 
 class ArenaWriter:

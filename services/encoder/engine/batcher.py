@@ -11,7 +11,7 @@ uses it.
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
-from services.common.fair_order import NOBODY, FairOrder, Share
+from services.common.tenancy.fair_order import NOBODY, FairOrder, Share
 
 _SMALL = 2  # an image overtakes one with at least twice its patches
 

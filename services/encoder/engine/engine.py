@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.common.channel import ChannelClosed, EngineChannel
 from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
-from services.common.fair_order import Share
 from services.common.geometry import Unit
-from services.common.heartbeat import Ping, Pong
+from services.common.process.channel import ChannelClosed, EngineChannel
+from services.common.process.heartbeat import Ping, Pong
+from services.common.tenancy.fair_order import Share
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.fair_pool import LARGE_NICENESS, FairPool, num_large_workers
 from services.encoder.engine.messages import (

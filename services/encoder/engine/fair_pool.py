@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from services.common.fair_order import FairOrder, Share
+from services.common.tenancy.fair_order import FairOrder, Share
 from services.common.threads import lower_priority
 
 Job = TypeVar("Job")

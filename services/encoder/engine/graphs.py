@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels import launches
 from services.common.geometry import Grid
 from services.common.nn.dispatch import CapturedCalls
-from services.common.progress import log_progress
+from services.common.process.progress import log_progress
 from services.encoder.models.base import VisionModel
 
 MAX_CAPTURED_PATCHES = 12288  # as many as a batch has by default

@@ -1,12 +1,12 @@
 """The messages between the encoder's front process and its engine process.
 
-Front: `engine_client`; engine: `engine/engine.py`. Pure data; `services.common.channel` carries it.
+Front: `engine_client`; engine: `engine/engine.py`. Pure data: `common/process/channel.py` sends it.
 """
 
 import msgspec
 
 from services.common.geometry import Unit
-from services.common.heartbeat import Ping, Pong
+from services.common.process.heartbeat import Ping, Pong
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from services.common.errors import InvalidGrammar, InvalidRequest
-from services.common.grammar_bounds import MAX_GRAMMAR_CHARS
+from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.forms.answer_formats import (
     JsonObjectFormat,
@@ -44,7 +44,7 @@ class Grammar:
         param: the request's field, for the 400 if the decoder cannot compile it.
         begins_after: token ids, such as that of `</think>`; the answer is free until it holds them
             in a row, and of the grammar from then on. Empty: from its start.
-        probe: see `services.common.plain_strings`; empty: none is known.
+        probe: see `common/grammar/plain_strings.py`; empty: none is known.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from services.common.schema_formats import STANDARD_FORMATS
+from services.common.grammar.schema_formats import STANDARD_FORMATS
 from services.gateway.answers.argument_values import TYPES
 
 # Keywords of the standards that the library does not enforce.

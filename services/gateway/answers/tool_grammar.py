@@ -18,10 +18,10 @@ from typing import Any, cast
 import msgspec
 
 from services.common.errors import InvalidGrammar, InvalidRequest
-from services.common.grammar_bounds import MAX_GRAMMAR_CHARS, check_grammar
-from services.common.grammar_counts import Counts
-from services.common.plain_strings import JSON_PROBE, has_plain_bounds, is_plain
-from services.common.schema_bounds import check_schema
+from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS, check_grammar
+from services.common.grammar.grammar_counts import Counts
+from services.common.grammar.plain_strings import JSON_PROBE, has_plain_bounds, is_plain
+from services.common.grammar.schema_bounds import check_schema
 from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.argument_values import Parameters, Schema, listed, named
 from services.gateway.answers.bare_values import BareValues, escaped, regex
@@ -179,8 +179,8 @@ class _Writer:
         return "TEXT (call TEXT)?" if single else "TEXT (call TEXT)*"
 
     def probe(self, asked: Grammar | None) -> str:
-        """The grammar's probe; see `services.common.plain_strings`. Text outside of calls is any
-        text, but for the form without tags.
+        """The grammar's probe; see `common/grammar/plain_strings.py`. Text outside of calls is
+        any text, but for the form without tags.
         """
         if self._parser is Qwen3CoderParser or (
             self._parser is Llama3JsonParser and not self._use.required

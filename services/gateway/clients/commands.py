@@ -7,8 +7,8 @@ that a flood's have to wait. Tenants take turns here too.
 import asyncio
 import heapq
 
-from services.common.fair_order import FairOrder
 from services.common.pb import decoder_pb2 as pb
+from services.common.tenancy.fair_order import FairOrder
 
 # What a message costs besides its prompt, in bytes of prompt.
 _MESSAGE_COST = 4096

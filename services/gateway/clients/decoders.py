@@ -21,7 +21,7 @@ from services.common.errors import (
     from_code,
 )
 from services.common.pb import decoder_pb2 as pb
-from services.common.rpc import error_from_rpc
+from services.common.transport.rpc import error_from_rpc
 from services.gateway.clients.commands import Commands
 from services.gateway.clients.pods import Dialling, Pod, PodState, Pool, pick
 from services.gateway.clients.served_model import ServedModel

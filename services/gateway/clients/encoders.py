@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import grpc.aio
 
 from services.common.errors import Cancelled, Overloaded, ProcessLost, Unavailable
-from services.common.fair_order import NOBODY, Share
 from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
-from services.common.rpc import PROTOCOL, error_from_rpc, outgoing_metadata
+from services.common.tenancy.fair_order import NOBODY, Share
+from services.common.transport.rpc import PROTOCOL, error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
 

@@ -24,9 +24,9 @@ import grpc.aio
 from blake3 import blake3
 from grpc_health.v1 import health_pb2
 
-from services.common.credentials import NO_CREDENTIALS, Credentials
 from services.common.errors import TriptychError
-from services.common.rpc import create_channel
+from services.common.security.credentials import NO_CREDENTIALS, Credentials
+from services.common.transport.rpc import create_channel
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.common.pb import decoder_pb2 as pb
-from services.common.rpc import PROTOCOL
+from services.common.transport.rpc import PROTOCOL
 
 # A decoder's context may be this much shorter than the others': where memory limits it, equal
 # machines differ a little.

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from services.common.errors import InvalidRequest
-from services.common.image_key import MAX_SALT_BYTES
+from services.common.images.image_key import MAX_SALT_BYTES
 from services.gateway.forms.answer_formats import ResponseFormat, StructuredOutputs
 
 MAX_STOPS = 16

@@ -21,8 +21,8 @@ import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.common.geometry import Geometry, Unit
-from services.common.image_header import check_scans, read_header
-from services.common.image_key import image_key
+from services.common.images.image_header import check_scans, read_header
+from services.common.images.image_key import image_key
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
 from services.gateway.forms.json_body import LargeImages
 

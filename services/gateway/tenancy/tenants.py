@@ -27,8 +27,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.common.fair_order import Share
 from services.common.settings import SettingsError
+from services.common.tenancy.fair_order import Share
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from services.common.arena import Arena, ArenaEntry
-from services.common.embedding import EmbeddingSpec
+from services.common.embeddings.arena import Arena, ArenaEntry
+from services.common.embeddings.embedding import EmbeddingSpec
 
 PAGE = 4096
 

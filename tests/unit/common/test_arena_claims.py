@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from services.common.arena import Arena, ArenaEntry
-from services.common.embedding import EmbeddingSpec
+from services.common.embeddings.arena import Arena, ArenaEntry
+from services.common.embeddings.embedding import EmbeddingSpec
 
 PAGE = 4096
 PAGES = 8

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.embedding import digest
-from services.common.embedding_cache import RedisCache
+from services.common.embeddings.embedding import digest
+from services.common.embeddings.embedding_cache import RedisCache
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
 from tests.unit.common.test_embedding_cache import KEY, SPEC, body, cache, load, open_cache
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import uvloop
 
-from services.common import channel
-from services.common.channel import (
+from services.common.process import channel
+from services.common.process.channel import (
     ChannelClosed,
     EngineChannel,
     FrontChannel,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common import watched_files
-from services.common.credentials import Credentials, TokenFile, watch_certificates
+from services.common.security import watched_files
+from services.common.security.credentials import Credentials, TokenFile, watch_certificates
 from services.common.settings import SettingsError
 from services.decoder.settings import DecoderSettings
 from tests.certificates import Authority, mount

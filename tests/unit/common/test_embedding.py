@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from services.common.embedding import (
+from services.common.embeddings.embedding import (
     BLOCK_BYTES,
     DIGEST_BYTES,
     ITEM_BYTES,

@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.embedding import STORED_HEADER_BYTES, EmbeddingSpec, digest, pack_header
-from services.common.embedding_cache import Breaker, RedisCache
-from services.common.seals import NO_SEAL
+from services.common.embeddings.embedding import (
+    STORED_HEADER_BYTES,
+    EmbeddingSpec,
+    digest,
+    pack_header,
+)
+from services.common.embeddings.embedding_cache import Breaker, RedisCache
+from services.common.security.seals import NO_SEAL
 from tests.noise import PATIENCE_S, async_least, timed
 from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
@@ -342,7 +347,7 @@ def test_an_open_breaker_lets_one_command_try_after_each_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("services.common.embedding_cache.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.common.embeddings.embedding_cache.time.monotonic", lambda: now)
     breaker = Breaker()
     assert breaker.lets_through()
     for _ in range(200):

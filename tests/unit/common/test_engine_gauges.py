@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.common.engine_gauges import MAX_SILENCE_S
+from services.common.process.engine_gauges import MAX_SILENCE_S
 from services.decoder.engine.messages import EngineStats
 from services.decoder.metrics import DecoderMetrics
 

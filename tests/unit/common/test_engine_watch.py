@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from services.common import engine_watch
-from services.common.engine_watch import EngineWatch
-from services.common.heartbeat import Ping
+from services.common.process import engine_watch
+from services.common.process.engine_watch import EngineWatch
+from services.common.process.heartbeat import Ping
 
 SPIN = "while True: pass"
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from services.common.fair_order import FairOrder
+from services.common.tenancy.fair_order import FairOrder
 
 
 def serve(order: FairOrder, waiting: list[tuple[float, int, str]], count: int) -> list[str]:

@@ -3,7 +3,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.fetch_wire import WireChunk, parse, serialize
+from services.common.embeddings.fetch_wire import WireChunk, parse, serialize
 from services.common.pb import encoder_pb2 as pb
 
 OFFSETS = st.integers(0, 2**64 - 1)

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from services.common import grammar_bounds, grammar_counts, schema_bounds
 from services.common.errors import InvalidGrammar
-from services.common.grammar_bounds import check_grammar
+from services.common.grammar import grammar_bounds, grammar_counts, schema_bounds
+from services.common.grammar.grammar_bounds import check_grammar
 
 
 def chain(links, wrap, end=None):

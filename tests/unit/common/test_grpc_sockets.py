@@ -8,7 +8,7 @@ CALL = """
 import asyncio
 import services
 import grpc
-from services.common.rpc import create_channel, create_server
+from services.common.transport.rpc import create_channel, create_server
 
 async def main():
     server = create_server()

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from services.common.errors import InvalidImage
-from services.common.image_header import (
+from services.common.images.image_header import (
     ALLOWED_FORMATS,
     MAX_COMPRESSED_TEXTS,
     MAX_SEGMENTS,
@@ -250,5 +250,5 @@ def test_compressed_texts_of_a_png_are_counted() -> None:
 
 
 def test_it_needs_neither_pillow_nor_torch() -> None:
-    module = sys.modules["services.common.image_header"]
+    module = sys.modules["services.common.images.image_header"]
     assert not {"PIL", "torch", "numpy"} & set(vars(module))

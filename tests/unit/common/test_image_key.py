@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from services.common.geometry import Unit
-from services.common.image_key import KEY_BYTES, image_key, key_prefix
+from services.common.images.image_key import KEY_BYTES, image_key, key_prefix
 
 PREFIX = bytes(32)
 
@@ -85,7 +85,7 @@ def test_images_whose_pixel_bytes_are_equal_differ() -> None:
 
 def test_every_process_finds_the_same_key() -> None:
     code = (
-        "from services.common.image_key import image_key;"
+        "from services.common.images.image_key import image_key;"
         "from services.common.geometry import Unit;"
         "print(image_key(bytes(32), b'image', unit=Unit((1, 16, 16)), salt=b'').hex())"
     )

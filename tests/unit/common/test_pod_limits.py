@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.pod_limits import memory_limit_bytes, num_cpus
+from services.common.process.pod_limits import memory_limit_bytes, num_cpus
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 CPUS = len(os.sched_getaffinity(0))

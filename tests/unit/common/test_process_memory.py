@@ -8,7 +8,7 @@ import pytest
 
 _BUFFERS = """
 import resource
-from services.common.process_memory import return_large_buffers
+from services.common.process.process_memory import return_large_buffers
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -17,7 +17,7 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
-from services.common.rpc import abort, create_server, error_from_rpc
+from services.common.transport.rpc import abort, create_server, error_from_rpc
 
 
 async def sent(error: TriptychError) -> grpc.aio.AioRpcError:

@@ -9,11 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.common import seals, watched_files
-from services.common.embedding import STORED_HEADER_BYTES, EmbeddingSpec, digest, pack_header
-from services.common.embedding_cache import RedisCache
-from services.common.seals import NO_SEAL, SEAL_BYTES, SealKeys
-from services.common.service_process import run_service
+from services.common.embeddings.embedding import (
+    STORED_HEADER_BYTES,
+    EmbeddingSpec,
+    digest,
+    pack_header,
+)
+from services.common.embeddings.embedding_cache import RedisCache
+from services.common.process.service_process import run_service
+from services.common.security import seals, watched_files
+from services.common.security.seals import NO_SEAL, SEAL_BYTES, SealKeys
 from services.common.settings import SettingsError
 from services.decoder.__main__ import DECODER
 from services.decoder.settings import DecoderSettings
@@ -133,7 +138,9 @@ async def test_a_body_with_the_same_digest_is_not_the_one_that_was_sealed(
     with redis_server.client() as client:
         client.set(ENTRY, ours[:BODY_OFFSET] + body(2))
     cache = open_cache(keys)
-    monkeypatch.setattr("services.common.embedding_cache.digest_of", lambda _: digest(body(1)))
+    monkeypatch.setattr(
+        "services.common.embeddings.embedding_cache.digest_of", lambda _: digest(body(1))
+    )
     assert await load(cache) is None
     assert (cache.counters["forged"], cache.counters["corrupt"]) == (1, 0)
 

@@ -12,7 +12,7 @@ import pytest
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError
-from services.common.service_process import serve
+from services.common.process.service_process import serve
 from services.decoder.__main__ import DECODER
 from services.decoder.settings import DecoderSettings
 from services.encoder.__main__ import ENCODER

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.arena import Arena
-from services.common.embedding import EmbeddingSpec
-from services.common.shared_memory import (
+from services.common.embeddings.arena import Arena
+from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.shared_memory import (
     ForeignMemory,
     MemoryAddress,
     NotReadable,
@@ -100,7 +100,9 @@ def test_mapping_what_is_resident_makes_nothing_new(arena):
 
 
 def test_processes_of_one_host_agree_on_it():
-    code = "from services.common.shared_memory import host_identity as h; print(h().hex())"
+    code = (
+        "from services.common.embeddings.shared_memory import host_identity as h; print(h().hex())"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == host_identity().hex()
     assert len(host_identity()) == 16

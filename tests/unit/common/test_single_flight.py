@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from services.common.single_flight import InFlight
+from services.common.embeddings.single_flight import InFlight
 
 
 class Work:

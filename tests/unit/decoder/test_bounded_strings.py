@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from services.common.plain_strings import has_plain_bounds
+from services.common.grammar.plain_strings import has_plain_bounds
 from services.decoder.masks.grammar import Demands, Grammar
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.rows import PROBE_WORDS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.decoder.departure import Departure, Remaining
+from services.decoder.front.departure import Departure, Remaining
 
 GRACE_S = 300.0
 TOKEN_S = 0.02

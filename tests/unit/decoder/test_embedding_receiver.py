@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from services.common.embedding import BLOCK_BYTES, EmbeddingSpec, digest
-from services.common.fetch_wire import WireChunk, serialize
+from services.common.embeddings.embedding import BLOCK_BYTES, EmbeddingSpec, digest
+from services.common.embeddings.fetch_wire import WireChunk, serialize
 from services.common.pb import encoder_pb2 as pb
-from services.decoder.embedding_fetch import Receiver, WrongContent
+from services.decoder.images.embedding_fetch import Receiver, WrongContent
 
 KEY = b"k" * 32
 SPEC = EmbeddingSpec("bfloat16", 2, 4, 8)

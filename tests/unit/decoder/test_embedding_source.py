@@ -7,13 +7,12 @@ from collections import Counter
 
 import pytest
 
-from services.common.arena import Arena, ArenaEntry
-from services.common.embedding import EmbeddingSpec, digest
+from services.common.embeddings.arena import Arena, ArenaEntry
+from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.errors import InvalidImage, InvalidRequest
-from services.decoder import embeddings
-from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
-from services.decoder.embeddings import EmbeddingSource
-from services.decoder.submission import ImageRequest
+from services.decoder.images import embeddings
+from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
+from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
 from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
 from tests.noise import PATIENCE_S
 

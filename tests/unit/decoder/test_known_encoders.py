@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.common.settings import SettingsError
-from services.decoder import known_encoders
-from services.decoder.known_encoders import KnownEncoders
+from services.decoder.images import known_encoders
+from services.decoder.images.known_encoders import KnownEncoders
 from services.decoder.settings import DecoderSettings
 
 

@@ -1,7 +1,7 @@
 """The outbox of a gateway that does not read."""
 
 from services.common.pb import decoder_pb2 as pb
-from services.decoder.outbox import Outbox
+from services.decoder.front.outbox import Outbox
 
 SLOW = pb.Failed(code="cancelled", message="the gateway reads too slowly")
 

@@ -8,7 +8,7 @@ from scripts import quick
 @pytest.mark.parametrize(
     ("changed", "test"),
     [
-        ("services/common/channel.py", "tests/unit/common"),
+        ("services/common/process/channel.py", "tests/unit/common"),
         ("services/decoder/engine/engine.py", "tests/unit/decoder"),
         ("services/gateway/static/page.js", "tests/unit/gateway"),
         ("triptych/plan.py", "tests/unit/triptych"),
@@ -25,7 +25,7 @@ def test_a_changed_file_runs_its_folders_tests(changed: str, test: str) -> None:
 
 def test_the_deepest_folder_is_taken(tmp_path) -> None:
     (tmp_path / "tests/unit/decoder/engine").mkdir(parents=True)
-    files = ["services/decoder/engine/engine.py", "services/decoder/service.py"]
+    files = ["services/decoder/engine/engine.py", "services/decoder/front/service.py"]
     assert "tests/unit/decoder/engine" in quick.tests_of(files[:1], tmp_path)
     assert "tests/unit/decoder" not in quick.tests_of(files[:1], tmp_path)
     both = quick.tests_of(files, tmp_path)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.common.fair_order import Share
+from services.common.tenancy.fair_order import Share
 from services.encoder.engine.batcher import Batcher
 
 

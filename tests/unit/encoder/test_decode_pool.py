@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from services.common.errors import InvalidImage
-from services.common.image_header import ImageHeader, read_header
+from services.common.images.image_header import ImageHeader, read_header
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool, InProcessDecoder, MemoryBudget
 from tests.noise import PATIENCE_S

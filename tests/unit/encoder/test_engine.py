@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from services.common.channel import EngineChannel, create_socket_pair
 from services.common.errors import InvalidImage
 from services.common.geometry import Unit
+from services.common.process.channel import EngineChannel, create_socket_pair
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.messages import (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.common.channel import ChannelClosed
 from services.common.errors import EngineLost, TriptychError, Unavailable
 from services.common.geometry import Unit
+from services.common.process.channel import ChannelClosed
 from services.encoder.engine.messages import EngineMessage, FrontMessage, ImageDone, InHand
 from services.encoder.engine_client import EngineClient
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from services.common.fair_order import Share
+from services.common.tenancy.fair_order import Share
 from services.encoder.engine.fair_pool import FairPool
 
 A, B = Share("a"), Share("b")

@@ -12,7 +12,7 @@ from PIL import Image, PngImagePlugin
 from services.common.errors import InvalidImage
 from services.common.families.resized_grid import ResizedGrid
 from services.common.geometry import Unit
-from services.common.image_header import MAX_SCANS, has_more_scans, read_header
+from services.common.images.image_header import MAX_SCANS, has_more_scans, read_header
 from services.encoder.decode import decode, to_rgb
 from services.encoder.preprocess import preprocess
 

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from services.common import rpc
 from services.common.errors import (
     EmbeddingUnavailable,
     EngineLost,
@@ -20,6 +19,7 @@ from services.common.errors import (
     Overloaded,
     Unavailable,
 )
+from services.common.transport import rpc
 from tests.gateway_fixtures import asking, image_url
 from tests.noise import PATIENCE_S
 

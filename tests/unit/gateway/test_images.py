@@ -14,7 +14,7 @@ from services.common.errors import (
     InvalidRequest,
 )
 from services.common.families.resized_grid import ResizedGrid
-from services.common.image_header import MAX_HEADER_BYTES
+from services.common.images.image_header import MAX_HEADER_BYTES
 from services.gateway.forms.json_body import cut_images
 from services.gateway.media.images import (
     LOW_DETAIL_PIXELS,

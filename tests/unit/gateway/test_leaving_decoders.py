@@ -1,7 +1,7 @@
 """A decoder that says it is about to go hands its sequences over, if another one can take them."""
 
 from services.common.pb import decoder_pb2 as pb
-from services.common.rpc import PROTOCOL
+from services.common.transport.rpc import PROTOCOL
 from services.gateway.clients.served_model import ServedModel
 from tests.noise import wait_until
 

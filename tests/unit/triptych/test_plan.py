@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from services.common.credentials import Credentials
+from services.common.security.credentials import Credentials
 from services.decoder.settings import DecoderSettings
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings

@@ -29,7 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.retry import Retry as BlockingRetry
 
-from services.common.embedding import (
+from services.common.embeddings.embedding import (
     STORED_HEADER_BYTES,
     CorruptEmbedding,
     EmbeddingSpec,
@@ -37,8 +37,8 @@ from services.common.embedding import (
     pack_header,
     unpack_header,
 )
-from services.common.embedding import digest as digest_of
-from services.common.seals import NO_SEAL, SEAL_BYTES, SealKeys
+from services.common.embeddings.embedding import digest as digest_of
+from services.common.security.seals import NO_SEAL, SEAL_BYTES, SealKeys
 from services.common.threads import finished
 
 log = logging.getLogger(__name__)

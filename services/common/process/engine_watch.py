@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.common.engine_process import EngineProcess
-from services.common.heartbeat import Ping
+from services.common.process.engine_process import EngineProcess
+from services.common.process.heartbeat import Ping
 
 MAX_SILENCE_S = 8.0
 _PERIOD_S = 1.0

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from services.common.fetch_wire import DTYPES
+from services.common.embeddings.fetch_wire import DTYPES
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import decoder_pb2_grpc as pb_grpc
-from services.common.rpc import PROTOCOL
-from services.decoder.front import DecoderFront, Stream
+from services.common.transport.rpc import PROTOCOL
+from services.decoder.front.front import DecoderFront, Stream
 
 SERVICE_NAME = "triptych.v1.Decoder"
 

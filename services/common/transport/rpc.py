@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from services.common.credentials import NO_CREDENTIALS, Credentials
 from services.common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -21,7 +20,8 @@ from services.common.errors import (
     Unavailable,
     from_code,
 )
-from services.common.rpc_credentials import PeerCheck, dial
+from services.common.security.credentials import NO_CREDENTIALS, Credentials
+from services.common.security.rpc_credentials import PeerCheck, dial
 from services.common.spans import TRACEPARENT, traceparent
 from services.common.telemetry import bind_request_id, current_request_id
 

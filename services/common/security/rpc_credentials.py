@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, Counter
 
-from services.common.credentials import Certificates, Credentials
+from services.common.security.credentials import Certificates, Credentials
 
 log = logging.getLogger(__name__)
 

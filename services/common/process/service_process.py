@@ -22,22 +22,22 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from services.common.arena import Arena
-from services.common.both_transports import listen
-from services.common.channel import ChannelClosed, FrontChannel
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
-from services.common.credentials import NO_CREDENTIALS, Credentials
-from services.common.engine_process import REFUSED, EngineProcess
-from services.common.engine_watch import MAX_SILENCE_S, EngineWatch, kill
+from services.common.embeddings.arena import Arena
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError
-from services.common.process_memory import freeze_gc, raise_malloc_trim_threshold
-from services.common.rpc import create_server
-from services.common.rpc_credentials import PeerCheck
-from services.common.seals import SealKeys
+from services.common.process.channel import ChannelClosed, FrontChannel
+from services.common.process.engine_process import REFUSED, EngineProcess
+from services.common.process.engine_watch import MAX_SILENCE_S, EngineWatch, kill
+from services.common.process.process_memory import freeze_gc, raise_malloc_trim_threshold
+from services.common.security.credentials import NO_CREDENTIALS, Credentials
+from services.common.security.rpc_credentials import PeerCheck
+from services.common.security.seals import SealKeys
 from services.common.settings import EngineServiceSettings, SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
 from services.common.tracing import setup_tracing
+from services.common.transport.both_transports import listen
+from services.common.transport.rpc import create_server
 
 log = logging.getLogger(__name__)
 

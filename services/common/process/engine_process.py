@@ -17,8 +17,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from services.common.arena import Arena
-from services.common.channel import ChannelClosed, EngineChannel, FrontChannel, create_socket_pair
+from services.common.embeddings.arena import Arena
+from services.common.process.channel import (
+    ChannelClosed,
+    EngineChannel,
+    FrontChannel,
+    create_socket_pair,
+)
 
 REFUSED = 2  # exit status
 

@@ -14,8 +14,7 @@ import grpc.aio
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from services.common.credentials import NO_CREDENTIALS, Credentials
-from services.common.embedding import (
+from services.common.embeddings.embedding import (
     ITEM_BYTES,
     CorruptEmbedding,
     EmbeddingSpec,
@@ -24,19 +23,20 @@ from services.common.embedding import (
     split_blocks,
     split_evenly,
 )
-from services.common.errors import EmbeddingUnavailable, InvalidRequest, Unavailable
-from services.common.fetch_wire import DTYPES, WireChunk, parse
-from services.common.pb import encoder_pb2 as pb
-from services.common.rpc import create_channel, error_from_rpc, outgoing_metadata
-from services.common.shared_memory import (
+from services.common.embeddings.fetch_wire import DTYPES, WireChunk, parse
+from services.common.embeddings.shared_memory import (
     ForeignMemory,
     MemoryAddress,
     NotReadable,
     host_identity,
 )
+from services.common.errors import EmbeddingUnavailable, InvalidRequest, Unavailable
+from services.common.pb import encoder_pb2 as pb
+from services.common.security.credentials import NO_CREDENTIALS, Credentials
 from services.common.spans import span
 from services.common.threads import finished, num_threads
-from services.decoder.known_encoders import KnownEncoders
+from services.common.transport.rpc import create_channel, error_from_rpc, outgoing_metadata
+from services.decoder.images.known_encoders import KnownEncoders
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import re
 from typing import Any, NoReturn, cast
 
 from services.common.errors import InvalidGrammar
-from services.common.grammar_counts import Counts, Product, refuse, refuse_repeats, times_of
-from services.common.reference_graph import components, deepest
-from services.common.schema_bounds import MAX_CHAIN, check_schema
+from services.common.grammar.grammar_counts import Counts, Product, refuse, refuse_repeats, times_of
+from services.common.grammar.reference_graph import components, deepest
+from services.common.grammar.schema_bounds import MAX_CHAIN, check_schema
 
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_GBNF_CHARS = 1 << 16  # its translation to Lark is Python: 0.3 s

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.common.arena import Arena, ArenaEntry
-from services.common.embedding import EmbeddingSpec
+from services.common.embeddings.arena import Arena, ArenaEntry
+from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.single_flight import InFlight
 from services.common.errors import InternalError, InvalidRequest, TriptychError
-from services.common.single_flight import InFlight
-from services.decoder.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.engine.messages import AddSequence, EngineSender, ImageReady, ImagesOf
-from services.decoder.submission import ImageRequest
+from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +28,17 @@ _TAKEOVER_S = 1.0
 Ready = Callable[[ArenaEntry], None]
 
 
+@dataclass(frozen=True, slots=True)
+class ImageRequest:
+    """One distinct image of a sequence: what its embedding must be, and the encoder that has it."""
+
+    key: bytes
+    spec: EmbeddingSpec
+    encoder_address: str
+
+
 class EmbeddingCache(Protocol):
-    """`services.common.embedding_cache.RedisCache`, as far as it is used here. Never raises."""
+    """`RedisCache` of `common/embeddings`, as far as it is used here. Never raises."""
 
     async def read(self, key: bytes, spec: EmbeddingSpec, into: memoryview) -> bytes | None:
         """The digest of what `into` now holds, verified; None: a miss."""

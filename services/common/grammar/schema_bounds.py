@@ -11,8 +11,8 @@ from typing import Any, cast
 from urllib.parse import unquote, urljoin
 
 from services.common.errors import InvalidGrammar
-from services.common.grammar_counts import Counts, refuse, refuse_repeats
-from services.common.reference_graph import components, deepest
+from services.common.grammar.grammar_counts import Counts, refuse, refuse_repeats
+from services.common.grammar.reference_graph import components, deepest
 
 MAX_NESTING = 100  # the compiler's reader takes 127
 MAX_CHAIN = 64  # references, one behind the other

@@ -6,18 +6,18 @@ would harm the others of its batch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec import structs
 
-from services.common.embedding import EmbeddingSpec
+from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest
-from services.common.grammar_bounds import MAX_GRAMMAR_CHARS
-from services.common.image_key import KEY_BYTES, MAX_SALT_BYTES
+from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
+from services.common.grammar.plain_strings import PROBES
+from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
-from services.common.plain_strings import PROBES
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
+from services.decoder.images.embeddings import ImageRequest
 from services.decoder.masks.grammar import Demands, Grammar
 
 MAX_TOP_LOGPROBS = 20
@@ -37,15 +37,6 @@ _GRAMMAR_KINDS = {
 }
 _INT_BYTES = 4
 _FEW_IDS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class ImageRequest:
-    """One distinct image of a sequence: what its embedding must be, and the encoder that has it."""
-
-    key: bytes
-    spec: EmbeddingSpec
-    encoder_address: str
 
 
 def read_submit(

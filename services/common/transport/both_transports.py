@@ -11,8 +11,8 @@ import tempfile
 
 import grpc.aio
 
-from services.common.credentials import Credentials
-from services.common.rpc_credentials import PeerCheck
+from services.common.security.credentials import Credentials
+from services.common.security.rpc_credentials import PeerCheck
 
 _HANDSHAKE = b"\x16"
 _FIRST_BYTE_S = 5.0

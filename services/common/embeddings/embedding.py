@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from services.common.image_key import KEY_BYTES
+from services.common.images.image_key import KEY_BYTES
 
 DIGEST_BYTES = 16
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from services.common.security.watched_files import WatchedFiles
 from services.common.settings import PeerSettings, SettingsError
-from services.common.watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from services.common.security.watched_files import WatchedFiles
 from services.common.threads import INLINE_BYTES, num_threads
-from services.common.watched_files import WatchedFiles
 
 SEAL_BYTES = 32
 # Where an entry has no seal.

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.common.channel import ChannelClosed
 from services.common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -26,13 +25,11 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
-from services.common.rpc import MAX_REQUEST_ID_CHARS
+from services.common.process.channel import ChannelClosed
 from services.common.spans import Span, record_span, start_span
 from services.common.telemetry import bound_request_id
-from services.common.tenant_room import TenantRoom
-from services.decoder.departure import Departure, Remaining
-from services.decoder.embedding_fetch import EncoderFailed
-from services.decoder.embeddings import EmbeddingSource, SequenceImages
+from services.common.tenancy.tenant_room import TenantRoom
+from services.common.transport.rpc import MAX_REQUEST_ID_CHARS
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
@@ -45,10 +42,13 @@ from services.decoder.engine.messages import (
     StartOfSequence,
     StepDone,
 )
+from services.decoder.front.departure import Departure, Remaining
+from services.decoder.front.outbox import Outbox
+from services.decoder.front.submission import read_submit
+from services.decoder.images.embedding_fetch import EncoderFailed
+from services.decoder.images.embeddings import EmbeddingSource, ImageRequest, SequenceImages
 from services.decoder.masks.grammar import Demands
 from services.decoder.metrics import DecoderMetrics
-from services.decoder.outbox import Outbox
-from services.decoder.submission import ImageRequest, read_submit
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH
 
 
 class Channel(EngineSender, Protocol):
-    """The part of `services.common.channel.FrontChannel` that the front uses."""
+    """The part of `services.common.process.channel.FrontChannel` that the front uses."""
 
     async def receive(self) -> EngineMessage:
         """The next message; raises ChannelClosed."""

@@ -16,8 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.common.embedding import EmbeddingSpec
-from services.common.shared_memory import PAGE_BYTES, MemoryAddress, create_memory, prefault
+from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.shared_memory import (
+    PAGE_BYTES,
+    MemoryAddress,
+    create_memory,
+    prefault,
+)
 
 Result = TypeVar("Result")
 
