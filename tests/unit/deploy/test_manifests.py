@@ -364,17 +364,13 @@ def test_the_gpu_overlay_gives_a_gpu_to_the_engines_only() -> None:
 
 
 @pytest.mark.parametrize("overlay", ["gpu", "gpu-shared-kernels", "text"])
-def test_gpu_overlays_ask_for_a_token_and_bound_what_is_written_to_disk(overlay: str) -> None:
+def test_gpu_overlays_ask_for_a_token(overlay: str) -> None:
     resources = render(K8S / "overlays" / overlay)
     for name, pod in pods(resources).items():
         container = container_of(pod)
         if name != "redis":
             path = environment(resources, pod)[f"{name.upper()}_PEER_TOKEN_FILE"]
             assert path.rpartition("/")[0] in {m["mountPath"] for m in container["volumeMounts"]}
-        if not container["securityContext"]["readOnlyRootFilesystem"]:
-            volumes = [v["emptyDir"] for v in pod["spec"]["volumes"] if "emptyDir" in v]
-            on_disk = sum(bytes_of(v["sizeLimit"]) for v in volumes if "medium" not in v)
-            assert on_disk < bytes_of(container["resources"]["limits"]["ephemeral-storage"])
 
 
 @pytest.mark.parametrize("overlay", ["gpu", "gpu-shared-kernels", "text"])
