@@ -40,7 +40,7 @@ stringData:
   users.acl: |
     user default off
     user gateway on >$gateway ~triptych:limits -@all +eval +evalsha +time +hget +hmget +hgetall +hkeys +hset +hdel
-  gateway-url: redis://gateway:$gateway@limits:6379/0
+  gateway-password: $gateway
 EOF
 }
 

@@ -156,7 +156,9 @@ def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> A
 
 
 def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:
-    leases = Leases(settings.redis_url, settings.replicas)
+    leases = Leases(
+        settings.redis_url, settings.replicas, password_file=settings.redis_password_file
+    )
     metrics.limits_divided.set_function(lambda: leases.divided_by)
     return leases
 

@@ -42,6 +42,8 @@ class GatewaySettings(PeerSettings):
         other_gateways: comma-separated URLs of gateways that serve other models behind the same
             address; `GET /v1/models` lists theirs, too.
         redis_url: where gateways count tenants' limits together; empty: limits are divided.
+        redis_password_file: password of the URL's user, read again at each connection; None: the
+            URL's.
         replicas: the number of gateways, by which limits are divided until Redis has told it.
         allow_anonymous: serve without keys on an address that other machines reach.
         allowed_hosts: comma-separated names under which requests are answered, besides addresses;
@@ -77,6 +79,7 @@ class GatewaySettings(PeerSettings):
     api_keys_file: Path | None = None
     other_gateways: Annotated[str, Field(pattern=r"^(\s*https?://[^\s,]+\s*(,|$))*$")] = ""
     redis_url: str = ""
+    redis_password_file: Path | None = None
     replicas: Annotated[int, Field(ge=1)] = 1
     allow_anonymous: bool = False
     allowed_hosts: str = ""

@@ -185,3 +185,29 @@ async def test_a_password_from_a_file_is_read_at_each_connection(tmp_path: Path)
             assert await answers(cache)
         finally:
             await cache.close()
+
+
+async def test_gateways_read_their_password_at_each_connection_too(tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text("none\n")
+    asked = Asked("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
+    with RedisServer() as server, server.client() as client:
+        url = f"redis://gateway@127.0.0.1:{server.port}"
+        store = LeaseStore(url, "here", 60.0, password_file=path)
+        try:
+            for password in ("one", "another"):
+                client.acl_setuser(
+                    "gateway", enabled=True, reset_passwords=True, passwords=[f"+{password}"],
+                    keys=["triptych:limits"], commands=["+@all"],
+                )  # fmt: skip
+                client.client_kill_filter(user="gateway")
+                with pytest.raises(redis.RedisError):
+                    await store.ask([asked])
+                path.write_text(f"{password}\n")
+                assert (await store.ask([asked])).leases == [[4, 0, 0, 0, 0]]
+            path.unlink()
+            client.client_kill_filter(user="gateway")
+            with pytest.raises((redis.RedisError, OSError)):
+                await store.ask([asked])
+        finally:
+            await store.close()

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
+from services.gateway.tenancy.lease_store import Asked, LeaseStore
 from tests.certificates import Authority, mount
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, answers
@@ -72,6 +74,27 @@ async def test_a_client_needs_no_more_than_a_password_and_the_authority(
             )
             assert await answers(cache) == expected
             await cache.close()
+
+
+async def test_gateways_count_limits_over_tls(tmp_path: Path) -> None:
+    """As the component `tenant-limits/tls` has it: the authority is in the URL."""
+    directory = mount(Authority().issue("localhost"), tmp_path / "tls")
+    foreign = mount(Authority("foreign").issue("localhost"), tmp_path / "foreign")
+    (tmp_path / "password").write_text("secret")
+    asked = Asked("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
+    with TlsRedisServer(directory, asks=False) as server, server.client() as client:
+        client.acl_setuser(
+            "gateway", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@all"]
+        )
+        for authority in (directory, foreign):
+            url = f"rediss://gateway@localhost:{server.port}?ssl_ca_certs={authority / 'ca.crt'}"
+            store = LeaseStore(url, "here", 60.0, password_file=tmp_path / "password")
+            if authority == directory:
+                assert (await store.ask([asked])).leases == [[4, 0, 0, 0, 0]]
+            else:
+                with pytest.raises(redis.RedisError, match="certificate"):
+                    await store.ask([asked])
+            await store.close()
 
 
 async def _read(cache: RedisCache) -> bytes | None:

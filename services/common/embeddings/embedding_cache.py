@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily
@@ -24,7 +23,6 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
-from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.retry import Retry as BlockingRetry
@@ -38,6 +36,7 @@ from services.common.embeddings.embedding import (
     unpack_header,
 )
 from services.common.embeddings.embedding import digest as digest_of
+from services.common.security.redis_login import login
 from services.common.security.seals import NO_SEAL, SEAL_BYTES, SealKeys
 from services.common.threads import finished
 
@@ -135,18 +134,14 @@ class RedisCache(Collector):
         self._has_warned = False
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
-        login: dict[str, Any] = {}
-        if password_file is not None:
-            parts = urlsplit(url)
-            login["credential_provider"] = _PasswordFile(parts.username, password_file)
-            url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        url, options = login(url, password_file)
         # Without time limits of their own: `_within` bounds waiting for a connection, connecting
         # and answering together.
         self._redis: Any = Redis.from_pool(
             cast("Any", BlockingConnectionPool).from_url(
                 url, protocol=2, retry=Retry(NoBackoff(), 0), max_connections=_MAX_CONNECTIONS,
                 timeout=None, socket_timeout=None, socket_connect_timeout=None,
-                socket_read_size=_RANGE_BYTES, **login,
+                socket_read_size=_RANGE_BYTES, **options,
             )
         )  # fmt: skip
         # A thread sends values: over TLS the event loop would stand still for 1 ms per MiB. Not
@@ -154,7 +149,7 @@ class RedisCache(Collector):
         self._blocking: Any = cast("Any", BlockingRedis).from_url(
             url, protocol=2, retry=BlockingRetry(NoBackoff(), 0),
             socket_timeout=_WRITE_TIMEOUT_S, socket_connect_timeout=_CONNECT_TIMEOUT_S,
-            command_packer=PythonRespSerializer(6000, _as_bytes), **login,
+            command_packer=PythonRespSerializer(6000, _as_bytes), **options,
         )  # fmt: skip
 
     @property
@@ -325,16 +320,3 @@ async def _within(timeout_s: float, command: Awaitable[_Result]) -> _Result:
         return task.result()
     finally:
         task.cancel()
-
-
-class _PasswordFile(CredentialProvider):
-    def __init__(self, user: str | None, path: Path) -> None:
-        self._user = user
-        self._path = path
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        password = self._path.read_text().strip()
-        return (password,) if self._user is None else (self._user, password)
-
-    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        return self.get_credentials()

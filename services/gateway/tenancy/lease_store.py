@@ -16,6 +16,7 @@ come to hold the same, which is what each has when Redis is lost.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
@@ -23,6 +24,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
 
+from services.common.security.redis_login import login
 from services.gateway.tenancy.quota import KINDS, PIXELS
 
 KEY = "triptych:limits"
@@ -155,11 +157,20 @@ class LeaseStore:
         gateway: a name that no other gateway has.
         window_s: how long requests count.
         alive_s: as `ALIVE_S`.
+        password_file: password of the URL's user, read at each connection; None: the URL's.
     """
 
-    def __init__(self, url: str, gateway: str, window_s: float, alive_s: float = ALIVE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        gateway: str,
+        window_s: float,
+        alive_s: float = ALIVE_S,
+        password_file: Path | None = None,
+    ) -> None:
         self._gateway = gateway
         self._times = str(round(window_s * 1e3)), str(round(alive_s * 1e3))
+        url, options = login(url, password_file)
         client: Any = Redis  # redis-py's types are partly unknown
         # Waiting for the answer is bounded by the caller.
         self._redis = client.from_url(
@@ -168,6 +179,7 @@ class LeaseStore:
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=_CONNECT_TIMEOUT_S,
             socket_timeout=None,
+            **options,
         )
         self._sha = ""
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from services.common.errors import RateLimited
@@ -98,6 +99,7 @@ class Leases:
         gateways: among which limits are divided until Redis has told how many there are.
         times: as above.
         clock: seconds, monotonic.
+        password_file: as `LeaseStore`'s.
 
     Attributes:
         division: of the limits; None: gateways count together.
@@ -109,11 +111,13 @@ class Leases:
         gateways: int = 1,
         times: Times | None = None,
         clock: Clock = time.monotonic,
+        password_file: Path | None = None,
     ) -> None:
         self._clock = clock
         self._times = times = times or Times()
+        name = os.urandom(6).hex()
         self._store = (
-            LeaseStore(url, os.urandom(6).hex(), times.window, times.alive) if url else None
+            LeaseStore(url, name, times.window, times.alive, password_file) if url else None
         )
         self.division: Division | None = Division(gateways)
         self._gateways = gateways

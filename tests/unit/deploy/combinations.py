@@ -27,7 +27,12 @@ COMBINATIONS = {
     "no-spare-gpu": ("gpu", "no-spare-gpu"),
     "no-spare-gpu-text": ("text", "no-spare-gpu"),
     "tenant-limits": ("gpu", "tenant-limits"),
+    "tenant-limits-tls": (
+        "gpu", "tenant-limits", "tenant-limits/tls", "mtls/cert-manager",
+        "tenant-limits/tls/cert-manager",
+    ),
     "tenant-limits-text": ("text", "tenant-limits", "autoscaling/text"),
+    "limits-alert": ("text", "monitoring", "tenant-limits", "monitoring/limits"),
     "priority": ("gpu-shared-kernels", "priority"),
     "monitoring": ("gpu", "monitoring"),
     "http-route": ("gpu", "http-route"),
@@ -65,6 +70,10 @@ INSTALLATIONS = {
     ),
     "bearer": ("gpu", ("autoscaling", "autoscaling/bearer"), "prod", "blue"),
     "hpa": ("gpu", ("autoscaling/hpa",), "prod", "blue"),
+    "limits": (
+        "text", ("tenant-limits", "tenant-limits/tls", "monitoring", "monitoring/limits"),
+        "prod", "blue",
+    ),
     "text": ("text", ("autoscaling/text", "monitoring", "http-route"), "prod", "green"),
 }  # fmt: skip
 

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate.utils as kubernetes_validate
 import pytest
 import yaml
 
@@ -18,13 +17,9 @@ from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.unit.deploy.combinations import COMBINATIONS, K8S, combine
 from tests.unit.deploy.kustomize import LOADER, Resource, render
+from tests.unit.deploy.schemas import validate
 from triptych.devices import place
 
-# Kinds of other projects, whose schemas a cluster has (tests/cluster).
-FOREIGN = {
-    "ScaledObject", "TriggerAuthentication", "HTTPRoute", "PodMonitor", "PrometheusRule", "Issuer",
-    "Certificate",
-}  # fmt: skip
 KUBERNETES_VERSION = "1.37"
 # With replacements: test_installations.py
 BY_KUBECTL = {"autoscaling/bearer", "autoscaling/prometheus"}
@@ -78,13 +73,12 @@ def test_each_component_is_in_a_combination() -> None:
 
 @functools.cache  # most are in many combinations
 def _validate(resource: str) -> None:
-    kubernetes_validate.validate(json.loads(resource), KUBERNETES_VERSION, strict=True)
+    validate(json.loads(resource), KUBERNETES_VERSION)
 
 
 def test_every_resource_is_valid(resources: list[Resource]) -> None:
     for resource in resources:
-        if resource["kind"] not in FOREIGN:
-            _validate(json.dumps(resource, sort_keys=True))
+        _validate(json.dumps(resource, sort_keys=True))
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl where there is")

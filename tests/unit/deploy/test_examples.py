@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.deploy.combinations import K8S
 from tests.unit.deploy.kustomize import Resource
-from tests.unit.deploy.test_components import of_kind, pods
+from tests.unit.deploy.schemas import validate
+from tests.unit.deploy.test_components import KUBERNETES_VERSION, of_kind, pods
 from tests.unit.deploy.test_defaults import missing_of
 from tests.unit.deploy.test_installations import by_kubectl
 from tests.unit.deploy.test_secrets import read_by
@@ -33,6 +34,12 @@ def containers(resources: list[Resource]) -> list[dict[str, Any]]:
         for kind in ("initContainers", "containers")
         for container in pod["spec"].get(kind, ())
     ]
+
+
+@needs_kubectl
+def test_every_object_is_valid(resources: list[Resource]) -> None:
+    for resource in resources:
+        validate(resource, KUBERNETES_VERSION)
 
 
 @needs_kubectl

@@ -6,13 +6,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate.utils as kubernetes_validate
 import pytest
 import yaml
 
 from tests.unit.deploy.combinations import INSTALLATIONS, K8S, combine, installed
 from tests.unit.deploy.kustomize import LOADER, Resource, render
-from tests.unit.deploy.test_components import FOREIGN, KUBERNETES_VERSION, of_kind, pods
+from tests.unit.deploy.schemas import validate
+from tests.unit.deploy.test_components import KUBERNETES_VERSION, of_kind, pods
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders them")
 CLUSTER_WIDE = {"Namespace", "PriorityClass"}
@@ -56,8 +56,7 @@ def test_every_object_is_valid_and_has_the_namespace_and_the_suffix(
         else:
             pattern = rf".*{suffix}(-[a-z0-9]{{10}})?"
             assert re.fullmatch(pattern, metadata["name"]), metadata["name"]
-        if kind not in FOREIGN:
-            kubernetes_validate.validate(resource, KUBERNETES_VERSION, strict=True)
+        validate(resource, KUBERNETES_VERSION)
 
 
 def test_queries_and_rules_ask_for_this_installation(name: str, resources: list[Resource]) -> None:
@@ -71,7 +70,8 @@ def test_queries_and_rules_ask_for_this_installation(name: str, resources: list[
         if "{" in text and "$" not in text
     ]
     selectors = [found for query in queries for found in _SELECTOR.findall(query)]
-    assert bool(selectors) == bool(of_kind(resources, "ScaledObject"))
+    asks = of_kind(resources, "ScaledObject") | of_kind(resources, "PrometheusRule")
+    assert bool(selectors) == bool(asks)
     for scaler in of_kind(resources, "HorizontalPodAutoscaler").values():
         for metric in scaler["spec"]["metrics"]:
             if external := metric.get("external"):
@@ -95,6 +95,9 @@ def test_names_in_fields_are_those_of_objects(name: str, resources: list[Resourc
     for url in (v for k, v in data.items() if k.endswith("REDIS_URL")):
         found = re.fullmatch(r"redis://\w+@([a-z-]+)", url)
         assert found is not None and found[1] in services
+    for pod in pods(resources).values():
+        for variable in pod["spec"]["containers"][0].get("env", ()):
+            assert not variable["name"].endswith("_HOST") or variable["value"] in services
     for kind in ("ScaledObject", "HorizontalPodAutoscaler"):
         for scaler in of_kind(resources, kind).values():
             assert scaler["spec"]["scaleTargetRef"]["name"] in deployments

@@ -59,6 +59,16 @@ def rules(group: str = "triptych") -> list[dict[str, Any]]:
     return found["rules"]
 
 
+def limits_rule() -> dict[str, Any]:
+    """What the component `monitoring/limits` adds."""
+    (document,) = load(COMPONENTS / "monitoring" / "limits" / "kustomization.yaml")
+    (patch,) = document["patches"]
+    (operation,) = yaml.safe_load(patch["patch"])
+    assert operation["path"] == "/spec/groups/0/rules/-"  # that of `rules`
+    return operation["value"]
+
+
+RULES = [*rules(), limits_rule()]
 # The one group whose metrics are not ours, but kube-state-metrics'.
 AUTOSCALING_RULES = rules("triptych-autoscaling")
 
@@ -74,7 +84,7 @@ def panel_queries() -> Iterator[str]:
             yield target["expr"]
 
 
-QUERIES = [*scaler_queries(), *(rule["expr"] for rule in rules()), *panel_queries()]
+QUERIES = [*scaler_queries(), *(rule["expr"] for rule in RULES), *panel_queries()]
 
 
 def test_there_are_queries_of_each_kind() -> None:
@@ -106,7 +116,7 @@ def test_each_metric_is_exported_with_its_labels(
         assert {label.strip() for label in group.split(",")} <= labels_there | TARGET_LABELS
 
 
-@pytest.mark.parametrize("rule", [*rules(), *AUTOSCALING_RULES], ids=lambda rule: rule["alert"])
+@pytest.mark.parametrize("rule", [*RULES, *AUTOSCALING_RULES], ids=lambda rule: rule["alert"])
 def test_an_alert_says_what_is_wrong_and_how_bad_it_is(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("warning", "critical")
     assert rule["annotations"]["summary"].endswith(".")

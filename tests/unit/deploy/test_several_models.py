@@ -5,13 +5,14 @@ import subprocess
 from typing import Any
 from urllib.parse import urlsplit
 
-import kubernetes_validate.utils as kubernetes_validate
 import pytest
 import yaml
 
 from services.gateway.settings import GatewaySettings
 from tests.unit.deploy.combinations import K8S
 from tests.unit.deploy.kustomize import LOADER, Resource, render
+from tests.unit.deploy.schemas import validate
+from tests.unit.deploy.test_components import KUBERNETES_VERSION
 
 EXAMPLE = K8S / "examples" / "several-models"
 MODELS = ("vision", "text")
@@ -59,8 +60,7 @@ def test_resources_are_valid_and_live_in_a_namespace_of_the_model(
     for resource in resources:
         if resource["kind"] not in ("Namespace", "PriorityClass"):
             assert resource["metadata"]["namespace"] == own
-        if resource["kind"] != "HTTPRoute":
-            kubernetes_validate.validate(resource, "1.37", strict=True)
+        validate(resource, KUBERNETES_VERSION)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl where there is")

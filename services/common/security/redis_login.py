@@ -1,0 +1,34 @@
+"""Redis' password from a file, which may change while a client runs."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.credentials import CredentialProvider
+
+
+def login(url: str, password_file: Path | None) -> tuple[str, dict[str, Any]]:
+    """The URL and options of a client that logs in as the URL's user.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://`.
+        password_file: read at each connection; None: the URL has the password, if there is one.
+    """
+    if password_file is None:
+        return url, {}
+    parts = urlsplit(url)
+    without_user = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return without_user, {"credential_provider": _PasswordFile(parts.username, password_file)}
+
+
+class _PasswordFile(CredentialProvider):
+    def __init__(self, user: str | None, path: Path) -> None:
+        self._user = user
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._path.read_text().strip()
+        return (password,) if self._user is None else (self._user, password)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()
