@@ -40,12 +40,14 @@ class Plan:
 
     Attributes:
         gateways: each knows its own requests only when it picks a pod.
-        unscraped: from one second to another, Prometheus gets no samples.
+        unscraped: from one second to another, Prometheus gets no samples of
+        num_unscraped: the oldest pods of each fleet; None: of all.
     """
 
     fleets: tuple[FleetPlan, ...]
     gateways: int = 4
     unscraped: tuple[float, float] = (0.0, 0.0)
+    num_unscraped: int | None = None
 
     def with_replicas(self, *replicas: int) -> "Plan":
         """The same fleets with other numbers at the start."""
@@ -263,14 +265,18 @@ class Cluster:
 
     def _scrape(self, _: None) -> None:
         now, (start, end) = self.clock.now, self.plan.unscraped
-        is_scraped = not start <= now < end
-        pods = [pod for fleet in self.fleets for pod in fleet.pods if is_scraped]
+        num_silent = self.plan.num_unscraped if start <= now < end else 0
+        silent = {pod for fleet in self.fleets for pod in fleet.pods[:num_silent]}
         for metric, value in _METRICS.items():
             kind = metric.partition("_")[0]
-            values: dict[Hashable, float] = {
-                pod: value(engine) for pod in pods if (engine := getattr(pod, kind))
+            engines: dict[Hashable, object] = {
+                pod: engine
+                for fleet in self.fleets
+                for pod in fleet.pods
+                if (engine := getattr(pod, kind))
             }
-            self.signals.scrape(now, metric, values)
+            values = {pod: value(e) for pod, e in engines.items() if pod not in silent}
+            self.signals.scrape(now, metric, values, engines.keys() & silent)
         self.clock.at(now + SCRAPE_S, self._scrape)
 
     def _sync(self, _: None) -> None:

@@ -15,10 +15,14 @@ from benchmarks.simulation.autoscaler import Policy, Rule, Trigger
 from benchmarks.simulation.cluster import FleetPlan, Plan
 
 COMPONENT = Path(__file__).parents[2] / "deploy/k8s/components/autoscaling"
+_LABELS = 'namespace="triptych",installation="triptych"'
+# The mean of the pods that report, times those that are there and have reported.
 _QUERY = re.compile(
-    r"sum\((?:(?P<function>avg_over_time|rate)\()?"
-    r'(?P<metric>\w+)\{namespace="triptych",installation="triptych"(?:,(?P<label>\w+="\w+"))?\}'
+    r"avg\((?:(?P<function>avg_over_time|rate)\()?"
+    rf"(?P<series>(?P<metric>\w+)\{{{_LABELS}(?:,(?P<label>\w+='\w+'))?\}})"
     r"(?:\[(?P<minutes>\d+)m\]\))?\)"
+    r" \* count\((?P<again>\w+)\((?P=series)\[10m\]\)"
+    rf" and on \(pod\) up\{{{_LABELS}\}}\)"
 )
 
 
@@ -101,9 +105,13 @@ def _rule(rule: dict[str, Any]) -> Rule:
 def _trigger(trigger: dict[str, Any]) -> Trigger:
     query = trigger["metadata"]["query"]
     match = _QUERY.fullmatch(query)
-    if trigger["metricType"] != "AverageValue" or match is None:
+    if (
+        trigger["metricType"] != "AverageValue"
+        or match is None
+        or match["again"] != (match["function"] or "last_over_time")
+    ):
         raise ValueError(f"not simulated: {trigger['metricType']} of {query}")
-    label = f"{{{match['label']}}}" if match["label"] else ""
+    label = "{" + match["label"].replace("'", '"') + "}" if match["label"] else ""
     return Trigger(
         metric=match["metric"] + label,
         function={None: "sum", "avg_over_time": "avg", "rate": "rate"}[match["function"]],

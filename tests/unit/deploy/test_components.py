@@ -166,8 +166,8 @@ def test_scalers_ask_for_sums_per_pod_and_never_shrink_without_metrics(
             metadata = trigger["metadata"]
             # Without series the query fails and the count is held: neither PromQL nor KEDA makes
             # a zero of silence.
-            assert re.fullmatch(r"sum\([^ ]+\)", metadata["query"])
-            assert "vector(" not in metadata["query"]
+            assert re.fullmatch(r"avg\([^ ]+\) \* count\(.+\)", metadata["query"])
+            assert "vector(" not in metadata["query"] and " or " not in metadata["query"]
             assert metadata["ignoreNullValues"] == "false"
             assert 'namespace="triptych",installation="triptych"' in metadata["query"]
             assert float(metadata["threshold"]) > 0

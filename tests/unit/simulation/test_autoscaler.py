@@ -72,7 +72,8 @@ def test_a_rate_is_the_slope_of_the_counters() -> None:
     assert signals.query(301, rate) == pytest.approx(0.75, rel=0.01)
     signals.scrape(315, "busy", {"a": 157.5})
     found = signals.query(315, rate)
-    assert found is not None and found > 0.7  # b is gone, and its samples still in the window
+    # b is gone and counts no more; its samples are still in the mean.
+    assert found == pytest.approx(0.375, rel=0.1)
     for now in range(330, 700, 15):
         signals.scrape(now, "busy", {"a": 0.5 * now})
     assert signals.query(690, rate) == pytest.approx(0.5, rel=0.01)
@@ -97,3 +98,26 @@ def test_sums_and_averages() -> None:
     assert signals.query(60, Trigger("unknown", "sum", 1)) is None
     signals.scrape(75, "queue", {"b": 10.0})
     assert signals.query(75, Trigger("queue", "sum", 1)) == 10
+
+
+@pytest.mark.parametrize("function", ["sum", "avg", "rate"])
+def test_a_silent_pod_counts_as_the_others_for_ten_minutes(function: str) -> None:
+    signals, trigger = Signals(), Trigger("x", function, 1, 60)
+
+    def value(now: float, load: float) -> float:
+        return load * now if function == "rate" else load
+
+    def scrape(now: float, loads: dict[str, float], *silent: str) -> float | None:
+        signals.scrape(now, "x", {p: value(now, load) for p, load in loads.items()}, silent)
+        return signals.query(now, trigger)
+
+    both = [scrape(now, {"a": 2.0, "b": 4.0}) for now in range(0, 61, 15)]
+    assert both[-1] == pytest.approx(6.0, rel=0.05)
+    # A starting pod has never reported, and is not counted.
+    one = [scrape(now, {"a": 2.0}, "b", "starting") for now in range(75, 180, 15)]
+    assert one[-1] == pytest.approx(4.0, rel=0.05)
+    assert scrape(180, {}, "a", "b") is None or function != "sum"
+    later = [scrape(now, {"a": 2.0}, "b") for now in range(195, 661, 15)]
+    assert later[0] != pytest.approx(2.0, rel=0.05)
+    assert later[-1] == pytest.approx(2.0, rel=0.05)  # ten minutes after its last sample
+    assert scrape(675, {"a": 2.0}) == pytest.approx(2.0, rel=0.05)

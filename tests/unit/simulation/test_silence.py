@@ -1,5 +1,6 @@
 """Ten minutes without metrics, at full load: no pod is taken away."""
 
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -8,18 +9,20 @@ from benchmarks.simulation.autoscaler import Autoscaler, Policy, Rule, Trigger
 from benchmarks.simulation.cluster import Cluster, Plan
 from benchmarks.simulation.policies import cell_policy, cells, decoder_policy, encoder_policy, split
 from benchmarks.simulation.requests import Request
+from benchmarks.simulation.signals import Signals
 from benchmarks.simulation.stages import H200_2B
 
 SILENCE_S = (600.0, 1200.0)
 END_S = 1500.0
 
 
-def played(plan: Plan) -> list[list[int]]:
+def played(plan: Plan, num_unscraped: int | None = None) -> list[list[int]]:
     """Replicas of each fleet, every five seconds, while four pods are busy with answers to prompts
     with two images.
     """
     rate = 20.0 if len(plan.fleets) > 1 else 13.0
-    cluster = Cluster(replace(plan, unscraped=SILENCE_S), H200_2B, lambda request: None)
+    plan = replace(plan, unscraped=SILENCE_S, num_unscraped=num_unscraped)
+    cluster = Cluster(plan, H200_2B, lambda request: None)
     counts: list[list[int]] = [[] for _ in cluster.fleets]
 
     def arrive(n: int) -> None:
@@ -68,6 +71,38 @@ def test_a_zero_for_silence_takes_all_but_one(cell: bool) -> None:
     )
     decoders = during(played(plan)[-1])
     assert decoders[0] >= 4 and min(decoders) == 1
+
+
+class _Summed(Signals):
+    """As `sum(...)` has it, which shipped before: a silent pod is not there."""
+
+    def scrape(
+        self,
+        now: float,
+        metric: str,
+        values: Mapping[Hashable, float],
+        silent: Iterable[Hashable] = (),
+    ) -> None:
+        del silent
+        super().scrape(now, metric, values)
+
+
+@pytest.mark.parametrize("cell", [False, True])
+@pytest.mark.parametrize("summed", [False, True], ids=["shipped", "summed"])
+def test_silent_pods_among_others_take_no_pod_away(
+    cell: bool, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of each fleet are silent, and work; a mere sum takes pods away."""
+    if summed:
+        monkeypatch.setattr("benchmarks.simulation.cluster.Signals", _Summed)
+    plan = (
+        cells(4, cell_policy())
+        if cell
+        else split(4, 4, encoder=encoder_policy(), decoder=decoder_policy())
+    )
+    before, *decoders = during(played(plan, num_unscraped=2)[-1])
+    assert before >= 4
+    assert (min(decoders) < before) == summed
 
 
 def test_a_metric_that_is_missing_holds_the_others_back_only() -> None:
