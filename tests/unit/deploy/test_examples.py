@@ -89,7 +89,7 @@ def test_the_commands_make_what_the_pods_read(resources: list[Resource]) -> None
 
 def test_what_the_commands_name_is_there() -> None:
     assert NAMES and all(f"`{name}`" in README for name in NAMES)
-    paths = set(re.findall(r"(?:deploy|services)/[\w./-]+", README))
+    paths = set(re.findall(r"(?<![\w/])(?:deploy|services|tests)/[\w./-]+", README))
     assert len(paths) > 4
     for path in paths:
         assert (ROOT / path).exists(), path
