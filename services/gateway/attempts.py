@@ -28,6 +28,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.spans import Span, start_span
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderPool
+from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.encode_calls import EncodeCalls, EncodeFailed
 from services.gateway.losses import Losses, Service
 from services.gateway.mailbox import Mailbox
@@ -44,7 +45,7 @@ _SOURCES_GRACE_S = 0.05
 # Of an answer that waits for its client: some 10,000 tokens, or some hundreds with all logprobs.
 # Counted in steps.
 MAX_WAITING_BYTES, _WAITING_STEP_BYTES = 4 << 20, 64 << 10
-# Prompts that begin with the same tokens, up to this many, go to the same decoder.
+# Prompts without images that begin with the same tokens, up to this many, have one first decoder.
 _AFFINITY_TOKENS = 256
 
 
@@ -95,6 +96,7 @@ class Attempts:
         self._decoder: DecoderPod | None = None
         self._session = ""  # of the decoder
         self._fingerprint = b""  # of what it serves
+        self._chain = PromptChain(request.prompt.token_ids, (), request.cache_salt)
         self._sequences: dict[int, int] = {}  # of this attempt: running choice -> sequence id
         # Of the choices that have not ended: the token ids so far.
         self._generated = {choice: array("i") for choice in range(request.num_choices)}
@@ -156,6 +158,7 @@ class Attempts:
         await self._decoders.reconnected()
         self._mailbox.clear()  # of the attempt before
         refs = await self._encodes.assign()
+        self._chain = PromptChain(self._request.prompt.token_ids, refs, self._request.cache_salt)
         if refs:  # the encode calls go out first: the prompt waits for the images
             await asyncio.sleep(0)
         try:
@@ -199,12 +202,12 @@ class Attempts:
             submit.generated_token_ids = generated.tobytes()
             if choice > 0 or generated:  # the prompt's logprobs come once, before the first token
                 submit.sampling.ClearField("prompt_logprobs")
-            self._sequences[choice] = decoder.submit(submit, choice, self._deliver)
+            self._sequences[choice] = decoder.submit(submit, choice, self._deliver, self._chain)
 
     def _choose_decoder(self, exclude: Collection[str]) -> DecoderPod:
         request = self._request
         num_tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
-        return self._decoders.choose(self._affinity_key(), exclude, num_tokens)
+        return self._decoders.choose(self._chain, self._affinity_key(), exclude, num_tokens)
 
     def _should_leave(self) -> bool:
         """Whether another decoder can go on with the answer."""
@@ -299,7 +302,7 @@ class Attempts:
         self._metrics.retries.labels(failure.service).inc()
 
     def _affinity_key(self) -> bytes:
-        """Equal for requests that probably share a cached prefix."""
+        """Equal for requests that should go to the same decoder, if all else is equal."""
         if self._encodes.keys:
             return self._encodes.keys[0]
         return blake3(self._request.prompt.token_ids[:_AFFINITY_TOKENS].tobytes()).digest()

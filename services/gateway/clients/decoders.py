@@ -23,7 +23,8 @@ from services.common.errors import (
 from services.common.pb import decoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc
 from services.gateway.clients.commands import Commands
-from services.gateway.clients.pods import Dialling, Pod, PodState, Pool, pick
+from services.gateway.clients.pods import Dialling, Pod, PodState, Pool
+from services.gateway.clients.sent_prompts import PromptChain, Sent, SentPrompts, choose
 from services.gateway.clients.served_model import ServedModel
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class DecoderPod(Pod):
 
     Attributes:
         load: when its health was checked last; None: it does not say.
+        prompts: that its stream was sent.
     """
 
     description: pb.DescribeDecoderResponse | None = None
@@ -109,7 +111,8 @@ class DecoderPod(Pod):
         )
         self._ids = itertools.count(1)
         self._num_streams = 0
-        self._sinks: dict[int, tuple[int, Sink]] = {}
+        self._sinks: dict[int, tuple[int, Sink, Sent]] = {}
+        self.prompts = SentPrompts()
         self._commands = Commands()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -143,6 +146,7 @@ class DecoderPod(Pod):
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure, "the decoder") from None
         self._commands = Commands()
+        self.prompts = SentPrompts(self.description.num_blocks * self.description.block_size)
         self._num_streams += 1
         call = self._generate()
         self._tasks = [
@@ -158,13 +162,14 @@ class DecoderPod(Pod):
             await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_all(ProcessLost(f"the decoder was lost: {reason}"))
 
-    def submit(self, submit: pb.Submit, choice: int, sink: Sink) -> int:
+    def submit(self, submit: pb.Submit, choice: int, sink: Sink, chain: PromptChain) -> int:
         """Starts a sequence; its events go to `sink`, up to and including the last one.
 
         Args:
             submit: without a sequence id, which is set here.
             choice: which choice of the request it is, for the events.
             sink: called in the event loop.
+            chain: of the prompt.
 
         Returns:
             The sequence's id, for `cancel`.
@@ -173,16 +178,22 @@ class DecoderPod(Pod):
         if not self.connected:  # its stream broke after it was chosen
             sink(TokenEvent(choice, error=Unavailable("the decoder was lost")))
             return sequence_id
-        self._sinks[sequence_id] = (choice, sink)
+        uses_cache = not submit.sampling.HasField("prompt_logprobs")
+        self._sinks[sequence_id] = choice, sink, self.prompts.send(chain, uses_cache)
         self.num_in_flight = len(self._sinks)
         self._commands.submit(submit)
         return sequence_id
 
     def cancel(self, sequence_id: int) -> None:
         """Cancels a sequence if it still runs; no more events follow. Never fails."""
-        if self._sinks.pop(sequence_id, None) is not None:
-            self.num_in_flight = len(self._sinks)
+        if sequence_id in self._sinks:
+            self._forget(sequence_id)
             self._commands.cancel(sequence_id)
+
+    def _forget(self, sequence_id: int) -> None:
+        _, _, sent = self._sinks.pop(sequence_id)
+        self.prompts.ended(sent)
+        self.num_in_flight = len(self._sinks)
 
     async def _write(
         self,
@@ -230,14 +241,16 @@ class DecoderPod(Pod):
         for sequence_id, token_id in zip(sequence_ids, token_ids, strict=True):
             entry = sinks.get(sequence_id)
             if entry is not None:
-                choice, sink = entry
+                choice, sink, _ = entry
                 sink(TokenEvent(choice, (token_id,)))
 
     def _dispatch(self, event: pb.SequenceEvent, started: pb.Started | None) -> None:
         entry = self._sinks.get(event.sequence_id)
         if entry is None:
             return  # cancelled
-        choice, sink = entry
+        choice, sink, sent = entry
+        if started is not None:
+            self.prompts.started(sent, started.num_cached_tokens)
         finish_reason = error = None
         match event.WhichOneof("end"):
             case "finished":
@@ -248,8 +261,7 @@ class DecoderPod(Pod):
             case _:
                 pass
         if finish_reason or error:
-            del self._sinks[event.sequence_id]
-            self.num_in_flight = len(self._sinks)
+            self._forget(event.sequence_id)
         token_ids = list(event.token_ids)
         # None comes after the first token; an access costs as much as another field's.
         scores = event.prompt_logprobs if started is not None or not token_ids else ()
@@ -262,8 +274,8 @@ class DecoderPod(Pod):
 
     def _fail_all(self, error: TriptychError) -> None:
         sinks, self._sinks = self._sinks, {}
-        self.num_in_flight = 0
-        for choice, sink in sinks.values():
+        self.prompts, self.num_in_flight = SentPrompts(), 0
+        for choice, sink, _ in sinks.values():
             sink(TokenEvent(choice, error=error))
 
 
@@ -316,11 +328,14 @@ class DecoderPool(Pool[DecoderPod]):
             num_blocks=sum(load.num_blocks for load in loads),
         )
 
-    def choose(self, key: bytes, exclude: Collection[str], num_tokens: int = 0) -> DecoderPod:
-        """The decoder for a prompt; equal keys get the same decoder, see `pick`.
+    def choose(
+        self, chain: PromptChain, key: bytes, exclude: Collection[str], num_tokens: int = 0
+    ) -> DecoderPod:
+        """The decoder for a prompt, see `sent_prompts.choose`.
 
         Args:
-            key: of the prompt.
+            chain: of the prompt.
+            key: of equal decoders, equal keys get the same one.
             exclude: sessions of pods that have failed.
             num_tokens: of prompt and completion, which have to fit.
 
@@ -336,7 +351,7 @@ class DecoderPool(Pool[DecoderPod]):
         ]
         if not pods:
             raise Unavailable("no decoder is available")
-        return pick(pods, key)
+        return choose(pods, chain, key)
 
 
 def _descriptions(pods: Sequence[DecoderPod]) -> list[pb.DescribeDecoderResponse]:

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -182,24 +182,39 @@ class Pod:
 PodT = TypeVar("PodT", bound=Pod)
 
 
-def pick(pods: Sequence[PodT], key: bytes) -> PodT:
-    """Rendezvous hashing with bounded loads.
+class Loaded(Protocol):
+    """What has an address and work of this gateway."""
 
-    Returns:
-        The same pod for equal keys, unless its load is over the bound: then the next in the key's
-        order. Hosts come first in that order, so that an encoder and a decoder with the same host
-        are chosen together.
+    address: str
+    num_in_flight: int
+
+
+LoadedT = TypeVar("LoadedT", bound=Loaded)
+
+
+def pick(pods: Sequence[LoadedT], key: bytes) -> LoadedT:
+    """Rendezvous hashing with bounded loads: the same pod for equal keys, unless it has too much
+    work; then the next in the key's order.
     """
-    if len(pods) == 1:
-        return pods[0]
+    return min(within_bound(pods), key=lambda pod: rank(pod.address, key))
+
+
+def within_bound(pods: Sequence[LoadedT]) -> Sequence[LoadedT]:
+    """The pods that do not have much more work than the mean; at least one."""
     bound = sum(pod.num_in_flight for pod in pods) / len(pods) * _SLACK + _HEADROOM
+    return [pod for pod in pods if pod.num_in_flight <= bound]
 
-    def rank(pod: PodT) -> tuple[bytes, bytes]:
-        host = pod.address.rpartition(":")[0]
-        return _hash(host, key), _hash(pod.address, key)
 
-    ranked = sorted(pods, key=rank)
-    return next((p for p in ranked if p.num_in_flight <= bound), ranked[0])
+def rank(address: str, key: bytes) -> tuple[bytes, bytes]:
+    """Orders pods for a key. Hosts come first, so that an encoder and a decoder of the same host
+    are chosen together.
+    """
+    return _hash(host_of(address), key), _hash(address, key)
+
+
+def host_of(address: str) -> str:
+    """Of a pod, for comparison."""
+    return address.rpartition(":")[0]
 
 
 def _hash(name: str, key: bytes) -> bytes:

@@ -14,10 +14,13 @@ from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.clients.pods import Pod, PodSet, pick
+from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.mailbox import Mailbox
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
+
+NOTHING = PromptChain(np.zeros(0, np.int32), (), b"")
 
 
 def submit(max_tokens: int = 16) -> pb.Submit:
@@ -202,11 +205,11 @@ async def test_stream_carries_many_sequences():
     pool = DecoderPool([await fake.start()])
     await pool.start()
     await until(pool.description)
-    pod = pool.choose(b"", ())
+    pod = pool.choose(NOTHING, b"", ())
     fake.reply = [1, 2, 3]
     mailboxes = [Mailbox() for _ in range(50)]
     for index, mailbox in enumerate(mailboxes):
-        pod.submit(submit(max_tokens=2 + index % 3), index, mailbox.put)
+        pod.submit(submit(max_tokens=2 + index % 3), index, mailbox.put, NOTHING)
     assert pod.num_in_flight == 50
     for index, mailbox in enumerate(mailboxes):
         events = await take_all(mailbox)
@@ -226,8 +229,8 @@ async def test_cancel_ends_the_sequence_and_its_events():
     pool = DecoderPool([await fake.start()])
     await pool.start()
     await until(pool.description)
-    pod, mailbox = pool.choose(b"", ()), Mailbox()
-    sequence_id = pod.submit(submit(max_tokens=900), 0, mailbox.put)
+    pod, mailbox = pool.choose(NOTHING, b"", ()), Mailbox()
+    sequence_id = pod.submit(submit(max_tokens=900), 0, mailbox.put, NOTHING)
     await mailbox.take()
     pod.cancel(sequence_id)
     pod.cancel(sequence_id)
@@ -245,23 +248,23 @@ async def test_broken_stream_fails_its_sequences_and_comes_back():
     pool = DecoderPool([address])
     await pool.start()
     await until(pool.description)
-    pod = pool.choose(b"", ())
+    pod = pool.choose(NOTHING, b"", ())
     fake.delay_s, fake.reply = 10, [1] * 10
     mailboxes = [Mailbox() for _ in range(3)]
     for mailbox in mailboxes:
-        pod.submit(submit(), 0, mailbox.put)
+        pod.submit(submit(), 0, mailbox.put, NOTHING)
     await until(lambda: len(fake.running) == 3)
     await fake.stop()
     for mailbox in mailboxes:
         events = await take_all(mailbox)
         assert type(events[-1].error) is ProcessLost
     with pytest.raises(Unavailable):
-        pool.choose(b"", ())
+        pool.choose(NOTHING, b"", ())
     fake.reset()
     await fake.start(address)
     await until(pool.description)
     mailbox = Mailbox()
-    pool.choose(b"", ()).submit(submit(), 0, mailbox.put)
+    pool.choose(NOTHING, b"", ()).submit(submit(), 0, mailbox.put, NOTHING)
     assert (await take_all(mailbox))[-1].finish_reason == "stop"
     await pool.close()
     await fake.stop()
@@ -273,13 +276,13 @@ async def test_submission_on_a_broken_stream_fails_at_once():
     pool = DecoderPool([await fake.start()])
     await pool.start()
     await until(pool.description)
-    pod = pool.choose(b"", ())
+    pod = pool.choose(NOTHING, b"", ())
     fake.die_after = 0  # the stream alone: the pod is healthy again in a moment
     mailbox = Mailbox()
-    pod.submit(submit(), 0, mailbox.put)
+    pod.submit(submit(), 0, mailbox.put, NOTHING)
     await take_all(mailbox)
     assert not pod.connected
-    pod.submit(submit(), 0, mailbox.put)
+    pod.submit(submit(), 0, mailbox.put, NOTHING)
     assert type((await take_all(mailbox))[-1].error) is Unavailable  # it was never sent
     assert pod.num_in_flight == 0
     await pool.close()
@@ -292,12 +295,12 @@ async def test_requests_wait_for_the_pods_of_a_gateway_that_stood_still():
     pool = DecoderPool([await fake.start()])
     await pool.start()
     await until(pool.description)
-    pod = pool.choose(b"", ())
+    pod = pool.choose(NOTHING, b"", ())
 
     async def break_stream():
         fake.die_after = 0  # the stream alone: the pod is healthy again in a moment
         mailbox = Mailbox()
-        pod.submit(submit(), 0, mailbox.put)
+        pod.submit(submit(), 0, mailbox.put, NOTHING)
         await take_all(mailbox)
         assert pool.description() is None
 
@@ -307,7 +310,9 @@ async def test_requests_wait_for_the_pods_of_a_gateway_that_stood_still():
     await until(pool.description)
     await break_stream()
     pod._looked_at -= 60
-    await asyncio.wait_for(pool.reconnected(), PATIENCE_S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pods, "_RECONNECT_S", PATIENCE_S)  # a second is short on a busy machine
+        await asyncio.wait_for(pool.reconnected(), PATIENCE_S)
     assert pool.description() is not None
     await fake.stop()  # for good
     await until(lambda: pool.description() is None)
@@ -326,7 +331,7 @@ async def test_failures_keep_their_code_and_the_encoder_to_avoid():
     for code in ("overloaded", "deadline_exceeded", "embedding_unavailable", "never heard of"):
         fake.fail_after, fake.fail_encoder_address = (0, code), "enc:1"
         mailbox = Mailbox()
-        pool.choose(b"", ()).submit(submit(), 0, mailbox.put)
+        pool.choose(NOTHING, b"", ()).submit(submit(), 0, mailbox.put, NOTHING)
         end = (await take_all(mailbox))[-1].error
         assert isinstance(end, TriptychError)
         assert end.code == (code if " " not in code else "internal_error")

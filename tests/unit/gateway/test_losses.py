@@ -135,7 +135,9 @@ class Decoder:
         self._ids = count(1)
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    def submit(self, submit: pb.Submit, choice: int, sink: Callable[[TokenEvent], None]) -> int:
+    def submit(
+        self, submit: pb.Submit, choice: int, sink: Callable[[TokenEvent], None], _: object
+    ) -> int:
         generated = np.frombuffer(submit.generated_token_ids, "<i4").tolist()
         world = self.world
         world.submitted.append((self.session, generated))
@@ -193,7 +195,7 @@ class Decoders:
     async def reconnected(self) -> None:
         pass
 
-    def choose(self, _: bytes, exclude: set[str], __: int = 0) -> Decoder:
+    def choose(self, _: object, key: bytes, exclude: set[str], __: int = 0) -> Decoder:
         for pod in self.pods:
             if pod.session not in exclude:
                 return pod
