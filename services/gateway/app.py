@@ -21,6 +21,7 @@ from services.common.model_spec import ModelSpec
 from services.common.process.pod_limits import memory_limit_bytes
 from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
+from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.chat import ChatService
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
@@ -36,6 +37,7 @@ from services.gateway.media.images import ImageReader, MediaLoader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prompts.chat_template import ChatTemplate
+from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.sampling import SamplingDefaults
 from services.gateway.settings import GatewaySettings
@@ -99,7 +101,9 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
-        prompts=PromptBuilder(spec, tokenizer, template, max_images=max_images),
+        conversations=ConversationReader(spec, tokenizer, template, max_images=max_images),
+        prompts=PromptBuilder(spec, tokenizer, template),
+        answer_format=AnswerReader(spec, tokenizer, template.source).read,
         images=images,
         defaults=SamplingDefaults.of_model(spec),
         encoders=encoders,

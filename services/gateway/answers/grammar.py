@@ -14,7 +14,7 @@ from msgspec import UNSET
 from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.forms.answer_formats import (
+from services.gateway.forms.generation import (
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuredOutputs,

@@ -15,8 +15,8 @@ from services.common.errors import TriptychError
 from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Endpoint, Work, parse_body, received, renamed
-from services.gateway.forms.answer_formats import JsonSchema, JsonSchemaFormat
 from services.gateway.forms.error_answers import messages_error_of
+from services.gateway.forms.generation import JsonSchema, JsonSchemaFormat
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.messages_api import (
     AdaptiveThinking,

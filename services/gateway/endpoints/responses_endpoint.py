@@ -13,7 +13,7 @@ from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.chat import Completion
 from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Endpoint, Work, now
-from services.gateway.forms.answer_formats import (
+from services.gateway.forms.generation import (
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,

@@ -11,11 +11,13 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
-from services.gateway.forms.answer_formats import JsonObjectFormat, JsonSchema, TextFormat
 from services.gateway.forms.generation import (
     MAX_STOPS,
     MAX_TOP_LOGPROBS,
+    JsonObjectFormat,
+    JsonSchema,
     StopString,
+    TextFormat,
 )
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json

@@ -24,7 +24,7 @@ from services.gateway.forms.messages_api import (
 from services.gateway.forms.openai import parse_chat_request
 from services.gateway.forms.responses import PromptTokensDetails, Usage
 from services.gateway.forms.responses_api import parse_responses_request
-from services.gateway.prompts.messages import read_messages
+from services.gateway.prompts.conversation import read_messages
 from tests.unit.gateway.test_answers import (
     answer,
     encode,
