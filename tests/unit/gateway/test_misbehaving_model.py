@@ -185,7 +185,7 @@ def check_responses(updates, choice, text):
     )  # fmt: skip
     request = parse_responses_request(b'{"model": "m", "input": "x"}')
     writer = ResponseWriter(request, "resp-1", completion)
-    events = [*writer.start(), *(e for u in updates for e in writer.update(u)), *writer.finish()]
+    events = [*(e for u in updates for e in writer.update(u)), *writer.finish()]
     deltas = {}
     for event in json.loads(msgspec.json.encode(events)):
         if event["type"].endswith(".delta"):
