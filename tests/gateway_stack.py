@@ -61,11 +61,9 @@ class GatewayStack:
         num_decoders: int = 1,
         generation: dict[str, object] | None = None,
         text_only: bool = False,
-        warm_up_rounds: int = 0,  # tests count requests to the services
         **settings: object,
     ) -> None:
         self.thread = thread
-        self._warm_up_rounds = warm_up_rounds
         write = write_text_model_directory if text_only else write_model_directory
         self.model_directory = write(directory / MODEL, **(generation or {}))
         self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
@@ -103,7 +101,7 @@ class GatewayStack:
                 **self._settings,
             }
         )
-        self.gateway: Gateway = create_gateway(self.settings, warm_up_rounds=self._warm_up_rounds)
+        self.gateway: Gateway = create_gateway(self.settings)
         self.server = GatewayServer(self.gateway, self.settings)
         self._serving = asyncio.create_task(self.server.serve())
         async with asyncio.timeout(PATIENCE_S):

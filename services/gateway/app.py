@@ -4,10 +4,9 @@
 before the port is open; the services behind it are dialled when the application starts.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -27,7 +26,6 @@ from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.endpoints.chat_endpoint import ChatEndpoint
 from services.gateway.endpoints.routes import Routes
 from services.gateway.endpoints.surfaces import create_surfaces
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
@@ -46,10 +44,6 @@ from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Keyring
 from services.gateway.tenancy.usage import Quotas
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
-from services.gateway.warm_up import WarmUp
-
-# After this many calls the interpreter has specialized the code of most paths.
-WARM_UP_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +55,10 @@ class Gateway:
     keyring: Keyring
     service: ChatService
     metrics: GatewayMetrics
-    warm_up: WarmUp
 
 
-def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_ROUNDS) -> Gateway:
+def create_gateway(settings: GatewaySettings) -> Gateway:
     """Builds everything; connects nothing before the application starts.
-
-    Args:
-        settings: of the service.
-        warm_up_rounds: at most, before the gateway is ready; 0: no warm-up.
 
     Raises:
         ModelSpecError: the model directory cannot be served.
@@ -112,40 +101,30 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         request_timeout_s=settings.request_timeout_s,
         ignores_unknown_fields=settings.unknown_fields == "ignore",
     )
-    warm_up = _warm_up(service, warm_up_rounds, images=max_images > 0)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with _running(service, leases, loader, warm_up):
+        async with _running(service, leases, loader):
             yield
 
     beside = create_surfaces(service, admission, metrics, spec.directory)
-    routes = Routes(
-        service, lambda: warm_up.done, admission, metrics, beside.endpoints, beside.routes,
-        settings.others,
-    )  # fmt: skip
-    app = _application([*routes.table(), warm_up.route], lifespan)
-    middleware: ASGIApp = Middleware(
-        app, routes.endpoints, admission, keyring, quotas, warm_up.path
-    )
+    routes = Routes(service, admission, metrics, beside.endpoints, beside.routes, settings.others)
+    app = _application(routes.table(), lifespan)
+    middleware: ASGIApp = Middleware(app, routes.endpoints, admission, keyring, quotas)
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
-    return Gateway(
-        with_cors(middleware, settings.cors_origins), admission, keyring, service, metrics, warm_up
-    )
+    app_with_cors = with_cors(middleware, settings.cors_origins)
+    return Gateway(app_with_cors, admission, keyring, service, metrics)
 
 
 @asynccontextmanager
 async def _running(
-    service: ChatService, leases: Leases, loader: MediaLoader, warm_up: WarmUp
+    service: ChatService, leases: Leases, loader: MediaLoader
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
-    warming_up = asyncio.create_task(warm_up.run())
     try:
         yield
     finally:
-        warming_up.cancel()
-        await asyncio.wait((warming_up,))
         await leases.close()
         await service.close()
         await loader.close()
@@ -211,29 +190,17 @@ def _served_model(spec: ModelSpec) -> ServedModel:
 
 
 def _application(
-    routes: list[BaseRoute], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+    routes: Sequence[BaseRoute], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ) -> FastAPI:
     return FastAPI(
         # msgspec checks requests, so FastAPI's own document would be empty; `openapi` makes
         # one from the same types.
         openapi_url=None,
-        routes=routes,
+        routes=[*routes],
         exception_handlers={
             TriptychError: handle_triptych_error,
             HTTPException: handle_http_error,
             Exception: handle_bug,
         },
         lifespan=lifespan,
-    )
-
-
-def _warm_up(service: ChatService, rounds: int, *, images: bool) -> WarmUp:
-    """The warm-up of the same service, with metrics that are not exported."""
-    unused = GatewayMetrics()
-    return WarmUp(
-        ChatEndpoint(replace(service, metrics=unused), Admission(1), unused),
-        service.model_name,
-        service.ready,
-        rounds=rounds,
-        images=images and service.images is not None,
     )
