@@ -199,7 +199,6 @@ def start_stack(
             GATEWAY_METRICS_PORT="0",
             GATEWAY_ENCODER_ADDRESSES="127.0.0.1:1", GATEWAY_SHUTDOWN_GRACE_S="0",
             GATEWAY_DECODER_ADDRESSES=decoder_address, GATEWAY_LOG_LEVEL="ERROR",
-            GATEWAY_MAX_CONCURRENT_REQUESTS=str(null_engine.MAX_SEQUENCES),
             **link.variables(), **variables,
         )
         for own_port in own_ports

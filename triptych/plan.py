@@ -226,21 +226,14 @@ def _check_keys(
 ) -> None:
     """As the gateway, which asks for keys where other machines reach it."""
     names = ("GATEWAY_API_KEYS", "GATEWAY_API_KEYS_FILE")
-    open_to_all = environment.get("GATEWAY_ALLOW_ANONYMOUS", "").lower() in (
-        "1",
-        "true",
-        "yes",
-        "on",
-    )
-    if options.api_key or open_to_all or any(environment.get(name) for name in names):
+    if options.api_key or any(environment.get(name) for name in names):
         return
     with contextlib.suppress(ValueError):
         if host == "localhost" or ip_address(host).is_loopback:
             return
     raise StackError(
         f"without an API key, everybody who reaches {host}:{port} would be served: give --api-key "
-        "KEY, or export GATEWAY_API_KEYS_FILE (`triptych key` makes keys) or "
-        "GATEWAY_ALLOW_ANONYMOUS=true",
+        "KEY, or export GATEWAY_API_KEYS_FILE (`triptych key` makes keys) or GATEWAY_API_KEYS=none",
         2,
     )
 

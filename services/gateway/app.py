@@ -17,10 +17,10 @@ from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.errors import TriptychError
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
-from services.common.process.pod_limits import memory_limit_bytes
 from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
 from services.gateway.answers.answer_reader import AnswerReader
+from services.gateway.bounds import Bounds
 from services.gateway.chat import ChatService
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
@@ -45,6 +45,8 @@ from services.gateway.tenancy.tenants import Keyring
 from services.gateway.tenancy.usage import Quotas
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
+_BOUNDS = Bounds()
+
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
@@ -57,7 +59,7 @@ class Gateway:
     metrics: GatewayMetrics
 
 
-def create_gateway(settings: GatewaySettings) -> Gateway:
+def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gateway:
     """Builds everything; connects nothing before the application starts.
 
     Raises:
@@ -66,7 +68,7 @@ def create_gateway(settings: GatewaySettings) -> Gateway:
             certificates or tokens cannot be read, or there are no keys where they are needed.
     """
     keyring = _keyring(settings)
-    spec, max_images = read_spec(settings.model), settings.max_images_per_request
+    spec = read_spec(settings.model)
     if spec.vision is not None and not settings.encoders:
         raise SettingsError(
             f"GATEWAY_ENCODER_ADDRESSES: needed, because {spec.architecture} takes images"
@@ -76,21 +78,20 @@ def create_gateway(settings: GatewaySettings) -> Gateway:
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
     quotas = Quotas(leases)
-    held_bytes = max_held_bytes(settings.memory_bytes or memory_limit_bytes())
-    admission = Admission(settings.max_concurrent_requests, held_bytes, quotas)
-    web = WebMedia(
-        settings.max_image_bytes,
-        allow_private=settings.allow_private_media_hosts,
-    )
-    loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
+    held_bytes = max_held_bytes(bounds.process_bytes)
+    admission = Admission(bounds.max_concurrent_requests, held_bytes, quotas)
+    web = WebMedia(bounds.max_image_bytes, allow_private=settings.allows_private_media)
+    loader = MediaLoader(bounds.max_image_bytes, web, settings.media_directory)
     images = None
     if spec.vision is not None:
-        images = ImageReader(loader, spec.vision.geometry, settings.max_source_pixels)
+        images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels)
     encoders, decoders = _pools(settings, spec, metrics)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
-        conversations=ConversationReader(spec, tokenizer, template, max_images=max_images),
+        conversations=ConversationReader(
+            spec, tokenizer, template, max_images=bounds.max_images_per_request
+        ),
         prompts=PromptBuilder(spec, tokenizer, template),
         answer_format=AnswerReader(spec, tokenizer, template.source).read,
         images=images,
@@ -148,11 +149,11 @@ def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:
 
 def _keyring(settings: GatewaySettings) -> Keyring:
     keyring = Keyring(settings.keys, settings.api_keys_file)
-    if keyring.is_open and not is_loopback(settings.host) and not settings.allow_anonymous:
+    if keyring.is_open and not is_loopback(settings.host) and not settings.is_open:
         raise SettingsError(
             f"without API keys, everybody who reaches {settings.host}:{settings.port} would be "
             "served: set GATEWAY_API_KEYS or GATEWAY_API_KEYS_FILE (`triptych key` makes keys), or "
-            "GATEWAY_ALLOW_ANONYMOUS=true"
+            "GATEWAY_API_KEYS=none"
         )
     return keyring
 

@@ -272,7 +272,7 @@ def main() -> None:
         stack = ScriptedStack(
             Path(directory), thinks=options.thinks, max_model_len=options.max_model_len,
             port=options.port, served_model_name=options.served_model_name,
-            allow_private_media_hosts=True,
+            allowed_media="private",
         )  # fmt: skip
         print(f"ready: {stack.url} {stack.model_directory}", flush=True)
         signal.sigwait({signal.SIGTERM, signal.SIGINT})

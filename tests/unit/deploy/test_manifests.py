@@ -570,11 +570,20 @@ def test_dockerfiles_set_known_variables_and_an_unprivileged_user(name: str) -> 
 
 
 def test_only_the_local_overlay_is_open_to_everybody(resources: list[Resource]) -> None:
+    pod = pods(resources)["gateway"]
+    # Without the secret of keys, which is optional, the ConfigMap's value holds.
+    config = {
+        name: value
+        for source in container_of(pod)["envFrom"]
+        for name, value in of_kind(resources, "ConfigMap")[source["configMapRef"]["name"]][
+            "data"
+        ].items()
+    }
     gateway = GatewaySettings.from_environment(
-        own_settings("gateway", environment(resources, pods(resources)["gateway"]))
-        | {"GATEWAY_API_KEYS": ""}
+        own_settings("gateway", environment(resources, pod))
+        | {"GATEWAY_API_KEYS": config.get("GATEWAY_API_KEYS", "")}
     )
     on_gpu = "nvidia.com/gpu" in json.dumps(resources)
     is_local = "triptych/encoder:0.1.0-cpu" in json.dumps(resources)
-    assert gateway.allow_anonymous == is_local
+    assert gateway.is_open == is_local
     assert (gateway.api_keys_file is not None) == on_gpu

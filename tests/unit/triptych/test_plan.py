@@ -254,7 +254,7 @@ def test_an_address_that_others_reach_needs_a_key(model: Path) -> None:
     for host in ("0.0.0.0", "::", "example.invalid"):
         with pytest.raises(StackError, match="give --api-key KEY"):
             plan(model, none, host=host)
-    assert plan(model, none | {"GATEWAY_ALLOW_ANONYMOUS": "true"}, host="0.0.0.0").children
+    assert plan(model, none | {"GATEWAY_API_KEYS": "none"}, host="0.0.0.0").children
     assert plan(model, none, host="::1").url.startswith("http://[::1]:")
 
 
