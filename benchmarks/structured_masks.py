@@ -127,7 +127,9 @@ def grammar_of(kind: Kind, tokenizer: ModelTokenizer, end_id: int) -> Grammar:
     calls = ToolCalls(PARSERS[kind.form], ToolUse({"f": 0}, {"f": function}))
     asked = answer_grammar(None, None, calls, tokenizer)
     assert asked is not None
-    return Grammar(asked.kind, asked.text, (), (end_id,), (), (end_id,), probe=asked.probe)
+    return Grammar(
+        asked.kind, asked.text, (), (end_id,), (), (end_id,), plain_strings=asked.plain_strings
+    )
 
 
 def answer_of(kind: Kind, rng: random.Random, tokenizer: ModelTokenizer) -> list[int]:

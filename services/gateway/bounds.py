@@ -9,7 +9,7 @@ from services.common.process.pod_limits import memory_limit_bytes
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one gateway. Beyond the first four a request is a 400, beyond the others a 503.
+    """Of one gateway. Beyond the first three a request is a 400, beyond the others a 503.
 
     Attributes:
         max_images_per_request: in all its messages.

@@ -20,7 +20,7 @@ import msgspec
 from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS, check_grammar
 from services.common.grammar.grammar_counts import Counts
-from services.common.grammar.plain_strings import JSON_PROBE, has_plain_bounds, is_plain
+from services.common.grammar.plain_strings import has_plain_bounds, is_plain
 from services.common.grammar.schema_bounds import check_schema
 from services.gateway.answers.argument_values import Parameters, Schema, listed, named
 from services.gateway.answers.bare_values import BareValues, escaped, regex
@@ -73,14 +73,14 @@ def answer_grammar(
     if calls is not None and (calls.use.is_constrained or asked is not None):
         writer = _Writer(tokenizer, calls)
         body, rules, param = writer.body(asked), writer.rules, writer.param
-        probe = writer.probe(asked)
+        are_plain = writer.are_plain(asked)
     elif asked is None or not thinks:
         return asked
     elif start == "open" or asked.kind == "grammar":
         return replace(asked, begins_after=_end_of_reasoning(tokenizer))
     else:
         body, rules, param = "answer", [f"answer: {_answer(asked)}"], asked.param
-        probe = JSON_PROBE if _are_plain([_schema_of(asked)]) else ""
+        are_plain = _are_plain([_schema_of(asked)])
     begins_after: tuple[int, ...] = ()
     opens, closes = (tokenizer.added.get(name) for name in (OPEN, CLOSE))
     if thinks and (start == "open" or not (opens and closes)):
@@ -89,7 +89,7 @@ def answer_grammar(
         # A grammar that waits for the closing tag never begins if the model does not think.
         body = f"(<[{opens.token_id}]> TEXT <[{closes.token_id}]> {_BREAK})? ({body})"
     text = "\n".join([f"start: {body}", *rules, r"TEXT: /(.|\n)*/"])
-    return Grammar("grammar", text, param, begins_after, probe)
+    return Grammar("grammar", text, param, begins_after, are_plain)
 
 
 def _end_of_reasoning(tokenizer: ModelTokenizer) -> tuple[int, ...]:
@@ -182,16 +182,16 @@ class _Writer:
             raise InvalidRequest("strict is not supported with this tokenizer", param="tools")
         return "TEXT (call TEXT)?" if single else "TEXT (call TEXT)*"
 
-    def probe(self, asked: Grammar | None) -> str:
-        """The grammar's probe; see `common/grammar/plain_strings.py`. Text outside of calls is
-        any text, but for the form without tags.
+    def are_plain(self, asked: Grammar | None) -> bool:
+        """Whether the grammar's bounded strings are plain. Text outside of calls is any text, but
+        for the form without tags.
         """
         if self._parser is Qwen3CoderParser or (
             self._parser is Llama3JsonParser and not self._use.required
         ):
-            return ""
+            return False
         schemas: list[object] = [_schema_of(asked)] if asked is not None else []
-        return JSON_PROBE if _are_plain([*schemas, *self._schemas]) else ""
+        return _are_plain([*schemas, *self._schemas])
 
     def tag(self, name: str) -> str:
         """A tag, as the tokenizer has it: a token or plain text."""

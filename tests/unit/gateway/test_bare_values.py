@@ -265,7 +265,9 @@ def grammars(tmp_path_factory):
 
 def check_masks(grammar, tokenizer, grammars, rng):
     """A random model's masks, of the decoder and of llguidance alone; how many had a probe."""
-    form = Form(grammar.kind, grammar.text, (), (END,), stop_ids=(END,), probe=grammar.probe)
+    form = Form(
+        grammar.kind, grammar.text, (), (END,), stop_ids=(END,), plain_strings=grammar.plain_strings
+    )
     rows = np.zeros((2, grammars.num_mask_words), np.int32)
     openers = [
         tokenizer.encode_text(text)
@@ -302,7 +304,9 @@ def test_a_long_string_is_no_work_that_ends_a_call(length, tokenizer, grammars):
     grammar = answer_grammar(None, *format_of(schema), tokenizer)
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
-    form = Form(grammar.kind, grammar.text, (), (END,), stop_ids=(END,), probe=grammar.probe)
+    form = Form(
+        grammar.kind, grammar.text, (), (END,), stop_ids=(END,), plain_strings=grammar.plain_strings
+    )
     matcher = asyncio.run(grammars.matcher(Demands(form)))
     text = ("é </p \n</parameter " * (length // 30 + 1))[:length].rstrip()
     for token_id in encode(tokenizer, call_of(a=text[:1000])):
@@ -316,7 +320,7 @@ def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, gra
     grammar = answer_grammar(None, *format_of(schema, required=False, form=form), tokenizer)
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
-    form = Form(grammar.kind, grammar.text, (), (END,), (), (END,), 3, grammar.probe)
+    form = Form(grammar.kind, grammar.text, (), (END,), (), (END,), 3, grammar.plain_strings)
     matcher = asyncio.run(grammars.matcher(Demands(form)))
     may_end: list[bool] = []
     for ids in ([], *([i] for i in tokenizer.encode_text("some words of an answer")[:5])):
@@ -327,12 +331,12 @@ def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, gra
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("required", [True, False])
-def test_bounded_strings_of_calls_have_a_probe(form, required, tokenizer, grammars):
+def test_bounded_strings_of_calls_are_known_to_be_plain(form, required, tokenizer, grammars):
     schema = object_of("a", a={"type": "string", "maxLength": 9}, b={"anyOf": [TEXT, NULL]})
     grammar = answer_grammar(None, *format_of(schema, required=required, form=form), tokenizer)
     assert grammar is not None
     if form == "llama3_json" and not required:  # what text may begin with depends
-        assert not grammar.probe
+        assert not grammar.plain_strings
     else:
         assert check_masks(grammar, tokenizer, grammars, random.Random(form)) > 10
 
