@@ -44,7 +44,7 @@ class Grammar:
         param: the request's field, for the 400 if the decoder cannot compile it.
         begins_after: token ids, such as that of `</think>`; the answer is free until it holds them
             in a row, and of the grammar from then on. Empty: from its start.
-        plain_strings: its bounded strings are known to be plain; see `common/grammar/plain_strings.py`.
+        plain_strings: its bounded strings are known to be plain; see the file of that name.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
