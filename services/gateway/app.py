@@ -19,6 +19,7 @@ from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
+from services.common.transport.rpc import create_channel
 from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.bounds import Bounds
 from services.gateway.chat import ChatService
@@ -163,8 +164,9 @@ def _pools(
 ) -> tuple[EncoderPool, DecoderPool]:
     """A text model has no encoders; addresses that are set are not used."""
     served = _served_model(spec)
+    credentials = Credentials.from_settings(settings).shown
     dialling = Dialling(
-        Credentials.from_settings(settings).shown,
+        lambda address, service: create_channel(address, credentials, peer=service),
         lambda reason: metrics.peers_refused.labels(reason).inc(),
     )
     addresses = settings.encoders if spec.vision is not None else ()

@@ -45,7 +45,7 @@ from services.gateway.sampling import (
     max_completion_tokens,
     resolve_sampling,
 )
-from services.gateway.tenancy.admission import Slot
+from services.gateway.slot import Slot
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.

@@ -28,7 +28,6 @@ import msgspec
 from msgspec import Meta
 
 from services.common.settings import SettingsError
-from services.common.tenancy.fair_order import Share
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +88,9 @@ class Tenant:
     shares_caches: bool
 
     @property
-    def share(self) -> Share:
-        """Of what tenants wait for."""
-        return Share(self.name, self.limits.weight)
+    def weight(self) -> float:
+        """Of its share where tenants wait for the same thing."""
+        return self.limits.weight
 
     def cache_salt(self, given: str) -> bytes:
         """Separates the tenant's cached prefixes and images from others'.
