@@ -105,6 +105,10 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     api("--port", type=_port, help=f"default: {DEFAULT_PORT}; 0: any free one")
     api("--api-key", metavar="KEY", help="that requests must show; seen by users of this machine")
     api(
+        "--metrics-host", default=LOOPBACK, metavar="ADDRESS",
+        help=f"of Prometheus; default: {LOOPBACK}",
+    )  # fmt: skip
+    api(
         "--metrics-port", type=_port, default=0, metavar="PORT",
         help="of Prometheus, all processes together; default: any free one, which is printed",
     )  # fmt: skip

@@ -149,11 +149,11 @@ def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:
 
 
 def _keyring(settings: GatewaySettings) -> Keyring:
-    keyring = Keyring(settings.keys, settings.api_keys_file)
+    keyring = Keyring(settings.keys, settings.keys_file)
     if keyring.is_open and not is_loopback(settings.host) and not settings.is_open:
         raise SettingsError(
             f"without API keys, everybody who reaches {settings.host}:{settings.port} would be "
-            "served: set GATEWAY_API_KEYS or GATEWAY_API_KEYS_FILE (`triptych key` makes keys), or "
+            "served: set GATEWAY_API_KEYS to keys or file:PATH (`triptych key` makes keys), or "
             "GATEWAY_API_KEYS=none"
         )
     return keyring

@@ -39,7 +39,9 @@ class GatewayServer(uvicorn.Server):
     once.
     """
 
-    def __init__(self, gateway: Gateway, settings: GatewaySettings) -> None:
+    def __init__(
+        self, gateway: Gateway, settings: GatewaySettings, shared_port: int | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 Chunked(gateway.app),
@@ -59,6 +61,7 @@ class GatewayServer(uvicorn.Server):
             )
         )
         self._settings = settings
+        self._shared_port = shared_port
         self._admission = gateway.admission
         self._grace_s = settings.shutdown_grace_s
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -74,10 +77,10 @@ class GatewayServer(uvicorn.Server):
         """Listens, on the shared port too."""
         self._loop = asyncio.get_running_loop()
         settings = self._settings
-        if settings.shared_port is not None:
+        if self._shared_port is not None:
             sockets = [
                 _listen(settings.host, settings.port),
-                _listen(settings.host, settings.shared_port, shared=True),
+                _listen(settings.host, self._shared_port, shared=True),
             ]
         await super().startup(sockets)
 

@@ -15,6 +15,7 @@ from services.common.settings import PeerSettings, Port, split_list
 # What stands in settings for no keys, and for private addresses.
 NO_KEYS = "none"
 _PRIVATE = "private"
+_FILE = "file:"
 
 
 class GatewaySettings(PeerSettings):
@@ -24,9 +25,6 @@ class GatewaySettings(PeerSettings):
         host: address to listen on.
         port: HTTP port.
         metrics_port: of Prometheus; 0: no endpoint.
-        metrics_host: address of that port; default: `host`.
-        shared_port: a second port on which several gateways of one machine listen; the kernel
-            spreads connections over them. Each gateway also has its own `port`, for its probes.
         model: checkpoint directory; its JSON files and its chat template are read.
         served_model_name: what requests call the model; default: the directory's name.
         encoder_addresses: comma-separated `host:port` or `unix:path`, or `dns:///name:port`
@@ -36,10 +34,10 @@ class GatewaySettings(PeerSettings):
         request_timeout_s: from arrival to the last token.
         allowed_media: where images may come from besides public addresses, comma-separated: a
             directory, for `file:` URLs; `private`: addresses that are private or loopback.
-        api_keys: comma-separated; without any, and without a file of them, requests on loopback
-            need no key, and other addresses are not listened on; `none`: requests need no key
-            there, either.
-        api_keys_file: keys as digests, with their tenants and limits, see `tenancy/tenants.py`.
+        api_keys: comma-separated; `file:PATH` among them: a file of keys as digests, with their
+            tenants and limits, see `tenancy/tenants.py`. Without any, requests on loopback need no
+            key, and other addresses are not listened on; `none`: requests need no key there,
+            either.
         other_gateways: comma-separated URLs of gateways that serve other models behind the same
             address; `GET /v1/models` lists theirs, too.
         redis_url: where gateways count tenants' limits together; empty: limits are divided.
@@ -60,8 +58,6 @@ class GatewaySettings(PeerSettings):
     host: str = "127.0.0.1"
     port: Port = 8000
     metrics_port: Port = 9103
-    metrics_host: str = ""
-    shared_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     model: Path
     served_model_name: Annotated[str, Field(max_length=256)] = ""
     encoder_addresses: str = ""
@@ -69,7 +65,6 @@ class GatewaySettings(PeerSettings):
     request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     allowed_media: str = ""
     api_keys: SecretStr = SecretStr("")
-    api_keys_file: Path | None = None
     other_gateways: Annotated[str, Field(pattern=r"^(\s*https?://[^\s,]+\s*(,|$))*$")] = ""
     redis_url: str = ""
     redis_password_file: Path | None = None
@@ -91,8 +86,15 @@ class GatewaySettings(PeerSettings):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """`api_keys`, split."""
-        return () if self.is_open else split_list(self.api_keys.get_secret_value())
+        """Those of `api_keys`."""
+        keys = () if self.is_open else split_list(self.api_keys.get_secret_value())
+        return tuple(key for key in keys if not key.startswith(_FILE))
+
+    @property
+    def keys_file(self) -> Path | None:
+        """The file of `api_keys`."""
+        found = split_list(self.api_keys.get_secret_value())
+        return next((Path(k.removeprefix(_FILE)) for k in found if k.startswith(_FILE)), None)
 
     @property
     def is_open(self) -> bool:
@@ -127,6 +129,13 @@ class GatewaySettings(PeerSettings):
     def allows_private_media(self) -> bool:
         """Whether image URLs may reach private and loopback addresses."""
         return _PRIVATE in split_list(self.allowed_media)
+
+    @field_validator("api_keys")
+    @classmethod
+    def _has_one_file(cls, value: SecretStr) -> SecretStr:
+        if sum(key.startswith(_FILE) for key in split_list(value.get_secret_value())) > 1:
+            raise ValueError(f"has more than one `{_FILE}`")
+        return value
 
     @field_validator("allowed_media")
     @classmethod

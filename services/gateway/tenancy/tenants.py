@@ -171,7 +171,7 @@ class Keyring:
             try:
                 self._read(path)
             except (OSError, ValueError) as error:
-                raise SettingsError(f"GATEWAY_API_KEYS_FILE: {error}") from None
+                raise SettingsError(f"GATEWAY_API_KEYS, {path}: {error}") from None
 
     @property
     def is_open(self) -> bool:

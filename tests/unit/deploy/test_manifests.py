@@ -378,12 +378,11 @@ def test_gpu_overlays_need_keys_from_a_mounted_file(overlay: str) -> None:
     resources = render(K8S / "overlays" / overlay)
     pod = pods(resources)["gateway"]
     variables = environment(resources, pod)
-    assert "GATEWAY_API_KEYS" not in variables
     (mount,) = (m for m in container_of(pod)["volumeMounts"] if m["name"] == "keys")
     (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "keys")
     assert volume["secret"]["optional"] is False
     (item,) = volume["secret"]["items"]
-    assert variables["GATEWAY_API_KEYS_FILE"] == f"{mount['mountPath']}/{item['path']}"
+    assert variables["GATEWAY_API_KEYS"] == f"file:{mount['mountPath']}/{item['path']}"
     assert "subPath" not in mount  # a changed secret would not be seen
 
 
@@ -586,4 +585,4 @@ def test_only_the_local_overlay_is_open_to_everybody(resources: list[Resource]) 
     on_gpu = "nvidia.com/gpu" in json.dumps(resources)
     is_local = "triptych/encoder:0.1.0-cpu" in json.dumps(resources)
     assert gateway.is_open == is_local
-    assert (gateway.api_keys_file is not None) == on_gpu
+    assert (gateway.keys_file is not None) == on_gpu

@@ -29,6 +29,7 @@ def test_addresses_and_keys_are_split():
     ("name", "value"),
     [
         ("GATEWAY_PORT", "http"), ("GATEWAY_PORT", "65536"), ("GATEWAY_PROT", "80"),
+        ("GATEWAY_API_KEYS", "file:/a,file:/b"),
         ("GATEWAY_ALLOWED_MEDIA", "images"), ("GATEWAY_ALLOWED_MEDIA", "/a,private,/b"),
         ("GATEWAY_LOG_LEVEL", "LOUD"),
         ("GATEWAY_REQUEST_TIMEOUT_S", "0"), ("GATEWAY_DECODER_ADDRESSES", ""),
@@ -56,6 +57,14 @@ def test_no_keys_are_no_key_of_that_name():
         assert (settings.is_open, settings.keys) == (is_open, keys)
 
 
+def test_a_file_of_keys_may_be_among_them():
+    settings = GatewaySettings.from_environment({**GOOD, "GATEWAY_API_KEYS": "k,file:/keys.json"})
+    assert (settings.keys, settings.keys_file) == (("k",), Path("/keys.json"))
+    assert not settings.is_open and "k," not in repr(settings)
+    with pytest.raises(SettingsError, match="more than one"):
+        GatewaySettings.from_environment({**GOOD, "GATEWAY_API_KEYS": "file:a,file:b"})
+
+
 def test_encoders_are_optional():
     settings = GatewaySettings.from_environment(
         {k: v for k, v in GOOD.items() if k != "GATEWAY_ENCODER_ADDRESSES"}
@@ -70,7 +79,7 @@ def test_missing_variable_is_named():
 
 
 def test_settings_are_few():
-    assert len(GatewaySettings.model_fields) <= 24
+    assert len(GatewaySettings.model_fields) <= 21
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gateway"])
