@@ -200,7 +200,7 @@ class _Writer:
             text = "|".join(re.escape(choice) for choice in json.loads(text))
         try:
             vocabulary = _vocabulary(directory, tuple(grammar.end_token_ids))
-            return compile_grammar(vocabulary, kind, text, grammar.probe).state
+            return compile_grammar(vocabulary, kind, text, grammar.plain_strings).state
         except InvalidGrammar as error:
             raise _Refused(error.message) from None
 
