@@ -136,7 +136,7 @@ class Engine:
         self._read_at = 0.0  # the last step's result
         self._busy_s = 0.0
         self._busy_since = 0.0  # while a step is in flight
-        self._sent = self._gauges()
+        self._sent = _gauges(self.stats())
 
     @property
     def max_model_len(self) -> int:
@@ -296,17 +296,14 @@ class Engine:
         if self._delayed:
             self._release_delayed()
         wanted = self._scheduler.take_wanted_images()
-        if not (self._events or wanted or batch.chunks) and self._gauges() == self._sent:
+        stats = self.stats()
+        gauges = _gauges(stats)
+        if not (self._events or wanted or batch.chunks) and gauges == self._sent:
             return None
-        self._sent = self._gauges()
-        done = StepDone(self._events, self.stats(), self._images_read, wanted)
+        self._sent = gauges
+        done = StepDone(self._events, stats, self._images_read, wanted)
         self._events, self._images_read = [], []
         return done
-
-    def _gauges(self) -> tuple[int, int, int, int]:
-        scheduler = self._scheduler
-        waiting = scheduler.num_waiting, scheduler.num_lacking_images
-        return scheduler.num_running, *waiting, self._blocks.num_free
 
     def stats(self) -> EngineStats:
         """Gauges and counters as they are now."""
@@ -341,10 +338,14 @@ class Engine:
         self._scheduler.check_integrity()
         sequences = self._scheduler.sequences()
         assert {s.sequence_id for s in sequences} == set(self._sequences)
-        launched = [c.sequence for _, b, _ in self._pending for c in b.chunks if c.samples]
+        launched = [c for _, b, _ in self._pending for c in b.chunks if c.samples]
         if self._planned is not None:
-            launched += [c.sequence for c in self._planned[0].chunks if c.samples]
-        assert all(s.num_in_flight == launched.count(s) for s in sequences)
+            launched += [c for c in self._planned[0].chunks if c.samples]
+        assert all(s.num_in_flight == sum(c.sequence is s for c in launched) for s in sequences)
+        for sequence in {c.sequence for c in launched}:
+            if sequence.state is SequenceState.RUNNING:
+                most = sum(c.limit for c in launched if c.sequence is sequence)
+                assert sequence.num_computed_tokens == len(sequence.token_ids) - 1 + most
 
     def _launch(self, batch: Batch) -> None:
         now = time.monotonic()
@@ -436,15 +437,17 @@ class Engine:
         finished = SequenceState.FINISHED
         events = self._events
         logprobs = output.logprobs
-        sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        sampling = [chunk for chunk in batch.chunks if chunk.samples]
         rows, counts = output.token_ids.tolist(), output.num_tokens.tolist()
         if batch.late:
-            sampled = [chunk for chunk in batch.chunks if chunk.samples]
-            counts = [0 if c.is_void else n for c, n in zip(sampled, counts, strict=True)]
-        for index, (sequence, ids, count) in enumerate(zip(sampling, rows, counts, strict=True)):
+            counts = [0 if c.is_void else n for c, n in zip(sampling, counts, strict=True)]
+        for index, (chunk, ids, count) in enumerate(zip(sampling, rows, counts, strict=True)):
+            sequence = chunk.sequence
             sequence.num_in_flight -= 1
             if sequence.state is finished:
                 continue
+            if count != chunk.limit:
+                self._scheduler.yielded_less(sequence, chunk.limit - count)
             if count == 0:
                 self._scheduler.tokens_arrived(sequence, 0)
                 continue
@@ -544,3 +547,8 @@ class Engine:
     def _first_in_flight(self) -> int:
         """The oldest step that was launched and not read yet; if there is none, the next step."""
         return self._pending[0][0] if self._pending else self._scheduler.step + 1
+
+
+def _gauges(stats: EngineStats) -> tuple[int, ...]:
+    """What of the stats is sent whenever it has changed."""
+    return stats.num_running, stats.num_waiting, stats.num_lacking_images, stats.num_free_blocks

@@ -10,7 +10,7 @@ fits no graph eagerly.
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,28 +70,6 @@ class StepParts:
     graph_pool: Any  # memory that graphs share; torch has no type for it
     capture_stream: torch.cuda.Stream  # one for all: torch's cached memory belongs to a stream
     states: StateCache | None = None
-
-
-class StepGraphs(Protocol):
-    """Graphs of one kind of step."""
-
-    masks_images: bool  # every step has a mask of its visual tokens
-    runs_decodes: bool  # alone, each of which samples
-
-    def plans_from_blocks(self, step: StepInputs) -> bool:
-        """Whether a padded step's plan reads block tables, before the graph runs."""
-        ...
-
-    def pad(self, step: StepInputs) -> StepInputs | None:
-        """The step padded to a captured size, or None: it must run eagerly."""
-        ...
-
-    def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """Runs an uploaded step: logits `[n, vocab_size]` and greedy tokens `[n]`.
-
-        Both are valid until the next replay, and have a row per sampling chunk, then padding.
-        """
-        ...
 
 
 @dataclass(slots=True)

@@ -225,7 +225,7 @@ class EndOfSequence(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
 
 
-class SequenceEvent(msgspec.Struct, array_like=True):
+class SequenceEvent(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one sequence; its start with the first of them, its end with the last."""
 
     sequence_id: int

@@ -240,7 +240,7 @@ def test_out_of_memory_costs_the_largest_chunk_only(overlap, caplog):
     harness.add(add_message(2, prompt_of(2, 6), max_tokens=12))
     for _ in range(3):
         harness.step()
-    with failing(harness.runner, lambda step: step.num_tokens > 20, MemoryError("too big")):
+    with failing(harness.runner, lambda step: step.compute.num_tokens > 20, MemoryError("too big")):
         harness.add(add_message(3, prompt_of(3, 30), max_tokens=5))
         harness.add(add_message(4, prompt_of(4, 7), max_tokens=5))
         harness.run()
@@ -283,77 +283,6 @@ def test_times_are_counted_from_the_arrival():
         events += done.events if done else []
     assert [event.start is not None for event in events] == [True, False]
     assert 0 <= events[0].start.first_scheduled_s <= events[0].start.first_token_s
-
-
-# Several tokens per step.
-
-
-def scripted(harness: Harness, counts: list[int]) -> None:
-    """The next steps yield these numbers of tokens for each sequence, as far as limits allow."""
-    script = iter(counts)
-
-    def randint(low: int, high: int) -> int:
-        return max(low, min(high, next(script, high)))
-
-    harness.runner.random.randint = randint  # type: ignore[method-assign]
-
-
-def test_a_step_yields_none_to_k_tokens_in_one_event():
-    harness = Harness(max_tokens_per_step=4)
-    scripted(harness, [1, 4, 0, 2, 3])
-    harness.engine.add(message := add_message(1, prompt_of(1, 9), max_tokens=10, top_logprobs=1))
-    found, events = [], []
-    while harness.engine.has_work:
-        done = harness.engine.step()
-        harness.engine.check_integrity()
-        events += [event for event in done.events if event.token_ids] if done else []
-    assert [len(event.token_ids) for event in events] == [1, 4, 2, 3]
-    for event in events:
-        assert [lp.top_token_ids for lp in event.logprobs] == [[t] for t in event.token_ids]
-        found += event.token_ids
-    assert found == expected_tokens(message, 256)[0]
-    starts = [start for ((_, start, _),) in harness.runner.batches]
-    assert starts == [0, 9, 13, 13, 15]  # the step that yielded nothing is repeated
-
-
-def test_an_aborted_sequence_ends_only_when_a_repeated_step_has_read_its_images():
-    """The prompt ends in an image and its step yields nothing, so the next step reads the image.
-    That step is still in flight when the launch after it fails.
-    """
-    harness = Harness(max_tokens_per_step=2)
-    scripted(harness, [0])
-    span = (ImageSpan(KEYS[0], 4, 6),)
-    harness.add(add_message(1, prompt_of(1, 10), images=span, max_tokens=5))
-    while len(harness.runner.batches) < 2:
-        harness.step()
-    harness.engine.abort(1)
-    harness.add(add_message(2, prompt_of(2, 10), max_tokens=5))
-    with failing(harness.runner, lambda step: True, MemoryError("too big")):
-        harness.run()  # the runner asserts that the image is there when the step runs
-    assert [starts for ((_, starts, _),) in harness.runner.batches] == [0, 9]
-    assert harness.ends == {1: "aborted", 2: "failed"}
-
-
-@pytest.mark.parametrize("position", range(8))
-def test_a_stop_id_in_the_middle_of_a_steps_tokens_ends_the_sequence(position):
-    tokens, _ = expected_tokens(add_message(1, prompt_of(1, 9), max_tokens=30), 256)
-    harness = Harness(max_tokens_per_step=4)
-    scripted(harness, [1, 4, 4])
-    stop = tokens[position]
-    message = add_message(1, prompt_of(1, 9), max_tokens=30, stop_token_ids=(stop,), top_logprobs=1)
-    harness.add(message)
-    harness.run()
-    assert (harness.tokens[1], harness.ends[1]) == (tokens[: tokens.index(stop) + 1], "stop")
-    harness.assert_empty()
-
-
-@pytest.mark.parametrize("max_tokens", range(1, 9))
-def test_no_step_yields_more_than_max_tokens_leaves(max_tokens):
-    harness = Harness(max_tokens_per_step=4, num_blocks=4, max_model_len=16)
-    harness.add(add_message(1, prompt_of(1, 8), max_tokens=max_tokens))
-    harness.run()
-    harness.assert_all_as_alone()
-    assert (len(harness.tokens[1]), harness.ends[1]) == (max_tokens, "length")
 
 
 # Masks.

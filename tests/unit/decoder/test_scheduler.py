@@ -86,16 +86,16 @@ def test_decode_comes_first_and_prompts_share_the_rest():
     assert step(scheduler) == [(1, 5, 1), (2, 20, 1)]
 
 
-def test_chunks_say_what_was_generated_before():
+def test_chunks_say_where_their_token_is():
     scheduler = scheduler_of()
     sequence = add(scheduler, 1, 4)
     seen = []
     for _ in range(3):
         (chunk,) = scheduler.schedule().chunks
-        seen.append((chunk.samples, chunk.from_device, chunk.generated))
+        seen.append((chunk.samples, chunk.from_device, chunk.start))
         sequence.num_in_flight -= 1
         sequence.token_ids.append(1)
-    assert seen == [(True, False, 0), (True, True, 1), (True, True, 2)]
+    assert seen == [(True, False, 0), (True, True, 4), (True, True, 5)]
 
 
 def test_a_step_ahead_of_sampling():
