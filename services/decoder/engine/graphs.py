@@ -12,6 +12,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -263,7 +264,9 @@ class PromptGraphs(_ChunkGraphs):
         if len(step.seq_lens) != 1 or step.num_decodes or not self._is_faster(step):
             return None
         size = self._size(step.tokens.shape[1])
-        return step_inputs.pad_prompt(step, size) if size else None
+        if size:  # it samples, as every captured step does: before a prompt's end nobody reads it
+            step.num_tokens, step.samples = size, np.zeros(1, np.int64)
+        return step if size else None
 
 
 class MixedGraphs(_ChunkGraphs):

@@ -67,11 +67,13 @@ class ModelRunner:
         """Launches a step; see `step.Runner`."""
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[0] is not step:
-            self.sampler.start_rows(step.sample.row_starts)
+            if step.sample.row_starts:
+                self.sampler.start_rows(step.sample.row_starts)
             prepared = self._stage(step)
         _, inputs, sampling = prepared
         try:
-            self.sampler.begin(step.sample)
+            if len(step.sample.late):
+                self.sampler.begin_masks(step.sample.token_masks)
             computed = self.computer.run(step.compute, inputs)
             return self.sampler.sample(step.sample, computed, sampling)
         except Exception:

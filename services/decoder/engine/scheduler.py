@@ -64,6 +64,7 @@ class Scheduler:
             `max_num_sequences` times `max_tokens_per_step`.
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
+        admission: of waiting sequences; None: by priority and arrival.
         late_masks: steps may be planned before the masks for their samples are there.
         step_ms: bound of a step; prompts are cut to fit, to `StepCost.min_chunk` tokens at least.
             The step of a prompt that is alone may last four times as long.
@@ -80,6 +81,7 @@ class Scheduler:
         max_batched_tokens: int,
         max_model_len: int,
         max_tokens_per_step: int = 1,
+        admission: AdmissionPolicy | None = None,
         late_masks: bool = False,
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
@@ -106,7 +108,7 @@ class Scheduler:
         self._rows = list(range(max_num_sequences - 1, -1, -1))
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
-        self._waiting = AdmissionPolicy()
+        self._waiting = AdmissionPolicy() if admission is None else admission
         self._parked: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
@@ -247,7 +249,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plans one step."""
         self.step += 1
-        if self._waiting.are_several:
+        if self._waiting.may_preempt:
             self._make_room()
         chunks, num_tokens = self._decode_chunks()
         batch = Batch(chunks, num_tokens, self._admitted, self._extended)
@@ -529,7 +531,7 @@ class Scheduler:
         return self._waiting.victim(self._all_running())
 
     def _make_room(self) -> None:
-        """Preempts sequences of a tenant with many for one of a tenant with few, until it fits."""
+        """Preempts sequences that must yield to the head of the queue, until it fits."""
         head, running = self._waiting.head(), self._all_running()
         while head is not None and running and not head.num_in_flight:
             victim = self._waiting.victim(running)

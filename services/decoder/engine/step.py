@@ -10,7 +10,7 @@ row sampled last", which the runner keeps on the device, one per row.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -25,6 +25,35 @@ _NO_RUNS = np.empty((0, 3), np.int64)
 _NO_IDS = np.empty(0, np.int32)
 _NO_INDICES = np.empty(0, np.int64)
 _NO_MASKS = np.empty((0, 0), np.int32)
+
+
+def _array_out(array: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _array_in(_kind: type, value: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - msgspec's
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_out)
+
+
+class Sendable(msgspec.Struct, array_like=True):
+    """What can be executed in another process."""
+
+    def to_bytes(self) -> bytes:
+        """One buffer: MessagePack; arrays as type, shape and bytes."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Reads `to_bytes`; arrays are read-only.
+
+        Raises:
+            msgspec.DecodeError: it is another thing.
+        """
+        return msgspec.msgpack.decode(data, type=cls, dec_hook=_array_in)
 
 
 class RowStart(msgspec.Struct, array_like=True, frozen=True):
@@ -64,7 +93,7 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
     completion_token_ids: bytes = b""
 
 
-class ComputeStep(msgspec.Struct, array_like=True):
+class ComputeStep(Sendable, array_like=True):
     """What each rank computes: S chunks of T tokens, of which B reach their sequence's last token.
 
     A chunk is one sequence's part of the step: its tokens [start, start + length) are computed.
@@ -115,19 +144,6 @@ class ComputeStep(msgspec.Struct, array_like=True):
         """Tokens of the step, T."""
         return self.num_from_device + len(self.token_ids)
 
-    def to_bytes(self) -> bytes:
-        """The part as one buffer (MessagePack; arrays as type, shape and bytes)."""
-        return _ENCODER.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "ComputeStep":
-        """Reads `to_bytes`; arrays are read-only.
-
-        Raises:
-            msgspec.DecodeError: it is not such a part.
-        """
-        return _COMPUTE_DECODER.decode(data)
-
 
 class SampleStep(msgspec.Struct, array_like=True):
     """What the rank that samples does with the logits of the B chunks of `ComputeStep.samples`.
@@ -152,38 +168,11 @@ class SampleStep(msgspec.Struct, array_like=True):
     followers: Int32Array = msgspec.field(default_factory=lambda: _NO_IDS)
 
 
-class Step(msgspec.Struct, array_like=True):
+class Step(Sendable, array_like=True):
     """One step: what every rank computes, and what one of them samples."""
 
     compute: ComputeStep
     sample: SampleStep
-
-    def to_bytes(self) -> bytes:
-        """The step as one buffer, see `ComputeStep.to_bytes`."""
-        return _ENCODER.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Step":
-        """Reads `to_bytes`; arrays are read-only.
-
-        Raises:
-            msgspec.DecodeError: it is not a step.
-        """
-        return _DECODER.decode(data)
-
-
-def _array_out(array: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
-    return array.dtype.str, array.shape, array.tobytes()
-
-
-def _array_in(_kind: type, value: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - msgspec's
-    dtype, shape, data = value
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_out)
-_DECODER = msgspec.msgpack.Decoder(Step, dec_hook=_array_in)
-_COMPUTE_DECODER = msgspec.msgpack.Decoder(ComputeStep, dec_hook=_array_in)
 
 
 class Scores(NamedTuple):

@@ -240,15 +240,6 @@ def pad(step: StepInputs, num_chunks: int, scratch: "StepInputs") -> StepInputs:
     return step
 
 
-def pad_prompt(step: StepInputs, num_tokens: int) -> StepInputs:
-    """Pads a step of one chunk to `num_tokens` tokens; returns it.
-
-    It samples, as every captured step does; before the end of a prompt the token is not read.
-    """
-    step.num_tokens, step.samples = num_tokens, np.zeros(1, np.int64)
-    return step
-
-
 def pad_mixed(
     step: StepInputs, num_tokens: int, num_decodes: int, num_chunks: int, scratch: StepInputs
 ) -> StepInputs:

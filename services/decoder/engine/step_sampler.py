@@ -59,24 +59,11 @@ class LateMasks(Protocol):
         ...
 
 
-class ScorePrompt(Protocol):
-    """Log-probabilities of a prompt's own tokens; `prompt_scores.score_prompt` is one."""
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        followers: Tensor,
-        logits_of: Callable[[Tensor], Tensor],
-        count: int,
-        most_rows: int,
-    ) -> tuple[Tensor, ...]: ...
-
-
 class Extras(NamedTuple):
     """What of sampling is not the core's."""
 
     masks: LateMasks
-    score_prompt: ScorePrompt
+    score_prompt: Callable[..., tuple[Tensor, ...]]  # see `prompt_scores`
 
 
 class StepSampler:
@@ -135,12 +122,11 @@ class StepSampler:
             rows, ends, self._staging, step.masked, step.token_masks, late, late_masks
         )
 
-    def begin(self, step: SampleStep) -> None:
-        """To be called before a step is computed: late masks are uploaded beside it."""
-        if len(step.late):
-            self._masks.begin()
-            for index, mask in enumerate(step.token_masks):
-                self._masks.put(index, mask)
+    def begin_masks(self, token_masks: Int32Array) -> None:
+        """To be called before a step with late masks is computed: all are uploaded beside it."""
+        self._masks.begin()
+        for index, mask in enumerate(token_masks):
+            self._masks.put(index, mask)
 
     def sample(
         self, step: SampleStep, computed: Computed, sampling: SamplingInputs | MaskedRows | None

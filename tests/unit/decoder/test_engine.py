@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from services.decoder.engine import engine
-from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.messages import ImageSpan, TokenMasks
 from tests.engine_harness import KEYS, Harness, prompt_of
-from tests.fake_runner import add_message, expected_tokens, failing
+from tests.fake_runner import FakeRunner, add_message, expected_tokens, failing
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -305,7 +305,7 @@ def test_a_sequence_whose_tokens_are_all_masked_fails_alone():
     message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
     harness.runner.messages[1] = harness.added[1] = message
     harness.engine.add(message)
-    harness.engine.mask_ready(1, 0, np.zeros(32, np.int32))
+    harness.gate.mask_ready(1, 0, np.zeros(32, np.int32))
     harness.run()
     assert harness.ends == {1: "failed", 2: "length"}
     assert "every token is masked out" in harness.messages[1]
@@ -325,8 +325,8 @@ def test_a_mask_that_does_not_fit_fails_its_sequence(mask, words):
     message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
     harness.added[1] = message
     harness.engine.add(message)
-    harness.engine.mask_ready(*mask)
-    harness.engine.mask_ready(7, 0, np.empty(0, np.int32))  # has ended already
+    harness.gate.mask_ready(*mask)
+    harness.gate.mask_ready(7, 0, np.empty(0, np.int32))  # has ended already
     harness.step()
     assert harness.ends == {1: "failed"} and words in harness.messages[1]
     harness.assert_empty()
@@ -350,15 +350,15 @@ def test_the_engine_waits_for_late_masks_while_the_device_computes(monkeypatch, 
     for number in range(others):
         harness.add(add_message(2 + number, prompt_of(2, 9), max_tokens=20))
     engine = harness.engine
-    while not engine.waits_for_masks:
+    while not engine.waits:
         harness.step()
-    pending = engine._unsampled[1]
+    pending = engine.gate._unsampled[1]
     monkeypatch.setattr(type(pending), "is_computed", lambda _: True)
-    assert engine.waits_for_masks == (not others)
+    assert engine.waits == (not others)
     now += 0.0199
-    assert engine.waits_for_masks == (not others)
+    assert engine.waits == (not others)
     now += 0.0002
-    assert not engine.waits_for_masks
+    assert not engine.waits
     harness.step()
     assert engine.stats().num_late_masks == 1
     harness.run()
@@ -377,13 +377,13 @@ def test_a_step_with_others_is_sampled_before_the_device_has_computed_it(monkeyp
         now += 0.002
         harness.step()
     harness._mask_after = 3
-    while not harness.engine.waits_for_masks:
+    while not harness.engine.waits:
         now += 0.002
         harness.step()
     now += 0.0019
-    assert harness.engine.waits_for_masks
+    assert harness.engine.waits
     now += 0.00006
-    assert not harness.engine.waits_for_masks
+    assert not harness.engine.waits
     harness.run()
     harness.assert_all_as_alone()
 
@@ -397,7 +397,7 @@ def waiting_engine(**options: int) -> Harness:
     for _ in range(6):
         harness.step()
     harness._mask_after = 3
-    while not harness.engine.waits_for_masks:
+    while not harness.engine.waits:
         harness.step()
     return harness
 
@@ -410,9 +410,9 @@ def test_a_step_is_planned_and_prepared_while_masks_are_missing(monkeypatch):
     harness.engine.plan()
     harness.engine.plan()
     (step,) = prepared
-    harness.engine.mask_ready(1, harness.engine._sequences[1].num_generated, np.empty(0, np.int32))
+    harness.gate.mask_ready(1, harness.engine._sequences[1].num_generated, np.empty(0, np.int32))
     harness._masks.clear()  # it has come
-    assert not harness.engine.waits_for_masks
+    assert not harness.engine.waits
     harness.step()
     assert [one.to_bytes() for one in executed] == [step.to_bytes()]
 
@@ -455,23 +455,29 @@ def test_rows_with_masks_alone_wait_a_little_longer(monkeypatch, free):
         now += 0.002
         harness.step()
     engine = harness.engine
-    while engine._unsampled is None:
+    while engine.gate._unsampled is None:
         now += 0.002
         harness.step()
     engine._sequences[39].token_mask = None
     now += 0.00196
-    assert engine.waits_for_masks == (not free)
+    assert engine.waits == (not free)
     now += 0.00008
-    assert engine.waits_for_masks == (not free)
+    assert engine.waits == (not free)
     now += 0.00002
-    assert not engine.waits_for_masks
+    assert not engine.waits
+
+
+def test_an_engine_without_a_gate_takes_no_masks():
+    alone = engine.Engine(FakeRunner(), overlap=True)
+    with pytest.raises(TypeError, match="TokenMasks"):
+        alone.handle(TokenMasks([1], [0], [-1], 0))
 
 
 def test_the_engine_waits_for_nothing_without_masks():
     harness = Harness()
     harness.add(add_message(1, prompt_of(1, 9), max_tokens=8))
     while harness.engine.has_work:
-        assert not harness.engine.waits_for_masks
+        assert not harness.engine.waits
         harness.step()
 
 
