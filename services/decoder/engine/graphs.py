@@ -193,16 +193,24 @@ class DecodeGraphs(_GraphSet):
     def __init__(self, parts: StepParts, scratch: StepInputs) -> None:
         super().__init__(parts)
         self._scratch = scratch
+        # Of a size, as of the first step after warm-up: the longest context of the fused kernel,
+        # and whether the plan of any other reads block tables.
+        self._choices: dict[int, tuple[int, bool]] = {}
 
     def pad(self, step: StepInputs) -> StepInputs | None:
         count = len(step.seq_lens)
         if step.num_decodes != count or len(step.samples) != count or step.images:
             return None
-        size = self._size(count)
-        return step_inputs.pad(step, size, self._scratch) if size else None
-
-    def plans_from_blocks(self, step: StepInputs) -> bool:
-        return not self._is_fused(step) and self.parts.backend.plans_from_blocks(step.num_decodes)
+        if (size := self._size(count)) is None:
+            return None
+        step_inputs.pad(step, size, self._scratch)
+        if size not in self._choices:
+            backend, ops = self.parts.backend, self.parts.model.ops
+            self._choices[size] = ops.max_fused_context(size), backend.plans_from_blocks(size)
+        longest, plans = self._choices[size]
+        step.is_fused = longest > 0 and int(step.seq_lens.max()) <= longest
+        step.plans_from_blocks = plans and not step.is_fused
+        return step
 
     def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
@@ -215,8 +223,8 @@ class DecodeGraphs(_GraphSet):
             self._capture(kind, step, None)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        kind = _Kind(step.num_decodes, self._is_fused(step))
-        if not kind.fused:
+        kind = _Kind(step.num_decodes, step.is_fused)
+        if step.plans_from_blocks:  # else nothing of a plan is read when the graph runs
             metadata = self._captured[kind].metadata
             metadata.cu_query_lens, metadata.seq_lens = step.cu_query_lens, step.seq_lens
             metadata.first_blocks = step.first_blocks
@@ -231,9 +239,6 @@ class _ChunkGraphs(_GraphSet):
         super().__init__(parts)
         self.masks_images = parts.images is not None
         self.runs_decodes = False
-
-    def plans_from_blocks(self, step: StepInputs) -> bool:
-        return False
 
     def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""

@@ -226,7 +226,6 @@ class StepComputer:
             masked=bool(step.images) if graphs is None else graphs.masks_images,
             with_states=self._state.states is not None,
             decodes=graphs is not None and graphs.runs_decodes,
-            early=graphs is not None and graphs.plans_from_blocks(step),
         )
 
     def _restore_states(self, step: ComputeStep) -> None:

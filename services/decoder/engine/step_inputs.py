@@ -46,10 +46,6 @@ class StepGraphs(Protocol):
     masks_images: bool  # every step has a mask of its visual tokens
     runs_decodes: bool  # alone, each of which samples
 
-    def plans_from_blocks(self, step: "StepInputs") -> bool:
-        """Whether a padded step's plan reads block tables, before the graph runs."""
-        ...
-
     def pad(self, step: "StepInputs") -> "StepInputs | None":
         """The step padded to a captured size, or None: it must run eagerly."""
         ...
@@ -100,7 +96,10 @@ class StepInputs:
     samples: IntArray  # [B]: chunks that sample
     images: list[ImageRun]
     places: Places = field(init=False)  # set by `stage`
-    graphs: StepGraphs | None = None  # that run it; None: it runs eagerly
+    # Set by the graphs that run it; None: it runs eagerly.
+    graphs: StepGraphs | None = None
+    is_fused: bool = False  # see AttentionMetadata
+    plans_from_blocks: bool = False  # its plan reads block tables, before the graph runs
 
     @classmethod
     def scratch(cls, lengths: list[int], scratch_row: int, max_blocks: int) -> "StepInputs":
@@ -284,7 +283,6 @@ def stage(
     masked: bool,
     with_states: bool = False,
     decodes: bool = False,
-    early: bool = False,
 ) -> StepInputs:
     """Copies a step's arrays into the staging buffer; returns the step, with its places.
 
@@ -295,12 +293,13 @@ def stage(
         work: what the attention backend reads besides lengths and blocks, if anything.
         masked: the step has a mask of its visual tokens.
         with_states: the model has recurrent states.
-        decodes: a graph of decodes alone runs it, which changes block tables itself.
-        early: its plan reads them, so that they are changed before.
+        decodes: a graph of decodes alone runs it, which changes block tables itself, unless its
+            plan reads them.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.seq_lens)
     blocks = updates.blocks
-    if decodes and not early and len(blocks[0]) <= num_chunks <= MAX_CHANGING_CHUNKS:
+    itself = decodes and not step.plans_from_blocks
+    if itself and len(blocks[0]) <= num_chunks <= MAX_CHANGING_CHUNKS:
         places, block_ids = blocks
         step.chunks[CHUNK_PLACE, : len(places)], blocks = places, _NO_UPDATES
         step.chunks[CHUNK_BLOCK, : len(places)] = block_ids
