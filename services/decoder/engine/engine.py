@@ -336,9 +336,9 @@ class Engine:
                 continue
             if count != chunk.limit:
                 self.scheduler.yielded_less(sequence, chunk.limit - count)
-            if count == 0:
-                self.scheduler.tokens_arrived(sequence, 0)
-                continue
+                if count == 0:
+                    self.scheduler.tokens_arrived(sequence, 0)
+                    continue
             if ids[0] < 0:
                 poisoned = ids[0] == NOT_FINITE
                 self._finish(sequence, "failed", _FAILURES[ids[0]], poisoned=poisoned)
