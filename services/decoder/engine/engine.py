@@ -348,7 +348,8 @@ class Engine:
             if count < len(ids):
                 ids = ids[:count]
             token_ids, stop_ids, reason = sequence.token_ids, sequence.stop_ids, None
-            for number, token_id in enumerate(ids, 1):
+            known = len(token_ids)
+            for token_id in ids:
                 token_ids.append(token_id)
                 if token_id in stop_ids and sequence.num_generated > sequence.sampling.min_tokens:
                     reason = "stop"
@@ -356,7 +357,7 @@ class Engine:
                     reason = "length"
                 else:
                     continue
-                del ids[number:]
+                del ids[len(token_ids) - known :]
                 break
             event = SequenceEvent(sequence.sequence_id, ids)
             if sequence.first_token_at == 0.0:

@@ -110,7 +110,8 @@ class StepComputer:
         """Uploads the staging buffer, and launches the step that was staged last."""
         self._restore_states(step)
         self.staging.upload()
-        step_inputs.update_rows(inputs, self.staging, self._state.rows)
+        if any(inputs.places.updates):
+            step_inputs.update_rows(inputs, self.staging, self._state.rows)
         computed = self._run(step, inputs)
         self._save_states(step)
         return computed
