@@ -5,6 +5,7 @@ before the port is open; the services behind it are dialled when the application
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from services.gateway.endpoints.surfaces import create_surfaces
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
+from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
+from services.gateway.kept_redis import RedisKept
 from services.gateway.media.images import ImageReader, MediaLoader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
@@ -46,8 +49,12 @@ from services.gateway.tenancy.usage import Quotas
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.warm_up import WarmUp
 
+log = logging.getLogger(__name__)
+
 # After this many calls the interpreter has specialized the code of most paths.
 WARM_UP_ROUNDS = 8
+# Of the memory for requests, what clients name again later takes an eighth at most.
+_KEPT_PART = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     leases = _leases(settings, metrics)
     quotas = Quotas(leases)
     held_bytes = max_held_bytes(settings.memory_bytes or memory_limit_bytes())
+    kept, held_bytes = _kept(settings, held_bytes)
     admission = Admission(settings.max_concurrent_requests, held_bytes, quotas)
     web = WebMedia(
         settings.max_image_bytes,
@@ -94,7 +102,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
     images = None
     if spec.vision is not None:
-        images = ImageReader(loader, spec.vision.geometry, settings.max_source_pixels)
+        images = ImageReader(loader, spec.vision.geometry, settings.max_source_pixels, kept)
     encoders, decoders = _pools(settings, spec, metrics)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
@@ -112,10 +120,10 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with _running(service, leases, loader, warm_up):
+        async with _running(service, leases, loader, kept, warm_up):
             yield
 
-    beside = create_surfaces(service, admission, metrics, spec.directory)
+    beside = create_surfaces(service, admission, metrics, spec.directory, kept)
     routes = Routes(
         service, lambda: warm_up.done, admission, metrics, beside.endpoints, beside.routes,
         settings.others,
@@ -132,7 +140,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
 
 @asynccontextmanager
 async def _running(
-    service: ChatService, leases: Leases, loader: MediaLoader, warm_up: WarmUp
+    service: ChatService, leases: Leases, loader: MediaLoader, kept: Kept, warm_up: WarmUp
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
@@ -145,6 +153,7 @@ async def _running(
         await leases.close()
         await service.close()
         await loader.close()
+        await kept.close()
 
 
 def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> ASGIApp:
@@ -161,6 +170,20 @@ def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:
     )
     metrics.limits_divided.set_function(lambda: leases.divided_by)
     return leases
+
+
+def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[Kept, int]:
+    """What clients name again later, and how many bytes it leaves to requests."""
+    if settings.redis_url:
+        kept = RedisKept(settings.redis_url, password_file=settings.redis_password_file)
+        return kept, held_bytes
+    if settings.replicas > 1:
+        log.warning(
+            "previous_response_id and uuid find what this gateway has answered, not what others "
+            "have: set GATEWAY_REDIS_URL"
+        )
+    num_bytes = min(MAX_BYTES, held_bytes // _KEPT_PART)
+    return MemoryKept(MAX_TENANT_BYTES, num_bytes), held_bytes - num_bytes
 
 
 def _keyring(settings: GatewaySettings) -> Keyring:

@@ -83,14 +83,6 @@ def test_answer(client, stack):
     assert found == chat_prompt(stack, messages=messages)
 
 
-def test_answer_is_not_stored(client):
-    answer = client.responses.create(model=MODEL, input="hello", store=True)
-    assert answer.model_extra["store"] is False
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model=MODEL, input="x", previous_response_id=answer.id)
-    assert refused.value.param == "previous_response_id"
-
-
 def test_events_in_the_order_of_openai(stack):
     events = events_of(post(stack, stream=True))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

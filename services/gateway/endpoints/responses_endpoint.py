@@ -10,9 +10,10 @@ from contextlib import aclosing
 from msgspec import UNSET, UnsetType, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
-from services.gateway.chat import Completion
+from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Endpoint, Work, now
+from services.gateway.endpoints.endpoint import Endpoint, Work, now, renamed
+from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.forms.answer_formats import (
     JsonObjectFormat,
     JsonSchema,
@@ -72,6 +73,8 @@ from services.gateway.forms.tools import (
     ToolCall,
     ToolChoice,
 )
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.tenancy.admission import Admission
 
 _PATHS = {
     "messages": "input",
@@ -85,12 +88,23 @@ _PATHS = {
 class ResponsesEndpoint(Endpoint):
     """The endpoint."""
 
+    def __init__(
+        self,
+        service: ChatService,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        kept: KeptResponses,
+    ) -> None:
+        super().__init__(service, admission, metrics)
+        self._kept = kept
+
     async def answer(self, work: Work, body: Body) -> None:
         request = await self.parse(work, parse_responses_request, body)
         self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
-        chat = to_chat(request, paths)
+        before = await self._kept.items_until(work.slot.tenant.name, request.previous_response_id)
+        chat = to_chat(request, paths, before)
         check_chat_request(chat)
         completion = await self.prepare(work, chat, truncate=request.truncation == "auto")
         writer = work.writer = ResponseWriter(request, work.response_id("resp"), completion)
@@ -98,6 +112,7 @@ class ResponsesEndpoint(Endpoint):
             for update in (await self.collect(completion))[0]:
                 writer.update(update)
             writer.finish()
+            await self._keep(work, request, completion, writer.response)
             await work.exchange.write_json(writer.response)
             return
         async with aclosing(self._service.answer(completion)) as answer:
@@ -105,15 +120,32 @@ class ResponsesEndpoint(Endpoint):
                 events = [*writer.start(), *(e for u in updates for e in writer.update(u))]
                 if events:
                     await work.exchange.write(b"".join(map(_encode, events)))
-        await work.exchange.write(b"".join(map(_encode, writer.finish())), last=True)
+        events = writer.finish()
+        await self._keep(work, request, completion, writer.response)
+        await work.exchange.write(b"".join(map(_encode, events)), last=True)
+
+    async def _keep(
+        self,
+        work: Work,
+        request: ResponsesRequest,
+        completion: Completion,
+        response: ResponseObject,
+    ) -> None:
+        images = {
+            renamed(image.param, work.paths): image.data for image in completion.prepared.images
+        }
+        await self._kept.keep(work.slot.tenant.name, request, response, images)
 
     def error_event(self, work: Work, error: TriptychError) -> bytes:
         assert isinstance(work.writer, ResponseWriter)
         return b"".join(map(_encode, work.writer.fail(error)))
 
 
-def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
-    """The chat request that means the same; adds to `paths` where its fields come from.
+def to_chat(
+    request: ResponsesRequest, paths: dict[str, str], before: Sequence[InputItem] = ()
+) -> ChatRequest:
+    """The chat request that means the same; adds to `paths` where its fields come from. `before`:
+    the turns that the request goes on from.
 
     Instructions and system messages at the beginning of the input are one system message, because
     many models take only one.
@@ -121,6 +153,8 @@ def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
     messages = _Messages(paths)
     if request.instructions:
         messages.system(request.instructions, "instructions")
+    for item in before:
+        messages.item(item, "previous_response_id")
     if isinstance(request.input, str):
         messages.add(Message("user", request.input), "input")
     else:
@@ -211,7 +245,8 @@ def _content(given: str | list[InputPart] | None, path: str) -> str | list[Conte
     parts: list[ContentPart] = []
     for index, part in enumerate(given):
         if isinstance(part, ResponseImage):
-            parts.append(ImageUrlPart(image_url=_image(part, f"{path}[{index}]")))
+            image = _image(part, f"{path}[{index}]")
+            parts.append(ImageUrlPart(image_url=image, uuid=part.uuid))
         elif isinstance(part, ResponseReasoningText):
             raise InvalidRequest("belongs to an item of reasoning", param=f"{path}[{index}].type")
         else:
@@ -222,10 +257,10 @@ def _content(given: str | list[InputPart] | None, path: str) -> str | list[Conte
 def _image(part: ResponseImage, path: str) -> ImageUrl:
     if part.file_id is not None:
         raise InvalidRequest("files are not kept here; give image_url", param=f"{path}.file_id")
-    if part.image_url is None:
+    if part.image_url is None and part.uuid is None:
         raise InvalidRequest("is required", param=f"{path}.image_url")
     detail = "high" if part.detail == "original" else part.detail
-    if isinstance(part.image_url, str):
+    if not isinstance(part.image_url, ImageUrl):
         return ImageUrl(part.image_url, detail)
     if part.image_url.detail is None:
         part.image_url.detail = detail
@@ -330,6 +365,8 @@ class ResponseWriter:
             instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,
             metadata=None if request.metadata is UNSET else request.metadata,
+            previous_response_id=request.previous_response_id,
+            store=request.store is not False,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning=request.reasoning,
             temperature=sampling.temperature,

@@ -39,6 +39,7 @@ MAX_PARTS = 1024
 
 _Detail = Literal["auto", "low", "high", "original"]
 _Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
+ImageUuid = Annotated[str, Meta(min_length=1, max_length=256)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -54,9 +55,11 @@ class InputTextPart(TextPart, forbid_unknown_fields=True, tag_field="type", tag=
 
 
 class ImageUrl(Struct, forbid_unknown_fields=True):
-    """A URL and how the image is resized; `original` means `high`."""
+    """A URL and how the image is resized; `original` means `high`. Without a URL the part's `uuid`
+    names an image of an earlier request.
+    """
 
-    url: str
+    url: str | None = None
     detail: _Detail | None = None
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
@@ -67,6 +70,7 @@ class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
 
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
+    uuid: ImageUuid | None = None
 
     @property
     def image(self) -> ImageUrl:
@@ -77,17 +81,19 @@ class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
 class ImageUrlPart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
     """OpenAI's part."""
 
-    image_url: ImageUrl | str
+    image_url: ImageUrl | str | None = None
 
     @property
     def image(self) -> ImageUrl:
-        return self.image_url if isinstance(self.image_url, ImageUrl) else ImageUrl(self.image_url)
+        if isinstance(self.image_url, ImageUrl):
+            return self.image_url
+        return ImageUrl(self.image_url)
 
 
 class InputImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
     """An image as the Responses API spells it."""
 
-    image_url: ImageUrl | str
+    image_url: ImageUrl | str | None = None
     detail: _Detail | None = None
 
     @property
@@ -100,7 +106,7 @@ class InputImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", ta
 class NamedImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image"):
     """An image as model cards spell it: the URL in `image`."""
 
-    url: str = msgspec.field(name="image")
+    url: str | None = msgspec.field(name="image", default=None)
 
     @property
     def image(self) -> ImageUrl:

@@ -1,6 +1,5 @@
-"""The types of POST /v1/responses: OpenAI's Responses, without anything stored.
+"""The types of POST /v1/responses: OpenAI's Responses.
 
-A request carries the whole conversation; what refers to stored responses is refused by name.
 `responses_endpoint` makes a chat request of it.
 """
 
@@ -19,7 +18,13 @@ from services.gateway.forms.generation import (
 )
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json
-from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS, ImageUrl, ReasoningEffort
+from services.gateway.forms.openai import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ImageUrl,
+    ImageUuid,
+    ReasoningEffort,
+)
 from services.gateway.forms.responses import LogprobEntry
 from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition, ToolName
 
@@ -48,6 +53,7 @@ class ResponseImage(Struct, forbid_unknown_fields=True, tag_field="type", tag="i
     """
 
     image_url: ImageUrl | str | None = None
+    uuid: ImageUuid | None = None
     file_id: str | None = None
     detail: _Detail | None = None
 
@@ -175,10 +181,11 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
     # Come back in the answer.
     metadata: Raw | UnsetType = UNSET
     user: str | None = None
-    store: bool | None = None
 
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
@@ -314,7 +321,7 @@ class ResponseFailure(Struct):
 
 
 class ResponseObject(Struct, kw_only=True):
-    """An answer. It is not stored: `store` is false whatever was asked."""
+    """An answer. `store` says whether it is kept, once it is complete."""
 
     id: str
     created_at: int
@@ -330,10 +337,10 @@ class ResponseObject(Struct, kw_only=True):
     max_output_tokens: int | None = None
     metadata: Raw | None = None
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: ReasoningConfig | None = None
     service_tier: Literal["default"] = "default"
-    store: Literal[False] = False
+    store: bool = True
     temperature: float
     text: TextConfig
     tool_choice: str | NamedFunction | AllowedResponseTools = "auto"
@@ -343,6 +350,14 @@ class ResponseObject(Struct, kw_only=True):
     truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None = None
+
+
+class DeletedResponse(Struct):
+    """What is left of a response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 class ResponseEvent(Struct, kw_only=True):

@@ -153,13 +153,15 @@ def _template_message(
 def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
     """The image with its pixel limits; the innermost limit that is given applies."""
     image = part.image
+    if not image.url and part.uuid is None:
+        raise InvalidRequest("an image needs a URL, or the uuid of an earlier one", param=param)
     scopes = (image, part, request, request.mm_processor_kwargs)
     found = {
         name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
         for name in ("min_pixels", "max_pixels")
     }
     detail = "high" if image.detail == "original" else image.detail or "auto"
-    return ImageSource(image.url, param, detail, **found)
+    return ImageSource(image.url or "", param, detail, uuid=part.uuid, **found)
 
 
 def refuse_tool_images(request: ChatRequest) -> None:
