@@ -23,6 +23,7 @@ from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice, create_choices
 from services.gateway.answers.grammar import Grammar, read_grammar
 from services.gateway.answers.prompt_logprobs import PromptScores
+from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.attempts import Attempts
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
@@ -223,8 +224,12 @@ class ChatService:
         Raises:
             TriptychError: the request failed.
         """
+        budget = thinking_budget(
+            completion.request, completion.answer_format, completion.choices, self.tokenizer
+        )
         attempts = Attempts(
-            completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s
+            completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s,
+            budget,
         )  # fmt: skip
         timings, started = completion.timings, False
         async with aclosing(attempts.events()) as batches:

@@ -188,6 +188,11 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the choice is in its reasoning."""
+        return self._parser is not None and self._parser.thinking
+
     def feed(self, event: TokenEvent) -> Update:
         """Takes an event; no event may follow an update with a finish reason."""
         ids = event.token_ids

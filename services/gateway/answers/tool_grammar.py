@@ -28,6 +28,7 @@ from services.gateway.answers.bare_values import BareValues, escaped, regex
 from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.reasoning import CLOSE, OPEN
 from services.gateway.answers.schema_support import held_to
+from services.gateway.answers.thinking_budget import end_of_reasoning
 from services.gateway.answers.tool_parsers import (
     CallParser,
     HermesParser,
@@ -73,24 +74,19 @@ def answer_grammar(
     elif asked is None or not answer_format.thinks:
         return asked
     elif answer_format.reasoning == "open" or asked.kind == "grammar":
-        return replace(asked, begins_after=_end_of_reasoning(tokenizer))
+        return replace(asked, begins_after=end_of_reasoning(tokenizer))
     else:
         body, rules, param = "answer", [f"answer: {_answer(asked)}"], asked.param
         probe = JSON_PROBE if _are_plain([_schema_of(asked)]) else ""
     begins_after: tuple[int, ...] = ()
     start, end = (tokenizer.added.get(name) for name in (OPEN, CLOSE))
     if answer_format.thinks and (answer_format.reasoning == "open" or not (start and end)):
-        body, begins_after = f"{_BREAK} ({body})", _end_of_reasoning(tokenizer)
+        body, begins_after = f"{_BREAK} ({body})", end_of_reasoning(tokenizer)
     elif answer_format.thinks and start and end:
         # A grammar that waits for the closing tag never begins if the model does not think.
         body = f"(<[{start.token_id}]> TEXT <[{end.token_id}]> {_BREAK})? ({body})"
     text = "\n".join([f"start: {body}", *rules, r"TEXT: /(.|\n)*/"])
     return Grammar("grammar", text, param, begins_after, probe)
-
-
-def _end_of_reasoning(tokenizer: ModelTokenizer) -> tuple[int, ...]:
-    added = tokenizer.added.get(CLOSE)
-    return (added.token_id,) if added is not None else tuple(tokenizer.encode_text(CLOSE))
 
 
 @dataclass(frozen=True, slots=True)

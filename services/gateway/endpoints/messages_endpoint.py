@@ -90,6 +90,7 @@ _PATHS = {
     "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "enable_thinking": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "continue_final_message": "messages",
 }
 _STOP_REASONS: dict[str | None, StopReason] = {
@@ -174,6 +175,7 @@ def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
     match request.thinking:
         case EnabledThinking():
             chat.enable_thinking = True
+            chat.thinking_token_budget = request.thinking.budget_tokens
         case DisabledThinking():
             chat.enable_thinking = False
         case AdaptiveThinking() | None:

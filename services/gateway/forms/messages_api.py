@@ -139,9 +139,9 @@ class NoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="none")
 
 
 class EnabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
-    """The model thinks before it answers. Its budget has no effect: `max_tokens` bounds both."""
+    """The model thinks before it answers, for so many tokens at most."""
 
-    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 

@@ -155,6 +155,7 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
     enable_thinking: bool | None = None
     think: bool | ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -213,6 +214,10 @@ def check_chat_request(request: ChatRequest) -> None:
         _check_message(message, index)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    if request.thinking_token_budget == 0 and request.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "0 and prompt_logprobs exclude each other", param="thinking_token_budget"
+        )
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise InvalidRequest(

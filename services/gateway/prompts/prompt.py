@@ -208,6 +208,8 @@ class PromptBuilder:
         variables, found = self._template.variables, list[str]()
         if request.wants_thinking is not None and "enable_thinking" not in variables:
             found.append("enable_thinking")
+        if request.thinking_token_budget is not None and not self._thinks:
+            found.append("thinking_token_budget")
         if request.reasoning_effort and not {"reasoning_effort", "enable_thinking"} & variables:
             found.append("reasoning_effort")
         return found
