@@ -340,9 +340,9 @@ class ChatService:
         self.threads.close()
         self.parsers.close()
 
-    def check_model(self, name: str) -> None:
-        """Raises ModelNotFound if `name` is not the served model."""
-        if name != self.model_name:
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound if `name` is not the served model; None: whatever is served."""
+        if name is not None and name != self.model_name:
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
@@ -361,7 +361,7 @@ class ChatService:
         found = self.decoders.description()
         return found.max_model_len if found else None
 
-    def _decoder(self, model: str) -> pb.DescribeDecoderResponse:
+    def _decoder(self, model: str | None) -> pb.DescribeDecoderResponse:
         self.check_model(model)
         found = self.decoders.description()
         if found is None:

@@ -107,6 +107,16 @@ def test_tools_that_are_left_out_are_not_in_the_prompt(stack):
     assert [tool["type"] for tool in response.json()["tools"]] == ["function"]
 
 
+def test_without_a_model_it_is_the_one_that_is_served(stack):
+    for path in BASE:
+        for fields in ({}, {"model": None}):
+            body = {**BASE[path], **fields}
+            with stack.client() as client:
+                answer = client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == MODEL and not ignored(answer)
+
+
 def test_the_smaller_of_both_token_limits_holds(stack):
     for limits in ((2, 64), (64, 2)):
         answer = post(stack, CHAT, max_tokens=limits[0], max_completion_tokens=limits[1]).json()

@@ -34,7 +34,9 @@ class ChatEndpoint(Endpoint):
         options = request.stream_options
         continuous = bool(options and options.continuous_usage_stats)
         include_usage = bool(options and options.include_usage) or continuous
-        writer = ChunkWriter(work.response_id("chatcmpl"), now(), request.model, include_usage)
+        writer = ChunkWriter(
+            work.response_id("chatcmpl"), now(), self._service.model_name, include_usage
+        )
         usage = completion.usage() if continuous else None
         prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
         pieces = [
@@ -65,7 +67,7 @@ class ChatEndpoint(Endpoint):
         response = ChatCompletion(
             id=work.response_id("chatcmpl"),
             created=now(),
-            model=request.model,
+            model=self._service.model_name,
             choices=[
                 _response_choice(index, updates, request)
                 for index, updates in enumerate(updates_of)

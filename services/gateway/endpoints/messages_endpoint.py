@@ -113,7 +113,7 @@ class MessagesEndpoint(Endpoint):
         check_chat_request(chat)
         completion = await self.prepare(work, chat)
         message_id = f"msg_{work.response_id('').removeprefix('-')}"
-        answer = MessageAnswer(message_id, request.model, [], MessageUsage(0, 0))
+        answer = MessageAnswer(message_id, self._service.model_name, [], MessageUsage(0, 0))
         if not request.stream:
             updates = (await self.collect(completion))[0]
             answer.content = blocks([part for update in updates for part in update.parts])
@@ -163,7 +163,7 @@ def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
     for index, turn in enumerate(request.messages):
         messages.turn(turn, f"messages[{index}]")
     last = messages.found[-1] if messages.found else None
-    chat = ChatRequest(request.model, messages.found)
+    chat = ChatRequest(messages.found, request.model)
     if last is not None and last.role == "assistant" and not last.tool_calls:
         chat.continue_final_message = True
     if request.tools:

@@ -107,7 +107,9 @@ class ResponsesEndpoint(Endpoint):
         chat = to_chat(request, paths, before)
         check_chat_request(chat)
         completion = await self.prepare(work, chat, truncate=request.truncation == "auto")
-        writer = work.writer = ResponseWriter(request, work.response_id("resp"), completion)
+        writer = work.writer = ResponseWriter(
+            request, work.response_id("resp"), completion, self._service.model_name
+        )
         if not request.stream:
             for update in (await self.collect(completion))[0]:
                 writer.update(update)
@@ -164,7 +166,7 @@ def to_chat(
     logprobs = bool(request.top_logprobs) or (
         "message.output_text.logprobs" in (request.include or ())
     )
-    chat = ChatRequest(request.model, messages.found)
+    chat = ChatRequest(messages.found, request.model)
     chat.max_completion_tokens = request.max_output_tokens
     for name in (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
@@ -347,7 +349,13 @@ class ResponseWriter:
         response: as it is at the moment.
     """
 
-    def __init__(self, request: ResponsesRequest, response_id: str, completion: Completion) -> None:
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        response_id: str,
+        completion: Completion,
+        model_name: str,
+    ) -> None:
         self._completion = completion
         self._number = 0
         self._started = False
@@ -359,7 +367,7 @@ class ResponseWriter:
         self.response = ResponseObject(
             id=f"resp_{self._id}",
             created_at=now(),
-            model=request.model,
+            model=model_name,
             status="in_progress",
             output=[],
             instructions=request.instructions,

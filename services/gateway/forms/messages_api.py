@@ -172,7 +172,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/messages/count_tokens."""
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None

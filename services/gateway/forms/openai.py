@@ -141,8 +141,8 @@ _CHARACTERS_OF_A_TURN = 16  # rendering a message or a part takes as long
 class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    model: str
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: str | None = None
     max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
     logprobs: bool | None = None

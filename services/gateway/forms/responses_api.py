@@ -151,7 +151,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
 class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/responses."""
 
-    model: str
+    model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None

@@ -62,7 +62,7 @@ DROPS_LATE_SYSTEM = (
 def test_late_system_messages_as_the_template_takes_them(spec, tokenizer, template, taken, role):
     builder = builder_of(spec, tokenizer, template)
     late = Message(role, "Be brief.")
-    request = ChatRequest("m", [Message("user", "hi"), late, Message("user", "x")])
+    request = ChatRequest([Message("user", "hi"), late, Message("user", "x")], "m")
     if not taken:
         with pytest.raises(InvalidRequest) as refused:
             builder.draft(request, MANY)
