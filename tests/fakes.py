@@ -301,11 +301,12 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         await events.put(decoder_pb2.SequenceEvent(sequence_id=sequence_id, failed=failed))
 
     def _logprobs(self, token_id: int, sampling):
-        count = sampling.top_logprobs
+        count, named = sampling.top_logprobs, sampling.logprob_token_ids
+        likely = [float("-inf") if i == 2 else -0.5 - i for i in range(count)]
         return decoder_pb2.TokenLogprobs(
             logprob=-0.5,
-            top_token_ids=[token_id + i for i in range(count)],
-            top_logprobs=[float("-inf") if i == 2 else -0.5 - i for i in range(count)],
+            top_token_ids=[*(token_id + i for i in range(count)), *named],
+            top_logprobs=[*likely, *(-7.0 for _ in named)],
         )
 
 
