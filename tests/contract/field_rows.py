@@ -104,7 +104,8 @@ _CHAT_ROWS = [
         "max_tokens": 5, "max_completion_tokens": 5, "logprobs": True, "tools": [TOOL],
         "tool_choice": "none", "parallel_tool_calls": False, "include_reasoning": False,
         "chat_template_kwargs": {}, "add_generation_prompt": True, "include_stage_times": True,
-        "mm_processor_kwargs": {}, "stream": False, "stream_options": None, "min_pixels": None,
+        "mm_processor_kwargs": {}, "echo": True, "stream": False, "stream_options": None,
+        "min_pixels": None,
     }),
     Row(CHAT, {"logprobs": True, "top_logprobs": 2}, SERVED),
     Row(CHAT, {"logprobs": True, "logprob_token_ids": [5]}, SERVED),
@@ -120,7 +121,7 @@ _CHAT_ROWS = [
     *_rows(CHAT, {
         "reasoning_effort": "high", "enable_thinking": True, "verbosity": "low", "functions": [],
         "function_call": "auto", "modalities": ["text"], "audio": None, "web_search_options": None,
-        "echo": False, "add_special_tokens": False, "documents": None, "chat_template": None,
+        "add_special_tokens": False, "documents": None, "chat_template": None,
         "separate_reasoning": True, "moderation": None,
     }, hint=True),
     Row(CHAT, {"think": True}, "enable_thinking"),
@@ -130,7 +131,7 @@ _CHAT_ROWS = [
     *_refused(CHAT, {
         "functions": [FUNCTION], "function_call": {"name": "f"}, "modalities": ["text", "audio"],
         "audio": {"voice": "x"}, "web_search_options": {"search_context_size": "low"},
-        "echo": True, "add_special_tokens": True, "documents": [{"text": "x"}],
+        "add_special_tokens": True, "documents": [{"text": "x"}],
         "chat_template": "x", "suffix": "x", "prompt": "x", "separate_reasoning": False,
         "tool_choice": "required", "reasoning_effort": "extreme", "moderation": {"a": 1},
         "media_io_kwargs": {"video": {"num_frames": 4}},

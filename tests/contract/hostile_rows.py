@@ -173,7 +173,7 @@ def unserved() -> Iterator[Row]:
         "prompt_embeds": "x", "bad_words": ["x"] * 10000,
         "allowed_token_ids": [], "continue_final_message": True,
         "documents": [{}], "kv_transfer_params": {"a": 1}, "lora": "x", "__class__": 1,
-        "media_io_kwargs": {"a": 1}, "echo": True, "": 1,
+        "media_io_kwargs": {"a": 1}, "": 1,
     }.items():  # fmt: skip
         yield f"unserved {field}", body(**{field: value}), 400, field or None
     for given, param in (

@@ -156,6 +156,21 @@ def test_multi_byte_characters_stream_whole(client, stack):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_the_beginning_of_an_answer_can_be_echoed(client):
+    messages = [*HELLO, {"role": "assistant", "content": "An apple"}]
+    body = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+    options = {"model": MODEL, "messages": messages, "extra_body": body, "n": 2}
+    for choice in client.chat.completions.create(**options).choices:
+        assert choice.message.content == "An appleA red circle."
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == ["An appleA red circle."] * 2
+    asked = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"echo": True})
+    assert asked.choices[0].message.content == "A red circle."
+
+
 def test_stage_times(client):
     url = image_url(90, 80, (1, 2, 3))
     for expected in ("computed", "memory"):

@@ -6,6 +6,7 @@ from services.gateway.chat import Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
+from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import (
     DONE,
     ChatCompletion,
@@ -43,6 +44,11 @@ class ChatEndpoint(Endpoint):
             writer.role(choice, usage, None if choice else prompt_ids)
             for choice in range(len(completion.choices))
         ]
+        if echoed := request.echoed:
+            pieces += [
+                writer.update(Update(choice, [Text(echoed)], None, None), usage)
+                for choice in range(len(completion.choices))
+            ]
         async with aclosing(self._service.answer(completion)) as answer:
             async for updates in answer:
                 usage = completion.usage() if continuous else None
@@ -88,9 +94,12 @@ class ChatEndpoint(Endpoint):
 
 def _response_choice(index: int, updates: list[Update], request: ChatRequest) -> ResponseChoice:
     entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
+    parts = [part for update in updates for part in update.parts]
+    if request.echoed:
+        parts.insert(0, Text(request.echoed))
     choice = ResponseChoice(
         index,
-        assistant_message([part for update in updates for part in update.parts]),
+        assistant_message(parts),
         updates[-1].finish_reason or "stop",
         Logprobs(entries) if request.logprobs else None,
         updates[-1].stop_reason,

@@ -161,6 +161,7 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
     include_stage_times: bool | None = None
 
     @property
@@ -169,6 +170,18 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
         if self.enable_thinking is None and isinstance(self.think, bool):
             return self.think
         return self.enable_thinking
+
+    @property
+    def echoed(self) -> str:
+        """What answers begin with beside their own text: the last message, if it is an assistant's
+        and `echo` is true.
+        """
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant" or last.content is None:
+            return ""
+        if isinstance(last.content, str):
+            return last.content
+        return "".join(part.text for part in last.content if isinstance(part, TextPart))
 
     @property
     def num_characters(self) -> int:
