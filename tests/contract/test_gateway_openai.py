@@ -181,11 +181,23 @@ def test_stage_times(client):
             "fetch", "tokenize", "encode", "queue", "transfer", "prefill", "first_token", "total",
         }  # fmt: skip
         assert all(value >= 0 for value in answer.stage_times_ms.values())
+        times, metrics = answer.stage_times_ms, answer.metrics
+        assert metrics["time_to_first_token_ms"] == times["first_token"]
+        assert metrics["queue_time_ms"] == times["queue"]
+        generation_ms = times["total"] - times["first_token"]
+        assert metrics["generation_time_ms"] == pytest.approx(generation_ms, abs=2e-3)
+        assert metrics["mean_itl_ms"] == pytest.approx(generation_ms / 4, abs=2e-3)
+        assert metrics["tokens_per_second"] == pytest.approx(5e3 / times["total"], rel=1e-2)
         assert (
             answer.images
             == [{"encode_source": expected, "num_tokens": 64, "grid_thw": [1, 16, 16]}]
             or answer.images[0]["encode_source"] == expected
         )
+    last = list(client.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, max_tokens=1,
+        extra_body={"include_stage_times": True},
+    ))[-1]  # fmt: skip
+    assert last.metrics["tokens_per_second"] > 0 and "mean_itl_ms" not in last.metrics
 
 
 def test_models(client, stack):

@@ -13,9 +13,11 @@ from services.gateway.forms.responses import (
     ChunkWriter,
     LogprobEntry,
     Logprobs,
+    RequestMetrics,
     ResponseChoice,
     Update,
     assistant_message,
+    request_metrics,
 )
 
 
@@ -63,6 +65,7 @@ class ChatEndpoint(Endpoint):
                     completion.usage() if include_usage else None,
                     completion.timings.milliseconds() if with_times else None,
                     completion.image_reports() if with_times else None,
+                    _metrics(completion) if with_times else None,
                 )
             )
         await exchange.write(b"".join((*pieces, DONE)), last=True)
@@ -89,7 +92,14 @@ class ChatEndpoint(Endpoint):
         if request.include_stage_times:
             response.stage_times_ms = completion.timings.milliseconds()
             response.images = completion.image_reports()
+            response.metrics = _metrics(completion)
         await work.exchange.write_json(response)
+
+
+def _metrics(completion: Completion) -> RequestMetrics:
+    choices = completion.choices
+    num_tokens = sum(choice.num_tokens for choice in choices)
+    return request_metrics(completion.timings.milliseconds(), num_tokens, len(choices))
 
 
 def _response_choice(index: int, updates: list[Update], request: ChatRequest) -> ResponseChoice:
