@@ -82,6 +82,15 @@ def test_stream_without_usage_has_none(client):
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
+def test_no_usage_where_it_is_refused(client):
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chat = client.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, stream_options=options
+    )
+    text = client.completions.create(model=MODEL, prompt="x", stream=True, stream_options=options)
+    assert not [chunk for chunk in (*chat, *text) if chunk.usage]
+
+
 def test_continuous_usage(client):
     chunks = list(
         client.chat.completions.create(

@@ -35,7 +35,7 @@ class ChatEndpoint(Endpoint):
     async def _stream(self, work: Work, completion: Completion) -> None:
         request, exchange = completion.request, work.exchange
         options = request.stream_options
-        continuous = bool(options and options.continuous_usage_stats)
+        continuous = bool(options and options.continuous)
         include_usage = bool(options and options.include_usage) or continuous
         writer = ChunkWriter(
             work.response_id("chatcmpl"), now(), self._service.model_name, include_usage

@@ -75,7 +75,7 @@ class TextCompletionEndpoint(Endpoint):
     async def _stream(self, work: Work, writer: "_Writer") -> None:
         request, completions = writer.request, work.completions
         options = request.stream_options
-        continuous = bool(options and options.continuous_usage_stats)
+        continuous = bool(options and options.continuous)
         include_usage = bool(options and options.include_usage) or continuous
         answers = [self._service.answer(completion) for completion in completions]
         async with aclosing(merge(answers)) as merged:

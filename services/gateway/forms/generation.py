@@ -36,6 +36,11 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
+    @property
+    def continuous(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        return bool(self.continuous_usage_stats) and self.include_usage is not False
+
 
 class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """Inherited by the requests that have them."""
