@@ -96,11 +96,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--least", type=int, default=0, help="cases that have to pass")
     parser.add_argument("--log", type=Path, help="gets what pytest says")
+    parser.add_argument("--only", default="", help="files whose names have this")
     options = parser.parse_args()
     source, python = source_of(), python_of()
-    said = run(python, source, "entrypoints", *(f"tests/{name}" for name in FILES))
-    tools = (f"tests/{name}" for name in TOOL_FILES)
-    said += run(python, source, "tool_use", "--models", "hermes", "-k", "hermes", *tools)
+    said = ""
+    if files := [f"tests/{name}" for name in FILES if options.only in name]:
+        said += run(python, source, "entrypoints", *files)
+    if files := [f"tests/{name}" for name in TOOL_FILES if options.only in name]:
+        said += run(python, source, "tool_use", "--models", "hermes", "-k", "hermes", *files)
     if options.log:
         options.log.write_text(said)
     outcomes: dict[str, str] = {}

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -109,7 +110,8 @@ class _Writer:
         greedy = self._sampling.temperature == 0
         self._random = None if greedy else random.Random(self._sampling.seed)
         mood = 0 if self._random is None else self._random.randrange(1 << 16)
-        candidates = [[*self._encode(text), self._end] for text in answers(prompt, mood)]
+        texts = answers(prompt, mood, _schema_of(submit))
+        candidates = [[*self._encode(text), self._end] for text in texts]
         self._matcher = self._begins_after = None
         if submit.HasField("grammar"):
             self._matcher = self._compile(decoder.directory, submit.grammar)
@@ -220,6 +222,14 @@ class _Writer:
         return len(ids)
 
 
+def _schema_of(submit: pb.Submit) -> dict[str, Any] | None:
+    """Of the JSON that the answer has to be."""
+    if submit.grammar.kind == pb.Grammar.KIND_JSON_SCHEMA:
+        return json.loads(submit.grammar.text)
+    _, found, text = submit.grammar.text.partition("answer: %json ")
+    return json.JSONDecoder().raw_decode(text)[0] if found else None
+
+
 def _logprobs(token: int, sampling: pb.SamplingParams) -> pb.TokenLogprobs:
     count = sampling.top_logprobs
     top = [token, *(other for other in range(count + 1) if other != token)][:count]
@@ -246,7 +256,7 @@ class ScriptedStack(GatewayStack):
         assert template.count(_PROMPT) == 1
         switch = (
             f"{_PROMPT}{{%- if enable_thinking | default({default}) %}}{{{{- '<think>\\n' }}}}"
-            "{%- else %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+            "{%- elif enable_thinking is defined %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
         )
         path.write_text(template.replace(_PROMPT, switch))
         config = json.loads((self.model_directory / "config.json").read_text())
@@ -266,13 +276,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--served-model-name", default=MODEL)
     parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--api-key", default="")
     parser.add_argument("--thinks", action="store_true", help="unless a request says otherwise")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         stack = ScriptedStack(
             Path(directory), thinks=options.thinks, max_model_len=options.max_model_len,
             port=options.port, served_model_name=options.served_model_name,
-            allow_private_media_hosts=True,
+            allow_private_media_hosts=True, api_keys=options.api_key,
         )  # fmt: skip
         print(f"ready: {stack.url} {stack.model_directory}", flush=True)
         signal.sigwait({signal.SIGTERM, signal.SIGINT})
