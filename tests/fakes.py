@@ -166,6 +166,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         self.leave_after: int | None = None
         self.submits: list[decoder_pb2.Submit] = []
         self.cancelled: list[int] = []
+        self.num_resets = 0
         self.running: dict[int, asyncio.Task[None]] = {}
 
     def register(self, server):
@@ -178,6 +179,10 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         if self.load is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "silent")
         return self.load
+
+    async def ResetPrefixCache(self, request, context):
+        self.num_resets += 1
+        return decoder_pb2.ResetPrefixCacheResponse()
 
     async def Generate(self, request_iterator, context):
         events: asyncio.Queue[decoder_pb2.SequenceEvent | None] = asyncio.Queue()

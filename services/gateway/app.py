@@ -28,6 +28,7 @@ from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.endpoints.chat_endpoint import ChatEndpoint
+from services.gateway.endpoints.operations import scope_of
 from services.gateway.endpoints.routes import Routes
 from services.gateway.endpoints.surfaces import create_surfaces
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
@@ -130,7 +131,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     )  # fmt: skip
     app = _application([*routes.table(), warm_up.route], lifespan)
     middleware: ASGIApp = Middleware(
-        app, routes.endpoints, admission, keyring, quotas, warm_up.path
+        app, routes.endpoints, admission, keyring, quotas, warm_up.path, scope_of
     )
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
     return Gateway(
@@ -187,8 +188,9 @@ def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[Kept, int]:
 
 
 def _keyring(settings: GatewaySettings) -> Keyring:
-    keyring = Keyring(settings.keys, settings.api_keys_file)
-    if keyring.is_open and not is_loopback(settings.host) and not settings.allow_anonymous:
+    private = is_loopback(settings.host)
+    keyring = Keyring(settings.keys, settings.api_keys_file, is_private=private)
+    if keyring.is_open and not private and not settings.allow_anonymous:
         raise SettingsError(
             f"without API keys, everybody who reaches {settings.host}:{settings.port} would be "
             "served: set GATEWAY_API_KEYS or GATEWAY_API_KEYS_FILE (`triptych key` makes keys), or "

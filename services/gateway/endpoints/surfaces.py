@@ -16,6 +16,7 @@ from services.gateway.endpoints.endpoint import Endpoint
 from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, TokenCounter
 from services.gateway.endpoints.openapi import openapi_document
+from services.gateway.endpoints.operations import Operations
 from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
 from services.gateway.endpoints.routes import package_version
 from services.gateway.endpoints.text_completions_endpoint import TextCompletionEndpoint
@@ -60,6 +61,7 @@ def create_surfaces(
             Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
             *TokenizationRoutes(service, admission, model_directory).table(),
             *answers.table(),
+            *Operations(service, admission, metrics).table(),
             Route("/openapi.json", _openapi, methods=["GET"]),
         ],
     )
