@@ -109,6 +109,8 @@ _CHAT_ROWS = [
     }),
     Row(CHAT, {"logprobs": True, "top_logprobs": 2}, SERVED),
     Row(CHAT, {"logprobs": True, "logprob_token_ids": [5]}, SERVED),
+    Row(CHAT, {"messages": [user(), {"role": "assistant", "content": "x"}], "echo": True,
+               "continue_final_message": True, "add_generation_prompt": False}, SERVED),
     Row(CHAT, {"max_tokens": 5, "max_completion_tokens": 3}, SERVED),
     Row(CHAT, {"tools": []}, SERVED),
     Row(CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
@@ -202,6 +204,9 @@ _TEXT_ROWS = [
             "stream_options": None,
         },
     ),
+    Row(TEXT, {"prompt": [1, 2, 3]}, SERVED),
+    Row(TEXT, {"logprobs": 1, "logprob_token_ids": [5]}, SERVED),
+    Row(TEXT, {"thinking_token_budget": 5}, Refused("thinking_token_budget")),
     *_rows(TEXT, {"suffix": "", "prompt_embeds": None, "tools": [], "moderation": None}, hint=True),
     *_refused(TEXT, {"suffix": "x", "prompt_embeds": "x", "tools": [TOOL], "messages": [user()]}),
 ]
@@ -214,8 +219,14 @@ _RESPONSE_ROWS = [
         "tool_choice": "none", "parallel_tool_calls": False, "reasoning": {"summary": "auto"},
         "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
         "cache_salt": "x", "stream": True, "stream_options": None, "metadata": {"a": "b"},
-        "user": "u", "store": False, "truncation": "auto",
+        "user": "u", "store": False, "truncation": "auto", "presence_penalty": 1,
+        "frequency_penalty": 1, "logit_bias": {"5": 1}, "stop_token_ids": [5],
+        "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "include_reasoning": False, "structured_outputs": {"choice": ["a"]},
+        "mm_processor_kwargs": {}, "priority": 1, "chat_template_kwargs": {},
     }),
+    Row(RESPONSES, {"thinking_token_budget": 5}, "thinking_token_budget"),
+
     *_rows(RESPONSES, {
         "safety_identifier": "x", "service_tier": "auto", "prompt_cache_key": "k",
         "prompt_cache_retention": "24h", "prompt_cache_options": {"x": 1}, "client_metadata":
@@ -223,10 +234,15 @@ _RESPONSE_ROWS = [
         "context_management": [{"type": "compaction"}], "enable_response_messages": False,
         "request_id": "r", "session_id": "s", "mm_payload": "none", "moderation": None,
         "use_beam_search": False, "access_programs": None, "image": None,
+        "ec_transfer_params": None, "kv_transfer_params": None, "media_io_kwargs": {},
+        "previous_input_messages": [], "return_mm_kwargs": False, "vllm_xargs": None,
+        "spaces_between_special_tokens": True, "watermarking": False,
     }, hint=True),
     *_refused(RESPONSES, {
         "background": True, "conversation": "c", "prompt": {"id": "x"}, "image": "x",
         "enable_response_messages": True, "moderation": {"a": 1}, "access_programs": ["x"],
+        "kv_transfer_params": {"a": 1}, "previous_input_messages": [{"a": 1}],
+        "spaces_between_special_tokens": False, "vllm_xargs": {"a": 1},
     }),
     *[
         Row(RESPONSES, {"tools": [{"type": kind}, FLAT]}, f"tools.{kind}")
@@ -261,6 +277,7 @@ _MESSAGE_ROWS = [
     *_rows(MESSAGES, {
         "system": "x", "stop_sequences": ["x"], "stream": True, "temperature": 0.5, "top_p": 0.5,
         "top_k": 5, "thinking": {"type": "adaptive"}, "tool_choice": {"type": "none"},
+        "max_tokens": 5, "cache_salt": "x", "chat_template_kwargs": {},
     }),
     *_rows(MESSAGES, {
         "metadata": {"user_id": "u"}, "service_tier": "auto", "inference_geo": "eu", "speed":
@@ -268,6 +285,8 @@ _MESSAGE_ROWS = [
         "cache_control": {"type": "ephemeral"}, "context_management": {"edits": [{"type": "x"}]},
         "container": None, "mcp_servers": [], "compaction": None, "fallbacks": None,
         "billing_policy": None, "fallback_credit_token": None, "thread": None,
+        "ec_transfer_params": None, "kv_transfer_params": {}, "mm_payload": "", "vllm_xargs": None,
+        "return_mm_kwargs": None, "watermarking": None,
     }, hint=True),
     *_refused(MESSAGES, {
         "container": "x", "mcp_servers": [{"type": "url"}], "compaction": {"a": 1},

@@ -327,3 +327,16 @@ def test_functions_of_namespaces(stack):
     assert post(stack, tools=[group], tool_choice=choice).status_code == 200
     twice = post(stack, tools=[group, group])
     assert twice.json()["error"]["param"] == "tools[1].tools[0].name"
+
+
+def test_sampling_fields_of_chat_reach_the_decoder(stack):
+    fields = {
+        "presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"5": 2},
+        "stop_token_ids": [7], "priority": -3, "structured_outputs": {"choice": ["a", "b"]},
+    }  # fmt: skip
+    assert post(stack, **fields).status_code == 200
+    (submit,) = stack.decoder.submits
+    sampling = submit.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.5, 0.5)
+    assert dict(sampling.logit_bias) == {5: 2.0} and 7 in sampling.stop_token_ids
+    assert submit.priority == -3 and submit.HasField("grammar")

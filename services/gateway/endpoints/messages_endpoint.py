@@ -172,6 +172,7 @@ def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
             paths[f"tools[{index}].function"] = f"tools[{index}]"
             paths[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
     chat.tool_choice, chat.parallel_tool_calls = _tool_choice(request)
+    chat.chat_template_kwargs, chat.cache_salt = request.chat_template_kwargs, request.cache_salt
     match request.thinking:
         case EnabledThinking():
             chat.enable_thinking = True

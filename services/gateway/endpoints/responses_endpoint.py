@@ -170,7 +170,9 @@ def to_chat(
     chat.max_completion_tokens = request.max_output_tokens
     for name in (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
-        "ignore_eos",
+        "ignore_eos", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids",
+        "include_stop_str_in_output", "skip_special_tokens", "include_reasoning",
+        "thinking_token_budget", "structured_outputs", "mm_processor_kwargs", "priority",
         "chat_template_kwargs", "cache_salt", "parallel_tool_calls",
     ):  # fmt: skip
         setattr(chat, name, getattr(request, name))

@@ -179,6 +179,8 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: AutoChoice | AnyChoice | ToolNameChoice | NoChoice | None = None
     thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):

@@ -40,6 +40,7 @@ MAX_PARTS = 1024
 _Detail = Literal["auto", "low", "high", "original"]
 _Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 ImageUuid = Annotated[str, Meta(min_length=1, max_length=256)]
+ThinkingTokens = Annotated[int, Meta(ge=-1, le=1 << 31)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -155,7 +156,7 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    thinking_token_budget: ThinkingTokens | None = None
     enable_thinking: bool | None = None
     think: bool | ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None

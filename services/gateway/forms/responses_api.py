@@ -10,11 +10,20 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
-from services.gateway.forms.answer_formats import JsonObjectFormat, JsonSchema, TextFormat
+from services.gateway.forms.answer_formats import (
+    JsonObjectFormat,
+    JsonSchema,
+    StructuredOutputs,
+    TextFormat,
+)
 from services.gateway.forms.generation import (
     MAX_STOPS,
     MAX_TOP_LOGPROBS,
+    LogitBias,
+    Penalty,
+    Priority,
     StopString,
+    StopTokenIds,
 )
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json
@@ -23,7 +32,9 @@ from services.gateway.forms.openai import (
     MAX_PARTS,
     ImageUrl,
     ImageUuid,
+    MultimodalOptions,
     ReasoningEffort,
+    ThinkingTokens,
 )
 from services.gateway.forms.responses import LogprobEntry
 from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition, ToolName
@@ -163,6 +174,17 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: ThinkingTokens | None = None
+    structured_outputs: StructuredOutputs | None = None
+    mm_processor_kwargs: MultimodalOptions | None = None
+    priority: Priority | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
