@@ -75,6 +75,13 @@ def test_thoughts_and_calls_are_part_of_it(thinking):
         assert found == prompt(thinking)
 
 
+def test_long_turns_are_kept_too(stack):
+    metadata = {"note": "x" * 90_000}
+    first = post(stack, input="one", metadata=metadata).json()
+    assert get(stack, first["id"]).json() == first and first["metadata"] == metadata
+    assert post(stack, previous_response_id=first["id"]).status_code == 200
+
+
 def test_streams_are_kept_and_say_so(stack):
     events = events_of(post(stack, stream=True))
     done = events[-1]["response"]

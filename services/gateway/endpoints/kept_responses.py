@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.common.errors import InvalidRequest, NotFound
+from services.gateway.chat import ChatService
 from services.gateway.forms.openai import MAX_MESSAGES, ImageUrl
 from services.gateway.forms.responses import encode_json
 from services.gateway.forms.responses_api import (
@@ -39,6 +40,8 @@ from services.gateway.tenancy.tenants import tenant_of
 
 # Of the turns before one, without images.
 _MAX_BYTES = 4 << 20
+_INLINE_BYTES = 64 << 10  # takes at most some ms to parse
+_MAX_ID_LENGTH = 256
 
 
 class _Turn(Struct, omit_defaults=True):
@@ -53,9 +56,15 @@ _decoder = msgspec.json.Decoder(_Turn)
 
 
 class KeptResponses:
-    """Turns in the store, and the views of them."""
+    """Turns in the store, and the views of them.
 
-    def __init__(self, kept: Kept) -> None:
+    Args:
+        service: its parser thread reads long turns.
+        kept: the store.
+    """
+
+    def __init__(self, service: ChatService, kept: Kept) -> None:
+        self._service = service
         self._kept = kept
 
     def table(self) -> list[Route]:
@@ -139,7 +148,9 @@ class KeptResponses:
         data = await self._kept.get(tenant, _name(response_id))
         if data is not None:
             with suppress(msgspec.DecodeError):  # of another version's gateway
-                return _decoder.decode(data), len(data)
+                if len(data) <= _INLINE_BYTES:
+                    return _decoder.decode(data), len(data)
+                return await self._service.parsers.run(_decoder.decode, data), len(data)
         raise self._not_found(response_id, param)
 
     def _not_found(self, response_id: str, param: str | None) -> NotFound:
@@ -192,7 +203,7 @@ class KeptResponses:
 
 
 def _name(response_id: str) -> str:
-    return f"response:{response_id}"
+    return f"response:{response_id[:_MAX_ID_LENGTH]}"
 
 
 def _as_input(item: OutputItem) -> InputItem:

@@ -48,7 +48,7 @@ def create_surfaces(
     kept: Kept,
 ) -> Surfaces:
     """All that this gateway serves."""
-    answers = KeptResponses(kept)
+    answers = KeptResponses(service, kept)
     parts = service, admission, metrics
     counter = TokenCounter(service, admission)
     return Surfaces(
