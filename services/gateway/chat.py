@@ -225,8 +225,9 @@ class ChatService:
             TriptychError: the request failed.
         """
         budget = thinking_budget(
-            completion.request, completion.answer_format, completion.choices, self.tokenizer
-        )
+            completion.request, completion.answer_format, completion.choices, self.tokenizer,
+            is_held=completion.prepared.grammar is not None,
+        )  # fmt: skip
         attempts = Attempts(
             completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s,
             budget,

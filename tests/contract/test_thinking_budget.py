@@ -145,6 +145,9 @@ def test_a_grammar_begins_behind_it(thinking, reply):
     asked(thinking, thinking_token_budget=BUDGET, response_format={"type": "json_object"})
     for submit in thinking.decoder.submits:
         assert submit.HasField("grammar")
+    # JSON has no empty line before it.
+    close = encode(thinking.tokenizer, "</think>")
+    assert generated(thinking.decoder.submits[1]) == reply[:BUDGET] + close
 
 
 def test_models_that_do_not_think_name_it(stack):

@@ -51,7 +51,8 @@ def answers(prompt: str, mood: int = 0, schema: dict[str, Any] | None = None) ->
     results = _RESULT.findall(asked)
     said = [_words(text) for role, text in turns if role in ("user", "assistant")][:-1]
     number = sum(role == "assistant" for role, _ in turns) - 1
-    if schema is not None:
+    if schema is not None:  # no line break before it
+        thought = thought.rstrip("\n")
         return [thought + _json(schema, _words(asked), number)]
     ending = _FINISH.search(turns[0][1]) if turns[0][0] == "system" else None
     reply = _reply(said, mood) + (f" {ending[1]}." if ending else "")

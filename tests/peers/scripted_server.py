@@ -116,7 +116,7 @@ class _Writer:
         if submit.HasField("grammar"):
             self._matcher = self._compile(decoder.directory, submit.grammar)
             self._begins_after = list(submit.grammar.begins_after)
-            candidates.sort(key=lambda c: -self._accepted(c))
+            candidates.sort(key=self._rejected)
         self._script = candidates[0] if candidates else []
         self._filler = self._fillers()
         self._bias = dict(self._sampling.logit_bias)
@@ -205,6 +205,11 @@ class _Writer:
             return compile_grammar(vocabulary, kind, text, grammar.probe).state
         except InvalidGrammar as error:
             raise _Refused(error.message) from None
+
+    def _rejected(self, ids: list[int]) -> int:
+        """Of a candidate that the grammar takes 0; else fewer for one that goes further."""
+        accepted = self._accepted(ids)
+        return 0 if accepted == len(ids) else (1 << 20) - accepted
 
     def _accepted(self, ids: list[int]) -> int:
         """How many of the tokens the grammar takes in a row."""

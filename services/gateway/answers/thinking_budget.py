@@ -13,7 +13,7 @@ from services.gateway.answers.reasoning import CLOSE, OPEN
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
-_BREAK = "\n\n"
+_EMPTY_LINE = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +22,23 @@ class ThinkingBudget:
 
     Attributes:
         num_tokens: of an answer, from its start on; an opening tag counts.
+        is_held: what follows the reasoning is held to a grammar, which may allow no empty line.
     """
 
     num_tokens: int
+    is_held: bool
     _choices: Sequence[Choice]
     _tokenizer: ModelTokenizer
 
     def ids_behind(self, choice: int) -> list[int]:
         """What closes the reasoning of a choice that has come to the budget; empty: nothing."""
-        found, encode = self._choices[choice], self._tokenizer.encode_text
+        found, tokenizer = self._choices[choice], self._tokenizer
+        line = tokenizer.encode_text(_EMPTY_LINE)
+        close = [*end_of_reasoning(tokenizer), *(() if self.is_held else line)]
         if found.thinking:
-            return [*end_of_reasoning(self._tokenizer), *encode(_BREAK)]
+            return close
         if not found.num_tokens:  # the model would open it
-            close = end_of_reasoning(self._tokenizer)
-            return [*_tag(self._tokenizer, OPEN), *encode(_BREAK), *close, *encode(_BREAK)]
+            return [*_tag(tokenizer, OPEN), *line, *close]
         return []
 
 
@@ -44,12 +47,14 @@ def thinking_budget(
     answer_format: AnswerFormat,
     choices: Sequence[Choice],
     tokenizer: ModelTokenizer,
+    *,
+    is_held: bool,
 ) -> ThinkingBudget | None:
     """The budget that a request names, if its answers may think."""
     num_tokens = request.thinking_token_budget
     if num_tokens is None or num_tokens < 0 or not answer_format.thinks:
         return None
-    return ThinkingBudget(num_tokens, choices, tokenizer)
+    return ThinkingBudget(num_tokens, is_held, choices, tokenizer)
 
 
 def end_of_reasoning(tokenizer: ModelTokenizer) -> tuple[int, ...]:
