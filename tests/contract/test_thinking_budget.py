@@ -10,7 +10,8 @@ from tests.unit.gateway.test_answers import encode
 
 THOUGHT = "<think>\nOne two three four five six seven eight."
 CLOSED = "</think>\n\n"
-BUDGET = 12
+BUDGET = 11
+LEG = BUDGET + 1  # with the tag that opens the reasoning
 
 
 @pytest.fixture
@@ -44,20 +45,20 @@ def test_reasoning_ends_at_the_budget_and_the_answer_goes_on(thinking, reply, to
     thinking.decoder.tokens_per_event = tokens_per_event
     answer = asked(thinking, thinking_token_budget=BUDGET, min_tokens=20, seed=7)
     first, second = thinking.decoder.submits
-    assert (first.sampling.max_tokens, first.sampling.min_tokens) == (BUDGET, BUDGET)
+    assert (first.sampling.max_tokens, first.sampling.min_tokens) == (LEG, LEG)
     assert (second.sampling.max_tokens, second.sampling.min_tokens) == (200, 20)
     assert first.sampling.seed == second.sampling.seed == 7
-    begin = reply[:BUDGET] + closing(thinking)
+    begin = reply[:LEG] + closing(thinking)
     assert generated(first) == [] and generated(second) == begin
     (choice,) = answer["choices"]
     ids = begin + reply[len(begin) :]
     assert choice["token_ids"][:-1] == ids
     assert choice["finish_reason"] == "stop"
-    reasoning = text_of(thinking, reply[:BUDGET]).removeprefix("<think>\n")
+    reasoning = text_of(thinking, reply[:LEG]).removeprefix("<think>\n")
     assert choice["message"]["reasoning_content"] == reasoning
     assert choice["message"]["content"] == text_of(thinking, reply[len(begin) :]).lstrip("\n")
     assert answer["usage"]["completion_tokens"] == len(ids) + 1
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": BUDGET + 1}
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": LEG + 1}
 
 
 def test_a_stream_has_the_same(thinking, reply):
@@ -70,10 +71,10 @@ def test_a_stream_has_the_same(thinking, reply):
 
 
 def test_who_has_stopped_thinking_goes_on_undisturbed(thinking, reply):
-    budget = len(reply) - 2
+    budget = len(reply) - 3
     answer = asked(thinking, thinking_token_budget=budget)["choices"][0]
     assert answer["token_ids"][:-1] == reply
-    assert [generated(submit) for submit in thinking.decoder.submits] == [[], reply[:budget]]
+    assert [generated(submit) for submit in thinking.decoder.submits] == [[], reply[: budget + 1]]
 
 
 @pytest.mark.parametrize("budget", [-1, 150, 200, 1000])
@@ -85,7 +86,7 @@ def test_a_budget_that_is_not_reached_costs_nothing(thinking, reply, budget):
 
 def test_every_choice_has_it(thinking, reply):
     answer = asked(thinking, thinking_token_budget=BUDGET, n=3, seed=1)
-    begin = reply[:BUDGET] + closing(thinking)
+    begin = reply[:LEG] + closing(thinking)
     assert len(thinking.decoder.submits) == 6
     for choice in answer["choices"]:
         assert choice["token_ids"][: len(begin)] == begin
@@ -104,10 +105,10 @@ def test_without_a_budget_for_thoughts_there_are_none(thinking, reply):
 def test_what_closes_it_may_use_up_the_answer(thinking, reply):
     for more in (0, 1):
         thinking.decoder.submits.clear()
-        answer = asked(thinking, thinking_token_budget=BUDGET, max_tokens=BUDGET + 1 + more)
+        answer = asked(thinking, thinking_token_budget=BUDGET, max_tokens=LEG + 1 + more)
         (choice,) = answer["choices"]
         assert choice["finish_reason"] == "length"
-        assert len(choice["token_ids"]) == BUDGET + 1 + more
+        assert len(choice["token_ids"]) == LEG + 1 + more
         assert choice["message"]["content"] is None
         assert len(thinking.decoder.submits) == 1
 
@@ -115,7 +116,7 @@ def test_what_closes_it_may_use_up_the_answer(thinking, reply):
 def test_a_stop_string_at_the_budget_ends_the_answer(thinking):
     thinking.decoder.reply = encode(thinking.tokenizer, "<think>\nx\n</think>\n\nA stop B")
     stops = len(encode(thinking.tokenizer, "<think>\nx\n</think>\n\nA stop"))
-    answer = asked(thinking, thinking_token_budget=stops, stop="stop")["choices"][0]
+    answer = asked(thinking, thinking_token_budget=stops - 1, stop="stop")["choices"][0]
     assert (answer["finish_reason"], answer["message"]["content"]) == ("stop", "A ")
     assert len(thinking.decoder.submits) == 1
 
@@ -130,7 +131,7 @@ def test_a_lost_decoder_changes_nothing(loop_thread, tmp_path):
             decoder.reply = reply
         whole = asked(stack, thinking_token_budget=BUDGET, seed=1)["choices"]
         used = next(decoder for decoder in stack.decoders if decoder.submits)
-        for after in (4, BUDGET + 4):  # before the budget, behind it
+        for after in (4, LEG + 4):  # before the budget, behind it
             used.die_after = after
             before = stack.metric("gateway_handovers_total")
             assert asked(stack, thinking_token_budget=BUDGET, seed=1)["choices"] == whole
@@ -147,7 +148,7 @@ def test_a_grammar_begins_behind_it(thinking, reply):
         assert submit.HasField("grammar")
     # JSON has no empty line before it.
     close = encode(thinking.tokenizer, "</think>")
-    assert generated(thinking.decoder.submits[1]) == reply[:BUDGET] + close
+    assert generated(thinking.decoder.submits[1]) == reply[:LEG] + close
 
 
 def test_models_that_do_not_think_name_it(stack):

@@ -260,7 +260,7 @@ class ScriptedStack(GatewayStack):
         template = path.read_text()
         assert template.count(_PROMPT) == 1
         switch = (
-            f"{_PROMPT}{{%- if enable_thinking | default({default}) %}}{{{{- '<think>\\n' }}}}"
+            f"{_PROMPT}{{%- if enable_thinking | default({default}) %}}{{{{- '<think>' }}}}"
             "{%- elif enable_thinking is defined %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
         )
         path.write_text(template.replace(_PROMPT, switch))

@@ -21,7 +21,7 @@ class ThinkingBudget:
     """Of one request.
 
     Attributes:
-        num_tokens: of an answer, from its start on; an opening tag counts.
+        num_tokens: of an answer, from its start on, with the tag that opens its reasoning.
         is_held: what follows the reasoning is held to a grammar, which may allow no empty line.
     """
 
@@ -54,6 +54,8 @@ def thinking_budget(
     num_tokens = request.thinking_token_budget
     if num_tokens is None or num_tokens < 0 or not answer_format.thinks:
         return None
+    if num_tokens and answer_format.reasoning == "optional":
+        num_tokens += len(_tag(tokenizer, OPEN))
     return ThinkingBudget(num_tokens, is_held, choices, tokenizer)
 
 
