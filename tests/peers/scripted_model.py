@@ -78,6 +78,8 @@ def _reply(said: Sequence[str], mood: int) -> str:
     for fact, known in _FACTS.items():
         if fact.lower() in asked.lower():
             return f"The {fact} is {known}."
+    if found := re.search("Repeat after me: (.+)", asked):
+        return found[1]
     if (result := _result(asked)) is not None:
         return str(result) if "without any other text" in asked else f"The result is {result}."
     if found := _TIMES.search(asked):
