@@ -110,7 +110,7 @@ class _Writer:
         greedy = self._sampling.temperature == 0
         self._random = None if greedy else random.Random(self._sampling.seed)
         mood = 0 if self._random is None else self._random.randrange(1 << 16)
-        texts = answers(prompt, mood, _schema_of(submit))
+        texts = _choices_of(submit, prompt) or answers(prompt, mood, _schema_of(submit))
         candidates = [[*self._encode(text), self._end] for text in texts]
         self._matcher = self._begins_after = None
         if submit.HasField("grammar"):
@@ -225,6 +225,15 @@ class _Writer:
             if token != self._end:
                 state.consume_token(token)
         return len(ids)
+
+
+def _choices_of(submit: pb.Submit, prompt: str) -> list[str]:
+    """What the answer may be, another one first each turn; nothing where the model thinks."""
+    if submit.grammar.kind != pb.Grammar.KIND_CHOICE or prompt.endswith("<think>"):
+        return []
+    choices = json.loads(submit.grammar.text)
+    turn = (prompt.count("<|im_start|>assistant") - 1) % len(choices)
+    return [*choices[turn:], *choices[:turn]]
 
 
 def _schema_of(submit: pb.Submit) -> dict[str, Any] | None:
