@@ -137,12 +137,14 @@ class RemoteOpenAIServer:
 
 
 def _option(args, name):
+    """Of several, the last."""
+    found = None
     for index, arg in enumerate(args):
         if arg == name and index + 1 < len(args):
-            return args[index + 1]
-        if arg.startswith(f"{name}="):
-            return arg.partition("=")[2]
-    return None
+            found = args[index + 1]
+        elif arg.startswith(f"{name}="):
+            found = arg.partition("=")[2]
+    return found
 
 
 sys.meta_path.insert(0, _Finder())
