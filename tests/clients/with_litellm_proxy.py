@@ -61,10 +61,9 @@ def ask(client, messages, model="openai", **options):
     )
 
 
-def cells(url):
-    """Each for both of LiteLLM's providers of such servers."""
+def openai_cells(url):
+    """Those of OpenAI's client."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=200)
-    claude = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=200)
 
     def text(model):
         assert ask(client, HELLO, model).choices[0].message.content
@@ -120,6 +119,24 @@ def cells(url):
     def effort(model):
         assert ask(client, HELLO, model, reasoning_effort="low").choices[0].message.content
 
+    def responses(model):
+        assert client.responses.create(model=model, input=QUESTION).output_text
+
+    def responses_second_turn(model):
+        first = client.responses.create(model=model, input=QUESTION)
+        history = [*HELLO, *[item.model_dump() for item in first.output], *HELLO]
+        assert client.responses.create(model=model, input=history).output_text
+
+    return (
+        text, image, streaming, tools, tools_streaming, structured, responses, second_turn,
+        tool_result, effort, responses_second_turn,
+    )  # fmt: skip
+
+
+def messages_cells(url):
+    """Those of Anthropic's client."""
+    claude = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=200)
+
     def messages(model):
         answer = claude.messages.create(model=model, max_tokens=100, messages=HELLO)
         assert answer.content[0].text
@@ -134,23 +151,11 @@ def cells(url):
         with claude.messages.stream(model=model, max_tokens=100, messages=HELLO) as stream:
             assert "".join(stream.text_stream) == stream.get_final_text() != ""
 
-    def responses(model):
-        assert client.responses.create(model=model, input=QUESTION).output_text
-
-    def responses_second_turn(model):
-        first = client.responses.create(model=model, input=QUESTION)
-        history = [*HELLO, *[item.model_dump() for item in first.output], *HELLO]
-        assert client.responses.create(model=model, input=history).output_text
-
-    found = (
-        text, image, streaming, tools, tools_streaming, structured, responses, second_turn,
-        tool_result, effort, messages, messages_second_turn, messages_streaming,
-        responses_second_turn,
-    )  # fmt: skip
-    return {cell.__name__: partial(for_all, cell) for cell in found}
+    return messages, messages_second_turn, messages_streaming
 
 
 def for_all(cell):
+    """With each of LiteLLM's providers of such servers."""
     for model in PROVIDERS:
         cell(model)
 
@@ -159,7 +164,9 @@ with tempfile.TemporaryDirectory() as directory:
     port = free_port()
     proxy = start(directory, port)
     try:
-        report_cells(**cells(f"http://127.0.0.1:{port}"))
+        url = f"http://127.0.0.1:{port}"
+        found = (*openai_cells(url), *messages_cells(url))
+        report_cells(**{cell.__name__: partial(for_all, cell) for cell in found})
     finally:
         proxy.terminate()
         proxy.wait()
