@@ -331,7 +331,7 @@ def null_stack(directory: Path, tick_s: float = _NULL_TICK_S) -> Generator[Stack
     with ExitStack() as children:
         target, _ = gateway.start_stack(
             load, gateway.Link(), directory / "sent.json", children, keys[_QUIET],
-            GATEWAY_API_KEYS_FILE=str(directory / "keys.json"),
+            GATEWAY_API_KEYS=f"file:{directory}/keys.json",
         )  # fmt: skip
         url = f"http://{target.host}:{target.port}"
         targets = {name: Target.from_url(url, key) for name, key in keys.items()}
@@ -343,7 +343,7 @@ def demo_stack(directory: Path) -> Generator[Stack]:
     """`triptych serve` with the demonstration model."""
     keys = _write_keys(directory / "keys.json")
     command = [sys.executable, "-m", "triptych", "serve", "--port", "0"]
-    environment = os.environ | {"GATEWAY_API_KEYS_FILE": str(directory / "keys.json")}
+    environment = os.environ | {"GATEWAY_API_KEYS": f"file:{directory}/keys.json"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     try:
         assert process.stdout is not None

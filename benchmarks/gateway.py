@@ -193,13 +193,12 @@ def start_stack(
     decoder = start("benchmarks.gateway", "--decoder", settings.model_dump_json())
     gateways = [
         start(
-            "services.gateway",
+            "services.gateway", "--shared-port", str(port),
             GATEWAY_MODEL=str(_MODEL), GATEWAY_SERVED_MODEL_NAME="null",
-            GATEWAY_PORT=str(own_port), GATEWAY_SHARED_PORT=str(port),
+            GATEWAY_PORT=str(own_port),
             GATEWAY_METRICS_PORT="0",
             GATEWAY_ENCODER_ADDRESSES="127.0.0.1:1", GATEWAY_SHUTDOWN_GRACE_S="0",
             GATEWAY_DECODER_ADDRESSES=decoder_address, GATEWAY_LOG_LEVEL="ERROR",
-            GATEWAY_MAX_CONCURRENT_REQUESTS=str(null_engine.MAX_SEQUENCES),
             **link.variables(), **variables,
         )
         for own_port in own_ports

@@ -24,10 +24,10 @@ from benchmarks.structured import SCHEMA
 from benchmarks.workloads import WORDS
 from services.decoder.masks.grammar import Demands, Grammar
 from services.decoder.masks.grammars import Grammars
-from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
-from services.gateway.forms.tools import FunctionDefinition, ToolUse
+from services.gateway.answers.tool_use import ToolCalls, ToolUse
+from services.gateway.forms.tools import FunctionDefinition
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 TEXT = {"type": "string"}
@@ -124,10 +124,12 @@ def grammar_of(kind: Kind, tokenizer: ModelTokenizer, end_id: int) -> Grammar:
     if not kind.form:
         return Grammar("json_schema", json.dumps(kind.schema), (), (end_id,), (), (end_id,))
     function = FunctionDefinition("f", parameters=kind.schema, strict=True)
-    use = ToolUse([{"type": "function", "function": {"name": "f"}}], {"f": function})
-    asked = answer_grammar(None, AnswerFormat(None, ToolCalls(PARSERS[kind.form], use)), tokenizer)
+    calls = ToolCalls(PARSERS[kind.form], ToolUse({"f": 0}, {"f": function}))
+    asked = answer_grammar(None, None, calls, tokenizer)
     assert asked is not None
-    return Grammar(asked.kind, asked.text, (), (end_id,), (), (end_id,), probe=asked.probe)
+    return Grammar(
+        asked.kind, asked.text, (), (end_id,), (), (end_id,), plain_strings=asked.plain_strings
+    )
 
 
 def answer_of(kind: Kind, rng: random.Random, tokenizer: ModelTokenizer) -> list[int]:

@@ -95,4 +95,4 @@ def all_routes(model_directory: Path | None) -> list[Route]:
     """A gateway's routes, to be looked at: what they call is not there."""
     metrics = GatewayMetrics()
     beside = create_surfaces(None, None, metrics, model_directory, None)
-    return Routes(None, None, None, metrics, beside.endpoints, beside.routes).table()
+    return Routes(None, None, metrics, beside.endpoints, beside.routes).table()

@@ -5,12 +5,14 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from services.gateway.app import Gateway, create_gateway
+from services.gateway.bounds import Bounds
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
@@ -61,11 +63,9 @@ class GatewayStack:
         num_decoders: int = 1,
         generation: dict[str, object] | None = None,
         text_only: bool = False,
-        warm_up_rounds: int = 0,  # tests count requests to the services
         **settings: object,
     ) -> None:
         self.thread = thread
-        self._warm_up_rounds = warm_up_rounds
         write = write_text_model_directory if text_only else write_model_directory
         self.model_directory = write(directory / MODEL, **(generation or {}))
         self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
@@ -79,6 +79,8 @@ class GatewayStack:
             decoder.end_token = added_ids()["<|im_end|>"]
             decoder.default_reply = self.tokenizer.encode_text("A red circle.")
             decoder.reset()
+        names = {each.name for each in fields(Bounds)}
+        self.bounds = Bounds(**{name: settings.pop(name) for name in names & settings.keys()})
         self._settings = settings
         thread.run(self._start())
 
@@ -103,7 +105,7 @@ class GatewayStack:
                 **self._settings,
             }
         )
-        self.gateway: Gateway = create_gateway(self.settings, warm_up_rounds=self._warm_up_rounds)
+        self.gateway: Gateway = create_gateway(self.settings, self.bounds)
         self.server = GatewayServer(self.gateway, self.settings)
         self._serving = asyncio.create_task(self.server.serve())
         async with asyncio.timeout(PATIENCE_S):

@@ -25,9 +25,9 @@ _ELSEWHERE = {
     "--quantization": "nothing is quantized at start: serve a checkpoint that is (FP8)",
     "--kv-cache-dtype": "the KV cache has the model's precision (--dtype)",
     "--enable-lora": "LoRA is not served",
-    "--limit-mm-per-prompt": "export GATEWAY_MAX_IMAGES_PER_REQUEST",
-    "--allowed-local-media-path": "export GATEWAY_ALLOWED_MEDIA_DIR",
-    "--allowed-origins": "export GATEWAY_CORS_ALLOW_ORIGINS",
+    "--limit-mm-per-prompt": "a request may have 32 images",
+    "--allowed-local-media-path": "export GATEWAY_ALLOWED_MEDIA",
+    "--allowed-origins": "export GATEWAY_ALLOWED_SITES",
     "--uvicorn-log-level": "--log-level is that here",
     "--disable-log-requests": "requests are logged with --access-log alone",
     "--trust-remote-code": "no code of a checkpoint is run, and none is needed",
@@ -104,6 +104,10 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     api("--host", help=f"address; default: {LOOPBACK}")
     api("--port", type=_port, help=f"default: {DEFAULT_PORT}; 0: any free one")
     api("--api-key", metavar="KEY", help="that requests must show; seen by users of this machine")
+    api(
+        "--metrics-host", default=LOOPBACK, metavar="ADDRESS",
+        help=f"of Prometheus; default: {LOOPBACK}",
+    )  # fmt: skip
     api(
         "--metrics-port", type=_port, default=0, metavar="PORT",
         help="of Prometheus, all processes together; default: any free one, which is printed",

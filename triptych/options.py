@@ -34,6 +34,7 @@ class ServeOptions:
     model: Path = DEMONSTRATION_MODEL
     host: str | None = None
     port: int | None = None
+    metrics_host: str = LOOPBACK
     metrics_port: int = 0
     device: str = "auto"
     encoder_device: str | None = None

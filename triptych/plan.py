@@ -168,7 +168,7 @@ def plan_stack(
     host = options.host or environment.get("GATEWAY_HOST") or LOOPBACK
     wanted = _port(options, environment)
     _check_keys(options, environment, host, wanted)
-    metrics_host = environment.get("GATEWAY_METRICS_HOST", LOOPBACK)
+    metrics_host = options.metrics_host
     links = links or Links()
     encoders, decoders = _places(options, spec, environment, cpus)
     name = _model_name(options, environment)
@@ -225,22 +225,14 @@ def _check_keys(
     options: ServeOptions, environment: Mapping[str, str], host: str, port: int
 ) -> None:
     """As the gateway, which asks for keys where other machines reach it."""
-    names = ("GATEWAY_API_KEYS", "GATEWAY_API_KEYS_FILE")
-    open_to_all = environment.get("GATEWAY_ALLOW_ANONYMOUS", "").lower() in (
-        "1",
-        "true",
-        "yes",
-        "on",
-    )
-    if options.api_key or open_to_all or any(environment.get(name) for name in names):
+    if options.api_key or environment.get("GATEWAY_API_KEYS"):
         return
     with contextlib.suppress(ValueError):
         if host == "localhost" or ip_address(host).is_loopback:
             return
     raise StackError(
         f"without an API key, everybody who reaches {host}:{port} would be served: give --api-key "
-        "KEY, or export GATEWAY_API_KEYS_FILE (`triptych key` makes keys) or "
-        "GATEWAY_ALLOW_ANONYMOUS=true",
+        "KEY, or export GATEWAY_API_KEYS=file:PATH (`triptych key` makes keys) or none",
         2,
     )
 
@@ -296,12 +288,14 @@ class _Service:
         kind: gateway, encoder or decoder.
         variables: settings fields, upper-cased, without the prefix, which the plan decides.
         defaults: those that an exported variable replaces.
+        shared_port: on which several gateways listen.
     """
 
     kind: str
     name: str
     variables: Mapping[str, str]
     defaults: Mapping[str, str]
+    shared_port: int | None = None
 
     def resolved(self, environment: Mapping[str, str]) -> "_Service":
         """With the user's variables in the place of defaults."""
@@ -324,8 +318,8 @@ class _Service:
         for field in sorted(decided):
             exported = environment.get(f"{self.kind.upper()}_{field}")
             chosen = self.variables.get(field, "")
-            if field == "PORT":
-                chosen = self.variables.get("SHARED_PORT", chosen)
+            if field == "PORT" and self.shared_port is not None:
+                chosen = str(self.shared_port)
             if exported is None or exported == chosen:
                 continue
             if field != "DEVICE" or exported not in ("auto", "cuda"):
@@ -356,9 +350,7 @@ class _Service:
 
     @property
     def metrics_url(self) -> str:
-        host = self.variables.get("METRICS_HOST", LOOPBACK)
-        host = LOOPBACK if host in _WILDCARDS else host
-        return f"http://{_bracketed(host)}:{self.variables['METRICS_PORT']}/metrics"
+        return f"http://{LOOPBACK}:{self.variables['METRICS_PORT']}/metrics"
 
     def spec(self, client_host: str) -> ChildSpec:
         """The process."""
@@ -372,6 +364,10 @@ class _Service:
                 is_ready = functools.partial(grpc_ready, self.health_address, DECODER_SERVICE)
         command = [sys.executable, "-m", f"services.{self.kind}"]
         front = self.kind == "gateway"
+        if front:
+            command += ["--metrics-host", LOOPBACK]
+        if self.shared_port is not None:
+            command += ["--shared-port", str(self.shared_port)]
         environment = self.environment | _OWN_PACKAGES
         return ChildSpec(self.name, command, environment, is_ready, is_front=front)
 
@@ -440,7 +436,7 @@ def _gateways(
     """One gateway on the port, or several that share it and have a port of their own each."""
     count = options.gateways or max(1, min(_MAX_GATEWAYS, cpus // _CORES_PER_GATEWAY))
     # One gateway counts tenants' limits by itself.
-    shared = {"SHARED_PORT": str(port), "REPLICAS": str(count)} if count > 1 else {}
+    shared = {"REPLICAS": str(count)} if count > 1 else {}
     common = common if shared else {k: v for k, v in common.items() if k != "REDIS_URL"}
     level = "INFO" if options.access_log and options.log_level != "DEBUG" else options.log_level
     found: list[_Service] = []
@@ -449,13 +445,13 @@ def _gateways(
         metrics = {"METRICS_PORT": str(ports.claim(LOOPBACK, 0))}
         defaults = {
             "SHUTDOWN_GRACE_S": f"{_GRACE_S:g}",
-            "METRICS_HOST": LOOPBACK,
             "LOG_LEVEL": level,
         }
         variables = {**common, **shared, "PORT": own}
         (variables if shared else defaults).update(metrics)
         name = f"gateway-{index}" if shared else "gateway"
-        found.append(_Service("gateway", name, variables, defaults))
+        shared_port = port if shared else None
+        found.append(_Service("gateway", name, variables, defaults, shared_port))
     return found
 
 

@@ -200,7 +200,7 @@ class Stack:
                 f"{k}_addresses": f"dns:///{k}.triptych.svc.cluster.local:{self._ports[k]}"
                 for k in ("encoder", "decoder")
             }
-            return {**common, **found, "served_model_name": "demo", "memory_bytes": 1 << 30}
+            return {**common, **found, "served_model_name": "demo"}
         host = f"127.{self._net}.9.{1 if kind == 'encoder' else 2}"
         common |= {
             "device": "cpu", "dtype": "float32", "num_threads": 1,

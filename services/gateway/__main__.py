@@ -1,5 +1,10 @@
-"""`python -m services.gateway`: reads the settings and serves until a signal."""
+"""`python -m services.gateway`: reads the settings and serves until a signal.
 
+`triptych serve` gives it arguments: where several gateways of one machine listen together, and
+where metrics are.
+"""
+
+import argparse
 import asyncio
 import logging
 import sys
@@ -22,18 +27,28 @@ log = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.5e-3
 
 
-async def _serve(settings: GatewaySettings) -> None:
+async def _serve(settings: GatewaySettings, arguments: argparse.Namespace) -> None:
     gateway = create_gateway(settings)
-    server = GatewayServer(gateway, settings)
+    server = GatewayServer(gateway, settings, arguments.shared_port)
     freeze_gc()
     if settings.shutdown_grace_s < settings.request_timeout_s:
         log.info(
             "requests that take longer than GATEWAY_SHUTDOWN_GRACE_S (%g s) are cut at shutdown; "
             "they may take %g s", settings.shutdown_grace_s, settings.request_timeout_s,
         )  # fmt: skip
-    host = settings.metrics_host or settings.host
+    host = arguments.metrics_host or settings.host
     serve_metrics(gateway.metrics.registry, host, settings.metrics_port)
     await server.serve()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m services.gateway")
+    parser.add_argument(
+        "--shared-port", type=int, metavar="PORT",
+        help="a second port, on which several gateways listen; each has one of its own for probes",
+    )  # fmt: skip
+    parser.add_argument("--metrics-host", metavar="ADDRESS", help="default: GATEWAY_HOST")
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -42,6 +57,7 @@ def main() -> int:
     Returns:
         The exit status: 0 after a signal, 2 if the settings or the model are refused.
     """
+    arguments = _arguments()
     try:
         settings = GatewaySettings.from_environment()
         setup_logging("gateway", settings.log_level)
@@ -49,7 +65,7 @@ def main() -> int:
         return_large_buffers()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings))
+            runner.run(_serve(settings, arguments))
     except (SettingsError, ModelSpecError) as error:
         print(error, file=sys.stderr)
         return 2

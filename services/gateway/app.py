@@ -4,11 +4,10 @@
 before the port is open; the services behind it are dialled when the application starts.
 """
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -19,15 +18,16 @@ from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.errors import TriptychError
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
-from services.common.process.pod_limits import memory_limit_bytes
 from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
+from services.common.transport.rpc import create_channel
+from services.gateway.answers.answer_reader import AnswerReader
+from services.gateway.bounds import Bounds
 from services.gateway.chat import ChatService
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.endpoints.chat_endpoint import ChatEndpoint
 from services.gateway.endpoints.operations import scope_of
 from services.gateway.endpoints.routes import Routes
 from services.gateway.endpoints.surfaces import create_surfaces
@@ -40,6 +40,7 @@ from services.gateway.media.images import ImageReader, MediaLoader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prompts.chat_template import ChatTemplate
+from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.sampling import SamplingDefaults
 from services.gateway.settings import GatewaySettings
@@ -48,12 +49,10 @@ from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Keyring
 from services.gateway.tenancy.usage import Quotas
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
-from services.gateway.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 
-# After this many calls the interpreter has specialized the code of most paths.
-WARM_UP_ROUNDS = 8
+_BOUNDS = Bounds()
 # Of the memory for requests, what clients name again later takes an eighth at most.
 _KEPT_PART = 8
 
@@ -67,15 +66,10 @@ class Gateway:
     keyring: Keyring
     service: ChatService
     metrics: GatewayMetrics
-    warm_up: WarmUp
 
 
-def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_ROUNDS) -> Gateway:
+def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gateway:
     """Builds everything; connects nothing before the application starts.
-
-    Args:
-        settings: of the service.
-        warm_up_rounds: at most, before the gateway is ready; 0: no warm-up.
 
     Raises:
         ModelSpecError: the model directory cannot be served.
@@ -83,7 +77,7 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
             certificates or tokens cannot be read, or there are no keys where they are needed.
     """
     keyring = _keyring(settings)
-    spec, max_images = read_spec(settings.model), settings.max_images_per_request
+    spec = read_spec(settings.model)
     if spec.vision is not None and not settings.encoders:
         raise SettingsError(
             f"GATEWAY_ENCODER_ADDRESSES: needed, because {spec.architecture} takes images"
@@ -93,22 +87,22 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
     quotas = Quotas(leases)
-    held_bytes = max_held_bytes(settings.memory_bytes or memory_limit_bytes())
-    kept, held_bytes = _kept(settings, held_bytes)
-    admission = Admission(settings.max_concurrent_requests, held_bytes, quotas)
-    web = WebMedia(
-        settings.max_image_bytes,
-        allow_private=settings.allow_private_media_hosts,
-    )
-    loader = MediaLoader(settings.max_image_bytes, web, settings.allowed_media_dir)
+    kept, held_bytes = _kept(settings, max_held_bytes(bounds.process_bytes))
+    admission = Admission(bounds.max_concurrent_requests, held_bytes, quotas)
+    web = WebMedia(bounds.max_image_bytes, allow_private=settings.allows_private_media)
+    loader = MediaLoader(bounds.max_image_bytes, web, settings.media_directory)
     images = None
     if spec.vision is not None:
-        images = ImageReader(loader, spec.vision.geometry, settings.max_source_pixels, kept)
+        images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept)
     encoders, decoders = _pools(settings, spec, metrics)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
-        prompts=PromptBuilder(spec, tokenizer, template, max_images=max_images),
+        conversations=ConversationReader(
+            spec, tokenizer, template, max_images=bounds.max_images_per_request
+        ),
+        prompts=PromptBuilder(spec, tokenizer, template),
+        answer_format=AnswerReader(spec, tokenizer, template.source).read,
         images=images,
         defaults=SamplingDefaults.of_model(spec),
         encoders=encoders,
@@ -117,40 +111,30 @@ def create_gateway(settings: GatewaySettings, *, warm_up_rounds: int = WARM_UP_R
         request_timeout_s=settings.request_timeout_s,
         ignores_unknown_fields=settings.unknown_fields == "ignore",
     )
-    warm_up = _warm_up(service, warm_up_rounds, images=max_images > 0)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with _running(service, leases, loader, kept, warm_up):
+        async with _running(service, leases, loader, kept):
             yield
 
     beside = create_surfaces(service, admission, metrics, spec.directory, kept)
-    routes = Routes(
-        service, lambda: warm_up.done, admission, metrics, beside.endpoints, beside.routes,
-        settings.others,
-    )  # fmt: skip
-    app = _application([*routes.table(), warm_up.route], lifespan)
-    middleware: ASGIApp = Middleware(
-        app, routes.endpoints, admission, keyring, quotas, warm_up.path, scope_of
-    )
+    routes = Routes(service, admission, metrics, beside.endpoints, beside.routes, settings.others)
+    app = _application(routes.table(), lifespan)
+    middleware: ASGIApp = Middleware(app, routes.endpoints, admission, keyring, quotas, scope_of)
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
-    return Gateway(
-        with_cors(middleware, settings.cors_origins), admission, keyring, service, metrics, warm_up
-    )
+    app_with_cors = with_cors(middleware, settings.cors_origins)
+    return Gateway(app_with_cors, admission, keyring, service, metrics)
 
 
 @asynccontextmanager
 async def _running(
-    service: ChatService, leases: Leases, loader: MediaLoader, kept: Kept, warm_up: WarmUp
+    service: ChatService, leases: Leases, loader: MediaLoader, kept: Kept
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
-    warming_up = asyncio.create_task(warm_up.run())
     try:
         yield
     finally:
-        warming_up.cancel()
-        await asyncio.wait((warming_up,))
         await leases.close()
         await service.close()
         await loader.close()
@@ -189,12 +173,12 @@ def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[Kept, int]:
 
 def _keyring(settings: GatewaySettings) -> Keyring:
     private = is_loopback(settings.host)
-    keyring = Keyring(settings.keys, settings.api_keys_file, is_private=private)
-    if keyring.is_open and not private and not settings.allow_anonymous:
+    keyring = Keyring(settings.keys, settings.keys_file, is_private=private)
+    if keyring.is_open and not private and not settings.is_open:
         raise SettingsError(
             f"without API keys, everybody who reaches {settings.host}:{settings.port} would be "
-            "served: set GATEWAY_API_KEYS or GATEWAY_API_KEYS_FILE (`triptych key` makes keys), or "
-            "GATEWAY_ALLOW_ANONYMOUS=true"
+            "served: set GATEWAY_API_KEYS to keys or file:PATH (`triptych key` makes keys), or "
+            "GATEWAY_API_KEYS=none"
         )
     return keyring
 
@@ -204,8 +188,9 @@ def _pools(
 ) -> tuple[EncoderPool, DecoderPool]:
     """A text model has no encoders; addresses that are set are not used."""
     served = _served_model(spec)
+    credentials = Credentials.from_settings(settings).shown
     dialling = Dialling(
-        Credentials.from_settings(settings).shown,
+        lambda address, service: create_channel(address, credentials, peer=service),
         lambda reason: metrics.peers_refused.labels(reason).inc(),
     )
     addresses = settings.encoders if spec.vision is not None else ()
@@ -232,29 +217,17 @@ def _served_model(spec: ModelSpec) -> ServedModel:
 
 
 def _application(
-    routes: list[BaseRoute], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+    routes: Sequence[BaseRoute], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ) -> FastAPI:
     return FastAPI(
         # msgspec checks requests, so FastAPI's own document would be empty; `openapi` makes
         # one from the same types.
         openapi_url=None,
-        routes=routes,
+        routes=[*routes],
         exception_handlers={
             TriptychError: handle_triptych_error,
             HTTPException: handle_http_error,
             Exception: handle_bug,
         },
         lifespan=lifespan,
-    )
-
-
-def _warm_up(service: ChatService, rounds: int, *, images: bool) -> WarmUp:
-    """The warm-up of the same service, with metrics that are not exported."""
-    unused = GatewayMetrics()
-    return WarmUp(
-        ChatEndpoint(replace(service, metrics=unused), Admission(1), unused),
-        service.model_name,
-        service.ready,
-        rounds=rounds,
-        images=images and service.images is not None,
     )

@@ -235,7 +235,7 @@ class Attempts:
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             tenant=request.tenant.name,
-            tenant_weight=request.tenant.limits.weight,
+            tenant_weight=request.tenant.weight,
             timeout_s=request.remaining_s(),
             traceparent=self._span.traceparent,
             grammar=request.grammar,

@@ -21,7 +21,6 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice, create_choices
-from services.gateway.answers.grammar import Grammar, read_grammar
 from services.gateway.answers.prompt_logprobs import PromptScores
 from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.attempts import Attempts
@@ -35,11 +34,10 @@ from services.gateway.forms.responses import (
     Update,
     Usage,
 )
-from services.gateway.forms.tools import tool_characters
 from services.gateway.media.images import Image, ImageReader, ImageSource
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prepared_request import PreparedRequest
-from services.gateway.prompts.messages import oldest_turns
+from services.gateway.prompts.conversation import ConversationReader, oldest_turns
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.sampling import (
     SamplingDefaults,
@@ -48,7 +46,7 @@ from services.gateway.sampling import (
     max_completion_tokens,
     resolve_sampling,
 )
-from services.gateway.tenancy.admission import Slot
+from services.gateway.slot import Slot
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.
@@ -126,6 +124,7 @@ class ChatService:
 
     Attributes:
         model_name: the `model` of requests.
+        answer_format: of a request whose prompt ends in a text; see `AnswerReader.read`.
         images: None: the model takes text alone, and there are no encoders.
         threads: tokenize what is long.
         parsers: one thread, for long bodies.
@@ -135,7 +134,9 @@ class ChatService:
 
     model_name: str
     tokenizer: ModelTokenizer
+    conversations: ConversationReader
     prompts: PromptBuilder
+    answer_format: Callable[[ChatRequest, str | None], AnswerFormat]
     images: ImageReader | None
     defaults: SamplingDefaults
     encoders: EncoderPool
@@ -176,7 +177,7 @@ class ChatService:
             with timings.measure("tokenize"):
                 draft = await self._whole_draft(request, decoder.max_model_len, truncate)
         draft = self._with_tokens_cut(draft, request, decoder.max_model_len)
-        grammar = await self._grammar(request, draft)
+        answer_format = await self._answer_format(request, draft.tail)
         # Before images are loaded. Each has at least one token, as its placeholder here.
         sampling = resolve_sampling(
             request, self.defaults,
@@ -209,14 +210,14 @@ class ChatService:
             deadline=timings.arrived + self.request_timeout_s,
             timings=timings,
             hold=slot.hold,
-            grammar=grammar and grammar.to_proto(self.defaults.eos_token_ids),
-            grammar_param=grammar and grammar.param,
+            grammar=answer_format.grammar,
+            grammar_param=answer_format.grammar_param,
             priority=request.priority or 0,
             wait_for_sources=bool(request.include_stage_times),
             encode_sources=[None] * len(prompt.runs),
         )  # fmt: skip
-        choices = create_choices(request, self.tokenizer, draft.format)
-        return Completion(request, prepared, draft.format, choices, ignored=draft.ignored)
+        choices = create_choices(request, self.tokenizer, answer_format)
+        return Completion(request, prepared, answer_format, choices, ignored=draft.ignored)
 
     async def answer(self, completion: Completion) -> AsyncGenerator[list[Update]]:
         """Runs a prepared request; yields updates until every choice has a finish reason.
@@ -307,7 +308,7 @@ class ChatService:
             raise InvalidRequest("the prompt is empty", param=param)
         if self.prompts.has_placeholder(ids):
             raise InvalidRequest("a prompt of text has no images", param=param)
-        return Draft(ids, [])
+        return Draft(ids)
 
     def ready(self) -> bool:
         """Whether a decoder is healthy and, for a model with vision, an encoder that fits it."""
@@ -373,7 +374,8 @@ class ChatService:
         if request.truncate_prompt_tokens is not None:
             max_tokens *= MAX_TRUNCATED
         return await self._off_loop(
-            request.num_characters, lambda: self.prompts.draft(request, max_tokens, cut)
+            request.num_characters,
+            lambda: self.prompts.draft(self.conversations.read(request, cut), max_tokens),
         )
 
     def _with_tokens_cut(self, draft: Draft, request: ChatRequest, max_tokens: int) -> Draft:
@@ -422,14 +424,10 @@ class ChatService:
                 low = middle + 1
         return found or await self._draft(request, max_tokens, turns[-1] if turns else range(0))
 
-    async def _grammar(self, request: ChatRequest, draft: Draft) -> Grammar | None:
-        asked, calls = read_grammar(request), draft.format.tool_calls
-        size = len(asked.text) if asked is not None else 0
-        if calls is not None and request.tools and (asked or calls.use.is_constrained):
-            size += 4 * tool_characters(request.tools)  # a schema is punctuation, too
-        if size <= _INLINE_TOKENIZE_CHARS:
-            return self.prompts.grammar(asked, draft)
-        return await self.parsers.run(self.prompts.grammar, asked, draft)
+    async def _answer_format(self, request: ChatRequest, tail: str | None) -> AnswerFormat:
+        if request.num_grammar_characters <= _INLINE_TOKENIZE_CHARS:
+            return self.answer_format(request, tail)
+        return await self.parsers.run(self.answer_format, request, tail)
 
     async def _read_images(self, sources: Sequence[ImageSource], slot: Slot) -> list[Image]:
         if self.images is None or not sources:

@@ -212,7 +212,7 @@ class EncodeCalls:
             with request.timings.measure("encode", span_name="encode call", **attributes):
                 done = await pod.encode(
                     key, image.data, run.unit, salt=request.cache_salt,
-                    timeout_s=timeout_s, share=request.tenant.share,
+                    timeout_s=timeout_s, tenant=request.tenant,
                 )  # fmt: skip
         except DeadlineExceeded as error:
             if timeout_s < self._timeout_s:

@@ -8,7 +8,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.gateway.media.images import Image, uncounted
 from services.gateway.metrics import Timings
 from services.gateway.prompts.prompt import Prompt
-from services.gateway.tenancy.tenants import Tenant
+from services.gateway.slot import Tenant
 
 
 @dataclass(slots=True)

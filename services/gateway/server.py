@@ -39,7 +39,9 @@ class GatewayServer(uvicorn.Server):
     once.
     """
 
-    def __init__(self, gateway: Gateway, settings: GatewaySettings) -> None:
+    def __init__(
+        self, gateway: Gateway, settings: GatewaySettings, shared_port: int | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 Chunked(gateway.app),
@@ -59,8 +61,8 @@ class GatewayServer(uvicorn.Server):
             )
         )
         self._settings = settings
+        self._shared_port = shared_port
         self._admission = gateway.admission
-        self._warm_up = gateway.warm_up
         self._grace_s = settings.shutdown_grace_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -72,16 +74,15 @@ class GatewayServer(uvicorn.Server):
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens, on the shared port too, and tells the warm-up the address."""
+        """Listens, on the shared port too."""
         self._loop = asyncio.get_running_loop()
         settings = self._settings
-        if settings.shared_port is not None:
+        if self._shared_port is not None:
             sockets = [
                 _listen(settings.host, settings.port),
-                _listen(settings.host, settings.shared_port, shared=True),
+                _listen(settings.host, self._shared_port, shared=True),
             ]
         await super().startup(sockets)
-        self._warm_up.address = self.servers[0].sockets[0].getsockname()[:2]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles SIGTERM and SIGINT."""

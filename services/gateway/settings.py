@@ -7,10 +7,15 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import PeerSettings, Port, split_list
+
+# What stands in settings for no keys, and for private addresses.
+NO_KEYS = "none"
+_PRIVATE = "private"
+_FILE = "file:"
 
 
 class GatewaySettings(PeerSettings):
@@ -20,25 +25,19 @@ class GatewaySettings(PeerSettings):
         host: address to listen on.
         port: HTTP port.
         metrics_port: of Prometheus; 0: no endpoint.
-        metrics_host: address of that port; default: `host`.
-        shared_port: a second port on which several gateways of one machine listen; the kernel
-            spreads connections over them. Each gateway also has its own `port`, for its probes.
         model: checkpoint directory; its JSON files and its chat template are read.
         served_model_name: what requests call the model; default: the directory's name.
         encoder_addresses: comma-separated `host:port` or `unix:path`, or `dns:///name:port`
             (`dns:name:port`), which is resolved periodically into one address per pod. Not used if
             the model takes text alone.
         decoder_addresses: of the same form; always needed.
-        max_concurrent_requests: further requests get a 503.
-        max_images_per_request: more images are a 400.
-        max_image_bytes: size of one encoded image.
-        max_source_pixels: width times height of one image as sent; not above the encoder's.
-        memory_bytes: of the process, which bounds what requests hold; 0: the pod's limit.
         request_timeout_s: from arrival to the last token.
-        allowed_media_dir: where `file:` URLs may point; default: nowhere.
-        allow_private_media_hosts: whether image URLs may reach private and loopback addresses.
-        api_keys: comma-separated; with none, and no file of them, requests need no key.
-        api_keys_file: keys as digests, with their tenants and limits, see `tenancy/tenants.py`.
+        allowed_media: where images may come from besides public addresses, comma-separated: a
+            directory, for `file:` URLs; `private`: addresses that are private or loopback.
+        api_keys: comma-separated; `file:PATH` among them: a file of keys as digests, with their
+            tenants and limits, see `tenancy/tenants.py`. Without any, requests on loopback need no
+            key, and other addresses are not listened on; `none`: requests need no key there,
+            either.
         other_gateways: comma-separated URLs of gateways that serve other models behind the same
             address; `GET /v1/models` lists theirs, too.
         redis_url: where gateways count tenants' limits together, and keep answers and images that
@@ -46,13 +45,11 @@ class GatewaySettings(PeerSettings):
         redis_password_file: password of the URL's user, read again at each connection; None: the
             URL's.
         replicas: the number of gateways, by which limits are divided until Redis has told it.
-        allow_anonymous: serve without keys on an address that other machines reach.
-        allowed_hosts: comma-separated names under which requests are answered, besides addresses;
-            `.example.com`: all names under it. Empty: any name where keys are needed, else those
-            of this machine (on loopback) or of a local network.
+        allowed_sites: comma-separated. Names under which requests are answered, besides addresses;
+            `.example.com`: all names under it; without names: any where keys are needed, else those
+            of this machine (on loopback) or of a local network. Origins of web pages that may call,
+            such as `https://example.com`, or `*`: any.
         unknown_fields: of requests: refuse them, or ignore them as the hints of docs/api.md.
-        cors_allow_origins: comma-separated origins of web pages that may call, such as
-            `https://example.com`, or `*`; empty: none.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
         log_level: of the standard logging module.
     """
@@ -62,30 +59,19 @@ class GatewaySettings(PeerSettings):
     host: str = "127.0.0.1"
     port: Port = 8000
     metrics_port: Port = 9103
-    metrics_host: str = ""
-    shared_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     model: Path
     served_model_name: Annotated[str, Field(max_length=256)] = ""
     encoder_addresses: str = ""
     decoder_addresses: Annotated[str, Field(min_length=1)]
-    max_concurrent_requests: Annotated[int, Field(ge=1)] = 512
-    max_images_per_request: Annotated[int, Field(ge=0, le=1024)] = 32
-    max_image_bytes: Annotated[int, Field(ge=1, le=60 << 20)] = 20 << 20
-    max_source_pixels: Annotated[int, Field(ge=1)] = 40_000_000
-    memory_bytes: Annotated[int, Field(ge=0)] = 0
     request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    allowed_media_dir: Path | None = None
-    allow_private_media_hosts: bool = False
+    allowed_media: str = ""
     api_keys: SecretStr = SecretStr("")
-    api_keys_file: Path | None = None
     other_gateways: Annotated[str, Field(pattern=r"^(\s*https?://[^\s,]+\s*(,|$))*$")] = ""
     redis_url: str = ""
     redis_password_file: Path | None = None
     replicas: Annotated[int, Field(ge=1)] = 1
-    allow_anonymous: bool = False
-    allowed_hosts: str = ""
+    allowed_sites: str = ""
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
-    cors_allow_origins: str = ""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
@@ -101,13 +87,25 @@ class GatewaySettings(PeerSettings):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """`api_keys`, split."""
-        return split_list(self.api_keys.get_secret_value())
+        """Those of `api_keys`."""
+        keys = () if self.is_open else split_list(self.api_keys.get_secret_value())
+        return tuple(key for key in keys if not key.startswith(_FILE))
+
+    @property
+    def keys_file(self) -> Path | None:
+        """The file of `api_keys`."""
+        found = split_list(self.api_keys.get_secret_value())
+        return next((Path(k.removeprefix(_FILE)) for k in found if k.startswith(_FILE)), None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests need no key on any address."""
+        return self.api_keys.get_secret_value().strip() == NO_KEYS
 
     @property
     def served_hosts(self) -> tuple[str, ...]:
-        """`allowed_hosts`, split."""
-        return split_list(self.allowed_hosts.lower())
+        """The names of `allowed_sites`."""
+        return tuple(site.lower() for site in self._sites if not _is_origin(site))
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -116,5 +114,38 @@ class GatewaySettings(PeerSettings):
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
-        """`cors_allow_origins`, split."""
-        return split_list(self.cors_allow_origins)
+        """The origins of `allowed_sites`."""
+        return tuple(site for site in self._sites if _is_origin(site))
+
+    @property
+    def _sites(self) -> tuple[str, ...]:
+        return split_list(self.allowed_sites)
+
+    @property
+    def media_directory(self) -> Path | None:
+        """The directory of `allowed_media`."""
+        return next((Path(p) for p in split_list(self.allowed_media) if p != _PRIVATE), None)
+
+    @property
+    def allows_private_media(self) -> bool:
+        """Whether image URLs may reach private and loopback addresses."""
+        return _PRIVATE in split_list(self.allowed_media)
+
+    @field_validator("api_keys")
+    @classmethod
+    def _has_one_file(cls, value: SecretStr) -> SecretStr:
+        if sum(key.startswith(_FILE) for key in split_list(value.get_secret_value())) > 1:
+            raise ValueError(f"has more than one `{_FILE}`")
+        return value
+
+    @field_validator("allowed_media")
+    @classmethod
+    def _is_one_directory(cls, value: str) -> str:
+        places = [place for place in split_list(value) if place != _PRIVATE]
+        if len(places) > 1 or not all(place.startswith("/") for place in places):
+            raise ValueError(f"is one absolute directory, `{_PRIVATE}`, or both")
+        return value
+
+
+def _is_origin(site: str) -> bool:
+    return site == "*" or "://" in site

@@ -68,7 +68,7 @@ class Stack:
             encoder=manifest_settings("encoder"),
             decoder=manifest_settings("decoder"),
             gateway={
-                "api_keys": f"{ATTACKER},{HONEST}", "allow_private_media_hosts": "true",
+                "api_keys": f"{ATTACKER},{HONEST}", "allowed_media": "private",
             },
         )  # fmt: skip
         self._cluster.gateway.wrapper = [sys.executable, "-m", "tests.attacks.origin"]

@@ -147,7 +147,7 @@ def test_max_tokens_above_what_is_left_are_clamped(stack):
 @pytest.fixture(scope="module")
 def open_stack(loop_thread, tmp_path_factory):
     stack = GatewayStack(
-        loop_thread, tmp_path_factory.mktemp("cors"), cors_allow_origins=PAGE, api_keys="secret"
+        loop_thread, tmp_path_factory.mktemp("cors"), allowed_sites=PAGE, api_keys="secret"
     )
     yield stack
     stack.close()

@@ -57,7 +57,7 @@ def keyed(loop_thread, tmp_path_factory):
     ]  # fmt: skip
     (directory / "keys.json").write_text(json.dumps({"keys": keys}))
     stack = GatewayStack(
-        loop_thread, directory, api_keys_file=directory / "keys.json", log_level="ERROR"
+        loop_thread, directory, api_keys=f"file:{directory / 'keys.json'}", log_level="ERROR"
     )
     yield stack
     stack.close()
@@ -72,9 +72,7 @@ def test_a_key_opens_what_its_scope_says(keyed, path, method):
 
 
 def test_without_keys_only_a_gateway_of_this_machine_opens_them(loop_thread, tmp_path):
-    stack = GatewayStack(
-        loop_thread, tmp_path, host="0.0.0.0", allow_anonymous=True, log_level="ERROR"
-    )
+    stack = GatewayStack(loop_thread, tmp_path, host="0.0.0.0", api_keys="none", log_level="ERROR")
     try:
         for path, method in PATHS:
             assert ask(stack, path, method).status_code == 403

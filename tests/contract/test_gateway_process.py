@@ -59,7 +59,6 @@ def gateway(fakes, directory, **settings):
                 assert time.monotonic() < deadline
                 assert process.poll() is None, process.stderr.read()
                 time.sleep(0.02)
-            decoder.reset()  # tests do not count the warm-up
             yield process, client
     finally:
         process.kill()

@@ -20,18 +20,15 @@ from tests.tiny_tokenizer import write_model_directory
 def stack(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
     stack = GatewayStack(
         loop_thread, tmp_path_factory.mktemp("text"), text_only=True, num_encoders=0,
-        warm_up_rounds=2, log_level="ERROR",
+        log_level="ERROR",
     )  # fmt: skip
-    stack.wait(lambda: stack.gateway.warm_up.done)
     yield stack
     stack.close()
 
 
-def test_it_is_ready_and_warmed_up_with_a_decoder_alone(stack):
+def test_it_is_ready_with_a_decoder_alone(stack):
     ready = httpx2.get(f"{stack.url}/ready", timeout=PATIENCE_S)
     assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
-    assert len(stack.decoder.submits) == 2
-    assert not any(submit.images for submit in stack.decoder.submits)
 
 
 def test_it_reports_no_encoders_as_missing(stack):

@@ -77,7 +77,7 @@ def two(
     found = [
         GatewayStack(
             loop_thread, tmp_path / f"gateway-{n}", text_only=True, num_encoders=0,
-            api_keys_file=keys, redis_url=redis_server.url, replicas=2, log_level="ERROR",
+            api_keys=f"file:{keys}", redis_url=redis_server.url, replicas=2, log_level="ERROR",
         )
         for n in range(2)
     ]  # fmt: skip

@@ -340,7 +340,9 @@ async def test_a_gateway_gives_no_work_to_a_pod_it_does_not_know(
         addresses.append(f"127.0.0.1:{check.add_port(server, '127.0.0.1:0')}")
         await server.start()
         servers.append(server)
-    dialling = Dialling(shown, refused.append)
+    dialling = Dialling(
+        lambda address, peer: create_channel(address, shown, peer=peer), refused.append
+    )
     kind_of_pool = EncoderPool if service == "encoder" else DecoderPool
     pool = kind_of_pool(addresses, None, dialling)
     await pool.start()

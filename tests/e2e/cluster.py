@@ -248,9 +248,7 @@ class Cluster:
         self.restore()
 
     def is_whole(self) -> bool:
-        """Each service answers, each front has its engine, the gateway knows each, and its warm-up
-        is done.
-        """
+        """Each service answers, each front has its engine, and the gateway knows each."""
         return (
             all(service.answers() for service in self.services)
             and all(len(front.session()) > 1 for front in (*self.encoders, *self.decoders))

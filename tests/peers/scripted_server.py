@@ -202,7 +202,7 @@ class _Writer:
             text = "|".join(re.escape(choice) for choice in json.loads(text))
         try:
             vocabulary = _vocabulary(directory, tuple(grammar.end_token_ids))
-            return compile_grammar(vocabulary, kind, text, grammar.probe).state
+            return compile_grammar(vocabulary, kind, text, grammar.plain_strings).state
         except InvalidGrammar as error:
             raise _Refused(error.message) from None
 
@@ -297,7 +297,7 @@ def main() -> None:
         stack = ScriptedStack(
             Path(directory), thinks=options.thinks, max_model_len=options.max_model_len,
             port=options.port, served_model_name=options.served_model_name,
-            allow_private_media_hosts=True, api_keys=options.api_key,
+            allowed_media="private", api_keys=options.api_key,
         )  # fmt: skip
         print(f"ready: {stack.url} {stack.model_directory}", flush=True)
         signal.sigwait({signal.SIGTERM, signal.SIGINT})

@@ -1,20 +1,16 @@
-"""Grammars in which some strings are any text: what a probe is.
+"""JSON schemas whose bounded strings are plain: of any text of some length.
 
-A probe of a grammar is a character: where it may come n times in a row, any n characters may come
-that are no controls, quotes, backslashes and angle brackets, and no more than n. With it the
-decoder fills masks fast (`bounded_strings`). It finds schemas with a probe itself; the gateway
-knows the grammars of calls that it writes.
+Where the character `PROBE` may come n times in a row in such a string, any n characters may come
+that are no controls, quotes, backslashes and angle brackets, and no more than n. So the decoder
+fills masks fast (`bounded_strings`). It looks at schemas itself; of grammars that the gateway
+writes around schemas, the gateway says it.
 """
 
 import json
 import re
 from typing import Any, cast
 
-# In JSON strings: of a private use area, so no token is such text.
-JSON_PROBE = "\ue123"
-# In strings that are written bare: JSON has no control characters.
-TEXT_PROBE = "\x01"
-PROBES = (JSON_PROBE, TEXT_PROBE)
+PROBE = "\ue123"  # of a private use area, so no token is such text
 _BOUND = "maxLength"
 _ANNOTATIONS = frozenset(
     (
@@ -46,7 +42,7 @@ def has_plain_bounds(schema: str) -> bool:
         return False
     try:
         value = json.loads(schema)
-        return JSON_PROBE not in json.dumps(value, ensure_ascii=False) and is_plain(value)
+        return PROBE not in json.dumps(value, ensure_ascii=False) and is_plain(value)
     except (ValueError, RecursionError):
         return False
 

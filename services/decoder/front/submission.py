@@ -13,7 +13,6 @@ from msgspec import structs
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
-from services.common.grammar.plain_strings import PROBES
 from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
@@ -233,8 +232,6 @@ def _grammar(
         raise InvalidRequest(f"grammar has the unknown kind {given.kind}")
     if len(given.text) > MAX_GRAMMAR_CHARS:
         raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
-    if given.probe and given.probe not in PROBES:
-        raise InvalidRequest("grammar.probe is unknown")
     if not 1 <= len(given.end_token_ids) <= MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"grammar.end_token_ids has not 1 to {MAX_STOP_TOKEN_IDS} entries")
     if len(given.begins_after) > MAX_BEGINS_AFTER:
@@ -247,7 +244,7 @@ def _grammar(
     continued = np.frombuffer(prompt, "<i4")[num_prompt - count :].tolist()
     return Grammar(
         kind, given.text, tuple(given.begins_after), tuple(given.end_token_ids), tuple(continued),
-        sampling.stop_token_ids, sampling.min_tokens, given.probe,
+        sampling.stop_token_ids, sampling.min_tokens, given.plain_strings,
     )  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """Masks within strings of any text, in a tenth of llguidance's time.
 
 llguidance finds a mask by a walk over the vocabulary. Where a string may have n more characters the
-walk tries nearly all tokens: up to 1.3 ms, or 2 in strings of tool calls that are written bare. But
-nearly all are plain text, without a character that ends or escapes a string or begins a tag, and of
-these exactly those of at most n characters are allowed: a mask for each n is made once. A second
-matcher, whose vocabulary has no plain tokens, fills the mask of the others, and finds n with
-probes: tokens of 1, 2, … times a character (`plain_strings`).
+walk tries nearly all tokens: up to 1.4 ms. But nearly all are plain text, without a character that
+ends or escapes a string or begins a tag, and of these exactly those of at most n characters are
+allowed: a mask for each n is made once. A second matcher, whose vocabulary has no plain tokens,
+fills the mask of the others, and finds n with probes: tokens of 1, 2, … times a character
+(`plain_strings`).
 
-Exact, for grammars with such a character.
+Exact, for grammars whose strings are plain.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from services.common.grammar.plain_strings import PROBES
+from services.common.grammar.plain_strings import PROBE
 from services.decoder.masks.rows import PROBE_WORDS
 
 Int32Array = npt.NDArray[np.int32]
@@ -43,22 +43,22 @@ class PlainTokens:
 
     Attributes:
         full: the whole vocabulary, of `32 * num_words + NUM_PROBES` ids.
-        others: by probe; without plain tokens of 2 to 64 characters or several bytes, and with
-            the probes, whose ids are the last ones.
+        others: without plain tokens of 2 to 64 characters or several bytes, and with the probes,
+            whose ids are the last ones.
         masks: of the plain tokens that `others` lacks, of at most n characters; `[65, words]`.
         lengths: of each id, characters of a plain token; 0: it is none, or a longer one.
         is_missing: of each id, whether `others` lacks it.
         byte_ids: the id of each byte; `others` has them.
-        probes: ids that together are the character, by probe.
+        probe: ids that together are the character.
     """
 
     full: LLTokenizer
-    others: dict[str, LLTokenizer]
+    others: LLTokenizer
     masks: Int32Array
     lengths: bytes
     is_missing: bytes
     byte_ids: dict[int, int]
-    probes: dict[str, list[int]]
+    probe: list[int]
     _spelled: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     @classmethod
@@ -82,20 +82,19 @@ class PlainTokens:
                     missing[number] = len(token) > 1
         for number in np.flatnonzero(missing).tolist():
             tokens[number] = b""
-        probes = {probe: probe.encode() for probe in PROBES}
-        if not all(byte_ids.keys() >= set(probe) for probe in probes.values()):
+        if not byte_ids.keys() >= set(PROBE.encode()):
             return None
         for number in end_ids:
             tokens[number] = b"<end>"
         masks = [missing & (lengths <= count) for count in range(NUM_PROBES + 1)]
         return cls(
             full,
-            {name: _others(tokens, probe, end_ids) for name, probe in probes.items()},
+            _others(tokens, end_ids),
             np.packbits(np.stack(masks), axis=-1, bitorder="little").view("<i4"),
             lengths.tobytes(),
             missing.tobytes(),
             byte_ids,
-            {name: [byte_ids[byte] for byte in probe] for name, probe in probes.items()},
+            [byte_ids[byte] for byte in PROBE.encode()],
         )
 
     def spell(self, token_id: int) -> list[int]:
@@ -109,8 +108,8 @@ class PlainTokens:
         return found
 
 
-def _others(tokens: list[bytes], probe: bytes, end_ids: tuple[int, ...]) -> LLTokenizer:
-    tokens = tokens + [probe * count for count in range(1, NUM_PROBES + 1)]
+def _others(tokens: list[bytes], end_ids: tuple[int, ...]) -> LLTokenizer:
+    tokens = tokens + [PROBE.encode() * count for count in range(1, NUM_PROBES + 1)]
     wrapped = TokenizerWrapper(_Tokens(tokens, list(end_ids), end_ids[0]))
     return LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=list(end_ids), slices=[])
 
@@ -133,20 +132,18 @@ class BoundedStrings:
     Attributes:
         state: of the vocabulary without plain tokens; the same grammar.
         plain: the vocabulary's.
-        probe: ids of the grammar's.
         room: characters that may come, as far as is known, at most `NUM_PROBES`.
     """
 
     state: LLMatcher
     plain: PlainTokens
-    probe: list[int]
     room: int = 0
     _unread: list[int] = field(default_factory=list[int])
 
     def copy(self) -> "BoundedStrings":
         """At the same place, for another sequence."""
         state = self.state.deep_copy()
-        return BoundedStrings(state, self.plain, self.probe, _unread=self._unread.copy())
+        return BoundedStrings(state, self.plain, _unread=self._unread.copy())
 
     def skip(self, token_ids: list[int]) -> None:
         """Tokens outside of strings, which are read once they are needed."""
@@ -156,7 +153,7 @@ class BoundedStrings:
         """Whether the grammar, of which `full` is the first matcher, is within a string of any
         characters; then `state` can fill the mask.
         """
-        if full.validate_tokens(self.probe) < len(self.probe):
+        if full.validate_tokens(self.plain.probe) < len(self.plain.probe):
             return False
         unread, self._unread = self._unread, []
         return self._read(unread)
@@ -172,7 +169,7 @@ class BoundedStrings:
         if not self._read(token_ids):
             return False
         self.room = max(room, 0)
-        return room > 0 or self.state.validate_tokens(self.probe) == len(self.probe)
+        return room > 0 or self.state.validate_tokens(self.plain.probe) == len(self.plain.probe)
 
     def complete(self, mask: Int32Array, probes: Int32Array) -> bool:
         """Adds the plain tokens to a mask that `state` has filled.

@@ -185,7 +185,7 @@ class CompilePool:
 
 
 def _task(grammar: Grammar) -> Compile:
-    return Compile(grammar.kind, grammar.text, grammar.probe)
+    return Compile(grammar.kind, grammar.text, grammar.plain_strings)
 
 
 def _key(task: Compile) -> bytes:

@@ -153,7 +153,7 @@ class Compiler:
         with limited(self._cpu_s, MEMORY_BYTES):
             try:
                 self._check(task.kind, task.text)
-                compile_grammar(self._vocabulary, task.kind, task.text, task.probe)
+                compile_grammar(self._vocabulary, task.kind, task.text, task.plain_strings)
             except InvalidGrammar as refused:
                 return refused.message
             except MemoryError:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from services.common.errors import InvalidGrammar
-from services.common.grammar.plain_strings import JSON_PROBE, has_plain_bounds
+from services.common.grammar.plain_strings import has_plain_bounds
 from services.common.grammar.schema_formats import without_unknown_formats
 from services.decoder.masks.bounded_strings import NUM_PROBES, BoundedStrings, PlainTokens
 
@@ -75,8 +75,10 @@ class Compiled(NamedTuple):
     strings: BoundedStrings | None
 
 
-def compile_grammar(vocabulary: Vocabulary, kind: str, text: str, probe: str = "") -> Compiled:
-    """The grammar, compiled, its first mask included.
+def compile_grammar(
+    vocabulary: Vocabulary, kind: str, text: str, plain_strings: bool = False
+) -> Compiled:
+    """The grammar, compiled, its first mask included; `plain_strings`: a grammar's are known to be.
 
     May take any time and memory, overflow the stack, or raise pyo3's `PanicException`.
 
@@ -95,12 +97,10 @@ def compile_grammar(vocabulary: Vocabulary, kind: str, text: str, probe: str = "
     if compiled.is_error():
         raise _refused(kind, compiled.get_error())
     strings, plain = None, vocabulary.plain
-    if kind == "json_schema" and has_plain_bounds(text):
-        probe = JSON_PROBE
-    if plain is not None and probe:
-        state = _build(plain.others[probe], kind, text)
+    if plain is not None and (plain_strings or (kind == "json_schema" and has_plain_bounds(text))):
+        state = _build(plain.others, kind, text)
         if not state.is_error():
-            strings = BoundedStrings(state, plain, plain.probes[probe])
+            strings = BoundedStrings(state, plain)
     return Compiled(compiled, strings)
 
 

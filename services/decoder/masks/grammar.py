@@ -16,7 +16,7 @@ class Grammar(NamedTuple):
             cannot be continued.
         min_tokens: the sequence's: before, no end id and no stop id is sampled, unless the text
             cannot be continued.
-        probe: of the grammar, see `plain_strings`; empty: it is not known to have one.
+        plain_strings: its bounded strings are known to be plain, see `plain_strings`.
     """
 
     kind: str
@@ -26,7 +26,7 @@ class Grammar(NamedTuple):
     continued: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
-    probe: str = ""
+    plain_strings: bool = False
 
 
 class Demands(NamedTuple):

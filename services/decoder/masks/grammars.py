@@ -37,7 +37,7 @@ _MAX_VOCABULARIES = 4  # a model has one set of end ids
 
 # Whether a mask forbids any id, or why there is none.
 Found = bool | MatcherFailed
-_Key = tuple[str, str, tuple[int, ...], str]  # kind, text, end ids, probe
+_Key = tuple[str, str, tuple[int, ...], bool]  # kind, text, end ids, plain strings
 
 
 class Grammars:
@@ -163,7 +163,7 @@ class Grammars:
             return found
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        key = (grammar.kind, grammar.text, grammar.end_ids, grammar.probe)
+        key = (grammar.kind, grammar.text, grammar.end_ids, grammar.plain_strings)
         if (found := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return found
@@ -179,7 +179,9 @@ class Grammars:
         def compile_one() -> Compiled:
             vocabulary = self.vocabulary(grammar.end_ids)
             with during():
-                return compile_grammar(vocabulary, grammar.kind, grammar.text, grammar.probe)
+                return compile_grammar(
+                    vocabulary, grammar.kind, grammar.text, grammar.plain_strings
+                )
 
         def compiled(done: "asyncio.Future[Compiled]") -> None:
             if done.cancelled() or done.exception():

@@ -37,7 +37,7 @@ class Compile(msgspec.Struct, tag="compile"):
 
     kind: str
     text: str
-    probe: str = ""
+    plain_strings: bool = False
 
 
 class Follow(msgspec.Struct, tag="follow"):

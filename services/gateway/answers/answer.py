@@ -1,29 +1,45 @@
 """How one request's answers are read: reasoning, then content, in which tool calls may stand.
 
-`PromptBuilder` knows the format from the model, the prompt's end and the request's tools; each
-choice has a parser of it. Stop strings act on the content alone, so that they cut neither the
-reasoning nor a call.
+`AnswerReader` makes the format of the model, the prompt's end and the request; each choice has a
+parser of it. Stop strings act on the content alone, so that they cut neither the reasoning nor a
+call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.reasoning import ReasoningSplitter, Start
-from services.gateway.answers.tool_parsers import CallParser
 from services.gateway.forms.parts import Part, Reasoning, Text
-from services.gateway.forms.tools import ToolUse
+
+
+class Calls(Protocol):
+    """Tool calls of one choice: text in, parts out; see `tool_parsers.CallParser`."""
+
+    in_call: bool
+    done: bool
+
+    def feed(self, text: str) -> list[Part]: ...
+    def feed_call(self, text: str) -> tuple[list[Part], str]: ...
+    def finish(self) -> list[Part]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCalls:
-    """The calls that an answer may hold.
+class CallFormat:
+    """How tool calls are written.
 
     Attributes:
-        parser: of the model's form.
-        use: what the request says of its tools.
+        tag: what a call begins with; None: nothing of its own.
+        head: what follows the tag, behind blanks.
+        parser: makes one for a choice.
+        required: the answer has to hold one.
     """
 
-    parser: type[CallParser]
-    use: ToolUse
+    tag: str | None
+    head: str
+    parser: Callable[[], Calls]
+    required: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +48,17 @@ class AnswerFormat:
 
     Attributes:
         reasoning: where an answer begins; None: the model does not think.
-        tool_calls: None: everything is text.
+        calls: None: everything is text.
         include_reasoning: false: it is left out.
+        grammar: what the decoder holds the answer to; None: it is free.
+        grammar_param: the field that an error of the grammar names.
     """
 
     reasoning: Start | None = None
-    tool_calls: ToolCalls | None = None
+    calls: CallFormat | None = None
     include_reasoning: bool = True
+    grammar: pb.Grammar | None = None
+    grammar_param: str | None = None
 
     @property
     def thinks(self) -> bool:
@@ -47,15 +67,15 @@ class AnswerFormat:
 
     def parser(self) -> "AnswerParser | None":
         """A parser for one choice; None: everything is text."""
-        calls = self.tool_calls
+        calls = self.calls
         if calls is None and not self.thinks:
             return None
-        tag, head = (calls.parser.tag, calls.parser.head) if calls else (None, "")
+        tag, head = (calls.tag, calls.head) if calls else (None, "")
         return AnswerParser(
             ReasoningSplitter(self.reasoning or "closed", tag, head),
-            calls.parser(calls.use.schemas, calls.use.max_calls) if calls else None,
+            calls.parser() if calls else None,
             self.include_reasoning,
-            has_text=calls is None or not calls.use.required,
+            has_text=calls is None or not calls.required,
         )
 
 
@@ -72,7 +92,7 @@ class AnswerParser:
     def __init__(
         self,
         splitter: ReasoningSplitter,
-        calls: CallParser | None,
+        calls: Calls | None,
         include_reasoning: bool,
         *,
         has_text: bool = True,

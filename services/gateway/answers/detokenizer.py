@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.answer import AnswerFormat, AnswerParser
-from services.gateway.answers.prompt_logprobs import MIN_LOGPROB
 from services.gateway.clients.decoders import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.parts import Call, Part, Text
-from services.gateway.forms.responses import LogprobEntry, TopLogprob, Update
+from services.gateway.forms.responses import MIN_LOGPROB, LogprobEntry, TopLogprob, Update
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")

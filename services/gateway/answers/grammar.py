@@ -14,7 +14,7 @@ from msgspec import UNSET
 from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.forms.answer_formats import (
+from services.gateway.forms.generation import (
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuredOutputs,
@@ -44,14 +44,14 @@ class Grammar:
         param: the request's field, for the 400 if the decoder cannot compile it.
         begins_after: token ids, such as that of `</think>`; the answer is free until it holds them
             in a row, and of the grammar from then on. Empty: from its start.
-        probe: see `common/grammar/plain_strings.py`; empty: none is known.
+        plain_strings: its bounded strings are known to be plain; see the file of that name.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
     text: str
     param: str
     begins_after: tuple[int, ...] = ()
-    probe: str = ""
+    plain_strings: bool = False
 
     def to_proto(self, end_ids: tuple[int, ...]) -> pb.Grammar:
         """As the decoder takes it; `end_ids` are the model's end tokens.
@@ -69,7 +69,7 @@ class Grammar:
             text=_ANY_OBJECT if self.kind == "json_object" else self.text,
             begins_after=self.begins_after,
             end_token_ids=end_ids,
-            probe=self.probe,
+            plain_strings=self.plain_strings,
         )
 
 

@@ -6,12 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.forms.responses import LogprobEntry, PromptLogprob, TopLogprob
+from services.gateway.forms.responses import MIN_LOGPROB, LogprobEntry, PromptLogprob, TopLogprob
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
-
-# JSON has no -inf; OpenAI and vLLM send this value for a probability of zero.
-MIN_LOGPROB = -9999.0
-
 
 # vLLM's form: by token id; None for the first token, which nothing precedes.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]

@@ -1,6 +1,6 @@
 """The grammar of an answer that has to hold a call, or may hold only right ones.
 
-`PromptBuilder` asks for it once the request's tools and the prompt's end are known. A call is
+`AnswerReader` asks for it once the request's tools and the prompt's end are known. A call is
 written as the model's template writes it, with the function's JSON schema for its arguments; the
 parser of the form reads it back. `required` and named choices begin with a call; with strict
 functions text is free, and what begins as a call has to become one. Reasoning stays free.
@@ -20,13 +20,12 @@ import msgspec
 from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS, check_grammar
 from services.common.grammar.grammar_counts import Counts
-from services.common.grammar.plain_strings import JSON_PROBE, has_plain_bounds, is_plain
+from services.common.grammar.plain_strings import has_plain_bounds, is_plain
 from services.common.grammar.schema_bounds import check_schema
-from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.argument_values import Parameters, Schema, listed, named
 from services.gateway.answers.bare_values import BareValues, escaped, regex
 from services.gateway.answers.grammar import Grammar
-from services.gateway.answers.reasoning import CLOSE, OPEN
+from services.gateway.answers.reasoning import CLOSE, OPEN, Start
 from services.gateway.answers.schema_support import held_to
 from services.gateway.answers.thinking_budget import end_of_reasoning
 from services.gateway.answers.tool_parsers import (
@@ -35,6 +34,7 @@ from services.gateway.answers.tool_parsers import (
     Llama3JsonParser,
     Qwen3CoderParser,
 )
+from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.tools import FunctionDefinition, check_nesting
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
@@ -52,13 +52,17 @@ _ROOT_REFUSED = ("anyOf", "oneOf", "allOf", "const", "enum", "patternProperties"
 
 
 def answer_grammar(
-    asked: Grammar | None, answer_format: AnswerFormat, tokenizer: ModelTokenizer
+    asked: Grammar | None,
+    start: Start | None,
+    calls: ToolCalls | None,
+    tokenizer: ModelTokenizer,
 ) -> Grammar | None:
     """What an answer has to be, with its calls; None: it is free.
 
     Args:
         asked: by `response_format` or `structured_outputs`: of an answer without a call.
-        answer_format: reasoning and calls.
+        start: where the answer begins; None: the model does not think.
+        calls: that may come; None: none.
         tokenizer: of the model.
 
     Raises:
@@ -66,27 +70,27 @@ def answer_grammar(
     """
     if asked is not None:
         asked = _checked(asked)
-    calls = answer_format.tool_calls
+    thinks = start in ("open", "optional")
     if calls is not None and (calls.use.is_constrained or asked is not None):
         writer = _Writer(tokenizer, calls)
         body, rules, param = writer.body(asked), writer.rules, writer.param
-        probe = writer.probe(asked)
-    elif asked is None or not answer_format.thinks:
+        are_plain = writer.are_plain(asked)
+    elif asked is None or not thinks:
         return asked
-    elif answer_format.reasoning == "open" or asked.kind == "grammar":
+    elif start == "open" or asked.kind == "grammar":
         return replace(asked, begins_after=end_of_reasoning(tokenizer))
     else:
         body, rules, param = "answer", [f"answer: {_answer(asked)}"], asked.param
-        probe = JSON_PROBE if _are_plain([_schema_of(asked)]) else ""
+        are_plain = _are_plain([_schema_of(asked)])
     begins_after: tuple[int, ...] = ()
-    start, end = (tokenizer.added.get(name) for name in (OPEN, CLOSE))
-    if answer_format.thinks and (answer_format.reasoning == "open" or not (start and end)):
+    opens, closes = (tokenizer.added.get(name) for name in (OPEN, CLOSE))
+    if thinks and (start == "open" or not (opens and closes)):
         body, begins_after = f"{_BREAK} ({body})", end_of_reasoning(tokenizer)
-    elif answer_format.thinks and start and end:
+    elif thinks and opens and closes:
         # A grammar that waits for the closing tag never begins if the model does not think.
-        body = f"(<[{start.token_id}]> TEXT <[{end.token_id}]> {_BREAK})? ({body})"
+        body = f"(<[{opens.token_id}]> TEXT <[{closes.token_id}]> {_BREAK})? ({body})"
     text = "\n".join([f"start: {body}", *rules, r"TEXT: /(.|\n)*/"])
-    return Grammar("grammar", text, param, begins_after, probe)
+    return Grammar("grammar", text, param, begins_after, are_plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +155,9 @@ class _Writer:
         self._parser = calls.parser
         self._use = use = calls.use
         self._functions = [
-            _Function(function, f"tools[{index}].function.parameters")
-            for index, definition in enumerate(use.definitions)
-            if (function := use.functions.get(definition["function"]["name"])) is not None
+            _Function(use.functions[name], f"tools[{place}].function.parameters")
+            for name, place in use.places.items()
+            if name in use.functions
         ]
         self._schemas = [function.schema(counts) for function in self._functions]
         self.param = self._functions[0].param if len(self._functions) == 1 else "tools"
@@ -174,16 +178,16 @@ class _Writer:
             raise InvalidRequest("strict is not supported with this tokenizer", param="tools")
         return "TEXT (call TEXT)?" if single else "TEXT (call TEXT)*"
 
-    def probe(self, asked: Grammar | None) -> str:
-        """The grammar's probe; see `common/grammar/plain_strings.py`. Text outside of calls is
-        any text, but for the form without tags.
+    def are_plain(self, asked: Grammar | None) -> bool:
+        """Whether the grammar's bounded strings are plain. Text outside of calls is any text, but
+        for the form without tags.
         """
         if self._parser is Qwen3CoderParser or (
             self._parser is Llama3JsonParser and not self._use.required
         ):
-            return ""
+            return False
         schemas: list[object] = [_schema_of(asked)] if asked is not None else []
-        return JSON_PROBE if _are_plain([*schemas, *self._schemas]) else ""
+        return _are_plain([*schemas, *self._schemas])
 
     def tag(self, name: str) -> str:
         """A tag, as the tokenizer has it: a token or plain text."""

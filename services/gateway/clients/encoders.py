@@ -14,10 +14,10 @@ import grpc.aio
 from services.common.errors import Cancelled, Overloaded, ProcessLost, Unavailable
 from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
-from services.common.tenancy.fair_order import NOBODY, Share
 from services.common.transport.rpc import PROTOCOL, error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.slot import Tenant
 
 _DESCRIBE_TIMEOUT_S = 2.0
 _LAST_WORD_S = 0.5  # for the answer of an encoder that has failed a health check
@@ -118,7 +118,7 @@ class EncoderPod(Pod):
         *,
         salt: bytes,
         timeout_s: float,
-        share: Share = NOBODY,
+        tenant: Tenant | None = None,
     ) -> Encoded:
         """Makes a unit's embedding available at this encoder.
 
@@ -129,7 +129,7 @@ class EncoderPod(Pod):
             image: the encoded file.
             unit: of the image.
             salt: of the key.
-            share: for whom.
+            tenant: for whom; None: a caller without a key.
             timeout_s: deadline of the call.
 
         Raises:
@@ -142,8 +142,8 @@ class EncoderPod(Pod):
             image=image,
             grid=pb.Grid(t=time, h=height, w=width),
             cache_salt=salt,
-            tenant=share.tenant,
-            tenant_weight=share.weight,
+            tenant=tenant.name if tenant else "",
+            tenant_weight=tenant.weight if tenant else 1.0,
         )
         metadata = outgoing_metadata(request.ByteSize())
         call = self._encode(request, timeout=timeout_s, metadata=metadata)

@@ -25,7 +25,6 @@ from blake3 import blake3
 from grpc_health.v1 import health_pb2
 
 from services.common.errors import TriptychError
-from services.common.security.credentials import NO_CREDENTIALS, Credentials
 from services.common.transport.rpc import create_channel
 
 log = logging.getLogger(__name__)
@@ -62,16 +61,20 @@ class PodState(enum.Enum):
     REFUSED = "refused"  # does not accept the gateway's credentials
 
 
+def _plain_channel(address: str, service: str) -> grpc.aio.Channel:
+    return create_channel(address, peer=service)
+
+
 @dataclass(frozen=True, slots=True)
 class Dialling:
     """With what the gateway calls pods.
 
     Attributes:
-        credentials: that pods ask for, and are checked against.
+        channel: to an address, at which that service listens.
         refused: called with `token` or `certificate` when a check fails for it.
     """
 
-    credentials: Credentials = NO_CREDENTIALS
+    channel: Callable[[str, str], grpc.aio.Channel] = _plain_channel
     refused: Callable[[str], None] = lambda _: None
 
 
@@ -99,7 +102,7 @@ class Pod:
         self.num_in_flight = 0
         self._dialling = dialling or Dialling()
         self._refusal = ""
-        self.channel = create_channel(address, self._dialling.credentials, peer=service)
+        self.channel = self._dialling.channel(address, service)
         self._check = self.channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

@@ -22,7 +22,7 @@ from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
 from services.common.threads import INLINE_BYTES
 from services.gateway.chat import ChatService, Completion
 from services.gateway.forms.ignored import Ignored
-from services.gateway.forms.json_body import Body, LargeImages, cut_images, free, json_bytes
+from services.gateway.forms.json_body import Body, LargeImages, cut_images, free
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update, Usage, error_event
 from services.gateway.http.exchange import Exchange, read_body
@@ -269,7 +269,7 @@ async def parse_body(
     slot: Slot,
     scope: Scope,
 ) -> Result:
-    """`parse(body)`: in a thread, if the body is long or has much JSON beside its images.
+    """`parse(body)`: in a thread, if the body is long or has much JSON beside its large images.
 
     Args:
         service: its one parser thread, because the parser keeps the interpreter lock, for which the
@@ -281,16 +281,18 @@ async def parse_body(
     """
     ignored = scope["state"]["ignored"] = Ignored(all_unknown=service.ignores_unknown_fields)
 
-    def cut_and_parse() -> tuple[Result, LargeImages]:
-        text, images = cut_images(body)
+    def read(cut: tuple[Body, LargeImages] | None) -> tuple[Result, LargeImages]:
+        text, images = cut or cut_images(body)
         parsed = parse(text, ignored)
         images.forget(ignored.left_out)
         return parsed, images
 
+    cut = cut_images(body) if len(body) <= INLINE_BYTES else None
     try:
-        if len(body) <= INLINE_BYTES and json_bytes(body, _MAX_INLINE_JSON_BYTES) is not None:
-            return parse(body, ignored)
-        parsed, slot.images = await service.parsers.run(cut_and_parse)
+        if cut is not None and len(cut[0]) <= _MAX_INLINE_JSON_BYTES:
+            parsed, slot.images = read(cut)
+        else:
+            parsed, slot.images = await service.parsers.run(read, cut)
         return parsed
     finally:
         for field in set(ignored.names.values()):

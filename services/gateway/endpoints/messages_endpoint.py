@@ -1,11 +1,9 @@
 """POST /v1/messages: Anthropic's Messages made into a chat request, and its answer out of parts.
 
-A stream has Anthropic's events in Anthropic's order: each block is opened, filled and closed before
-the next one is opened.
+A stream has Anthropic's events in Anthropic's order.
 """
 
 from collections.abc import Sequence
-from contextlib import aclosing
 
 import msgspec
 from starlette.requests import Request
@@ -13,10 +11,11 @@ from starlette.responses import Response
 
 from services.common.errors import TriptychError
 from services.gateway.chat import ChatService, Completion
+from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Endpoint, Work, parse_body, received, renamed
-from services.gateway.forms.answer_formats import JsonSchema, JsonSchemaFormat
+from services.gateway.endpoints.endpoint import Work, parse_body, received, renamed
 from services.gateway.forms.error_answers import messages_error_of
+from services.gateway.forms.generation import JsonSchema, JsonSchemaFormat
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.messages_api import (
     AdaptiveThinking,
@@ -70,8 +69,8 @@ from services.gateway.forms.openai import (
 from services.gateway.forms.openai import (
     Part as ContentPart,
 )
-from services.gateway.forms.parts import Call, Part, Reasoning, join
-from services.gateway.forms.responses import Update, encode_json
+from services.gateway.forms.parts import Call, Part, Reasoning, Text, join
+from services.gateway.forms.responses import LogprobEntry, Update, encode_json
 from services.gateway.forms.tools import (
     FunctionCall,
     FunctionChoice,
@@ -98,7 +97,7 @@ _STOP_REASONS: dict[str | None, StopReason] = {
 }  # fmt: skip
 
 
-class MessagesEndpoint(Endpoint):
+class MessagesEndpoint(WritingEndpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: Body) -> None:
@@ -122,11 +121,8 @@ class MessagesEndpoint(Endpoint):
             await work.exchange.write_json(answer)
             return
         writer = MessageWriter(answer, completion)
-        async with aclosing(self._service.answer(completion)) as updates_of:
-            async for updates in updates_of:
-                if events := [e for update in updates for e in writer.update(update)]:
-                    await work.exchange.write(b"".join(map(_encode, events)))
-        await work.exchange.write(b"".join(map(_encode, writer.finish())), last=True)
+        await self.stream(completion, writer, work.exchange)
+        await work.exchange.write(writer.encode(writer.finish()), last=True)
 
     def error_event(self, work: Work, error: TriptychError) -> bytes:
         return b"event: error\ndata: " + encode_json(messages_error_of(error)) + b"\n\n"
@@ -309,75 +305,49 @@ def _usage(completion: Completion) -> MessageUsage:
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-class MessageWriter:
-    """The events of one streamed answer."""
+class MessageWriter(AnswerWriter[MessageEvent]):
+    """Blocks and their events, which are Anthropic's."""
 
     def __init__(self, answer: MessageAnswer, completion: Completion) -> None:
+        super().__init__(completion)
         self._answer = answer
-        self._completion = completion
-        self._started = False
         self._index = -1
-        self._open: Part | None = None
-        self._last: Update | None = None
 
-    def update(self, update: Update) -> list[MessageEvent]:
-        """Takes an update of the choice."""
-        self._last = update
-        events = self._start()
-        for part in update.parts:
-            if not self._continues(part):
-                events += [*self._close(), self._begin(part)]
-            match part:
-                case Reasoning(text):
-                    delta = ThinkingDelta(text)
-                case Call():
-                    delta = InputDelta(part.arguments)
-                case _:
-                    delta = TextDelta(part.text)
-            events.append(BlockDelta(self._index, delta))
-        return events
-
-    def finish(self) -> list[MessageEvent]:
-        """The last events."""
-        assert self._last is not None
-        delta = MessageDelta(StopDelta(*_stop(self._last)), _usage(self._completion))
-        return [*self._close(), delta, MessageStop()]
-
-    def _start(self) -> list[MessageEvent]:
-        if self._started:
-            return []
-        self._started = True
-        usage = _usage(self._completion)
+    def begin(self) -> list[MessageEvent]:
+        self._answer.usage = usage = _usage(self._completion)
         usage.output_tokens = 0
-        self._answer.usage = usage
         return [MessageStart(self._answer)]
 
-    def _continues(self, part: Part) -> bool:
-        if isinstance(part, Call):
-            return isinstance(self._open, Call) and self._open.index == part.index
-        return type(self._open) is type(part)
-
-    def _begin(self, part: Part) -> BlockStart:
+    def open(self, part: Part) -> list[MessageEvent]:
         self._index += 1
-        self._open = part
         match part:
             case Reasoning():
-                return BlockStart(self._index, ThinkingAnswer(""))
+                block = ThinkingAnswer("")
             case Call():
-                return BlockStart(self._index, ToolUseAnswer(part.call_id, part.name, {}))
-            case _:
-                return BlockStart(self._index, TextAnswer(""))
+                block = ToolUseAnswer(part.call_id, part.name, {})
+            case Text():
+                block = TextAnswer("")
+        return [BlockStart(self._index, block)]
 
-    def _close(self) -> list[MessageEvent]:
-        part, self._open = self._open, None
-        if part is None:
-            return []
-        events: list[MessageEvent] = [BlockStop(self._index)]
-        if isinstance(part, Reasoning):
-            events.insert(0, BlockDelta(self._index, SignatureDelta("")))
-        return events
+    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> MessageEvent:
+        match part:
+            case Reasoning(text):
+                delta = ThinkingDelta(text)
+            case Call():
+                delta = InputDelta(part.arguments)
+            case Text(text):
+                delta = TextDelta(text)
+        return BlockDelta(self._index, delta)
 
+    def close(self, part: Part, *, is_last: bool) -> list[MessageEvent]:
+        is_thought = isinstance(part, Reasoning)
+        signature = [BlockDelta(self._index, SignatureDelta(""))] if is_thought else []
+        return [*signature, BlockStop(self._index)]
 
-def _encode(event: MessageEvent) -> bytes:
-    kind = str(event.__struct_config__.tag).encode()
-    return b"event: " + kind + b"\ndata: " + encode_json(event) + b"\n\n"
+    def end(self) -> list[MessageEvent]:
+        assert self._last is not None  # an answer has an update at least
+        delta = MessageDelta(StopDelta(*_stop(self._last)), _usage(self._completion))
+        return [delta, MessageStop()]
+
+    def kind(self, event: MessageEvent) -> str:
+        return str(event.__struct_config__.tag)

@@ -1,20 +1,19 @@
 """POST /v1/responses: OpenAI's Responses made into a chat request, and its answer out of parts.
 
-A stream has OpenAI's events in OpenAI's order, numbered from 0; each item of the output is opened,
-filled and closed before the next one is opened.
+A stream has OpenAI's events in OpenAI's order, numbered from 0.
 """
 
 from collections.abc import Sequence
-from contextlib import aclosing
 
 from msgspec import UNSET, UnsetType, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.chat import ChatService, Completion
+from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Endpoint, Work, now, renamed
+from services.gateway.endpoints.endpoint import Work, now, renamed
 from services.gateway.endpoints.kept_responses import KeptResponses
-from services.gateway.forms.answer_formats import (
+from services.gateway.forms.generation import (
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
@@ -33,8 +32,8 @@ from services.gateway.forms.openai import (
 from services.gateway.forms.openai import (
     Part as ContentPart,
 )
-from services.gateway.forms.parts import Call, Part, Reasoning
-from services.gateway.forms.responses import LogprobEntry, Update, encode_json
+from services.gateway.forms.parts import Call, Part, Reasoning, Text
+from services.gateway.forms.responses import LogprobEntry, encode_json
 from services.gateway.forms.responses_api import (
     AllowedResponseTools,
     IncompleteDetails,
@@ -85,7 +84,7 @@ _PATHS = {
 }
 
 
-class ResponsesEndpoint(Endpoint):
+class ResponsesEndpoint(WritingEndpoint):
     """The endpoint."""
 
     def __init__(
@@ -117,14 +116,10 @@ class ResponsesEndpoint(Endpoint):
             await self._keep(work, request, completion, writer.response)
             await work.exchange.write_json(writer.response)
             return
-        async with aclosing(self._service.answer(completion)) as answer:
-            async for updates in answer:
-                events = [*writer.start(), *(e for u in updates for e in writer.update(u))]
-                if events:
-                    await work.exchange.write(b"".join(map(_encode, events)))
+        await self.stream(completion, writer, work.exchange)
         events = writer.finish()
         await self._keep(work, request, completion, writer.response)
-        await work.exchange.write(b"".join(map(_encode, events)), last=True)
+        await work.exchange.write(writer.encode(events), last=True)
 
     async def _keep(
         self,
@@ -140,7 +135,7 @@ class ResponsesEndpoint(Endpoint):
 
     def error_event(self, work: Work, error: TriptychError) -> bytes:
         assert isinstance(work.writer, ResponseWriter)
-        return b"".join(map(_encode, work.writer.fail(error)))
+        return work.writer.encode(work.writer.fail(error))
 
 
 def to_chat(
@@ -344,8 +339,8 @@ def _response_format(text: TextConfig | None) -> ResponseFormat | None:
             return None
 
 
-class ResponseWriter:
-    """The answer, item by item, and the events that tell of it.
+class ResponseWriter(AnswerWriter[ResponseEvent]):
+    """Items and their events, which are OpenAI's, numbered from 0.
 
     Attributes:
         response: as it is at the moment.
@@ -358,12 +353,9 @@ class ResponseWriter:
         completion: Completion,
         model_name: str,
     ) -> None:
-        self._completion = completion
+        super().__init__(completion)
         self._number = 0
-        self._started = False
         self._id = response_id.removeprefix("resp-")
-        self._open: OutputItem | None = None
-        self._call = -1  # of an open OutputCall
         self._namespaces = _namespaces(request)
         sampling, text = completion.prepared.sampling, request.text
         self.response = ResponseObject(
@@ -389,43 +381,30 @@ class ResponseWriter:
             user=request.user,
         )
 
-    def start(self) -> list[ResponseEvent]:
-        """The first events; nothing when called again."""
-        if self._started:
-            return []
-        self._started = True
+    @property
+    def _item(self) -> OutputItem:
+        """The open item."""
+        return self.response.output[-1]
+
+    def begin(self) -> list[ResponseEvent]:
         response = structs.replace(self.response, output=[])
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=response) for kind in kinds]
 
-    def update(self, update: Update) -> list[ResponseEvent]:
-        """Takes an update of the choice."""
+    def end(self) -> list[ResponseEvent]:
+        response, is_cut = self.response, self._is_cut
         events: list[ResponseEvent] = []
-        logprobs = update.logprobs or []
-        for part in update.parts:
-            if not self._continues(part):
-                events += [*self._close("completed"), *self._begin(part)]
-            takes_logprobs = isinstance(self._open, OutputMessage)
-            events.append(self._add(part, logprobs if takes_logprobs else []))
-            if takes_logprobs:
-                logprobs = []
-        return events
-
-    def finish(self) -> list[ResponseEvent]:
-        """The last events."""
-        response, events = self.response, self.start()
-        cut = self._completion.choices[0].finish_reason == "length"
-        if self._open is None and not response.output:  # an empty answer is an empty message
-            events += self._begin(None)
-        events += self._close("incomplete" if cut else "completed")
-        response.status = "incomplete" if cut else "completed"
+        if not response.output:  # an empty answer is an empty message
+            events = [*self.open(Text("")), *self.close(Text(""), is_last=True)]
+        response.status = "incomplete" if is_cut else "completed"
         response.completed_at = now()
         response.usage = self._usage()
-        if cut:
+        if is_cut:
             response.incomplete_details = IncompleteDetails("max_output_tokens")
         return [*events, self._event(f"response.{response.status}", response=response)]
+
+    def kind(self, event: ResponseEvent) -> str:
+        return event.type
 
     def fail(self, error: TriptychError) -> list[ResponseEvent]:
         """The last events of a stream that failed."""
@@ -434,26 +413,18 @@ class ResponseWriter:
             code = "invalid_image" if isinstance(error, InvalidImage) else "invalid_prompt"
         response = self.response
         if self._open is not None:
-            self._open.status = "incomplete"
+            self._item.status = "incomplete"
         response.status, response.error = "failed", ResponseFailure(code, error.message)
         return [
             self._event("error", code=error.code, message=error.message, param=error.param),
             self._event("response.failed", response=response),
         ]
 
-    def _continues(self, part: Part) -> bool:
-        match self._open:
-            case OutputReasoning():
-                return isinstance(part, Reasoning)
-            case OutputCall():
-                return isinstance(part, Call) and part.index == self._call
-            case OutputMessage():
-                return not isinstance(part, Call | Reasoning)
-            case None:
-                return False
+    @property
+    def _is_cut(self) -> bool:
+        return self._completion.choices[0].finish_reason == "length"
 
-    def _begin(self, part: Part | None) -> list[ResponseEvent]:
-        """Opens an item for a part; None: for text."""
+    def open(self, part: Part) -> list[ResponseEvent]:
         index = len(self.response.output)
         match part:
             case Reasoning():
@@ -463,75 +434,60 @@ class ResponseWriter:
                 item = OutputCall(item_id, part.call_id, part.name, "", "in_progress")
                 if part.name in self._namespaces:
                     item.namespace, item.name = self._namespaces[part.name]
-                self._call = part.index
-            case _:
+            case Text():
                 item = OutputMessage(f"msg_{self._id}_{index}", [], "in_progress")
-        self._open = item
-        events = [
-            self._event("response.output_item.added", item=_copy(item), output_index=index),
-        ]
+        added = self._event("response.output_item.added", item=_copy(item), output_index=index)
         self.response.output.append(item)
-        if isinstance(item, OutputCall):
-            return events
-        content: OutputText | ReasoningText
-        if isinstance(item, OutputMessage):
-            content = OutputText("", [], [])
-            item.content.append(content)
-        else:
-            content = ReasoningText("")
-            item.content.append(content)
-        added = self._item_event("response.content_part.added", item, content_index=0)
-        added.part = structs.replace(content)
-        return [*events, added]
-
-    def _add(self, part: Part, logprobs: list[LogprobEntry]) -> ResponseEvent:
-        item = self._open
-        if isinstance(part, Call):
-            assert isinstance(item, OutputCall)
-            item.arguments += part.arguments
-            kind = "response.function_call_arguments.delta"
-            return self._item_event(kind, item, delta=part.arguments)
-        if isinstance(item, OutputReasoning):
-            item.content[0].text += part.text
-            kind = "response.reasoning_text.delta"
-            return self._item_event(kind, item, content_index=0, delta=part.text)
-        assert isinstance(item, OutputMessage)
-        item.content[0].text += part.text
-        item.content[0].logprobs += logprobs
-        kind = "response.output_text.delta"
-        return self._item_event(kind, item, content_index=0, delta=part.text, logprobs=logprobs)
-
-    def _close(self, status: str) -> list[ResponseEvent]:
-        """Closes the open item, if any."""
-        item, self._open = self._open, None
-        if item is None:
-            return []
-        item.status = "incomplete" if status == "incomplete" else "completed"
-        events: list[ResponseEvent] = []
         match item:
             case OutputCall():
-                kind = "response.function_call_arguments.done"
-                done = self._item_event(kind, item, arguments=item.arguments, name=item.name)
-                events.append(done)
+                return [added]
             case OutputReasoning():
-                kind, text = "response.reasoning_text.done", item.content[0].text
-                events.append(self._item_event(kind, item, content_index=0, text=text))
+                item.content.append(ReasoningText(""))
             case OutputMessage():
-                kind, part = "response.output_text.done", item.content[0]
-                done = self._item_event(kind, item, content_index=0, text=part.text)
-                done.logprobs = part.logprobs
-                events.append(done)
-        if not isinstance(item, OutputCall):
-            done = self._item_event("response.content_part.done", item, content_index=0)
-            done.part = item.content[0]
-            events.append(done)
-        index = len(self.response.output) - 1
-        events.append(self._event("response.output_item.done", item=item, output_index=index))
-        return events
+                item.content.append(OutputText("", [], []))
+        content = structs.replace(item.content[0])
+        return [added, self._content_event("response.content_part.added", part=content)]
 
-    def _item_event(self, kind: str, item: OutputItem, **fields: object) -> ResponseEvent:
+    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> ResponseEvent:
+        match self._item, part:
+            case OutputCall() as item, Call(arguments=text):
+                item.arguments += text
+                return self._item_event("response.function_call_arguments.delta", delta=text)
+            case OutputReasoning() as item, Reasoning(text):
+                item.content[0].text += text
+                return self._content_event("response.reasoning_text.delta", delta=text)
+            case OutputMessage() as item, Text(text):
+                item.content[0].text += text
+                item.content[0].logprobs += logprobs
+                kind = "response.output_text.delta"
+                return self._content_event(kind, delta=text, logprobs=logprobs)
+            case _:
+                raise AssertionError("a piece of another part than the open one")
+
+    def close(self, part: Part, *, is_last: bool) -> list[ResponseEvent]:
+        item, index = self._item, len(self.response.output) - 1
+        item.status = "incomplete" if is_last and self._is_cut else "completed"
+        if isinstance(item, OutputCall):
+            kind = "response.function_call_arguments.done"
+            told = [self._item_event(kind, arguments=item.arguments, name=item.name)]
+        else:
+            content = item.content[0]
+            is_text = isinstance(content, OutputText)
+            kind = f"response.{'output' if is_text else 'reasoning'}_text.done"
+            told = [
+                self._content_event(kind, text=content.text),
+                self._content_event("response.content_part.done", part=content),
+            ]
+            if is_text:
+                told[0].logprobs = content.logprobs
+        return [*told, self._event("response.output_item.done", item=item, output_index=index)]
+
+    def _content_event(self, kind: str, **fields: object) -> ResponseEvent:
+        return self._item_event(kind, content_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: object) -> ResponseEvent:
         index = len(self.response.output) - 1
-        return self._event(kind, item_id=item.id, output_index=index, **fields)
+        return self._event(kind, item_id=self._item.id, output_index=index, **fields)
 
     def _event(self, kind: str, **fields: object) -> ResponseEvent:
         event = ResponseEvent(type=kind, sequence_number=self._number)
@@ -560,7 +516,3 @@ def _copy(item: OutputItem) -> OutputItem:
     return (
         structs.replace(item) if isinstance(item, OutputCall) else structs.replace(item, content=[])
     )
-
-
-def _encode(event: ResponseEvent) -> bytes:
-    return b"event: " + event.type.encode() + b"\ndata: " + encode_json(event) + b"\n\n"

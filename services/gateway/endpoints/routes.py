@@ -5,7 +5,7 @@ responses in `exchange`.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -38,7 +38,6 @@ class Routes:
 
     Args:
         service: that answers.
-        is_warm: whether the warm-up is over.
         admission: of requests.
         metrics: of the gateway.
         endpoints: those that generate, beside chat, by their paths; see `surfaces`.
@@ -51,7 +50,6 @@ class Routes:
     def __init__(
         self,
         service: ChatService,
-        is_warm: Callable[[], bool],
         admission: Admission,
         metrics: GatewayMetrics,
         endpoints: Mapping[str, Endpoint],
@@ -59,7 +57,6 @@ class Routes:
         other_gateways: Sequence[str] = (),
     ) -> None:
         self._service = service
-        self._is_warm = is_warm
         self._admission = admission
         self._was_ready = False
         self._patient_until = time.monotonic() + _PATIENCE_S
@@ -72,7 +69,7 @@ class Routes:
         self._others = others
 
     def table(self) -> list[Route]:
-        """Every route but the warm-up's."""
+        """Every route."""
         return [
             *[Route(path, found, methods=["POST"]) for path, found in self.endpoints.items()],
             *self._models.table(),
@@ -94,17 +91,15 @@ class Routes:
         return JsonResponse({"version": package_version()})
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: requests get an answer here. So it waits for the services and the warm-up, but
-        not for ever, and not again later on: without services a request gets a 503 that says when
-        to retry, while clients of a gateway that is not ready find nothing to connect to.
+        """Readiness: requests get an answer here. So it waits for the services, but not for ever,
+        and not again later on: without services a request gets a 503 that says when to retry, while
+        clients of a gateway that is not ready find nothing to connect to.
         """
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)
         status = "ready"
         if not self._service.ready():
             status = f"waiting for {self._service.needs}"
-        elif not (self._is_warm() or self._was_ready):
-            status = "warming up"
         if status == "ready" or time.monotonic() > self._patient_until:
             self._was_ready = True
         return JsonResponse({"status": status, **self._left_out()}, 200 if self._was_ready else 503)

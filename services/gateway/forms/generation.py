@@ -7,11 +7,10 @@ It knows no model: what depends on the model is checked by `sampling`. All error
 import re
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
 from services.common.images.image_key import MAX_SALT_BYTES
-from services.gateway.forms.answer_formats import ResponseFormat, StructuredOutputs
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -22,6 +21,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ALLOWED_TOKEN_IDS = 16384
 MAX_BAD_WORDS = 128
+MAX_NAME_LENGTH = 64
+MAX_CHOICES = 1024
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -43,6 +44,42 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     def continuous(self) -> bool:
         """Whether each chunk has the usage so far."""
         return bool(self.continuous_usage_stats) and self.include_usage is not False
+
+
+class TextFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """A JSON object of any kind."""
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    """OpenAI's wrapper. The answer validates whether or not it is `strict`."""
+
+    name: Annotated[str, Meta(max_length=MAX_NAME_LENGTH)] | None = None
+    description: str | None = None
+    schema: Raw | UnsetType = UNSET
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """A value of a schema."""
+
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's spelling; one of them. `json` is a schema, or the JSON text of one."""
+
+    json: Raw | UnsetType = UNSET
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +117,18 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     )
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     priority: Priority | None = None
+
+
+def num_grammar_characters(request: GenerationFields) -> int:
+    """Length of the schema or grammar that a request names."""
+    size, given = 0, request.structured_outputs
+    if isinstance(request.response_format, JsonSchemaFormat):
+        schema = request.response_format.json_schema.schema
+        size += 0 if schema is UNSET else len(schema)
+    if given is not None:
+        size += sum(map(len, (given.regex or "", given.grammar or "", *(given.choice or ()))))
+        size += 0 if given.json is UNSET else len(given.json)
+    return size
 
 
 def check_generation(request: GenerationFields) -> None:

@@ -25,21 +25,19 @@ _FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.?([^.\[]+)")
 _ANY_KEY = "[...]"  # how msgspec writes a key of a map that is not a struct
 _MAX_SEARCHED_KEYS = 4096
-# Parsed JSON takes up to 25 times its bytes, strings of images as many as they have.
-MAX_JSON_BYTES = 2 << 20
+# Without large images. As many small ones as a request may have are half of it.
+MAX_JSON_BYTES = 4 << 20
 # The parser keeps the interpreter lock, and with it every other request: these take it some 10 ms.
 # A megabyte of tools has 50,000.
 MAX_JSON_NODES = 1 << 17
 _MAX_UNCOUNTED_BYTES = 256 << 10
-_IMAGE = re.compile(rb'"data(?::|"\s{0,64}:\s{0,64}")')
 _DATA_FIELD = re.compile(rb'"data"\s{0,64}:\s{0,64}"')
-_URL_FIELD = re.compile(rb'"(?:image_)?url"\s{0,64}:\s{0,64}$')
+_URL_FIELD = re.compile(rb'"(?:url|image|image_url)"\s{0,64}:\s{0,64}$')
 _MAX_KEY_LENGTH = 140
-_DATA_URL = re.compile(rb'"data:[^",\\]{0,256};\s{0,64}base64,')
+_DATA_URL = re.compile(rb'"data:(?:[^",\\]|\\/){0,256};\s{0,64}base64,')
 _MIN_LARGE_BYTES = 64 << 10
 _NAME_LENGTH = 32
 _BACKSLASH = ord("\\")
-_MIN_IMAGE_BYTES = 1024
 _MAX_IMAGES = 4096  # looked for, small ones included
 _MAX_SEARCHED_BYTES = 256 << 10
 
@@ -91,9 +89,10 @@ def free(body: Body) -> None:
 def cut_images(body: Body) -> tuple[Body, LargeImages]:
     """The body's JSON with a name in place of each large image, and the images.
 
-    An image is the value of a field `data`, or a `data:` URL that is the value of a field `url` or
-    `image_url`. Base64 has no escapes but those of slashes and line ends; nobody has looked for
-    others here.
+    An image is the value of a field `data`, or a `data:` URL that is the value of a field `url`,
+    `image` or `image_url`. Images are passed over at memory's speed, and no more than
+    `MAX_JSON_BYTES` beside them are searched. Base64 has no escapes but those of slashes and line
+    ends; nobody has looked for others here.
     """
     images = LargeImages(body)
     pieces: list[Body] = []
@@ -132,56 +131,6 @@ def _payload_start(body: Body, start: int) -> int | None:
     return None
 
 
-def json_bytes(body: Body, limit: int) -> int | None:
-    """Bytes of a body beside its images, or of the whole if they are few; None: over `limit`.
-
-    An image is a long string that begins with `data:`, or the value of a field `data`. One with
-    letters beyond ASCII, or escapes but those of slashes and line ends, would take several times
-    its bytes as a `str`, so it does not count as an image.
-    """
-    if len(body) <= limit:
-        return len(body)
-    pieces = _beside_images(body, limit)
-    return None if pieces is None else sum(stop - start for start, stop in pieces)
-
-
-def _beside_images(body: Body, limit: int) -> list[tuple[int, int]] | None:
-    """The ranges of a body that are no image; None: more than `limit` bytes. Images are passed over
-    at memory's speed, and no more than `limit` bytes beside them are searched.
-    """
-    is_ascii = body.isascii()
-    pieces: list[tuple[int, int]] = []
-    outside = begin = position = 0  # bytes of `pieces`, start of the next one, where to search
-    for _ in range(_MAX_IMAGES):
-        start = body.find(b'"data', position, begin + limit - outside + 6)
-        if start < 0:
-            break
-        found = _IMAGE.match(body, start)
-        if found is None:
-            position = start + 5
-            continue
-        end = body.find(b'"', found.end())
-        if end < 0:
-            break
-        position = end
-        if end - found.end() >= _MIN_IMAGE_BYTES and is_ascii and _is_plain(body, found.end(), end):
-            pieces.append((begin, found.end()))
-            outside += found.end() - begin
-            begin = end
-        if outside > limit:
-            return None
-    pieces.append((begin, len(body)))
-    return pieces if outside + len(body) - begin <= limit else None
-
-
-def _is_plain(body: Body, start: int, stop: int) -> bool:
-    """Whether a string has no escapes but those of slashes and line ends."""
-    if body.find(b"\\", start, stop) < 0:  # far faster than to count
-        return True
-    allowed = (b"\\/", b"\\n", b"\\r")
-    return body.count(b"\\", start, stop) == sum(body.count(e, start, stop) for e in allowed)
-
-
 def has_more_nodes(text: Body, limit: int) -> bool:
     """Whether JSON has more than `limit` nodes: strings, arrays and objects, and twice its members,
     which take longest to parse. Numbers are hardly work. Mostly without the interpreter lock.
@@ -214,26 +163,19 @@ def decode_json(
 
     Args:
         decoder: of the type.
-        body: of the request.
+        body: of the request, without large images.
         ignored: gets the names of what changes no answer and is left out.
 
     Raises:
-        PayloadTooLarge: more than `MAX_JSON_BYTES` or `MAX_JSON_NODES` beside images.
+        PayloadTooLarge: more than `MAX_JSON_BYTES` or `MAX_JSON_NODES`.
         InvalidRequest: not JSON, or a field has the wrong type; `param` names the field.
     """
-    if len(body) > _MAX_UNCOUNTED_BYTES:
-        text = body
-        if len(body) > MAX_JSON_BYTES:
-            pieces = _beside_images(body, MAX_JSON_BYTES)
-            if pieces is None:
-                raise PayloadTooLarge(
-                    f"the body has more than {MAX_JSON_BYTES} bytes beside its images"
-                )
-            text = b"".join([body[start:stop] for start, stop in pieces])
-        if has_more_nodes(text, MAX_JSON_NODES):
-            raise PayloadTooLarge(
-                f"the body has more than {MAX_JSON_NODES} strings, arrays and members of objects"
-            )
+    if len(body) > MAX_JSON_BYTES:
+        raise PayloadTooLarge(f"the body has more than {MAX_JSON_BYTES} bytes beside large images")
+    if len(body) > _MAX_UNCOUNTED_BYTES and has_more_nodes(body, MAX_JSON_NODES):
+        raise PayloadTooLarge(
+            f"the body has more than {MAX_JSON_NODES} strings, arrays and members of objects"
+        )
     try:
         try:
             return decoder.decode(body)

@@ -9,7 +9,8 @@ as `mm_processor_kwargs`) take precedence and are clamped to the model's limits.
 `include_stage_times: true` adds `stage_times_ms` and `images` to the response or the last chunk.
 
 The endpoints parse bodies with it. It knows no model: what depends on the model is checked by
-`prompt` and `sampling`. All errors are `InvalidRequest`; `param` names the field.
+`conversation`, `answer_reader` and `sampling`. All errors are `InvalidRequest`; `param` names the
+field.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from services.gateway.forms.generation import (
     MAX_TOP_LOGPROBS,
     GenerationFields,
     check_generation,
+    num_grammar_characters,
 )
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json
@@ -31,6 +33,7 @@ from services.gateway.forms.tools import (
     Tool,
     ToolCall,
     ToolChoice,
+    check_tools,
     tool_characters,
 )
 
@@ -200,6 +203,16 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
                 size += len(call.function.arguments)
         return size
 
+    @property
+    def num_grammar_characters(self) -> int:
+        """Length of the schemas and grammars that the answer may be held to, nearly."""
+        size = num_grammar_characters(self)
+        choice, tools = self.tool_choice, self.tools or ()
+        is_held = size > 0 or choice not in (None, "none", "auto")
+        if tools and (is_held or any(tool.function.strict for tool in tools)):
+            size += 4 * tool_characters(tools)  # a schema is punctuation, too
+        return size
+
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -222,6 +235,7 @@ def check_chat_request(request: ChatRequest) -> None:
         InvalidRequest: a field contradicts another, or is not served.
     """
     check_generation(request)
+    check_tools(request.tools, request.tool_choice)
     if isinstance(request.think, str) and request.reasoning_effort is None:
         request.reasoning_effort = request.think
     for index, message in enumerate(request.messages):

@@ -43,14 +43,15 @@ def join(pieces: Iterable[Part]) -> list[Part]:
     """Whole parts, in order: neighbouring pieces of a kind, and of one call, become one."""
     runs: list[list[Part]] = []
     for piece in pieces:
-        if runs and _continues(runs[-1][0], piece):
+        if runs and continues(runs[-1][0], piece):
             runs[-1].append(piece)
         else:
             runs.append([piece])
     return [_joined(run) for run in runs]
 
 
-def _continues(first: Part, piece: Part) -> bool:
+def continues(first: Part, piece: Part) -> bool:
+    """Whether a piece is of the part that began with `first`."""
     if isinstance(first, Call):
         return isinstance(piece, Call) and piece.index == first.index
     return type(first) is type(piece)

@@ -16,6 +16,9 @@ from services.gateway.forms.parts import Call, Part, Reasoning, Text, join
 
 encode_json = msgspec.json.encode
 
+# JSON has no -inf; OpenAI and vLLM send this value for a probability of zero.
+MIN_LOGPROB = -9999.0
+
 
 class TopLogprob(Struct):
     """An alternative to a token."""

@@ -10,20 +10,18 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
-from services.gateway.forms.answer_formats import (
-    JsonObjectFormat,
-    JsonSchema,
-    StructuredOutputs,
-    TextFormat,
-)
 from services.gateway.forms.generation import (
     MAX_STOPS,
     MAX_TOP_LOGPROBS,
+    JsonObjectFormat,
+    JsonSchema,
     LogitBias,
     Penalty,
     Priority,
     StopString,
     StopTokenIds,
+    StructuredOutputs,
+    TextFormat,
 )
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json

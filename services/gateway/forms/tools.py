@@ -1,11 +1,11 @@
-"""A request's tools: what OpenAI's fields say, checked, and what follows for prompt and answer.
+"""A request's tools, as OpenAI's fields say it.
 
 The chat request has these types. What depends on the model (template, form of calls) is not known
-here. All errors are `InvalidRequest`; `param` names the field.
+here; what follows for the answer is in `answers.tool_use`. All errors are `InvalidRequest`;
+`param` names the field.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -78,6 +78,51 @@ class ToolCall(Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
+def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
+    """Checks the fields against each other.
+
+    Raises:
+        InvalidRequest: a name is there twice, or not at all; a schema is nested too deeply.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        return
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        name = tool.function.name
+        if name in names:
+            path = f"tools[{index}].function.name"
+            raise InvalidRequest(f"a second function is named {name}", param=path)
+        check_nesting(tool.function.parameters, f"tools[{index}].function.parameters")
+        names.add(name)
+    param = "tool_choice.function"
+    if isinstance(choice, AllowedTools):
+        param = "tool_choice.allowed_tools.tools"
+    for name in chosen_names(choice):
+        if name not in names:
+            raise InvalidRequest(f"tools has no function {name}", param=param)
+
+
+def chosen_names(choice: ToolChoice | None) -> list[str]:
+    """The functions that a choice names."""
+    if isinstance(choice, FunctionChoice):
+        return [choice.function.name]
+    if isinstance(choice, AllowedTools):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return []
+
+
+def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The functions for a chat template; `strict` is not for the model."""
+    found: list[dict[str, Any]] = []
+    for tool in tools:
+        function = msgspec.to_builtins(tool.function)
+        function.pop("strict", None)
+        found.append({"type": tool.type, "function": function})
+    return found
+
+
 def tool_characters(tools: Sequence[Tool]) -> int:
     """Length of the strings of all definitions."""
     return sum(
@@ -113,101 +158,6 @@ def _characters(value: object) -> int:
                 size += sum(map(len, cast("dict[str, object]", item)))
         level = [child for item in level for child in _children(item)]
     return size
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """What a request says of tools.
-
-    Attributes:
-        definitions: for the chat template: name, description and parameters of every function.
-        functions: those that may be called, by name.
-        required: the answer has to call one.
-        max_calls: None: any number.
-        restricted: not all functions of the prompt may be called.
-    """
-
-    definitions: list[dict[str, Any]]
-    functions: Mapping[str, FunctionDefinition]
-    required: bool = False
-    max_calls: int | None = None
-    restricted: bool = False
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether calls have to be held to the request."""
-        strict = any(function.strict for function in self.functions.values())
-        return self.required or self.restricted or strict
-
-    @property
-    def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """JSON schema of the parameters of each function that may be called."""
-        return {name: f.parameters or {} for name, f in self.functions.items()}
-
-
-def read_tools(
-    tools: Sequence[Tool] | None, choice: ToolChoice | None, *, parallel: bool
-) -> ToolUse | None:
-    """Checks the fields against each other.
-
-    Args:
-        tools: of the request.
-        choice: `tool_choice`; None: auto.
-        parallel: `parallel_tool_calls`.
-
-    Returns:
-        None if no call is possible: no tools, or the choice is `none`; the prompt has none then.
-
-    Raises:
-        InvalidRequest: a name is there twice, or not at all; a schema is nested too deeply.
-    """
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
-        return None
-    functions: dict[str, FunctionDefinition] = {}
-    for index, tool in enumerate(tools):
-        if tool.function.name in functions:
-            raise InvalidRequest(
-                f"a second function is named {tool.function.name}",
-                param=f"tools[{index}].function.name",
-            )
-        check_nesting(tool.function.parameters, f"tools[{index}].function.parameters")
-        functions[tool.function.name] = tool.function
-    if choice == "none":
-        return None
-    required, max_calls = choice == "required", None if parallel else 1
-    if isinstance(choice, FunctionChoice):
-        functions = _named(functions, [choice.function], "tool_choice.function")
-        required, max_calls = True, 1
-    elif isinstance(choice, AllowedTools):
-        allowed = choice.allowed_tools
-        names = [tool.function for tool in allowed.tools]
-        functions = _named(functions, names, "tool_choice.allowed_tools.tools")
-        required = allowed.mode == "required"
-    return ToolUse(
-        [_definition(tool) for tool in tools],
-        functions,
-        required,
-        max_calls,
-        restricted=len(functions) < len(tools),
-    )
-
-
-def _named(
-    functions: Mapping[str, FunctionDefinition], names: Sequence[FunctionName], param: str
-) -> dict[str, FunctionDefinition]:
-    for name in names:
-        if name.name not in functions:
-            raise InvalidRequest(f"tools has no function {name.name}", param=param)
-    return {name.name: functions[name.name] for name in names}
-
-
-def _definition(tool: Tool) -> dict[str, Any]:
-    """For the template; `strict` is for us, not for the model."""
-    function = msgspec.to_builtins(tool.function)
-    function.pop("strict", None)
-    return {"type": tool.type, "function": function}
 
 
 def read_arguments(call: ToolCall, param: str) -> dict[str, Any]:

@@ -43,7 +43,6 @@ class Middleware:
         admission: says whether the gateway is draining.
         keyring: knows the API keys.
         quotas: of the tenants, for the headers that tell them what is left.
-        warm_up_path: of the gateway's own requests, which need no key and no line in the log.
         scope_of: what a key must open for a path.
     """
 
@@ -54,13 +53,10 @@ class Middleware:
         admission: Admission,
         keyring: Keyring,
         quotas: Quotas,
-        warm_up_path: str,
         scope_of: Callable[[str], KeyScope],
     ) -> None:
         self._app = app
         self._endpoints = endpoints
-        self._open_paths = _OPEN_PATHS | {warm_up_path}
-        self._quiet_paths = _QUIET_PATHS | {warm_up_path}
         self._admission = admission
         self._keyring = keyring
         self._quotas = quotas
@@ -74,7 +70,7 @@ class Middleware:
         request_id = _request_id(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})["request_id"] = request_id
         bind_request_id(request_id)
-        is_quiet = scope["path"] in self._quiet_paths
+        is_quiet = scope["path"] in _QUIET_PATHS
         start = time.monotonic()
         with nullcontext(Span()) if is_quiet else _request_span(scope, headers) as request_span:
             status = await self._serve(scope, receive, send, headers)
@@ -94,7 +90,7 @@ class Middleware:
         app, identity = self._app, None
         if scope["method"] == "POST":
             app = self._endpoints.get(scope["path"], app)
-        if scope["path"] not in self._open_paths:
+        if scope["path"] not in _OPEN_PATHS:
             identity = self._keyring.identify(_authorization(headers))
             scope["state"]["identity"] = identity
             if identity is None:

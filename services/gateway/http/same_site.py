@@ -101,13 +101,11 @@ class SameSite:
         if host != self._last_host:
             name = urlsplit(f"//{host}").hostname or ""
             if host and not self._is_served(name):
-                return f"the host {name[:100]!r} is not served: see GATEWAY_ALLOWED_HOSTS"
+                return f"the host {name[:100]!r} is not served: see GATEWAY_ALLOWED_SITES"
             self._last_host = host
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or origin in self._allowed or "*" in self._allowed:
             return ""
         if urlsplit(origin).netloc == host:
             return ""
-        return (
-            f"pages of {origin[:100]!r} may not call: GATEWAY_CORS_ALLOW_ORIGINS does not name it"
-        )
+        return f"pages of {origin[:100]!r} may not call: GATEWAY_ALLOWED_SITES does not name it"

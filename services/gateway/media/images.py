@@ -285,6 +285,8 @@ class MediaLoader:
             case "data":
                 if large is not None and (found := large.range_of(url)):
                     _check_data_head(url)
+                    if found[1] - found[0] <= INLINE_BYTES:
+                        return decode_large(large, found, self._max_bytes)
                     return await self._threads.run(decode_large, large, found, self._max_bytes)
                 if len(url) > INLINE_BYTES:
                     return await self._threads.run(decode_data_url, url, self._max_bytes)

@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpecError, read_json
+from services.gateway.media.images import ImageSource
 from services.gateway.tokenizer.tokenizer import AddedToken
 
 # Noncharacters: valid in a string, assigned to nothing.
@@ -67,6 +68,8 @@ class Conversation:
         options: further variables of the template.
         add_generation_prompt: the prompt ends with the beginning of the model's turn.
         continue_final_message: it ends with the last message's text instead.
+        images: of the messages, in order.
+        ignored: fields of the request that change no answer of this model.
     """
 
     messages: Sequence[Message]
@@ -74,6 +77,8 @@ class Conversation:
     options: Mapping[str, object]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    images: Sequence[ImageSource] = ()
+    ignored: Sequence[str] = ()
 
     @cached_property
     def text(self) -> str:

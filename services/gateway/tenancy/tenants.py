@@ -28,7 +28,6 @@ import msgspec
 from msgspec import Meta
 
 from services.common.settings import SettingsError
-from services.common.tenancy.fair_order import Share
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +89,9 @@ class Tenant:
     shares_caches: bool
 
     @property
-    def share(self) -> Share:
-        """Of what tenants wait for."""
-        return Share(self.name, self.limits.weight)
+    def weight(self) -> float:
+        """Of its share where tenants wait for the same thing."""
+        return self.limits.weight
 
     def cache_salt(self, given: str) -> bytes:
         """Separates the tenant's cached prefixes and images from others'.
@@ -181,7 +180,7 @@ class Keyring:
             try:
                 self._read(path)
             except (OSError, ValueError) as error:
-                raise SettingsError(f"GATEWAY_API_KEYS_FILE: {error}") from None
+                raise SettingsError(f"GATEWAY_API_KEYS, {path}: {error}") from None
 
     @property
     def is_open(self) -> bool:

@@ -378,12 +378,11 @@ def test_gpu_overlays_need_keys_from_a_mounted_file(overlay: str) -> None:
     resources = render(K8S / "overlays" / overlay)
     pod = pods(resources)["gateway"]
     variables = environment(resources, pod)
-    assert "GATEWAY_API_KEYS" not in variables
     (mount,) = (m for m in container_of(pod)["volumeMounts"] if m["name"] == "keys")
     (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "keys")
     assert volume["secret"]["optional"] is False
     (item,) = volume["secret"]["items"]
-    assert variables["GATEWAY_API_KEYS_FILE"] == f"{mount['mountPath']}/{item['path']}"
+    assert variables["GATEWAY_API_KEYS"] == f"file:{mount['mountPath']}/{item['path']}"
     assert "subPath" not in mount  # a changed secret would not be seen
 
 
@@ -570,11 +569,20 @@ def test_dockerfiles_set_known_variables_and_an_unprivileged_user(name: str) -> 
 
 
 def test_only_the_local_overlay_is_open_to_everybody(resources: list[Resource]) -> None:
+    pod = pods(resources)["gateway"]
+    # Without the secret of keys, which is optional, the ConfigMap's value holds.
+    config = {
+        name: value
+        for source in container_of(pod)["envFrom"]
+        for name, value in of_kind(resources, "ConfigMap")[source["configMapRef"]["name"]][
+            "data"
+        ].items()
+    }
     gateway = GatewaySettings.from_environment(
-        own_settings("gateway", environment(resources, pods(resources)["gateway"]))
-        | {"GATEWAY_API_KEYS": ""}
+        own_settings("gateway", environment(resources, pod))
+        | {"GATEWAY_API_KEYS": config.get("GATEWAY_API_KEYS", "")}
     )
     on_gpu = "nvidia.com/gpu" in json.dumps(resources)
     is_local = "triptych/encoder:0.1.0-cpu" in json.dumps(resources)
-    assert gateway.allow_anonymous == is_local
-    assert (gateway.api_keys_file is not None) == on_gpu
+    assert gateway.is_open == is_local
+    assert (gateway.keys_file is not None) == on_gpu

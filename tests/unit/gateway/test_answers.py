@@ -5,18 +5,18 @@ valid, for every form of calls, with and without reasoning.
 import json
 import random
 import re
-from dataclasses import replace
 
 import msgspec
 import pytest
 
-from services.gateway.answers.answer import AnswerFormat, ToolCalls
+from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import create_choices
 from services.gateway.answers.tool_parsers import PARSERS
+from services.gateway.answers.tool_use import ToolCalls, ToolUse
 from services.gateway.clients.decoders import TokenEvent
 from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.forms.responses import ChunkWriter, assistant_message
-from services.gateway.forms.tools import FunctionDefinition, ToolUse
+from services.gateway.forms.tools import FunctionDefinition
 from tests.tiny_tokenizer import added_ids
 
 NUM_CHUNKINGS = 1000
@@ -29,9 +29,10 @@ TOOLS = {
 }
 
 
-def tool_calls(form, max_calls=None):
+def tool_calls(form, max_calls=None, *, required=False):
     functions = {name: FunctionDefinition(name, parameters=TOOLS[name]) for name in TOOLS}
-    return ToolCalls(PARSERS[form], ToolUse([], functions, max_calls=max_calls))
+    use = ToolUse({}, functions, required=required, max_calls=max_calls)
+    return ToolCalls(PARSERS[form], use).format
 
 
 THOUGHT = "<think>\nThe user asks: 中 🙂 < 5?\n</think>\n\n"
@@ -184,8 +185,7 @@ def test_cut_anywhere_the_stream_is_a_prefix(tokenizer, form):
 @pytest.mark.parametrize("form", PARSERS)
 def test_markup_of_a_required_call_is_never_content(tokenizer, form):
     """Cut anywhere, also within a tag or a name."""
-    use = replace(tool_calls(form).use, required=True)
-    answer_format = AnswerFormat("optional", ToolCalls(PARSERS[form], use))
+    answer_format = AnswerFormat("optional", tool_calls(form, required=True))
     text = CALLS[form][CALLS[form].index("<" if form != "llama3_json" else "{") :]
     for thought in (THOUGHT, ""):
         ids = encode(tokenizer, thought + text)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import BY_CODE
+from services.gateway.bounds import Bounds
 from services.gateway.endpoints.openapi import openapi_document
 from services.gateway.forms import generation, openai
 from services.gateway.settings import GatewaySettings
@@ -47,7 +48,13 @@ def test_routes_are_described(tmp_path):
 def test_bounds_equal_those_in_the_code():
     for number in (openai.MAX_MESSAGES, openai.MAX_PARTS, generation.MAX_LOGIT_BIAS):
         assert str(number) in TEXT
-    for name in ("max_images_per_request", "max_concurrent_requests", "request_timeout_s"):
-        default = GatewaySettings.model_fields[name].default
-        assert f"{default:g}" in TEXT
-        assert f"`GATEWAY_{name.upper()}`" in TEXT
+    bounds = Bounds()
+    timeout_s = GatewaySettings.model_fields["request_timeout_s"].default
+    for row in (
+        f"| images per request | {bounds.max_images_per_request} |",
+        f"| bytes of one image | {bounds.max_image_bytes >> 20} MiB |",
+        f"| pixels of one image, as sent | {bounds.max_source_pixels:,} |",
+        f"| requests at a time | {bounds.max_concurrent_requests:,}, then 503 |",
+        f"| a request, to its last token | {timeout_s:g} s | `GATEWAY_REQUEST_TIMEOUT_S` |",
+    ):
+        assert row in TEXT

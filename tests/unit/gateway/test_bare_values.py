@@ -22,12 +22,13 @@ from services.common.errors import InvalidRequest
 from services.decoder.masks.grammar import Demands
 from services.decoder.masks.grammar import Grammar as Form
 from services.decoder.masks.grammars import Grammars
-from services.gateway.answers.answer import AnswerFormat, ToolCalls
+from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.argument_values import Parameters
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
+from services.gateway.answers.tool_use import ToolCalls, ToolUse
 from services.gateway.forms.parts import Call, join
-from services.gateway.forms.tools import FunctionDefinition, ToolUse
+from services.gateway.forms.tools import FunctionDefinition
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 from tests.unit.gateway.test_answers import encode
 
@@ -136,13 +137,12 @@ def vocabulary(tmp_path_factory):
 
 def format_of(schema, *, strict=True, required=True, form="qwen3_coder"):
     function = FunctionDefinition("f", parameters=schema, strict=strict)
-    definitions = [{"type": "function", "function": {"name": "f"}}]
-    use = ToolUse(definitions, {"f": function}, required=required, max_calls=1)
-    return AnswerFormat(None, ToolCalls(PARSERS[form], use))
+    use = ToolUse({"f": 0}, {"f": function}, required=required, max_calls=1)
+    return None, ToolCalls(PARSERS[form], use)
 
 
 def compiled(schema, tokenizer, vocabulary, *, strict=True):
-    grammar = answer_grammar(None, format_of(schema, strict=strict), tokenizer)
+    grammar = answer_grammar(None, *format_of(schema, strict=strict), tokenizer)
     assert grammar is not None
     matcher = LLMatcher(vocabulary, grammar.text, limits=LLParserLimits())
     assert not matcher.is_error(), f"{matcher.get_error()}\n{grammar.text}"
@@ -157,7 +157,8 @@ def takes(matcher, tokenizer, text):
 
 def arguments_of(text, schema, chunks=None):
     """The arguments of the one call, whole or by pieces."""
-    parser = format_of(schema).parser()
+    start, calls = format_of(schema)
+    parser = AnswerFormat(start, calls.format).parser()
     assert parser is not None
     parts = [part for chunk in chunks or [text] for part in parser.feed(chunk)]
     (call,) = join([*parts, *parser.finish()])
@@ -264,7 +265,9 @@ def grammars(tmp_path_factory):
 
 def check_masks(grammar, tokenizer, grammars, rng):
     """A random model's masks, of the decoder and of llguidance alone; how many had a probe."""
-    form = Form(grammar.kind, grammar.text, (), (END,), stop_ids=(END,), probe=grammar.probe)
+    form = Form(
+        grammar.kind, grammar.text, (), (END,), stop_ids=(END,), plain_strings=grammar.plain_strings
+    )
     rows = np.zeros((2, grammars.num_mask_words), np.int32)
     openers = [
         tokenizer.encode_text(text)
@@ -298,10 +301,12 @@ def check_masks(grammar, tokenizer, grammars, rng):
 @pytest.mark.parametrize("length", [40, 4000])
 def test_a_long_string_is_no_work_that_ends_a_call(length, tokenizer, grammars):
     schema = object_of("a", a=TEXT)
-    grammar = answer_grammar(None, format_of(schema), tokenizer)
+    grammar = answer_grammar(None, *format_of(schema), tokenizer)
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
-    form = Form(grammar.kind, grammar.text, (), (END,), stop_ids=(END,), probe=grammar.probe)
+    form = Form(
+        grammar.kind, grammar.text, (), (END,), stop_ids=(END,), plain_strings=grammar.plain_strings
+    )
     matcher = asyncio.run(grammars.matcher(Demands(form)))
     text = ("é </p \n</parameter " * (length // 30 + 1))[:length].rstrip()
     for token_id in encode(tokenizer, call_of(a=text[:1000])):
@@ -312,10 +317,10 @@ def test_a_long_string_is_no_work_that_ends_a_call(length, tokenizer, grammars):
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
 def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, grammars):
     schema = object_of("a", a=INT)
-    grammar = answer_grammar(None, format_of(schema, required=False, form=form), tokenizer)
+    grammar = answer_grammar(None, *format_of(schema, required=False, form=form), tokenizer)
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
-    form = Form(grammar.kind, grammar.text, (), (END,), (), (END,), 3, grammar.probe)
+    form = Form(grammar.kind, grammar.text, (), (END,), (), (END,), 3, grammar.plain_strings)
     matcher = asyncio.run(grammars.matcher(Demands(form)))
     may_end: list[bool] = []
     for ids in ([], *([i] for i in tokenizer.encode_text("some words of an answer")[:5])):
@@ -326,12 +331,12 @@ def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, gra
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("required", [True, False])
-def test_bounded_strings_of_calls_have_a_probe(form, required, tokenizer, grammars):
+def test_bounded_strings_of_calls_are_known_to_be_plain(form, required, tokenizer, grammars):
     schema = object_of("a", a={"type": "string", "maxLength": 9}, b={"anyOf": [TEXT, NULL]})
-    grammar = answer_grammar(None, format_of(schema, required=required, form=form), tokenizer)
+    grammar = answer_grammar(None, *format_of(schema, required=required, form=form), tokenizer)
     assert grammar is not None
     if form == "llama3_json" and not required:  # what text may begin with depends
-        assert not grammar.probe
+        assert not grammar.plain_strings
     else:
         assert check_masks(grammar, tokenizer, grammars, random.Random(form)) > 10
 
@@ -339,7 +344,7 @@ def test_bounded_strings_of_calls_have_a_probe(form, required, tokenizer, gramma
 @pytest.mark.parametrize("path", REFUSED)
 def test_what_cannot_be_enforced_is_refused_by_its_place(path, tokenizer, vocabulary):
     with pytest.raises(InvalidRequest, match="strict") as refused:
-        answer_grammar(None, format_of(REFUSED[path]), tokenizer)
+        answer_grammar(None, *format_of(REFUSED[path]), tokenizer)
     assert refused.value.param == f"tools[0].function.parameters{path}"
     # Not strict, the rest is enforced.
     matcher = compiled(REFUSED[path], tokenizer, vocabulary, strict=False)
@@ -439,7 +444,7 @@ def test_open_ended_parameters_may_have_more(strict, tokenizer, vocabulary):
 def test_a_name_of_some_pattern_may_have_any_value(tokenizer, vocabulary):
     schema = object_of("b", b=INT) | {"patternProperties": {"^x_": {"type": "string"}}}
     with pytest.raises(InvalidRequest) as refused:
-        answer_grammar(None, format_of(schema), tokenizer)
+        answer_grammar(None, *format_of(schema), tokenizer)
     assert refused.value.param == "tools[0].function.parameters.patternProperties"
     matcher = compiled(schema, tokenizer, vocabulary, strict=False)
     assert takes(matcher, tokenizer, call_of(b=1, x_a="12"))
@@ -469,7 +474,7 @@ def test_what_many_parameters_share_is_not_copied_without_end(tokenizer):
                               for index in range(100)}) | {"$defs": {"B": big}}  # fmt: skip
     started = time.process_time()
     with pytest.raises(InvalidRequest, match="more than 262144") as refused:
-        answer_grammar(None, format_of(schema), tokenizer)
+        answer_grammar(None, *format_of(schema), tokenizer)
     assert refused.value.param == "tools[0].function.parameters"
     assert time.process_time() - started < 2  # seconds; all copies take minutes
 

@@ -11,8 +11,8 @@ from services.common.errors import InvalidRequest, PayloadTooLarge
 from services.gateway.forms.json_body import (
     MAX_JSON_BYTES,
     MAX_JSON_NODES,
+    cut_images,
     has_more_nodes,
-    json_bytes,
 )
 from services.gateway.forms.openai import parse_chat_request
 from tests.attacks.rows import HELLO, body, json_bodies, many
@@ -44,10 +44,18 @@ def test_nodes_are_counted_as_they_are_parsed(value):
 def test_image_may_be_large_and_text_may_be_long():
     image = '"data:image/png;base64,' + "A" * 3_000_000 + '"'
     text = json.dumps('{"a": [1, "b"]}, ' * 90_000)
-    whole = body(f'[{{"role": "user", "content": {text}}}]', metadata=f"[{image}, {image}]")
-    assert json_bytes(whole, MAX_JSON_BYTES) == len(whole) - 2 * (len(image) - len('"data:"'))
-    assert parse_chat_request(whole).messages[0].content == json.loads(text)
-    assert json_bytes(whole, MAX_JSON_BYTES - 300_000) is None
+    parts = ", ".join(
+        f'{{"type": "{kind}", "{kind}": {image}}}' for kind in ("image", "image_url", "input_image")
+    ).replace('"input_image": "', '"image_url": "')
+    content = f'[{{"type": "text", "text": {text}}}, {parts}]'
+    whole = body(f'[{{"role": "user", "content": {content}}}]')
+    cut, images = cut_images(whole)
+    assert len(images.ranges) == 3 and len(cut) < MAX_JSON_BYTES < len(whole)
+    found = parse_chat_request(cut).messages[0].content
+    assert found[0].text == json.loads(text)
+    assert all(images.range_of(part.image.url) for part in found[1:])
+    with pytest.raises(PayloadTooLarge):
+        parse_chat_request(whole)
 
 
 def test_too_many_nodes_are_refused():

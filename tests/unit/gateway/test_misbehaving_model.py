@@ -24,7 +24,7 @@ from services.gateway.forms.messages_api import (
 from services.gateway.forms.openai import parse_chat_request
 from services.gateway.forms.responses import PromptTokensDetails, Usage
 from services.gateway.forms.responses_api import parse_responses_request
-from services.gateway.prompts.messages import read_messages
+from services.gateway.prompts.conversation import read_messages
 from tests.unit.gateway.test_answers import (
     answer,
     encode,
@@ -185,7 +185,7 @@ def check_responses(updates, choice, text):
     )  # fmt: skip
     request = parse_responses_request(b'{"model": "m", "input": "x"}')
     writer = ResponseWriter(request, "resp-1", completion)
-    events = [*writer.start(), *(e for u in updates for e in writer.update(u)), *writer.finish()]
+    events = [*(e for u in updates for e in writer.update(u)), *writer.finish()]
     deltas = {}
     for event in json.loads(msgspec.json.encode(events)):
         if event["type"].endswith(".delta"):

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.gateway.forms.openai import MAX_PARTS, parse_chat_request
-from services.gateway.prompts.messages import read_messages
+from services.gateway.prompts.conversation import read_messages
 from services.gateway.sampling import SamplingDefaults, bad_word_ids, choice_seed, resolve_sampling
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -12,6 +12,7 @@ from services.common.geometry import Unit
 from services.common.model_spec import ModelSpecError
 from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.prompts.chat_template import ChatTemplate, Conversation, read_template
+from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.tiny_tokenizer import ADDED, FIXTURES, SPECIAL, added_ids, tokenizer_json
@@ -37,8 +38,14 @@ def hf(model_directory):
     )
 
 
-def builder_of(spec, tokenizer, template):
-    return PromptBuilder(spec, tokenizer, ChatTemplate(template, {}, tokenizer.added))
+def builder_of(spec, tokenizer, source):
+    return PromptBuilder(spec, tokenizer, ChatTemplate(source, {}, tokenizer.added))
+
+
+def draft_of(request, spec, tokenizer, source):
+    template = ChatTemplate(source, {}, tokenizer.added)
+    conversation = ConversationReader(spec, tokenizer, template).read(request)
+    return builder_of(spec, tokenizer, source).draft(conversation, MANY)
 
 
 DROPS_LATE_SYSTEM = (
@@ -60,22 +67,21 @@ DROPS_LATE_SYSTEM = (
 )
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_late_system_messages_as_the_template_takes_them(spec, tokenizer, template, taken, role):
-    builder = builder_of(spec, tokenizer, template)
     late = Message(role, "Be brief.")
     request = ChatRequest([Message("user", "hi"), late, Message("user", "x")], "m")
     if not taken:
         with pytest.raises(InvalidRequest) as refused:
-            builder.draft(request, MANY)
+            draft_of(request, spec, tokenizer, template)
         assert refused.value.param == "messages[1].role"
         return
-    ids = builder.draft(request, MANY).token_ids
+    ids = draft_of(request, spec, tokenizer, template).token_ids
     text = b"".join(map(tokenizer.token_bytes, ids)).decode()
     assert text.index("hi") < text.index("Be brief.") < text.rindex("x")
 
 
 def render(prompts, messages, options, max_tokens):
     """Token ids, one placeholder per image."""
-    return prompts.tokenize(Conversation(messages=messages, options=options), max_tokens)[0]
+    return prompts.draft(Conversation(messages=messages, options=options), max_tokens).token_ids
 
 
 CONVERSATIONS = {

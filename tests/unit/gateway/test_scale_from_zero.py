@@ -40,7 +40,7 @@ class Lonely:
 
         async def start() -> None:
             routes._PATIENCE_S, patience = patience_s, routes._PATIENCE_S
-            self.gateway = create_gateway(settings, warm_up_rounds=1)
+            self.gateway = create_gateway(settings)
             routes._PATIENCE_S = patience
             self.server = GatewayServer(self.gateway, settings)
             self._serving = asyncio.create_task(self.server.serve())

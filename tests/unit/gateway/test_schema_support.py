@@ -10,11 +10,11 @@ pytest.importorskip("llguidance")  # the decoder's
 from llguidance import LLMatcher, LLTokenizer
 
 from services.common.errors import InvalidGrammar
-from services.gateway.answers.answer import AnswerFormat, ToolCalls
 from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
-from services.gateway.forms.tools import FunctionDefinition, ToolUse
+from services.gateway.answers.tool_use import ToolCalls, ToolUse
+from services.gateway.forms.tools import FunctionDefinition
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 from tests.unit.gateway.test_answers import encode
 
@@ -104,12 +104,11 @@ def functions(schema, *, strict, required=True):
         "other": FunctionDefinition("other", parameters=OTHER),
         "send": FunctionDefinition("send", parameters=parameters, strict=strict),
     }
-    definitions = [{"type": "function", "function": {"name": name}} for name in found]
-    return ToolUse(definitions, found, required=required)
+    return ToolUse({"other": 0, "send": 1}, found, required=required)
 
 
 def format_of(form, use):
-    return AnswerFormat(None, ToolCalls(PARSERS[form], use))
+    return None, ToolCalls(PARSERS[form], use)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +143,7 @@ def call(form, name, **arguments):
 def test_strict_refuses_by_function_place_and_keyword(form, name, tokenizer):
     place, schema = UNSUPPORTED[name]
     with pytest.raises(InvalidGrammar) as caught:
-        answer_grammar(None, format_of(form, functions(schema, strict=True)), tokenizer)
+        answer_grammar(None, *format_of(form, functions(schema, strict=True)), tokenizer)
     assert caught.value.param == f"tools[1].function.parameters.properties.a.{place}"
     assert caught.value.message.startswith("in function send, ")
     assert caught.value.message.endswith(" is not supported with strict")
@@ -156,7 +155,7 @@ def test_a_schema_of_an_answer_is_refused_by_place_and_keyword(name, tokenizer):
     place, schema = UNSUPPORTED[name]
     asked = Grammar("json_schema", json.dumps({"properties": {"a": schema}}), "response_format")
     with pytest.raises(InvalidGrammar) as caught:
-        answer_grammar(asked, AnswerFormat(), tokenizer)
+        answer_grammar(asked, None, None, tokenizer)
     assert caught.value.param == f"response_format.properties.a.{place}"
     assert caught.value.message.endswith(" is not supported")
 
@@ -166,9 +165,9 @@ def test_a_schema_of_an_answer_is_refused_by_place_and_keyword(name, tokenizer):
 def test_without_strict_the_rest_holds_and_other_functions_go_on(form, name, tokenizer, vocabulary):
     schema = UNSUPPORTED[name][1] if name in UNSUPPORTED else (UNSURE | SERVED)[name]
     free = format_of(form, functions(schema, strict=False, required=False))
-    assert answer_grammar(None, free, tokenizer) is None
+    assert answer_grammar(None, *free, tokenizer) is None
     answer_format = format_of(form, functions(schema, strict=False))
-    grammar = answer_grammar(None, answer_format, tokenizer)
+    grammar = answer_grammar(None, *answer_format, tokenizer)
     assert grammar is not None
     assert accepts(vocabulary, tokenizer, grammar, call(form, "other", n=3))
     assert not accepts(vocabulary, tokenizer, grammar, call(form, "other", n=10))
@@ -178,7 +177,9 @@ def test_without_strict_the_rest_holds_and_other_functions_go_on(form, name, tok
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("name", SERVED)
 def test_what_is_supported_is_enforced(form, name, tokenizer, vocabulary):
-    grammar = answer_grammar(None, format_of(form, functions(SERVED[name], strict=True)), tokenizer)
+    grammar = answer_grammar(
+        None, *format_of(form, functions(SERVED[name], strict=True)), tokenizer
+    )
     assert grammar is not None
     assert not accepts(vocabulary, tokenizer, grammar, call(form, "send", a=" ", other=1)) or (
         name == "unknown format"
@@ -189,7 +190,7 @@ def test_what_is_supported_is_enforced(form, name, tokenizer, vocabulary):
 def test_a_schema_without_an_end_names_its_function(strict, tokenizer):
     schema = {"$ref": "#/properties/a"}
     with pytest.raises(InvalidGrammar) as caught:
-        answer_grammar(None, format_of("hermes", functions(schema, strict=strict)), tokenizer)
+        answer_grammar(None, *format_of("hermes", functions(schema, strict=strict)), tokenizer)
     assert caught.value.param == "tools[1].function.parameters"
     assert "in function send, $ref #/properties/a leads back" in caught.value.message
 
@@ -197,5 +198,5 @@ def test_a_schema_without_an_end_names_its_function(strict, tokenizer):
 def test_a_bound_names_its_function(tokenizer):
     schema = {"enum": ["x" * 70_000]}
     with pytest.raises(InvalidGrammar, match="in function send, it has more") as caught:
-        answer_grammar(None, format_of("hermes", functions(schema, strict=False)), tokenizer)
+        answer_grammar(None, *format_of("hermes", functions(schema, strict=False)), tokenizer)
     assert caught.value.param == "tools[1].function.parameters"

@@ -29,13 +29,40 @@ def test_addresses_and_keys_are_split():
     ("name", "value"),
     [
         ("GATEWAY_PORT", "http"), ("GATEWAY_PORT", "65536"), ("GATEWAY_PROT", "80"),
-        ("GATEWAY_MAX_CONCURRENT_REQUESTS", "0"), ("GATEWAY_LOG_LEVEL", "LOUD"),
+        ("GATEWAY_API_KEYS", "file:/a,file:/b"),
+        ("GATEWAY_ALLOWED_MEDIA", "images"), ("GATEWAY_ALLOWED_MEDIA", "/a,private,/b"),
+        ("GATEWAY_LOG_LEVEL", "LOUD"),
         ("GATEWAY_REQUEST_TIMEOUT_S", "0"), ("GATEWAY_DECODER_ADDRESSES", ""),
     ],
 )  # fmt: skip
 def test_bad_variable_is_named(name, value):
     with pytest.raises(SettingsError, match=name):
         GatewaySettings.from_environment({**GOOD, name: value})
+
+
+def test_sites_are_names_and_origins_and_media_a_directory_and_private_hosts():
+    more = {"GATEWAY_ALLOWED_SITES": "Example.com, .lan,https://App.example.com,*",
+            "GATEWAY_ALLOWED_MEDIA": "private, /srv/images"}  # fmt: skip
+    settings = GatewaySettings.from_environment(GOOD | more)
+    assert settings.served_hosts == ("example.com", ".lan")
+    assert settings.cors_origins == ("https://App.example.com", "*")
+    assert (settings.media_directory, settings.allows_private_media) == (Path("/srv/images"), True)
+    none = GatewaySettings.from_environment(GOOD)
+    assert (none.media_directory, none.allows_private_media) == (None, False)
+
+
+def test_no_keys_are_no_key_of_that_name():
+    for value, is_open, keys in (("none", True, ()), ("none,k", False, ("none", "k"))):
+        settings = GatewaySettings.from_environment({**GOOD, "GATEWAY_API_KEYS": value})
+        assert (settings.is_open, settings.keys) == (is_open, keys)
+
+
+def test_a_file_of_keys_may_be_among_them():
+    settings = GatewaySettings.from_environment({**GOOD, "GATEWAY_API_KEYS": "k,file:/keys.json"})
+    assert (settings.keys, settings.keys_file) == (("k",), Path("/keys.json"))
+    assert not settings.is_open and "k," not in repr(settings)
+    with pytest.raises(SettingsError, match="more than one"):
+        GatewaySettings.from_environment({**GOOD, "GATEWAY_API_KEYS": "file:a,file:b"})
 
 
 def test_encoders_are_optional():
@@ -52,16 +79,16 @@ def test_missing_variable_is_named():
 
 
 def test_settings_are_few():
-    assert len(GatewaySettings.model_fields) <= 32
+    assert len(GatewaySettings.model_fields) <= 21
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gateway"])
 def test_off_loopback_a_gateway_needs_keys_or_is_told_to_serve_everybody(host, tmp_path):
     given = {**GOOD, "GATEWAY_HOST": host, "GATEWAY_MODEL": str(tmp_path)}
-    with pytest.raises(SettingsError, match="GATEWAY_ALLOW_ANONYMOUS=true") as refused:
+    with pytest.raises(SettingsError, match="GATEWAY_API_KEYS=none") as refused:
         create_gateway(GatewaySettings.from_environment(given))
     assert "GATEWAY_API_KEYS" in str(refused.value)
-    for more in ({"GATEWAY_ALLOW_ANONYMOUS": "true"}, {"GATEWAY_API_KEYS": "k"},
+    for more in ({"GATEWAY_API_KEYS": "none"}, {"GATEWAY_API_KEYS": "k"},
                  {"GATEWAY_HOST": "127.0.0.1"}, {"GATEWAY_HOST": "::1"}):  # fmt: skip
         # The next thing that is wrong is the model, of which there is none.
         with pytest.raises(ModelSpecError):

@@ -95,7 +95,7 @@ def test_the_file_is_read_again_and_a_bad_one_changes_nothing(
 def test_a_bad_file_is_refused_at_start(tmp_path: Path, content: str):
     path = tmp_path / "keys"
     path.write_text(content)
-    with pytest.raises(SettingsError, match="GATEWAY_API_KEYS_FILE"):
+    with pytest.raises(SettingsError, match="GATEWAY_API_KEYS"):
         Keyring((), path)
 
 

@@ -77,7 +77,7 @@ class Family:
 
     def found(self, messages: list[dict], **options: object) -> list[int]:
         conversation = Conversation(messages=messages, options=options)
-        return self.prompts.tokenize(conversation, MANY)[0]
+        return self.prompts.draft(conversation, MANY).token_ids
 
 
 def write_family(directory: Path, name: str) -> Path:

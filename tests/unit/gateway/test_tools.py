@@ -7,10 +7,12 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.common.families import read_spec
+from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.answers.tool_parsers import HermesParser, Llama3JsonParser, Qwen3CoderParser
 from services.gateway.forms.openai import parse_chat_request
 from services.gateway.forms.parts import Call, join
 from services.gateway.prompts.chat_template import ChatTemplate, read_special_tokens, read_template
+from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.gateway_fixtures import image_url
@@ -55,12 +57,30 @@ def assistant(*calls, content=None, **fields):
 
 @dataclass
 class Model:
+    conversations: ConversationReader
     prompts: PromptBuilder
+    answers: AnswerReader
     hf: object
 
+    @classmethod
+    def of(cls, directory, hf=None):
+        spec, tokenizer = read_spec(directory), ModelTokenizer.from_directory(directory)
+        template = ChatTemplate.from_directory(directory, tokenizer.added)
+        return cls(
+            ConversationReader(spec, tokenizer, template, max_images=4),
+            PromptBuilder(spec, tokenizer, template),
+            AnswerReader(spec, tokenizer, template.source),
+            hf,
+        )
+
     def draft(self, messages, **fields):
+        return self.draft_and_format(messages, **fields)[0]
+
+    def draft_and_format(self, messages, **fields):
         body = {"model": "m", "messages": messages, **fields}
-        return self.prompts.draft(parse_chat_request(json.dumps(body).encode()), MANY)
+        request = parse_chat_request(json.dumps(body).encode())
+        draft = self.prompts.draft(self.conversations.read(request), MANY)
+        return draft, self.answers.read(request, draft.tail)
 
     def expected(self, messages, add_generation_prompt=True, **options):
         """HF's ids; it takes arguments as objects."""
@@ -99,15 +119,12 @@ def models(tmp_path_factory) -> dict[str, Model]:
             config = json.loads((directory / "config.json").read_text())
             config["architectures"] = ["LlamaForCausalLM"]
             (directory / "config.json").write_text(json.dumps(config))
-        tokenizer = ModelTokenizer.from_directory(directory)
         hf = transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(directory / "tokenizer.json"),
             chat_template=read_template(directory),
             **read_special_tokens(directory),
         )
-        template = ChatTemplate.from_directory(directory, tokenizer.added)
-        builder = PromptBuilder(read_spec(directory), tokenizer, template, max_images=4)
-        found[name] = Model(builder, hf)
+        found[name] = Model.of(directory, hf)
     return found
 
 
@@ -140,7 +157,7 @@ def test_ids_equal_hf(models, name, case):
 
 
 def test_the_form_follows_the_template(models):
-    forms = {name: model.prompts._call_parser for name, model in models.items()}
+    forms = {name: model.answers._call_parser for name, model in models.items()}
     assert forms == {
         "qwen3": HermesParser, "qwen3_vl": HermesParser, "qwen3_5": Qwen3CoderParser,
         "llama3": Llama3JsonParser, "mistral": None,
@@ -193,9 +210,9 @@ def test_no_string_of_tools_or_calls_becomes_an_added_token(models, name):
 
 def test_no_calls_means_no_tools_in_the_prompt(models):
     model = models["qwen3"]
-    draft = model.draft([user()], tools=TOOLS, tool_choice="none")
+    draft, answer_format = model.draft_and_format([user()], tools=TOOLS, tool_choice="none")
     assert draft.token_ids == model.expected([user()])
-    assert draft.format.tool_calls is None
+    assert answer_format.calls is None
 
 
 def test_strict_is_not_the_model_s_to_read(models):
@@ -228,12 +245,12 @@ TYPED = {
 def test_what_the_template_writes_is_read_back(models, name, arguments):
     model = models[name]
     tools = [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
-    draft = model.draft([user(), assistant(call("f", arguments)), result()], tools=tools)
+    messages = [user(), assistant(call("f", arguments)), result()]
+    draft, answer_format = model.draft_and_format(messages, tools=tools)
     text = b"".join(map(model.prompts._tokenizer.token_bytes, draft.token_ids)).decode()
     answer = text.split("assistant", 1)[1].split("<|eot_id|>")[0].split("<|im_end|>")[0]
     answer = answer.split("<|end_header_id|>")[-1].strip()
-    calls = draft.format.tool_calls
-    parser = calls.parser({"f": TYPED})
+    parser = answer_format.calls.parser()
     parts = join([*parser.feed(answer), *parser.finish()])
     (found,) = [part for part in parts if isinstance(part, Call)]
     assert (found.name, json.loads(found.arguments)) == ("f", arguments)
@@ -257,9 +274,7 @@ def test_a_template_without_images_in_tool_results_refuses_them(models, tmp_path
     path = directory / "chat_template.jinja"
     start, tool = path.read_text().split('message.role == "tool"')
     path.write_text(start + 'message.role == "tool"' + tool.replace("<|image_pad|>", ""))
-    tokenizer = ModelTokenizer.from_directory(directory)
-    template = ChatTemplate.from_directory(directory, tokenizer.added)
-    model = Model(PromptBuilder(read_spec(directory), tokenizer, template, max_images=4), None)
+    model = Model.of(directory)
     image = {"type": "image_url", "image_url": {"url": image_url()}}
     with pytest.raises(InvalidRequest, match="no images in tool messages") as refused:
         model.draft([user([image]), assistant(call()), result([image])])
@@ -286,9 +301,9 @@ def test_a_template_without_images_in_tool_results_refuses_them(models, tmp_path
     ],
 )
 def test_where_answers_begin(models, name, fields, expected):
-    draft = models[name].draft([user()], **fields)
-    assert draft.format.reasoning == expected
-    assert (draft.format.parser() is None) == (expected in (None, "closed"))
+    _, answer_format = models[name].draft_and_format([user()], **fields)
+    assert answer_format.reasoning == expected
+    assert (answer_format.parser() is None) == (expected in (None, "closed"))
 
 
 @pytest.mark.parametrize(
@@ -324,11 +339,11 @@ def test_any_variable_of_the_template_can_be_set(models):
 @pytest.mark.parametrize("text", ["The answer", "ends <", "blank \n"])
 def test_continued_messages_equal_hf(models, name, text):
     messages = [user(), {"role": "assistant", "content": text}]
-    draft = models[name].draft(messages, continue_final_message=True)
+    draft, answer_format = models[name].draft_and_format(messages, continue_final_message=True)
     assert draft.token_ids == models[name].expected(
         messages, add_generation_prompt=False, continue_final_message=True
     )
-    assert draft.format.reasoning in ("closed", None)
+    assert answer_format.reasoning in ("closed", None)
 
 
 def test_no_generation_prompt(models):
@@ -384,9 +399,10 @@ def test_allowed_tools_keep_the_prompt(models):
         },
     }  # fmt: skip
     model = models["qwen3"]
-    draft = model.draft([user()], tools=TOOLS, tool_choice=choice)
+    draft, answer_format = model.draft_and_format([user()], tools=TOOLS, tool_choice=choice)
     assert draft.token_ids == model.expected([user()], tools=TOOLS)
-    assert list(draft.format.tool_calls.use.functions) == ["now"]
+    text = answer_format.grammar.text
+    assert '\\"now\\"' in text and "weather" not in text
 
 
 def nested(depth):

@@ -64,7 +64,7 @@ def test_every_service_accepts_its_environment(model: Path) -> None:
         if isinstance(value, GatewaySettings):
             assert f"http://{value.host}:{value.port}" == made.url
             assert len(value.encoders) == len(value.decoders) == 2
-            assert value.metrics_host == "127.0.0.1"
+            assert child.command[-2:] == ["--metrics-host", "127.0.0.1"]
         else:
             assert (value.dtype, value.load_format) == ("bfloat16", "dummy")
             assert value.redis_url == REDIS.of(child.name.split("-")[0])
@@ -120,8 +120,9 @@ def test_gateways_share_the_port_and_have_one_each(model: Path) -> None:
     gateways = [c for c in made.children if c.is_front]
     assert [c.name for c in gateways] == ["gateway-0", "gateway-1", "gateway-2"]
     settings = [GatewaySettings.from_environment(c.environment) for c in gateways]
-    assert {f"http://{s.host}:{s.shared_port}" for s in settings} == {made.url}
-    assert len({s.port for s in settings} | {settings[0].shared_port}) == 4
+    shared = {c.command[c.command.index("--shared-port") + 1] for c in gateways}
+    assert {f"http://{settings[0].host}:{port}" for port in shared} == {made.url}
+    assert len({str(s.port) for s in settings} | shared) == 4
     for child, value in zip(gateways, settings, strict=True):
         assert made.metrics_urls[child.name] == f"http://127.0.0.1:{value.metrics_port}/metrics"
 
@@ -254,7 +255,7 @@ def test_an_address_that_others_reach_needs_a_key(model: Path) -> None:
     for host in ("0.0.0.0", "::", "example.invalid"):
         with pytest.raises(StackError, match="give --api-key KEY"):
             plan(model, none, host=host)
-    assert plan(model, none | {"GATEWAY_ALLOW_ANONYMOUS": "true"}, host="0.0.0.0").children
+    assert plan(model, none | {"GATEWAY_API_KEYS": "none"}, host="0.0.0.0").children
     assert plan(model, none, host="::1").url.startswith("http://[::1]:")
 
 

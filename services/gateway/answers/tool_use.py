@@ -1,0 +1,84 @@
+"""What a request's tools mean for its answer: the calls that it may, or has to, hold."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.answers.answer import CallFormat
+from services.gateway.answers.tool_parsers import CallParser
+from services.gateway.forms.openai import ChatRequest
+from services.gateway.forms.tools import (
+    AllowedTools,
+    FunctionChoice,
+    FunctionDefinition,
+    chosen_names,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request says of tools.
+
+    Attributes:
+        places: of each function in the request's list, by name.
+        functions: those that may be called, by name.
+        required: the answer has to call one.
+        max_calls: None: any number.
+    """
+
+    places: Mapping[str, int]
+    functions: Mapping[str, FunctionDefinition]
+    required: bool = False
+    max_calls: int | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether calls have to be held to the request."""
+        restricted = len(self.functions) < len(self.places)
+        strict = any(function.strict for function in self.functions.values())
+        return self.required or restricted or strict
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """JSON schema of the parameters of each function that may be called."""
+        return {name: f.parameters or {} for name, f in self.functions.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """The calls that an answer may hold.
+
+    Attributes:
+        parser: of the model's form.
+        use: what the request says of its tools.
+    """
+
+    parser: type[CallParser]
+    use: ToolUse
+
+    @property
+    def format(self) -> CallFormat:
+        """As an answer's parser needs it."""
+        parser, use = self.parser, self.use
+        schemas = use.schemas
+        return CallFormat(
+            parser.tag, parser.head, lambda: parser(schemas, use.max_calls), use.required
+        )
+
+
+def read_tools(request: ChatRequest) -> ToolUse | None:
+    """A request's tools, which `check_tools` has seen; None: no call is possible."""
+    tools, choice = request.tools, request.tool_choice
+    if not tools or choice == "none":
+        return None
+    functions = {tool.function.name: tool.function for tool in tools}
+    places = {name: index for index, name in enumerate(functions)}
+    required = choice == "required"
+    max_calls = 1 if request.parallel_tool_calls is False else None
+    if names := chosen_names(choice):
+        functions = {name: functions[name] for name in names}
+    if isinstance(choice, FunctionChoice):
+        required, max_calls = True, 1
+    elif isinstance(choice, AllowedTools):
+        required = choice.allowed_tools.mode == "required"
+    return ToolUse(places, functions, required, max_calls)

@@ -1,0 +1,98 @@
+"""A streamed answer as events: a part is opened, filled and closed before the next one is opened.
+
+`ResponseWriter` and `MessageWriter` say what the events of their surface are. A writer has one
+choice; it neither sends nor waits nor fails. `WritingEndpoint.stream` sends.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+
+from services.gateway.chat import Completion
+from services.gateway.endpoints.endpoint import Endpoint
+from services.gateway.forms.parts import Part, Text, continues
+from services.gateway.forms.responses import LogprobEntry, Update, encode_json
+from services.gateway.http.exchange import Exchange
+
+Event = TypeVar("Event", bound=Struct)
+
+
+class AnswerWriter(ABC, Generic[Event]):
+    """What has been told of one answer."""
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
+        self._open: Part | None = None  # its first piece
+        self._last: Update | None = None
+
+    def update(self, update: Update) -> list[Event]:
+        """Takes an update of the choice."""
+        events = self._start()
+        self._last = update
+        logprobs = update.logprobs or []
+        for part in update.parts:
+            if self._open is None or not continues(self._open, part):
+                events += [*self._leave(), *self.open(part)]
+                self._open = part
+            is_text = isinstance(part, Text)
+            events.append(self.delta(part, logprobs if is_text else []))
+            logprobs = [] if is_text else logprobs
+        return events
+
+    def finish(self) -> list[Event]:
+        """The last events."""
+        return [*self._start(), *self._leave(is_last=True), *self.end()]
+
+    def encode(self, events: Sequence[Event]) -> bytes:
+        """As server-sent events."""
+        return b"".join(
+            b"event: %s\ndata: %s\n\n" % (self.kind(event).encode(), encode_json(event))
+            for event in events
+        )
+
+    def _start(self) -> list[Event]:
+        return self.begin() if self._last is None else []
+
+    def _leave(self, *, is_last: bool = False) -> list[Event]:
+        part, self._open = self._open, None
+        return [] if part is None else self.close(part, is_last=is_last)
+
+    @abstractmethod
+    def begin(self) -> list[Event]:
+        """The events before the first part."""
+
+    @abstractmethod
+    def open(self, part: Part) -> list[Event]:
+        """A part begins, of which this is the first piece; its text is told by `delta`."""
+
+    @abstractmethod
+    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> Event:
+        """A piece of the open part, with the log-probabilities of text."""
+
+    @abstractmethod
+    def close(self, part: Part, *, is_last: bool) -> list[Event]:
+        """The open part ends, whose first piece is `part`; with `is_last`, so does the answer."""
+
+    @abstractmethod
+    def end(self) -> list[Event]:
+        """The events after the last part: why it ended, and what was used."""
+
+    @abstractmethod
+    def kind(self, event: Event) -> str:
+        """The event's name."""
+
+
+class WritingEndpoint(Endpoint):
+    """An endpoint whose streams are a writer's events."""
+
+    async def stream(
+        self, completion: Completion, writer: AnswerWriter[Any], exchange: Exchange
+    ) -> None:
+        """Sends all events but the last ones, which are the writer's `finish`."""
+        async with aclosing(self._service.answer(completion)) as answer:
+            async for updates in answer:
+                if events := [event for update in updates for event in writer.update(update)]:
+                    await exchange.write(writer.encode(events))

@@ -1,0 +1,318 @@
+"""A request's messages, tools and options as the model's chat template takes them.
+
+`ConversationReader.read` makes one `Conversation` of a request, which `PromptBuilder` renders. What
+the model or its template does not take is an `InvalidRequest`; `param` names the field.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from services.common.errors import InvalidRequest
+from services.common.model_spec import ModelSpec
+from services.gateway.answers.reasoning import CLOSE
+from services.gateway.forms.openai import ChatRequest, ImagePart, Message, TextPart
+from services.gateway.forms.tools import check_nesting, definitions, read_arguments
+from services.gateway.media.images import ImageSource
+from services.gateway.prompts.chat_template import RESERVED, ChatTemplate, Conversation
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
+
+_NO_IMAGES = "the model takes no images"
+_TOOL_ROLE = re.compile(r"""["'](tool|ipython)["']""")
+
+
+class ConversationReader:
+    """For one model. Thread-safe."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tokenizer: ModelTokenizer,
+        template: ChatTemplate,
+        *,
+        max_images: int = 0,
+    ) -> None:
+        self._template = template
+        self._max_images = max_images
+        self._thinks = spec.conversation.thinks and CLOSE in template.source
+        self._takes_calls = "tool_calls" in template.source
+        self._takes_results = _TOOL_ROLE.search(template.source) is not None
+        self._takes_images = spec.vision is not None
+        self._takes_tool_images = spec.vision is not None and self._shows_tool_images(
+            tokenizer, spec.vision.geometry.image_token_id
+        )
+
+    def read(self, request: ChatRequest, cut: range = range(0)) -> Conversation:
+        """What is rendered of a request.
+
+        Args:
+            request: already checked field by field.
+            cut: messages that are left out.
+
+        Raises:
+            InvalidRequest: the messages or options do not fit the model or its chat template.
+        """
+        takes_images, max_images = self._takes_images, self._max_images
+        messages, images = read_messages(
+            request, max_images=max_images, takes_images=takes_images, cut=cut
+        )
+        if not self._template.takes_late_system:
+            _refuse_late_system(request.messages)
+            _join_systems(messages)
+        self._refuse_unseen_calls(request.messages)
+        if images and not self._takes_tool_images:
+            _refuse_tool_images(request)
+        tools = None
+        if request.tools and request.tool_choice != "none":
+            if not self._template.takes_tools:
+                raise InvalidRequest("the model's chat template has no tools", param="tools")
+            tools = definitions(request.tools)
+        continues = bool(request.continue_final_message)
+        return Conversation(
+            messages=messages,
+            tools=tools,
+            options=self._options(request),
+            add_generation_prompt=request.add_generation_prompt is not False and not continues,
+            continue_final_message=continues,
+            images=images,
+            ignored=[*self._unused(request), *(("messages",) if cut else ())],
+        )
+
+    def _options(self, request: ChatRequest) -> dict[str, object]:
+        """Variables of the template: those given, and `reasoning_effort` as the model has it."""
+        variables = self._template.variables
+        options: dict[str, object] = {}
+        for name, value in (request.chat_template_kwargs or {}).items():
+            param = f"chat_template_kwargs.{name[:100]}"
+            if name in RESERVED:
+                raise InvalidRequest(f"{name} is not a variable to be set", param=param)
+            if value is None or (name == "enable_thinking" and self._has_thinking_fixed(value)):
+                continue
+            if name not in variables:
+                raise InvalidRequest(f"the model's chat template has no {name[:100]}", param=param)
+            check_nesting(value, param)
+            options[name] = value
+        thinks = request.wants_thinking
+        if thinks is not None and "enable_thinking" in variables:
+            options.setdefault("enable_thinking", thinks)
+        elif thinks is False:
+            self._refuse_to_be_silent("enable_thinking")
+        effort = request.reasoning_effort
+        if effort is None:
+            return options
+        if "reasoning_effort" in variables and effort != "none":
+            options.setdefault("reasoning_effort", effort)
+        elif "enable_thinking" in variables:
+            options.setdefault("enable_thinking", effort != "none")
+        elif effort == "none":
+            self._refuse_to_be_silent("reasoning_effort")
+        return options
+
+    def _refuse_to_be_silent(self, param: str) -> None:
+        if self._thinks:
+            raise InvalidRequest(
+                "the model always thinks; include_reasoning: false hides it", param=param
+            )
+
+    def _unused(self, request: ChatRequest) -> Sequence[str]:
+        """Fields that change no answer of this model."""
+        variables, found = self._template.variables, list[str]()
+        if request.wants_thinking is not None and "enable_thinking" not in variables:
+            found.append("enable_thinking")
+        if request.thinking_token_budget is not None and not self._thinks:
+            found.append("thinking_token_budget")
+        if request.reasoning_effort and not {"reasoning_effort", "enable_thinking"} & variables:
+            found.append("reasoning_effort")
+        return found
+
+    def _refuse_unseen_calls(self, messages: Sequence[Message]) -> None:
+        """Refuses calls and results that the template would leave out."""
+        for index, message in enumerate(messages):
+            if message.tool_calls and not self._takes_calls:
+                path = f"messages[{index}].tool_calls"
+            elif message.role == "tool" and not self._takes_results:
+                path = f"messages[{index}].role"
+            else:
+                continue
+            raise InvalidRequest("the model's chat template has no tool calls", param=path)
+
+    def _has_thinking_fixed(self, value: object) -> bool:
+        """Whether the template has no switch, and the model does anyway what `value` says."""
+        return "enable_thinking" not in self._template.variables and value is self._thinks
+
+    def _shows_tool_images(self, tokenizer: ModelTokenizer, image_token_id: int) -> bool:
+        """Whether the template writes an image of a tool message."""
+        function: dict[str, Any] = {"name": "f", "arguments": {}}
+        call = {"id": "1", "type": "function", "function": function}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "image"}]},
+        ]
+        try:
+            rendered = list(self._template.render(Conversation(messages=messages, options={})))
+        except InvalidRequest:
+            return False
+        added = (tokenizer.added[piece].token_id for piece, is_added in rendered if is_added)
+        return image_token_id in added
+
+
+def oldest_turns(messages: Sequence[Message]) -> list[range]:
+    """What may be cut of a conversation that is too long, the least first: its oldest turns. A turn
+    is a user's message and what follows it; system messages at the beginning and the last turn
+    stay.
+    """
+    roles = ["system" if m.role == "developer" else m.role for m in messages]
+    first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    starts = [i for i, role in enumerate(roles) if role == "user" and i > first]
+    return [range(first, start) for start in starts]
+
+
+def read_messages(
+    request: ChatRequest, *, max_images: int, takes_images: bool, cut: range = range(0)
+) -> tuple[list[dict[str, Any]], list[ImageSource]]:
+    """Separates a request's messages into messages for the chat template and images, in order.
+
+    Without images in the model, text parts of a message become one string, joined by newlines:
+    templates of text models expect strings.
+
+    Args:
+        request: of the client.
+        max_images: of a request.
+        takes_images: the model does.
+        cut: messages that are left out.
+
+    Raises:
+        InvalidRequest: more than `max_images` images, or any field about images if the model takes
+            none; arguments of a tool call that are no JSON object.
+    """
+    if not takes_images:
+        _refuse_images(request)
+    num_images = sum(
+        isinstance(part, ImagePart)
+        for index, message in enumerate(request.messages)
+        if isinstance(message.content, list) and index not in cut
+        for part in message.content
+    )
+    if num_images > max_images:
+        raise InvalidRequest(
+            f"the request has {num_images} images; at most {max_images} are allowed",
+            param="messages",
+        )
+    images: list[ImageSource] = []
+    messages = [
+        _template_message(message, f"messages[{index}]", request, images, takes_images)
+        for index, message in enumerate(request.messages)
+        if index not in cut
+    ]
+    return messages, images
+
+
+def _refuse_images(request: ChatRequest) -> None:
+    for index, message in enumerate(request.messages):
+        parts = message.content if isinstance(message.content, list) else ()
+        for position, part in enumerate(parts):
+            if isinstance(part, ImagePart):
+                raise InvalidRequest(_NO_IMAGES, param=f"messages[{index}].content[{position}]")
+    for name in ("min_pixels", "max_pixels", "mm_processor_kwargs"):
+        if getattr(request, name) is not None:
+            raise InvalidRequest(_NO_IMAGES, param=name)
+
+
+def _refuse_late_system(messages: Sequence[Message]) -> None:
+    """For a template that takes system messages at the beginning alone."""
+    has_turned = False
+    for index, message in enumerate(messages):
+        is_system = message.role in ("system", "developer")
+        has_turned = has_turned or not is_system
+        if is_system and has_turned:
+            raise InvalidRequest(
+                "the model's chat template takes system messages only at the beginning",
+                param=f"messages[{index}].role",
+            )
+
+
+def _join_systems(messages: list[dict[str, Any]]) -> None:
+    """Makes one message of the system messages at the beginning, with an empty line between them:
+    for a template that takes one.
+    """
+    texts: list[str] = []
+    for message in messages:
+        if message["role"] != "system":
+            break
+        content: str | list[dict[str, Any]] = message["content"]
+        if not isinstance(content, str):
+            content = "\n".join(part["text"] for part in content)
+        texts.append(content)
+    if len(texts) > 1:
+        messages[: len(texts)] = [{"role": "system", "content": "\n\n".join(texts)}]
+
+
+def _template_message(
+    message: Message,
+    path: str,
+    request: ChatRequest,
+    images: list[ImageSource],
+    takes_images: bool,
+) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role}
+    if not isinstance(message.content, list):
+        found["content"] = message.content or ""
+    elif not takes_images:
+        texts = [part.text for part in message.content if isinstance(part, TextPart)]
+        found["content"] = "\n".join(texts)
+    else:
+        parts: list[dict[str, Any]] = []
+        for position, part in enumerate(message.content):
+            if isinstance(part, ImagePart):
+                images.append(_source(part, f"{path}.content[{position}]", request))
+                parts.append({"type": "image"})
+            else:
+                parts.append({"type": "text", "text": part.text})
+        found["content"] = parts
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": read_arguments(
+                        call, f"{path}.tool_calls[{index}].function.arguments"
+                    ),
+                },
+            }
+            for index, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        found["reasoning_content"] = reasoning
+    return found
+
+
+def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
+    """The image with its pixel limits; the innermost limit that is given applies."""
+    image = part.image
+    if not image.url and part.uuid is None:
+        raise InvalidRequest("an image needs a URL, or the uuid of an earlier one", param=param)
+    scopes = (image, part, request, request.mm_processor_kwargs)
+    found = {
+        name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
+        for name in ("min_pixels", "max_pixels")
+    }
+    detail = "high" if image.detail == "original" else image.detail or "auto"
+    return ImageSource(image.url or "", param, detail, uuid=part.uuid, **found)
+
+
+def _refuse_tool_images(request: ChatRequest) -> None:
+    """For a template that shows no images in tool messages."""
+    for index, message in enumerate(request.messages):
+        if message.role == "tool" and isinstance(message.content, list):
+            for position, part in enumerate(message.content):
+                if isinstance(part, ImagePart):
+                    raise InvalidRequest(
+                        "the model's chat template takes no images in tool messages",
+                        param=f"messages[{index}].content[{position}]",
+                    )

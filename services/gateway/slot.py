@@ -1,0 +1,50 @@
+"""Whose a request is and what it may hold, as its way needs to know it; `tenancy` says it."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from services.gateway.forms.json_body import LargeImages
+
+
+class Tenant(Protocol):
+    """Whose request it is.
+
+    Attributes:
+        name: empty: a caller without a key.
+        weight: of its share where tenants wait for the same thing.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+
+    def cache_salt(self, given: str) -> bytes:
+        """The salt of its cached prefixes and images; `given`: the request's own, or empty."""
+        ...
+
+
+class Usage(Protocol):
+    """What a request uses of its tenant's limits."""
+
+    async def charge(self, tokens: int = 0, num_choices: int = 0, num_pixels: int = 0) -> None:
+        """Raises RateLimited: the tenant has used what it may for now."""
+        ...
+
+
+class Slot(Protocol):
+    """A running request's.
+
+    Attributes:
+        hold: counts bytes before they are allocated; raises Overloaded.
+        images: large ones of the request's body.
+    """
+
+    @property
+    def images(self) -> LargeImages: ...
+    @property
+    def tenant(self) -> Tenant: ...
+    @property
+    def usage(self) -> Usage: ...
+    @property
+    def hold(self) -> Callable[[int], None]: ...
