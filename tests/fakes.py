@@ -166,6 +166,7 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         self.leave_after: int | None = None
         self.submits: list[decoder_pb2.Submit] = []
         self.cancelled: list[int] = []
+        self.num_resets = 0
         self.running: dict[int, asyncio.Task[None]] = {}
 
     def register(self, server):
@@ -178,6 +179,10 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         if self.load is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "silent")
         return self.load
+
+    async def ResetPrefixCache(self, request, context):
+        self.num_resets += 1
+        return decoder_pb2.ResetPrefixCacheResponse()
 
     async def Generate(self, request_iterator, context):
         events: asyncio.Queue[decoder_pb2.SequenceEvent | None] = asyncio.Queue()
@@ -301,11 +306,12 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         await events.put(decoder_pb2.SequenceEvent(sequence_id=sequence_id, failed=failed))
 
     def _logprobs(self, token_id: int, sampling):
-        count = sampling.top_logprobs
+        count, named = sampling.top_logprobs, sampling.logprob_token_ids
+        likely = [float("-inf") if i == 2 else -0.5 - i for i in range(count)]
         return decoder_pb2.TokenLogprobs(
             logprob=-0.5,
-            top_token_ids=[token_id + i for i in range(count)],
-            top_logprobs=[float("-inf") if i == 2 else -0.5 - i for i in range(count)],
+            top_token_ids=[*(token_id + i for i in range(count)), *named],
+            top_logprobs=[*likely, *(-7.0 for _ in named)],
         )
 
 

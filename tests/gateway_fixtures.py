@@ -94,5 +94,5 @@ def asking(*urls: str, text: str = "what?") -> list[dict]:
 def all_routes(model_directory: Path | None) -> list[Route]:
     """A gateway's routes, to be looked at: what they call is not there."""
     metrics = GatewayMetrics()
-    beside = create_surfaces(None, None, metrics, model_directory)
+    beside = create_surfaces(None, None, metrics, model_directory, None)
     return Routes(None, None, metrics, beside.endpoints, beside.routes).table()

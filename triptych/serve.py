@@ -37,13 +37,14 @@ _REQUEST_TOKENS = 4096
 _REDIS_MAX_MEMORY = "1gb"
 # The kernel's limit for a socket's path is 108 bytes, with its name and the end.
 _MAX_SOCKET_DIRECTORY = 80
-# What the services may do: encoders write embeddings, decoders read them, gateways run the script
-# of tenants' limits. deploy/k8s has the same rules.
+# What the services may do: encoders write embeddings, decoders read them, gateways run the scripts
+# of tenants' limits and of what clients name again later. deploy/k8s has the same rules.
 REDIS_RULES = {
     "encoder": "~triptych:embedding:* -@all +ping +getrange +set",
     "decoder": "~triptych:embedding:* -@all +ping +getrange",
-    "gateway": "~triptych:limits -@all "
-    "+eval +evalsha +time +hget +hmget +hgetall +hkeys +hset +hdel",
+    "gateway": "~triptych:limits ~triptych:kept:* -@all "
+    "+eval +evalsha +time +hget +hmget +hgetall +hkeys +hset +hdel +hincrby "
+    "+get +set +del +pexpire +zadd +zrem +zscore +zincrby +zrange +zrevrange +zrangebyscore",
 }
 
 

@@ -31,7 +31,8 @@ limits() {
   gateway=$(random 24)
   cat <<EOF
 ---
-# The Redis that counts tenants' limits, of the component tenant-limits: gateways run its script.
+# The Redis of the component tenant-limits: gateways run the scripts of tenants' limits and of what
+# clients name again later.
 apiVersion: v1
 kind: Secret
 metadata:
@@ -39,7 +40,7 @@ metadata:
 stringData:
   users.acl: |
     user default off
-    user gateway on >$gateway ~triptych:limits -@all +eval +evalsha +time +hget +hmget +hgetall +hkeys +hset +hdel
+    user gateway on >$gateway ~triptych:limits ~triptych:kept:* -@all +eval +evalsha +time +hget +hmget +hgetall +hkeys +hset +hdel +hincrby +get +set +del +pexpire +zadd +zrem +zscore +zincrby +zrange +zrevrange +zrangebyscore
   gateway-password: $gateway
 EOF
 }

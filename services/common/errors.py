@@ -5,7 +5,8 @@
     │   ├── ContextLengthExceeded      400
     │   ├── InvalidImage               400
     │   ├── InvalidGrammar             400
-    │   └── ModelNotFound              404
+    │   ├── ModelNotFound              404
+    │   └── NotFound                   404  what an earlier request made, or another tenant's did
     ├── PayloadTooLarge                413
     ├── UnsupportedMediaType           415  the body is declared as something other than JSON
     ├── MediaFetchFailed               422  a URL answered, but not with an image
@@ -92,6 +93,14 @@ class ModelNotFound(InvalidRequest):
     """No model of that name is served here."""
 
     code = "model_not_found"
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+
+
+class NotFound(InvalidRequest):
+    """What the request names is not kept here, or belongs to another tenant."""
+
+    code = "not_found"
     http_status = 404
     grpc_status = "NOT_FOUND"
 

@@ -4,6 +4,7 @@
 before the port is open; the services behind it are dialled when the application starts.
 """
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -27,11 +28,14 @@ from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.endpoints.operations import scope_of
 from services.gateway.endpoints.routes import Routes
 from services.gateway.endpoints.surfaces import create_surfaces
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
+from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
+from services.gateway.kept_redis import RedisKept
 from services.gateway.media.images import ImageReader, MediaLoader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
@@ -46,7 +50,11 @@ from services.gateway.tenancy.tenants import Keyring
 from services.gateway.tenancy.usage import Quotas
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
+log = logging.getLogger(__name__)
+
 _BOUNDS = Bounds()
+# Of the memory for requests, what clients name again later takes an eighth at most.
+_KEPT_PART = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +87,13 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
     quotas = Quotas(leases)
-    held_bytes = max_held_bytes(bounds.process_bytes)
+    kept, held_bytes = _kept(settings, max_held_bytes(bounds.process_bytes))
     admission = Admission(bounds.max_concurrent_requests, held_bytes, quotas)
     web = WebMedia(bounds.max_image_bytes, allow_private=settings.allows_private_media)
     loader = MediaLoader(bounds.max_image_bytes, web, settings.media_directory)
     images = None
     if spec.vision is not None:
-        images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels)
+        images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept)
     encoders, decoders = _pools(settings, spec, metrics)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
@@ -106,13 +114,13 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with _running(service, leases, loader):
+        async with _running(service, leases, loader, kept):
             yield
 
-    beside = create_surfaces(service, admission, metrics, spec.directory)
+    beside = create_surfaces(service, admission, metrics, spec.directory, kept)
     routes = Routes(service, admission, metrics, beside.endpoints, beside.routes, settings.others)
     app = _application(routes.table(), lifespan)
-    middleware: ASGIApp = Middleware(app, routes.endpoints, admission, keyring, quotas)
+    middleware: ASGIApp = Middleware(app, routes.endpoints, admission, keyring, quotas, scope_of)
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
     app_with_cors = with_cors(middleware, settings.cors_origins)
     return Gateway(app_with_cors, admission, keyring, service, metrics)
@@ -120,7 +128,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
 
 @asynccontextmanager
 async def _running(
-    service: ChatService, leases: Leases, loader: MediaLoader
+    service: ChatService, leases: Leases, loader: MediaLoader, kept: Kept
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
@@ -130,6 +138,7 @@ async def _running(
         await leases.close()
         await service.close()
         await loader.close()
+        await kept.close()
 
 
 def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> ASGIApp:
@@ -148,9 +157,24 @@ def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:
     return leases
 
 
+def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[Kept, int]:
+    """What clients name again later, and how many bytes it leaves to requests."""
+    if settings.redis_url:
+        kept = RedisKept(settings.redis_url, password_file=settings.redis_password_file)
+        return kept, held_bytes
+    if settings.replicas > 1:
+        log.warning(
+            "previous_response_id and uuid find what this gateway has answered, not what others "
+            "have: set GATEWAY_REDIS_URL"
+        )
+    num_bytes = min(MAX_BYTES, held_bytes // _KEPT_PART)
+    return MemoryKept(MAX_TENANT_BYTES, num_bytes), held_bytes - num_bytes
+
+
 def _keyring(settings: GatewaySettings) -> Keyring:
-    keyring = Keyring(settings.keys, settings.keys_file)
-    if keyring.is_open and not is_loopback(settings.host) and not settings.is_open:
+    private = is_loopback(settings.host)
+    keyring = Keyring(settings.keys, settings.keys_file, is_private=private)
+    if keyring.is_open and not private and not settings.is_open:
         raise SettingsError(
             f"without API keys, everybody who reaches {settings.host}:{settings.port} would be "
             "served: set GATEWAY_API_KEYS to keys or file:PATH (`triptych key` makes keys), or "

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import AsyncGenerator, Collection
 
 from blake3 import blake3
+from msgspec import structs
 
 from services.common.errors import (
     Cancelled,
@@ -26,6 +27,7 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.spans import Span, start_span
+from services.gateway.answers.thinking_budget import ThinkingBudget
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.sent_prompts import PromptChain
@@ -83,6 +85,7 @@ class Attempts:
         decoders: DecoderPool,
         metrics: GatewayMetrics,
         encode_timeout_s: float,
+        thinking_budget: ThinkingBudget | None = None,
     ) -> None:
         self._request = request
         self._decoders = decoders
@@ -95,11 +98,16 @@ class Attempts:
         self._counted_bytes = 0  # of what waits or has waited
         self._decoder: DecoderPod | None = None
         self._session = ""  # of the decoder
-        self._fingerprint = b""  # of what it serves
+        self._fingerprint: bytes | None = None  # of what it serves
         self._chain = PromptChain(request.prompt.token_ids, (), request.cache_salt)
         self._sequences: dict[int, int] = {}  # of this attempt: running choice -> sequence id
         # Of the choices that have not ended: the token ids so far.
         self._generated = {choice: array("i") for choice in range(request.num_choices)}
+        # Choices that run up to the budget of their reasoning, and those that have come to it.
+        self._budget = budget = thinking_budget
+        is_bounded = budget is not None and budget.num_tokens < request.sampling.max_tokens
+        self._bounded = set(self._generated) if is_bounded else set[int]()
+        self._at_budget = list(self._bounded) if budget and not budget.num_tokens else []
         self._lost_at = 0.0  # when a decoder was lost in mid-answer; 0: the answer goes on
         self._decoder_leaves = False
         self._span = Span()  # of the running attempt's sequences
@@ -112,8 +120,12 @@ class Attempts:
         """
         num_moves = 0
         try:
+            if closing := self._close_thoughts():
+                yield closing
             for attempt in range(1, MAX_ATTEMPTS + 1):
                 started = False  # in this attempt
+                if not self._generated:
+                    return
                 try:
                     await self._start()
                     while self._sequences:
@@ -123,8 +135,13 @@ class Attempts:
                             if self._lost_at:
                                 self._record_handover()
                             yield good
+                        resumed = self._at_budget
+                        if closing := self._close_thoughts():
+                            yield closing
                         if failure is not None:
                             raise failure
+                        if resumed := [c for c in resumed if c in self._generated]:
+                            await self._start(resumed)
                         may_move = num_moves < MAX_MOVES and attempt < MAX_ATTEMPTS
                         if self._decoder_leaves and may_move and self._should_leave():
                             num_moves += 1
@@ -153,25 +170,52 @@ class Attempts:
         if sequence_id is not None and self._decoder is not None:
             self._decoder.cancel(sequence_id)
 
-    async def _start(self) -> None:
-        """Starts the encode calls and submits all choices that run, at the same time."""
+    def _close_thoughts(self) -> list[TokenEvent]:
+        """What closes the reasoning of choices that have come to its budget; they may go on."""
+        events: list[TokenEvent] = []
+        budget, max_tokens = self._budget, self._request.sampling.max_tokens
+        at_budget, self._at_budget = self._at_budget, []
+        for choice in at_budget:
+            self._bounded.discard(choice)
+            if budget is None or choice not in self._generated:  # the caller has stopped it
+                continue
+            generated = self._generated[choice]
+            ids = budget.ids_behind(choice)[: max_tokens - len(generated)]
+            generated.extend(ids)
+            is_full = len(generated) == max_tokens
+            if is_full:
+                del self._generated[choice]
+            if ids:
+                events.append(TokenEvent(choice, ids, finish_reason="length" if is_full else None))
+        return events
+
+    async def _start(self, resumed: Collection[int] | None = None) -> None:
+        """Starts the encode calls and submits choices at the same time.
+
+        Args:
+            resumed: these, beside others that run; None: all of a new attempt.
+        """
         await self._decoders.reconnected()
-        self._mailbox.clear()  # of the attempt before
+        if resumed is None:
+            self._mailbox.clear()  # of the attempt before
         refs = await self._encodes.assign()
         self._chain = PromptChain(self._request.prompt.token_ids, refs, self._request.cache_salt)
         if refs:  # the encode calls go out first: the prompt waits for the images
             await asyncio.sleep(0)
+        decoder = self._decoder if self._sequences else None
         try:
-            decoder = self._choose_decoder(self._losses.excluded("decoder"))
+            decoder = decoder or self._choose_decoder(self._losses.excluded("decoder"))
         except Unavailable:
             raise self._losses.no_pod_left() from None
         # What has begun with one checkpoint is not continued with another.
         fingerprint = decoder.description.fingerprint if decoder.description else b""
-        if any(self._generated.values()) and fingerprint != self._fingerprint:
+        has_begun = self._fingerprint is not None and any(self._generated.values())
+        if has_begun and fingerprint != self._fingerprint:
             raise self._losses.no_pod_left()
         self._fingerprint = fingerprint
         self._decoder, self._session = decoder, decoder.session
-        self._decoder_leaves = False
+        self._decoder_leaves = self._decoder_leaves and bool(self._sequences)
+        self._span.end()
         self._span = start_span(
             "decode stream",
             decoder=decoder.address,
@@ -198,11 +242,20 @@ class Attempts:
             priority=request.priority,
         )
         for choice, generated in self._generated.items():
+            if resumed is not None and choice not in resumed:
+                continue
+            self._set_length(submit.sampling, choice)
             submit.sampling.seed = choice_seed(request.sampling.seed, choice)
             submit.generated_token_ids = generated.tobytes()
             if choice > 0 or generated:  # the prompt's logprobs come once, before the first token
                 submit.sampling.ClearField("prompt_logprobs")
             self._sequences[choice] = decoder.submit(submit, choice, self._deliver, self._chain)
+
+    def _set_length(self, sampling: pb.SamplingParams, choice: int) -> None:
+        """Up to the budget of the reasoning, or as the request says."""
+        wanted, budget = self._request.sampling, self._budget
+        most = budget.num_tokens if budget and choice in self._bounded else wanted.max_tokens
+        sampling.max_tokens, sampling.min_tokens = most, min(wanted.min_tokens, most)
 
     def _choose_decoder(self, exclude: Collection[str]) -> DecoderPod:
         request = self._request
@@ -261,6 +314,10 @@ class Attempts:
             if item.error is not None:
                 del self._sequences[item.choice]
                 return good, self._decoder_failure(item.error)
+            if item.finish_reason == "length" and item.choice in self._bounded:
+                item = structs.replace(item, finish_reason=None)
+                del self._sequences[item.choice]
+                self._at_budget.append(item.choice)
             if item.finish_reason is not None:
                 del self._sequences[item.choice], self._generated[item.choice]
             else:

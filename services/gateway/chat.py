@@ -22,6 +22,7 @@ from services.common.threads import WorkerThreads
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice, create_choices
 from services.gateway.answers.prompt_logprobs import PromptScores
+from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.attempts import Attempts
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
@@ -224,8 +225,13 @@ class ChatService:
         Raises:
             TriptychError: the request failed.
         """
+        budget = thinking_budget(
+            completion.request, completion.answer_format, completion.choices, self.tokenizer,
+            is_held=completion.prepared.grammar is not None,
+        )  # fmt: skip
         attempts = Attempts(
-            completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s
+            completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s,
+            budget,
         )  # fmt: skip
         timings, started = completion.timings, False
         async with aclosing(attempts.events()) as batches:
@@ -336,9 +342,9 @@ class ChatService:
         self.threads.close()
         self.parsers.close()
 
-    def check_model(self, name: str) -> None:
-        """Raises ModelNotFound if `name` is not the served model."""
-        if name != self.model_name:
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound if `name` is not the served model; None: whatever is served."""
+        if name is not None and name != self.model_name:
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
@@ -357,7 +363,7 @@ class ChatService:
         found = self.decoders.description()
         return found.max_model_len if found else None
 
-    def _decoder(self, model: str) -> pb.DescribeDecoderResponse:
+    def _decoder(self, model: str | None) -> pb.DescribeDecoderResponse:
         self.check_model(model)
         found = self.decoders.description()
         if found is None:

@@ -40,7 +40,8 @@ class GatewaySettings(PeerSettings):
             either.
         other_gateways: comma-separated URLs of gateways that serve other models behind the same
             address; `GET /v1/models` lists theirs, too.
-        redis_url: where gateways count tenants' limits together; empty: limits are divided.
+        redis_url: where gateways count tenants' limits together, and keep answers and images that
+            clients name again; empty: limits are divided, and each keeps its own in memory.
         redis_password_file: password of the URL's user, read again at each connection; None: the
             URL's.
         replicas: the number of gateways, by which limits are divided until Redis has told it.

@@ -118,6 +118,14 @@ def responses():
         model=MODEL, input=[{"role": "user", "content": content}], temperature=0
     )
     assert IMAGE_ANSWER in answer.output_text
+    # The image is not sent again.
+    again = client.responses.create(
+        model=MODEL, input=IMAGE_QUESTION, previous_response_id=answer.id, temperature=0
+    )
+    assert IMAGE_ANSWER in again.output_text
+    assert again.usage.input_tokens > answer.usage.input_tokens
+    assert client.responses.retrieve(again.id) == again
+    client.responses.delete(again.id)
     with client.responses.stream(model=MODEL, input=QUESTION) as stream:
         deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
         assert "".join(deltas) == stream.get_final_response().output_text != ""

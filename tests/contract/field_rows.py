@@ -104,12 +104,18 @@ _CHAT_ROWS = [
         "max_tokens": 5, "max_completion_tokens": 5, "logprobs": True, "tools": [TOOL],
         "tool_choice": "none", "parallel_tool_calls": False, "include_reasoning": False,
         "chat_template_kwargs": {}, "add_generation_prompt": True, "include_stage_times": True,
-        "mm_processor_kwargs": {}, "stream": False, "stream_options": None, "min_pixels": None,
+        "mm_processor_kwargs": {}, "echo": True, "stream": False, "stream_options": None,
+        "min_pixels": None,
     }),
     Row(CHAT, {"logprobs": True, "top_logprobs": 2}, SERVED),
     Row(CHAT, {"logprobs": True, "logprob_token_ids": [5]}, SERVED),
+    Row(CHAT, {"messages": [user(), {"role": "assistant", "content": "x"}], "echo": True,
+               "continue_final_message": True, "add_generation_prompt": False}, SERVED),
     Row(CHAT, {"max_tokens": 5, "max_completion_tokens": 3}, SERVED),
     Row(CHAT, {"tools": []}, SERVED),
+    Row(CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
+    Row(CHAT, {"thinking_token_budget": -2}, Refused("thinking_token_budget")),
+    Row(CHAT, part("image_url", image_url=None, uuid="new"), Refused("messages[0].content[1]")),
     Row(CHAT, {"tools": [], "tool_choice": "auto"}, SERVED),
     Row(CHAT, {"stream": True, "stream_options": {"include_usage": True}}, SERVED),
     Row(CHAT, {"stream": True, "stream_options": {"include_obfuscation": False}},
@@ -117,7 +123,7 @@ _CHAT_ROWS = [
     *_rows(CHAT, {
         "reasoning_effort": "high", "enable_thinking": True, "verbosity": "low", "functions": [],
         "function_call": "auto", "modalities": ["text"], "audio": None, "web_search_options": None,
-        "echo": False, "add_special_tokens": False, "documents": None, "chat_template": None,
+        "add_special_tokens": False, "documents": None, "chat_template": None,
         "separate_reasoning": True, "moderation": None,
     }, hint=True),
     Row(CHAT, {"think": True}, "enable_thinking"),
@@ -127,7 +133,7 @@ _CHAT_ROWS = [
     *_refused(CHAT, {
         "functions": [FUNCTION], "function_call": {"name": "f"}, "modalities": ["text", "audio"],
         "audio": {"voice": "x"}, "web_search_options": {"search_context_size": "low"},
-        "echo": True, "add_special_tokens": True, "documents": [{"text": "x"}],
+        "add_special_tokens": True, "documents": [{"text": "x"}],
         "chat_template": "x", "suffix": "x", "prompt": "x", "separate_reasoning": False,
         "tool_choice": "required", "reasoning_effort": "extreme", "moderation": {"a": 1},
         "media_io_kwargs": {"video": {"num_frames": 4}},
@@ -198,6 +204,9 @@ _TEXT_ROWS = [
             "stream_options": None,
         },
     ),
+    Row(TEXT, {"prompt": [1, 2, 3]}, SERVED),
+    Row(TEXT, {"logprobs": 1, "logprob_token_ids": [5]}, SERVED),
+    Row(TEXT, {"thinking_token_budget": 5}, Refused("thinking_token_budget")),
     *_rows(TEXT, {"suffix": "", "prompt_embeds": None, "tools": [], "moderation": None}, hint=True),
     *_refused(TEXT, {"suffix": "x", "prompt_embeds": "x", "tools": [TOOL], "messages": [user()]}),
 ]
@@ -210,8 +219,14 @@ _RESPONSE_ROWS = [
         "tool_choice": "none", "parallel_tool_calls": False, "reasoning": {"summary": "auto"},
         "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
         "cache_salt": "x", "stream": True, "stream_options": None, "metadata": {"a": "b"},
-        "user": "u", "store": False, "truncation": "auto",
+        "user": "u", "store": False, "truncation": "auto", "presence_penalty": 1,
+        "frequency_penalty": 1, "logit_bias": {"5": 1}, "stop_token_ids": [5],
+        "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "include_reasoning": False, "structured_outputs": {"choice": ["a"]},
+        "mm_processor_kwargs": {}, "priority": 1, "chat_template_kwargs": {},
     }),
+    Row(RESPONSES, {"thinking_token_budget": 5}, "thinking_token_budget"),
+
     *_rows(RESPONSES, {
         "safety_identifier": "x", "service_tier": "auto", "prompt_cache_key": "k",
         "prompt_cache_retention": "24h", "prompt_cache_options": {"x": 1}, "client_metadata":
@@ -219,10 +234,15 @@ _RESPONSE_ROWS = [
         "context_management": [{"type": "compaction"}], "enable_response_messages": False,
         "request_id": "r", "session_id": "s", "mm_payload": "none", "moderation": None,
         "use_beam_search": False, "access_programs": None, "image": None,
+        "ec_transfer_params": None, "kv_transfer_params": None, "media_io_kwargs": {},
+        "previous_input_messages": [], "return_mm_kwargs": False, "vllm_xargs": None,
+        "spaces_between_special_tokens": True, "watermarking": False,
     }, hint=True),
     *_refused(RESPONSES, {
         "background": True, "conversation": "c", "prompt": {"id": "x"}, "image": "x",
         "enable_response_messages": True, "moderation": {"a": 1}, "access_programs": ["x"],
+        "kv_transfer_params": {"a": 1}, "previous_input_messages": [{"a": 1}],
+        "spaces_between_special_tokens": False, "vllm_xargs": {"a": 1},
     }),
     *[
         Row(RESPONSES, {"tools": [{"type": kind}, FLAT]}, f"tools.{kind}")
@@ -247,6 +267,8 @@ _RESPONSE_ROWS = [
                          {"type": "function_call_output", "call_id": "c", "output": "y"}), SERVED),
     Row(RESPONSES, items({"type": "reasoning", "summary": [], "encrypted_content": "x"}),
         "input.encrypted_content"),
+    Row(RESPONSES, {"previous_response_id": None}, SERVED),
+    Row(RESPONSES, {"store": True}, SERVED),
     Row(RESPONSES, items({"type": "item_reference", "id": "x"}), Refused("input[1].type")),
     Row(RESPONSES, items({"type": "computer_call_output"}), Refused("input[1].type")),
 ]  # fmt: skip
@@ -255,6 +277,7 @@ _MESSAGE_ROWS = [
     *_rows(MESSAGES, {
         "system": "x", "stop_sequences": ["x"], "stream": True, "temperature": 0.5, "top_p": 0.5,
         "top_k": 5, "thinking": {"type": "adaptive"}, "tool_choice": {"type": "none"},
+        "max_tokens": 5, "cache_salt": "x", "chat_template_kwargs": {},
     }),
     *_rows(MESSAGES, {
         "metadata": {"user_id": "u"}, "service_tier": "auto", "inference_geo": "eu", "speed":
@@ -262,12 +285,16 @@ _MESSAGE_ROWS = [
         "cache_control": {"type": "ephemeral"}, "context_management": {"edits": [{"type": "x"}]},
         "container": None, "mcp_servers": [], "compaction": None, "fallbacks": None,
         "billing_policy": None, "fallback_credit_token": None, "thread": None,
+        "ec_transfer_params": None, "kv_transfer_params": {}, "mm_payload": "", "vllm_xargs": None,
+        "return_mm_kwargs": None, "watermarking": None,
     }, hint=True),
     *_refused(MESSAGES, {
         "container": "x", "mcp_servers": [{"type": "url"}], "compaction": {"a": 1},
         "fallbacks": ["x"], "thread": "x", "no_such_field": 1,
     }),
     Row(MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    Row(MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        "thinking.budget_tokens"),
     Row(MESSAGES, {"thinking": {"type": "disabled"}}, "thinking"),
     Row(MESSAGES, {"output_config": {"effort": "high"}}, "output_config.effort"),
     Row(MESSAGES, {"output_config": {"task_budget": {"total": 5}}}, "output_config.task_budget"),

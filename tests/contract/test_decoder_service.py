@@ -53,6 +53,19 @@ async def test_load_says_what_there_is_to_do_unless_the_engine_is_silent():
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_nothing_is_found_in_a_prefix_cache_that_was_emptied():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        cached = []
+        for number in range(4):
+            if number == 2:
+                await decoder.stub.ResetPrefixCache(pb.ResetPrefixCacheRequest())
+            await gateway.submit(submit_of(number, prompt_of(1)))
+            assert isinstance(await gateway.end(number), pb.Finished)
+            cached.append(gateway.starts[number].num_cached_tokens)
+        assert cached[0] == cached[2] == 0 < cached[1] == cached[3]
+        assert gateway.tokens[2] == gateway.tokens[0]
+
+
 async def test_many_sequences_of_many_gateways_get_their_own_tokens():
     async with Decoder() as decoder, contextlib.AsyncExitStack() as stack:
         gateways = [await stack.enter_async_context(Gateway(decoder)) for _ in range(3)]

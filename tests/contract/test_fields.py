@@ -66,7 +66,7 @@ def test_there_are_as_many_probes_as_in_the_review_and_more():
 @pytest.mark.parametrize("path", REFERENCES)
 def test_every_field_of_the_official_client_is_probed(path):
     probed = {name for row in ROWS if row.path == path for name in row.fields} | {"model"}
-    probed |= BASE[path].keys() | {"previous_response_id"}  # test_gateway_responses
+    probed |= BASE[path].keys()
     assert set(REFERENCES[path].__annotations__) <= probed
 
 
@@ -105,6 +105,16 @@ def test_tools_that_are_left_out_are_not_in_the_prompt(stack):
     assert both["prompt_tokens"] == alone
     response = post(stack, RESPONSES, tools=[{"type": "web_search"}, FLAT])
     assert [tool["type"] for tool in response.json()["tools"]] == ["function"]
+
+
+def test_without_a_model_it_is_the_one_that_is_served(stack):
+    for path in BASE:
+        for fields in ({}, {"model": None}):
+            body = {**BASE[path], **fields}
+            with stack.client() as client:
+                answer = client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == MODEL and not ignored(answer)
 
 
 def test_the_smaller_of_both_token_limits_holds(stack):

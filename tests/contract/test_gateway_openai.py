@@ -82,6 +82,15 @@ def test_stream_without_usage_has_none(client):
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
+def test_no_usage_where_it_is_refused(client):
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chat = client.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, stream_options=options
+    )
+    text = client.completions.create(model=MODEL, prompt="x", stream=True, stream_options=options)
+    assert not [chunk for chunk in (*chat, *text) if chunk.usage]
+
+
 def test_continuous_usage(client):
     chunks = list(
         client.chat.completions.create(
@@ -156,6 +165,21 @@ def test_multi_byte_characters_stream_whole(client, stack):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_the_beginning_of_an_answer_can_be_echoed(client):
+    messages = [*HELLO, {"role": "assistant", "content": "An apple"}]
+    body = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+    options = {"model": MODEL, "messages": messages, "extra_body": body, "n": 2}
+    for choice in client.chat.completions.create(**options).choices:
+        assert choice.message.content == "An appleA red circle."
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == ["An appleA red circle."] * 2
+    asked = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"echo": True})
+    assert asked.choices[0].message.content == "A red circle."
+
+
 def test_stage_times(client):
     url = image_url(90, 80, (1, 2, 3))
     for expected in ("computed", "memory"):
@@ -166,11 +190,23 @@ def test_stage_times(client):
             "fetch", "tokenize", "encode", "queue", "transfer", "prefill", "first_token", "total",
         }  # fmt: skip
         assert all(value >= 0 for value in answer.stage_times_ms.values())
+        times, metrics = answer.stage_times_ms, answer.metrics
+        assert metrics["time_to_first_token_ms"] == times["first_token"]
+        assert metrics["queue_time_ms"] == times["queue"]
+        generation_ms = times["total"] - times["first_token"]
+        assert metrics["generation_time_ms"] == pytest.approx(generation_ms, abs=2e-3)
+        assert metrics["mean_itl_ms"] == pytest.approx(generation_ms / 4, abs=2e-3)
+        assert metrics["tokens_per_second"] == pytest.approx(5e3 / times["total"], rel=1e-2)
         assert (
             answer.images
             == [{"encode_source": expected, "num_tokens": 64, "grid_thw": [1, 16, 16]}]
             or answer.images[0]["encode_source"] == expected
         )
+    last = list(client.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, max_tokens=1,
+        extra_body={"include_stage_times": True},
+    ))[-1]  # fmt: skip
+    assert last.metrics["tokens_per_second"] > 0 and "mean_itl_ms" not in last.metrics
 
 
 def test_models(client, stack):

@@ -83,14 +83,6 @@ def test_answer(client, stack):
     assert found == chat_prompt(stack, messages=messages)
 
 
-def test_answer_is_not_stored(client):
-    answer = client.responses.create(model=MODEL, input="hello", store=True)
-    assert answer.model_extra["store"] is False
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model=MODEL, input="x", previous_response_id=answer.id)
-    assert refused.value.param == "previous_response_id"
-
-
 def test_events_in_the_order_of_openai(stack):
     events = events_of(post(stack, stream=True))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -335,3 +327,16 @@ def test_functions_of_namespaces(stack):
     assert post(stack, tools=[group], tool_choice=choice).status_code == 200
     twice = post(stack, tools=[group, group])
     assert twice.json()["error"]["param"] == "tools[1].tools[0].name"
+
+
+def test_sampling_fields_of_chat_reach_the_decoder(stack):
+    fields = {
+        "presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"5": 2},
+        "stop_token_ids": [7], "priority": -3, "structured_outputs": {"choice": ["a", "b"]},
+    }  # fmt: skip
+    assert post(stack, **fields).status_code == 200
+    (submit,) = stack.decoder.submits
+    sampling = submit.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.5, 0.5)
+    assert dict(sampling.logit_bias) == {5: 2.0} and 7 in sampling.stop_token_ids
+    assert submit.priority == -3 and submit.HasField("grammar")

@@ -217,7 +217,14 @@ def test_priority_reaches_the_decoder(stack):
 
 
 def test_logprobs_of_named_tokens(stack):
-    stack.chat(logprobs=True, logprob_token_ids=[7, 9])
+    answer = stack.chat(
+        logprobs=True, logprob_token_ids=[7, 9], return_tokens_as_token_ids=True
+    ).json()
+    entry = answer["choices"][0]["logprobs"]["content"][0]
+    # The sampled token is one of them, and is there once.
+    names = [other["token"] for other in entry["top_logprobs"]]
+    assert names == [entry["token"], "token_id:7", "token_id:9"] and len(set(names)) == 3
+    assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]
     post(stack, logprobs=1, logprob_token_ids=[7])
     found = [list(submit.sampling.logprob_token_ids) for submit in stack.decoder.submits]
     assert found == [[7, 9], [7]]

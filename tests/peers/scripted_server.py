@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -109,12 +110,13 @@ class _Writer:
         greedy = self._sampling.temperature == 0
         self._random = None if greedy else random.Random(self._sampling.seed)
         mood = 0 if self._random is None else self._random.randrange(1 << 16)
-        candidates = [[*self._encode(text), self._end] for text in answers(prompt, mood)]
+        texts = _choices_of(submit, prompt) or answers(prompt, mood, _schema_of(submit))
+        candidates = [[*self._encode(text), self._end] for text in texts]
         self._matcher = self._begins_after = None
         if submit.HasField("grammar"):
             self._matcher = self._compile(decoder.directory, submit.grammar)
             self._begins_after = list(submit.grammar.begins_after)
-            candidates.sort(key=lambda c: -self._accepted(c))
+            candidates.sort(key=self._rejected)
         self._script = candidates[0] if candidates else []
         self._filler = self._fillers()
         self._bias = dict(self._sampling.logit_bias)
@@ -204,6 +206,11 @@ class _Writer:
         except InvalidGrammar as error:
             raise _Refused(error.message) from None
 
+    def _rejected(self, ids: list[int]) -> int:
+        """Of a candidate that the grammar takes 0; else fewer for one that goes further."""
+        accepted = self._accepted(ids)
+        return 0 if accepted == len(ids) else (1 << 20) - accepted
+
     def _accepted(self, ids: list[int]) -> int:
         """How many of the tokens the grammar takes in a row."""
         assert self._matcher is not None
@@ -218,6 +225,23 @@ class _Writer:
             if token != self._end:
                 state.consume_token(token)
         return len(ids)
+
+
+def _choices_of(submit: pb.Submit, prompt: str) -> list[str]:
+    """What the answer may be, another one first each turn; nothing where the model thinks."""
+    if submit.grammar.kind != pb.Grammar.KIND_CHOICE or prompt.endswith("<think>"):
+        return []
+    choices = json.loads(submit.grammar.text)
+    turn = (prompt.count("<|im_start|>assistant") - 1) % len(choices)
+    return [*choices[turn:], *choices[:turn]]
+
+
+def _schema_of(submit: pb.Submit) -> dict[str, Any] | None:
+    """Of the JSON that the answer has to be."""
+    if submit.grammar.kind == pb.Grammar.KIND_JSON_SCHEMA:
+        return json.loads(submit.grammar.text)
+    _, found, text = submit.grammar.text.partition("answer: %json ")
+    return json.JSONDecoder().raw_decode(text)[0] if found else None
 
 
 def _logprobs(token: int, sampling: pb.SamplingParams) -> pb.TokenLogprobs:
@@ -245,8 +269,8 @@ class ScriptedStack(GatewayStack):
         template = path.read_text()
         assert template.count(_PROMPT) == 1
         switch = (
-            f"{_PROMPT}{{%- if enable_thinking | default({default}) %}}{{{{- '<think>\\n' }}}}"
-            "{%- else %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+            f"{_PROMPT}{{%- if enable_thinking | default({default}) %}}{{{{- '<think>' }}}}"
+            "{%- elif enable_thinking is defined %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
         )
         path.write_text(template.replace(_PROMPT, switch))
         config = json.loads((self.model_directory / "config.json").read_text())
@@ -266,13 +290,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--served-model-name", default=MODEL)
     parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--api-key", default="")
     parser.add_argument("--thinks", action="store_true", help="unless a request says otherwise")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         stack = ScriptedStack(
             Path(directory), thinks=options.thinks, max_model_len=options.max_model_len,
             port=options.port, served_model_name=options.served_model_name,
-            allowed_media="private",
+            allowed_media="private", api_keys=options.api_key,
         )  # fmt: skip
         print(f"ready: {stack.url} {stack.model_directory}", flush=True)
         signal.sigwait({signal.SIGTERM, signal.SIGINT})

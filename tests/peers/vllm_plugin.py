@@ -19,6 +19,7 @@ import types
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest.mock import MagicMock
 
 import anthropic
@@ -30,11 +31,18 @@ import transformers
 _STAND_INS = (
     "vllm", "torch", "huggingface_hub", "tblib", "schemathesis", "openai_harmony",
     "tests.utils", "tests.conftest", "peft", "av", "pybase64",
-    "safetensors", "datasets", "tensorizer", "librosa", "soundfile", "lm_eval",
+    "gpt_oss", "safetensors", "datasets", "tensorizer", "librosa", "soundfile", "lm_eval",
 )  # fmt: skip
 
 
+_VOCAB_SIZE = 1 << 16  # as the scripted server's
 _TOKENS_PER_WORD, _SHORT = 3, 4096
+_USAGE = {"include_usage": True, "continuous_usage_stats": True}
+_FIELDS = {
+    "--return-tokens-as-token-ids": ("return_tokens_as_token_ids", True),
+    "--enable-per-request-metrics": ("include_stage_times", True),
+    "--enable-force-include-usage": ("stream_options", _USAGE),
+}
 
 
 class _StandIn(types.ModuleType):
@@ -68,6 +76,7 @@ class RemoteOpenAIServer:
 
     DUMMY_API_KEY = "token-abc123"
     model = ""
+    fields: ClassVar[dict[str, object]] = {}
 
     def __init__(self, model, vllm_serve_args=(), *, env_dict=None, **_):
         args = [str(arg) for arg in vllm_serve_args]
@@ -80,6 +89,12 @@ class RemoteOpenAIServer:
             # Words of the scripted model's small vocabulary are a few tokens each.
             scale = _TOKENS_PER_WORD if int(length) <= _SHORT else 1
             command += ["--max-model-len", str(scale * int(length))]
+        # What is an option of vLLM's server and a field of our requests is in each of them.
+        RemoteOpenAIServer.fields = {
+            name: value for option, (name, value) in _FIELDS.items() if option in args
+        }
+        if key := (env_dict or {}).get("VLLM_API_KEY"):
+            command += ["--api-key", key]
         if _option(args, "--reasoning-parser") and "function_calling" not in os.environ.get(
             "PYTEST_CURRENT_TEST", ""
         ):
@@ -122,12 +137,14 @@ class RemoteOpenAIServer:
 
 
 def _option(args, name):
+    """Of several, the last."""
+    found = None
     for index, arg in enumerate(args):
         if arg == name and index + 1 < len(args):
-            return args[index + 1]
-        if arg.startswith(f"{name}="):
-            return arg.partition("=")[2]
-    return None
+            found = args[index + 1]
+        elif arg.startswith(f"{name}="):
+            found = arg.partition("=")[2]
+    return found
 
 
 sys.meta_path.insert(0, _Finder())
@@ -247,11 +264,15 @@ class _Bytes:
     """Nothing is an instance of it."""
 
 
+import vllm.config  # noqa: E402
+import vllm.model_executor.model_loader.weight_utils as weight_utils  # noqa: E402
 import vllm.multimodal.media  # noqa: E402
 import vllm.multimodal.utils  # noqa: E402
 import vllm.tokenizers  # noqa: E402
 
 vllm.tokenizers.get_tokenizer = Served.tokenizer
+vllm.config.ModelConfig = lambda **_: SimpleNamespace(get_vocab_size=lambda: _VOCAB_SIZE)
+weight_utils.download_weights_from_hf = lambda name, **_: name
 vllm.multimodal.utils.encode_image_url = _encode_image_url
 vllm.multimodal.utils.fetch_image = _fetch_image
 vllm.multimodal.media.MediaWithBytes = _Bytes
@@ -274,18 +295,19 @@ def image_urls(request, local_asset_server):
     return [local_asset_server.url_for(name) for name in request.param]
 
 
-def _with_model(build):
-    """A request without a model gets the served one."""
+def _with_fields(build):
+    """Requests have the fields that are options of vLLM's server."""
 
     def _build_request(self, options, **more):
-        if isinstance(options.json_data, dict) and options.url.endswith(("/responses", "s")):
-            options.json_data.setdefault("model", RemoteOpenAIServer.model)
+        if isinstance(options.json_data, dict) and options.url.endswith("/completions"):
+            for name, value in RemoteOpenAIServer.fields.items():
+                options.json_data.setdefault(name, value)
         return build(self, options, **more)
 
     return _build_request
 
 
-openai._base_client.BaseClient._build_request = _with_model(
+openai._base_client.BaseClient._build_request = _with_fields(
     openai._base_client.BaseClient._build_request
 )
 

@@ -44,6 +44,11 @@ class DecoderStub:
                 request_serializer=services_dot_common_dot_pb_dot_decoder__pb2.LoadRequest.SerializeToString,
                 response_deserializer=services_dot_common_dot_pb_dot_decoder__pb2.LoadResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/triptych.v1.Decoder/ResetPrefixCache',
+                request_serializer=services_dot_common_dot_pb_dot_decoder__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=services_dot_common_dot_pb_dot_decoder__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
         self.Generate = channel.stream_stream(
                 '/triptych.v1.Decoder/Generate',
                 request_serializer=services_dot_common_dot_pb_dot_decoder__pb2.GenerateCommand.SerializeToString,
@@ -63,6 +68,13 @@ class DecoderServicer:
 
     def Load(self, request, context):
         """What it has to do now. UNAVAILABLE while the engine is silent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetPrefixCache(self, request, context):
+        """Sequences that are submitted from now on find no block that was computed before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +102,11 @@ def add_DecoderServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=services_dot_common_dot_pb_dot_decoder__pb2.LoadRequest.FromString,
                     response_serializer=services_dot_common_dot_pb_dot_decoder__pb2.LoadResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=services_dot_common_dot_pb_dot_decoder__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=services_dot_common_dot_pb_dot_decoder__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
             'Generate': grpc.stream_stream_rpc_method_handler(
                     servicer.Generate,
@@ -151,6 +168,33 @@ class Decoder:
             '/triptych.v1.Decoder/Load',
             services_dot_common_dot_pb_dot_decoder__pb2.LoadRequest.SerializeToString,
             services_dot_common_dot_pb_dot_decoder__pb2.LoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Decoder/ResetPrefixCache',
+            services_dot_common_dot_pb_dot_decoder__pb2.ResetPrefixCacheRequest.SerializeToString,
+            services_dot_common_dot_pb_dot_decoder__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

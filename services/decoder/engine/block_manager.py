@@ -166,6 +166,11 @@ class BlockManager:
             for block_hash in sequence.block_hashes:
                 self.checkpoints.drop(block_hash)
 
+    def reset(self) -> None:
+        """Empties the prefix cache; sequences keep their blocks."""
+        for block in list(self._hash_of):
+            self._unregister(block)
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError unless `sequences` own exactly the blocks that are not free, and
         the prefix cache is consistent.

@@ -26,6 +26,7 @@ from services.decoder.engine.messages import (
     ImageReady,
     ImagesOf,
     PromptLogprobs,
+    ResetPrefixCache,
     SequenceEvent,
     StartOfSequence,
     StepDone,
@@ -161,7 +162,9 @@ class Engine:
                 self._planned = batch, batch.to_step()
                 self._runner.prepare(self._planned[1])
 
-    def handle(self, message: AddSequence | ImageReady | TokenMasks | AbortSequence) -> None:
+    def handle(
+        self, message: AddSequence | ImageReady | TokenMasks | AbortSequence | ResetPrefixCache
+    ) -> None:
         """Takes one message of the front."""
         match message:
             case TokenMasks():
@@ -172,6 +175,9 @@ class Engine:
                 self.image_ready(message.sequence_id, message.key, message.arena_offset)
             case AbortSequence():
                 self.abort(message.sequence_id)
+            case ResetPrefixCache():
+                self._discard_plan()
+                self._blocks.reset()
 
     def add(self, message: AddSequence) -> None:
         """Queues a sequence; one that can never run fails at once."""

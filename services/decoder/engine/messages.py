@@ -125,11 +125,18 @@ class AbortSequence(msgspec.Struct, tag="abort"):
     sequence_id: int
 
 
+class ResetPrefixCache(msgspec.Struct, tag="reset"):
+    """Sequences that come later find no block that was computed before."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine process exits."""
 
 
-FrontMessage = AddSequence | ImageReady | MaskLink | TokenMasks | AbortSequence | Ping | Shutdown
+FrontMessage = (
+    AddSequence | ImageReady | MaskLink | TokenMasks | AbortSequence | ResetPrefixCache | Ping
+    | Shutdown
+)  # fmt: skip
 
 
 class EngineSender(Protocol):

@@ -39,6 +39,7 @@ from services.decoder.engine.messages import (
     EngineSender,
     EngineStats,
     KernelCalls,
+    ResetPrefixCache,
     StartOfSequence,
     StepDone,
 )
@@ -226,6 +227,10 @@ class DecoderFront:
         """Ends a sequence, unless it has ended already."""
         if (live := stream.live.get(sequence_id)) is not None:
             self._fail(live, Cancelled("cancelled by the gateway"))
+
+    def reset_prefix_cache(self) -> None:
+        """Sequences that are submitted from now on find nothing of others."""
+        self._channel.send(ResetPrefixCache())
 
     # Life of the process.
 

@@ -55,6 +55,12 @@ class DecoderServicer(pb_grpc.DecoderServicer):
             num_blocks=stats.num_blocks,
         )
 
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResetPrefixCacheResponse:
+        self._front.reset_prefix_cache()
+        return pb.ResetPrefixCacheResponse()
+
     async def Generate(
         self,
         request_iterator: AsyncIterator[pb.GenerateCommand],

@@ -157,6 +157,7 @@ class Choice:
         min_tokens: stop strings match only in text after this many tokens.
         with_ids: updates have token ids.
         as_ids: tokens of logprobs are named by their ids.
+        with_sampled: a token is among its alternatives, whatever these are.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class Choice:
         min_tokens: int = 0,
         with_ids: bool = False,
         as_ids: bool = False,
+        with_sampled: bool = False,
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
@@ -182,10 +184,16 @@ class Choice:
         self._min_tokens = min_tokens
         self._with_ids = with_ids
         self._as_ids = as_ids
+        self._with_sampled = with_sampled
         self._has_calls = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the choice is in its reasoning."""
+        return self._parser is not None and self._parser.thinking
 
     def feed(self, event: TokenEvent) -> Update:
         """Takes an event; no event may follow an update with a finish reason."""
@@ -278,7 +286,11 @@ class Choice:
             TopLogprob(*self._token(top_id), max(logprob, MIN_LOGPROB))
             for top_id, logprob in zip(found.top_token_ids, found.top_logprobs, strict=True)
         ]
-        return LogprobEntry(*self._token(token_id), max(found.logprob, MIN_LOGPROB), top)
+        own = self._token(token_id)
+        logprob = max(found.logprob, MIN_LOGPROB)
+        if self._with_sampled and token_id not in found.top_token_ids:
+            top.insert(0, TopLogprob(*own, logprob))
+        return LogprobEntry(*own, logprob, top)
 
     def _token(self, token_id: int) -> tuple[str, list[int]]:
         return token_name(self._tokenizer, token_id, self._as_ids)
@@ -312,6 +324,7 @@ def create_choices(
             min_tokens,
             bool(request.return_token_ids),
             bool(request.return_tokens_as_token_ids),
+            bool(request.logprob_token_ids),
         )
 
     return [choice(index) for index in range(request.n or 1)]

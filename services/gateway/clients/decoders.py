@@ -104,6 +104,11 @@ class DecoderPod(Pod):
             request_serializer=pb.LoadRequest.SerializeToString,
             response_deserializer=pb.LoadResponse.FromString,
         )
+        self._reset = self.channel.unary_unary(
+            "/triptych.v1.Decoder/ResetPrefixCache",
+            request_serializer=pb.ResetPrefixCacheRequest.SerializeToString,
+            response_deserializer=pb.ResetPrefixCacheResponse.FromString,
+        )
         self._generate = self.channel.stream_stream(
             "/triptych.v1.Decoder/Generate",
             request_serializer=pb.GenerateCommand.SerializeToString,
@@ -194,6 +199,17 @@ class DecoderPod(Pod):
         _, _, sent = self._sinks.pop(sequence_id)
         self.prompts.ended(sent)
         self.num_in_flight = len(self._sinks)
+
+    async def reset_prefix_cache(self) -> None:
+        """Empties the decoder's prefix cache.
+
+        Raises:
+            TriptychError: it does not answer.
+        """
+        try:
+            await self._reset(pb.ResetPrefixCacheRequest(), timeout=_DESCRIBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failure:
+            raise error_from_rpc(failure, "the decoder") from None
 
     async def _write(
         self,
@@ -327,6 +343,16 @@ class DecoderPool(Pool[DecoderPod]):
             num_blocks_used=sum(load.num_blocks_used for load in loads),
             num_blocks=sum(load.num_blocks for load in loads),
         )
+
+    async def reset_prefix_caches(self) -> int:
+        """Empties the prefix caches of all healthy decoders; returns their number.
+
+        Raises:
+            TriptychError: one does not answer.
+        """
+        pods = self._pods.healthy()
+        await asyncio.gather(*(pod.reset_prefix_cache() for pod in pods))
+        return len(pods)
 
     def choose(
         self, chain: PromptChain, key: bytes, exclude: Collection[str], num_tokens: int = 0

@@ -6,15 +6,18 @@ from services.gateway.chat import Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
+from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import (
     DONE,
     ChatCompletion,
     ChunkWriter,
     LogprobEntry,
     Logprobs,
+    RequestMetrics,
     ResponseChoice,
     Update,
     assistant_message,
+    request_metrics,
 )
 
 
@@ -32,15 +35,22 @@ class ChatEndpoint(Endpoint):
     async def _stream(self, work: Work, completion: Completion) -> None:
         request, exchange = completion.request, work.exchange
         options = request.stream_options
-        continuous = bool(options and options.continuous_usage_stats)
+        continuous = bool(options and options.continuous)
         include_usage = bool(options and options.include_usage) or continuous
-        writer = ChunkWriter(work.response_id("chatcmpl"), now(), request.model, include_usage)
+        writer = ChunkWriter(
+            work.response_id("chatcmpl"), now(), self._service.model_name, include_usage
+        )
         usage = completion.usage() if continuous else None
         prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
         pieces = [
             writer.role(choice, usage, None if choice else prompt_ids)
             for choice in range(len(completion.choices))
         ]
+        if echoed := request.echoed:
+            pieces += [
+                writer.update(Update(choice, [Text(echoed)], None, None), usage)
+                for choice in range(len(completion.choices))
+            ]
         async with aclosing(self._service.answer(completion)) as answer:
             async for updates in answer:
                 usage = completion.usage() if continuous else None
@@ -55,6 +65,7 @@ class ChatEndpoint(Endpoint):
                     completion.usage() if include_usage else None,
                     completion.timings.milliseconds() if with_times else None,
                     completion.image_reports() if with_times else None,
+                    _metrics(completion) if with_times else None,
                 )
             )
         await exchange.write(b"".join((*pieces, DONE)), last=True)
@@ -65,7 +76,7 @@ class ChatEndpoint(Endpoint):
         response = ChatCompletion(
             id=work.response_id("chatcmpl"),
             created=now(),
-            model=request.model,
+            model=self._service.model_name,
             choices=[
                 _response_choice(index, updates, request)
                 for index, updates in enumerate(updates_of)
@@ -81,14 +92,24 @@ class ChatEndpoint(Endpoint):
         if request.include_stage_times:
             response.stage_times_ms = completion.timings.milliseconds()
             response.images = completion.image_reports()
+            response.metrics = _metrics(completion)
         await work.exchange.write_json(response)
+
+
+def _metrics(completion: Completion) -> RequestMetrics:
+    choices = completion.choices
+    num_tokens = sum(choice.num_tokens for choice in choices)
+    return request_metrics(completion.timings.milliseconds(), num_tokens, len(choices))
 
 
 def _response_choice(index: int, updates: list[Update], request: ChatRequest) -> ResponseChoice:
     entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
+    parts = [part for update in updates for part in update.parts]
+    if request.echoed:
+        parts.insert(0, Text(request.echoed))
     choice = ResponseChoice(
         index,
-        assistant_message([part for update in updates for part in update.parts]),
+        assistant_message(parts),
         updates[-1].finish_reason or "stop",
         Logprobs(entries) if request.logprobs else None,
         updates[-1].stop_reason,

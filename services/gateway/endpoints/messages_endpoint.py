@@ -89,6 +89,7 @@ _PATHS = {
     "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "enable_thinking": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "continue_final_message": "messages",
 }
 _STOP_REASONS: dict[str | None, StopReason] = {
@@ -111,7 +112,7 @@ class MessagesEndpoint(WritingEndpoint):
         check_chat_request(chat)
         completion = await self.prepare(work, chat)
         message_id = f"msg_{work.response_id('').removeprefix('-')}"
-        answer = MessageAnswer(message_id, request.model, [], MessageUsage(0, 0))
+        answer = MessageAnswer(message_id, self._service.model_name, [], MessageUsage(0, 0))
         if not request.stream:
             updates = (await self.collect(completion))[0]
             answer.content = blocks([part for update in updates for part in update.parts])
@@ -158,7 +159,7 @@ def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
     for index, turn in enumerate(request.messages):
         messages.turn(turn, f"messages[{index}]")
     last = messages.found[-1] if messages.found else None
-    chat = ChatRequest(request.model, messages.found)
+    chat = ChatRequest(messages.found, request.model)
     if last is not None and last.role == "assistant" and not last.tool_calls:
         chat.continue_final_message = True
     if request.tools:
@@ -167,9 +168,11 @@ def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
             paths[f"tools[{index}].function"] = f"tools[{index}]"
             paths[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
     chat.tool_choice, chat.parallel_tool_calls = _tool_choice(request)
+    chat.chat_template_kwargs, chat.cache_salt = request.chat_template_kwargs, request.cache_salt
     match request.thinking:
         case EnabledThinking():
             chat.enable_thinking = True
+            chat.thinking_token_budget = request.thinking.budget_tokens
         case DisabledThinking():
             chat.enable_thinking = False
         case AdaptiveThinking() | None:

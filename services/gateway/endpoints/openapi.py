@@ -34,7 +34,12 @@ from services.gateway.forms.responses import (
     ModelCard,
     ModelList,
 )
-from services.gateway.forms.responses_api import ResponseEvent, ResponseObject, ResponsesRequest
+from services.gateway.forms.responses_api import (
+    DeletedResponse,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesRequest,
+)
 from services.gateway.forms.text_completions import CompletionRequest, TextCompletion
 
 _PREFIX = "#/components/schemas/"
@@ -71,6 +76,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/responses"): Operation(
         "A response, whole or as a stream", ResponsesRequest, ResponseObject, ResponseEvent
     ),
+    ("GET", "/v1/responses/{name}"): Operation("A response that is kept", None, ResponseObject),
+    ("DELETE", "/v1/responses/{name}"): Operation("Forgets a response", None, DeletedResponse),
+    ("POST", "/v1/responses/{name}/cancel"): Operation("400: no response runs in the background"),
     ("POST", "/v1/messages"): Operation(
         "A message, whole or as a stream", MessagesRequest, MessageAnswer, MessageEvent,
         error=MessagesErrorAnswer,
@@ -85,6 +93,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/detokenize"): Operation("Text of token ids", DetokenizeRequest, DetokenizeResponse),
     ("GET", "/tokenizer_info"): Operation("tokenizer_config.json and the chat template"),
+    ("GET", "/metrics"): Operation("The gateway's metrics", media_type="text/plain"),
+    ("GET", "/load"): Operation("How many requests the gateway serves now"),
+    ("POST", "/reset_prefix_cache"): Operation("Empties the decoders' prefix caches"),
     ("GET", "/version"): Operation("The version of this software"),
     ("GET", "/health"): Operation("200 while the process answers"),
     ("GET", "/ping"): Operation("200 while the process answers"),

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
-from services.gateway.chat import Completion
+from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Work, now
+from services.gateway.endpoints.endpoint import Work, now, renamed
+from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.forms.generation import (
     JsonObjectFormat,
     JsonSchema,
@@ -71,6 +72,8 @@ from services.gateway.forms.tools import (
     ToolCall,
     ToolChoice,
 )
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.tenancy.admission import Admission
 
 _PATHS = {
     "messages": "input",
@@ -84,31 +87,62 @@ _PATHS = {
 class ResponsesEndpoint(WritingEndpoint):
     """The endpoint."""
 
+    def __init__(
+        self,
+        service: ChatService,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        kept: KeptResponses,
+    ) -> None:
+        super().__init__(service, admission, metrics)
+        self._kept = kept
+
     async def answer(self, work: Work, body: Body) -> None:
         request = await self.parse(work, parse_responses_request, body)
         self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
-        chat = to_chat(request, paths)
+        before = await self._kept.items_until(work.slot.tenant.name, request.previous_response_id)
+        chat = to_chat(request, paths, before)
         check_chat_request(chat)
         completion = await self.prepare(work, chat, truncate=request.truncation == "auto")
-        writer = work.writer = ResponseWriter(request, work.response_id("resp"), completion)
+        writer = work.writer = ResponseWriter(
+            request, work.response_id("resp"), completion, self._service.model_name
+        )
         if not request.stream:
             for update in (await self.collect(completion))[0]:
                 writer.update(update)
             writer.finish()
+            await self._keep(work, request, completion, writer.response)
             await work.exchange.write_json(writer.response)
             return
         await self.stream(completion, writer, work.exchange)
-        await work.exchange.write(writer.encode(writer.finish()), last=True)
+        events = writer.finish()
+        await self._keep(work, request, completion, writer.response)
+        await work.exchange.write(writer.encode(events), last=True)
+
+    async def _keep(
+        self,
+        work: Work,
+        request: ResponsesRequest,
+        completion: Completion,
+        response: ResponseObject,
+    ) -> None:
+        images = {
+            renamed(image.param, work.paths): image.data for image in completion.prepared.images
+        }
+        await self._kept.keep(work.slot.tenant.name, request, response, images)
 
     def error_event(self, work: Work, error: TriptychError) -> bytes:
         assert isinstance(work.writer, ResponseWriter)
         return work.writer.encode(work.writer.fail(error))
 
 
-def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
-    """The chat request that means the same; adds to `paths` where its fields come from.
+def to_chat(
+    request: ResponsesRequest, paths: dict[str, str], before: Sequence[InputItem] = ()
+) -> ChatRequest:
+    """The chat request that means the same; adds to `paths` where its fields come from. `before`:
+    the turns that the request goes on from.
 
     Instructions and system messages at the beginning of the input are one system message, because
     many models take only one.
@@ -116,6 +150,8 @@ def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
     messages = _Messages(paths)
     if request.instructions:
         messages.system(request.instructions, "instructions")
+    for item in before:
+        messages.item(item, "previous_response_id")
     if isinstance(request.input, str):
         messages.add(Message("user", request.input), "input")
     else:
@@ -125,11 +161,13 @@ def to_chat(request: ResponsesRequest, paths: dict[str, str]) -> ChatRequest:
     logprobs = bool(request.top_logprobs) or (
         "message.output_text.logprobs" in (request.include or ())
     )
-    chat = ChatRequest(request.model, messages.found)
+    chat = ChatRequest(messages.found, request.model)
     chat.max_completion_tokens = request.max_output_tokens
     for name in (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
-        "ignore_eos",
+        "ignore_eos", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids",
+        "include_stop_str_in_output", "skip_special_tokens", "include_reasoning",
+        "thinking_token_budget", "structured_outputs", "mm_processor_kwargs", "priority",
         "chat_template_kwargs", "cache_salt", "parallel_tool_calls",
     ):  # fmt: skip
         setattr(chat, name, getattr(request, name))
@@ -206,7 +244,8 @@ def _content(given: str | list[InputPart] | None, path: str) -> str | list[Conte
     parts: list[ContentPart] = []
     for index, part in enumerate(given):
         if isinstance(part, ResponseImage):
-            parts.append(ImageUrlPart(image_url=_image(part, f"{path}[{index}]")))
+            image = _image(part, f"{path}[{index}]")
+            parts.append(ImageUrlPart(image_url=image, uuid=part.uuid))
         elif isinstance(part, ResponseReasoningText):
             raise InvalidRequest("belongs to an item of reasoning", param=f"{path}[{index}].type")
         else:
@@ -217,10 +256,10 @@ def _content(given: str | list[InputPart] | None, path: str) -> str | list[Conte
 def _image(part: ResponseImage, path: str) -> ImageUrl:
     if part.file_id is not None:
         raise InvalidRequest("files are not kept here; give image_url", param=f"{path}.file_id")
-    if part.image_url is None:
+    if part.image_url is None and part.uuid is None:
         raise InvalidRequest("is required", param=f"{path}.image_url")
     detail = "high" if part.detail == "original" else part.detail
-    if isinstance(part.image_url, str):
+    if not isinstance(part.image_url, ImageUrl):
         return ImageUrl(part.image_url, detail)
     if part.image_url.detail is None:
         part.image_url.detail = detail
@@ -307,7 +346,13 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
         response: as it is at the moment.
     """
 
-    def __init__(self, request: ResponsesRequest, response_id: str, completion: Completion) -> None:
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        response_id: str,
+        completion: Completion,
+        model_name: str,
+    ) -> None:
         super().__init__(completion)
         self._number = 0
         self._id = response_id.removeprefix("resp-")
@@ -316,12 +361,14 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
         self.response = ResponseObject(
             id=f"resp_{self._id}",
             created_at=now(),
-            model=request.model,
+            model=model_name,
             status="in_progress",
             output=[],
             instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,
             metadata=None if request.metadata is UNSET else request.metadata,
+            previous_response_id=request.previous_response_id,
+            store=request.store is not False,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning=request.reasoning,
             temperature=sampling.temperature,

@@ -13,13 +13,16 @@ from starlette.routing import Route
 
 from services.gateway.chat import ChatService
 from services.gateway.endpoints.endpoint import Endpoint
+from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, TokenCounter
 from services.gateway.endpoints.openapi import openapi_document
+from services.gateway.endpoints.operations import Operations
 from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
 from services.gateway.endpoints.routes import package_version
 from services.gateway.endpoints.text_completions_endpoint import TextCompletionEndpoint
 from services.gateway.endpoints.tokenization import TokenizationRoutes
 from services.gateway.http.exchange import JsonResponse
+from services.gateway.kept import Kept
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
 
@@ -38,20 +41,27 @@ class Surfaces:
 
 
 def create_surfaces(
-    service: ChatService, admission: Admission, metrics: GatewayMetrics, model_directory: Path
+    service: ChatService,
+    admission: Admission,
+    metrics: GatewayMetrics,
+    model_directory: Path,
+    kept: Kept,
 ) -> Surfaces:
     """All that this gateway serves."""
+    answers = KeptResponses(service, kept)
     parts = service, admission, metrics
     counter = TokenCounter(service, admission)
     return Surfaces(
         {
             "/v1/completions": TextCompletionEndpoint(*parts),
-            "/v1/responses": ResponsesEndpoint(*parts),
+            "/v1/responses": ResponsesEndpoint(*parts, answers),
             "/v1/messages": MessagesEndpoint(*parts),
         },
         [
             Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
             *TokenizationRoutes(service, admission, model_directory).table(),
+            *answers.table(),
+            *Operations(service, admission, metrics).table(),
             Route("/openapi.json", _openapi, methods=["GET"]),
         ],
     )

@@ -52,7 +52,9 @@ class TextCompletionEndpoint(Endpoint):
             await self.prepare(work, chat, timings, draft)
         beginnings = self._texts(request, work.completions)
         tokenizer = self._service.tokenizer
-        writer = _Writer(request, work.response_id("cmpl"), beginnings, tokenizer)
+        writer = _Writer(
+            request, work.response_id("cmpl"), beginnings, tokenizer, self._service.model_name
+        )
         if request.stream:
             await self._stream(work, writer)
         else:
@@ -73,7 +75,7 @@ class TextCompletionEndpoint(Endpoint):
     async def _stream(self, work: Work, writer: "_Writer") -> None:
         request, completions = writer.request, work.completions
         options = request.stream_options
-        continuous = bool(options and options.continuous_usage_stats)
+        continuous = bool(options and options.continuous)
         include_usage = bool(options and options.include_usage) or continuous
         answers = [self._service.answer(completion) for completion in completions]
         async with aclosing(merge(answers)) as merged:
@@ -124,7 +126,7 @@ class _Writer:
         request: of the client.
         response_id: of all answers.
         beginnings: of each prompt's answers.
-        tokenizer: of the model.
+        tokenizer, model_name: of the model.
     """
 
     def __init__(
@@ -133,8 +135,10 @@ class _Writer:
         response_id: str,
         beginnings: Sequence[str],
         tokenizer: ModelTokenizer,
+        model_name: str,
     ) -> None:
         self.request = request
+        self._model_name = model_name
         self._id = response_id
         self._created = now()
         self._beginnings = beginnings
@@ -143,7 +147,7 @@ class _Writer:
         self._lengths: dict[int, int] = {}
 
     def answer(self, choices: list[TextChoice]) -> TextCompletion:
-        return TextCompletion(self._id, self._created, self.request.model, choices)
+        return TextCompletion(self._id, self._created, self._model_name, choices)
 
     def choice(
         self, completion: Completion, prompt: int, updates: Sequence[Update]

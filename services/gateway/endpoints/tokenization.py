@@ -100,16 +100,15 @@ class TokenizationRoutes:
             )
             if (parsed.prompt is None) == (parsed.messages is None):
                 raise InvalidRequest("give either prompt or messages", param="prompt")
-            if parsed.model is not None:
-                service.check_model(parsed.model)
+            service.check_model(parsed.model)
             if parsed.prompt is not None:
                 tokens = await service.tokenize_text(parsed.prompt, parsed.add_special_tokens)
             elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
                 raise InvalidRequest("chat templates add them", param="add_special_tokens")
             else:
                 chat = ChatRequest(
-                    service.model_name,
                     parsed.messages or [],
+                    service.model_name,
                     tools=parsed.tools,
                     add_generation_prompt=parsed.add_generation_prompt,
                     continue_final_message=parsed.continue_final_message,
@@ -148,8 +147,7 @@ class Detokenizer:
             parsed = await parse_body(
                 service, partial(decode_json, _detokenize_decoder), body, slot, scope
             )
-            if parsed.model is not None:
-                service.check_model(parsed.model)
+            service.check_model(parsed.model)
             if len(parsed.tokens) > (service.max_model_len() or MAX_TOKENS):
                 raise InvalidRequest(
                     f"more than {service.max_model_len()} tokens, the model's context",

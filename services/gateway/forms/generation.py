@@ -25,7 +25,10 @@ MAX_NAME_LENGTH = 64
 MAX_CHOICES = 1024
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LogitBias = dict[str, Annotated[float, Meta(ge=-100, le=100)]]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 _AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 _SALT = re.compile(r"[^@/\\\x00]+")
@@ -36,6 +39,11 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+    @property
+    def continuous(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        return bool(self.continuous_usage_stats) and self.include_usage is not False
 
 
 class TextFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -82,13 +90,13 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: StopTokenIds | None = None
     allowed_token_ids: _AllowedIds | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -108,7 +116,7 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
         None
     )
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+    priority: Priority | None = None
 
 
 def num_grammar_characters(request: GenerationFields) -> int:

@@ -77,7 +77,7 @@ TABLE: Sequence[Hints] = (
     ),
     Hints(
         (_CHAT,),
-        {"echo": (False,), "add_special_tokens": (False,), "documents": (), "chat_template": (),
+        {"add_special_tokens": (False,), "documents": (), "chat_template": (),
          "separate_reasoning": (True,), "stream_reasoning": (True,)},
         "are vLLM's and SGLang's, with their defaults",
     ),

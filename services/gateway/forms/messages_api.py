@@ -139,9 +139,9 @@ class NoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="none")
 
 
 class EnabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
-    """The model thinks before it answers. Its budget has no effect: `max_tokens` bounds both."""
+    """The model thinks before it answers, for so many tokens at most."""
 
-    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -172,13 +172,15 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/messages/count_tokens."""
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AutoChoice | AnyChoice | ToolNameChoice | NoChoice | None = None
     thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):

@@ -42,6 +42,8 @@ MAX_PARTS = 1024
 
 _Detail = Literal["auto", "low", "high", "original"]
 _Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
+ImageUuid = Annotated[str, Meta(min_length=1, max_length=256)]
+ThinkingTokens = Annotated[int, Meta(ge=-1, le=1 << 31)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -57,9 +59,11 @@ class InputTextPart(TextPart, forbid_unknown_fields=True, tag_field="type", tag=
 
 
 class ImageUrl(Struct, forbid_unknown_fields=True):
-    """A URL and how the image is resized; `original` means `high`."""
+    """A URL and how the image is resized; `original` means `high`. Without a URL the part's `uuid`
+    names an image of an earlier request.
+    """
 
-    url: str
+    url: str | None = None
     detail: _Detail | None = None
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
@@ -70,6 +74,7 @@ class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
 
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
+    uuid: ImageUuid | None = None
 
     @property
     def image(self) -> ImageUrl:
@@ -80,17 +85,19 @@ class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
 class ImageUrlPart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
     """OpenAI's part."""
 
-    image_url: ImageUrl | str
+    image_url: ImageUrl | str | None = None
 
     @property
     def image(self) -> ImageUrl:
-        return self.image_url if isinstance(self.image_url, ImageUrl) else ImageUrl(self.image_url)
+        if isinstance(self.image_url, ImageUrl):
+            return self.image_url
+        return ImageUrl(self.image_url)
 
 
 class InputImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
     """An image as the Responses API spells it."""
 
-    image_url: ImageUrl | str
+    image_url: ImageUrl | str | None = None
     detail: _Detail | None = None
 
     @property
@@ -103,7 +110,7 @@ class InputImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", ta
 class NamedImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image"):
     """An image as model cards spell it: the URL in `image`."""
 
-    url: str = msgspec.field(name="image")
+    url: str | None = msgspec.field(name="image", default=None)
 
     @property
     def image(self) -> ImageUrl:
@@ -138,8 +145,8 @@ _CHARACTERS_OF_A_TURN = 16  # rendering a message or a part takes as long
 class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    model: str
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: str | None = None
     max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
     logprobs: bool | None = None
@@ -152,11 +159,13 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: ThinkingTokens | None = None
     enable_thinking: bool | None = None
     think: bool | ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
     include_stage_times: bool | None = None
 
     @property
@@ -165,6 +174,18 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
         if self.enable_thinking is None and isinstance(self.think, bool):
             return self.think
         return self.enable_thinking
+
+    @property
+    def echoed(self) -> str:
+        """What answers begin with beside their own text: the last message, if it is an assistant's
+        and `echo` is true.
+        """
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant" or last.content is None:
+            return ""
+        if isinstance(last.content, str):
+            return last.content
+        return "".join(part.text for part in last.content if isinstance(part, TextPart))
 
     @property
     def num_characters(self) -> int:
@@ -221,6 +242,10 @@ def check_chat_request(request: ChatRequest) -> None:
         _check_message(message, index)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    if request.thinking_token_budget == 0 and request.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "0 and prompt_logprobs exclude each other", param="thinking_token_budget"
+        )
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise InvalidRequest(

@@ -4,7 +4,7 @@ A streamed token costs one small JSON string between two byte strings made once 
 `chat` and `exchange` send what is made here; nothing here sends, waits or fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -82,6 +82,36 @@ class ImageReport(Struct):
     grid_thw: tuple[int, int, int]
 
 
+class RequestMetrics(Struct):
+    """vLLM's names of a request's times, for `include_stage_times`; null: there was no such time.
+
+    The first token counts from the request's arrival, as `stage_times_ms` does.
+    """
+
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | UnsetType = UNSET
+    tokens_per_second: float | None = None
+
+
+def request_metrics(
+    times_ms: Mapping[str, float], num_tokens: int, num_choices: int
+) -> RequestMetrics:
+    """From the stage times; `num_tokens` are those of all choices."""
+    found = RequestMetrics(queue_time_ms=times_ms.get("queue"))
+    first, total = times_ms.get("first_token"), times_ms.get("total")
+    if first is None or total is None:
+        return found
+    found.time_to_first_token_ms = first
+    found.generation_time_ms = round(total - first, 3)
+    if (num_later := num_tokens - num_choices) > 0:
+        found.mean_itl_ms = round((total - first) * num_choices / num_later, 3)
+    if total > 0:
+        found.tokens_per_second = round(num_tokens / total * 1e3, 3)
+    return found
+
+
 class CalledFunction(Struct):
     """What to call. In a stream the name comes once, the arguments in pieces."""
 
@@ -142,6 +172,7 @@ class ChatCompletion(Struct):
     prompt_token_ids: list[int] | None = None
     stage_times_ms: dict[str, float] | UnsetType = UNSET
     images: list[ImageReport] | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class ChunkDelta(Struct, omit_defaults=True):
@@ -175,6 +206,7 @@ class ChatCompletionChunk(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
     stage_times_ms: dict[str, float] | UnsetType = UNSET
     images: list[ImageReport] | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class ModelCard(Struct):
@@ -342,9 +374,12 @@ class ChunkWriter:
         usage: Usage | None,
         stage_times_ms: dict[str, float] | None,
         images: Sequence[ImageReport] | None,
+        metrics: RequestMetrics | None = None,
     ) -> bytes:
         """The event after the last choice: no choices, but the usage and timings of the request."""
         fields: dict[str, object] = {"usage": usage}
         if stage_times_ms is not None:
             fields |= {"stage_times_ms": stage_times_ms, "images": list(images or ())}
+        if metrics is not None:
+            fields["metrics"] = metrics
         return self._head + b"]," + encode_json(fields)[1:] + b"\n\n"

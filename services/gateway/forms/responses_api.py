@@ -1,6 +1,5 @@
-"""The types of POST /v1/responses: OpenAI's Responses, without anything stored.
+"""The types of POST /v1/responses: OpenAI's Responses.
 
-A request carries the whole conversation; what refers to stored responses is refused by name.
 `responses_endpoint` makes a chat request of it.
 """
 
@@ -16,12 +15,25 @@ from services.gateway.forms.generation import (
     MAX_TOP_LOGPROBS,
     JsonObjectFormat,
     JsonSchema,
+    LogitBias,
+    Penalty,
+    Priority,
     StopString,
+    StopTokenIds,
+    StructuredOutputs,
     TextFormat,
 )
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json
-from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS, ImageUrl, ReasoningEffort
+from services.gateway.forms.openai import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ImageUrl,
+    ImageUuid,
+    MultimodalOptions,
+    ReasoningEffort,
+    ThinkingTokens,
+)
 from services.gateway.forms.responses import LogprobEntry
 from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition, ToolName
 
@@ -50,6 +62,7 @@ class ResponseImage(Struct, forbid_unknown_fields=True, tag_field="type", tag="i
     """
 
     image_url: ImageUrl | str | None = None
+    uuid: ImageUuid | None = None
     file_id: str | None = None
     detail: _Detail | None = None
 
@@ -147,7 +160,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
 class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/responses."""
 
-    model: str
+    model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
@@ -159,6 +172,17 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: ThinkingTokens | None = None
+    structured_outputs: StructuredOutputs | None = None
+    mm_processor_kwargs: MultimodalOptions | None = None
+    priority: Priority | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
@@ -177,10 +201,11 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
     # Come back in the answer.
     metadata: Raw | UnsetType = UNSET
     user: str | None = None
-    store: bool | None = None
 
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
@@ -316,7 +341,7 @@ class ResponseFailure(Struct):
 
 
 class ResponseObject(Struct, kw_only=True):
-    """An answer. It is not stored: `store` is false whatever was asked."""
+    """An answer. `store` says whether it is kept, once it is complete."""
 
     id: str
     created_at: int
@@ -332,10 +357,10 @@ class ResponseObject(Struct, kw_only=True):
     max_output_tokens: int | None = None
     metadata: Raw | None = None
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: ReasoningConfig | None = None
     service_tier: Literal["default"] = "default"
-    store: Literal[False] = False
+    store: bool = True
     temperature: float
     text: TextConfig
     tool_choice: str | NamedFunction | AllowedResponseTools = "auto"
@@ -345,6 +370,14 @@ class ResponseObject(Struct, kw_only=True):
     truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None = None
+
+
+class DeletedResponse(Struct):
+    """What is left of a response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 class ResponseEvent(Struct, kw_only=True):

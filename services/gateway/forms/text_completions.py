@@ -31,7 +31,7 @@ _Ids = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions. `prompt`: a text, token ids, or a list of either."""
 
-    model: str
+    model: str | None = None
     prompt: str | Annotated[list[str | TokenId | _Ids], Meta(max_length=MAX_PROMPT_TOKENS)]
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     echo: bool | None = None
@@ -50,7 +50,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
 
     def to_chat(self) -> ChatRequest:
         """How its answers are generated, as a chat request without messages."""
-        chat = ChatRequest(self.model, [])
+        chat = ChatRequest([], self.model)
         for name in GenerationFields.__struct_fields__:
             setattr(chat, name, getattr(self, name))
         # The answer of `max_tokens: 0` is made and thrown away: it costs one step.

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from starlette.middleware.cors import CORSMiddleware
@@ -23,7 +23,7 @@ from services.common.telemetry import bind_request_id
 from services.gateway.forms.error_answers import error_body, shaped_for
 from services.gateway.http.exchange import JsonResponse, handle_bug, handle_triptych_error
 from services.gateway.tenancy.admission import Admission
-from services.gateway.tenancy.tenants import Keyring, bind_tenant
+from services.gateway.tenancy.tenants import Keyring, KeyScope, bind_tenant
 from services.gateway.tenancy.usage import Quotas
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Middleware:
         admission: says whether the gateway is draining.
         keyring: knows the API keys.
         quotas: of the tenants, for the headers that tell them what is left.
+        scope_of: what a key must open for a path.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Middleware:
         admission: Admission,
         keyring: Keyring,
         quotas: Quotas,
+        scope_of: Callable[[str], KeyScope],
     ) -> None:
         self._app = app
         self._endpoints = endpoints
         self._admission = admission
         self._keyring = keyring
         self._quotas = quotas
+        self._scope_of = scope_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,7 +95,7 @@ class Middleware:
             scope["state"]["identity"] = identity
             if identity is None:
                 app = _unauthorized
-            elif "inference" not in identity.scopes:
+            elif self._scope_of(scope["path"]) not in identity.scopes:
                 app = _forbidden
             else:
                 bind_tenant(identity.tenant)
@@ -144,7 +147,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after", "x-triptych-ignored"],
         max_age=_PREFLIGHT_AGE_S,

@@ -49,10 +49,11 @@ class ImageSource:
     """An image as a request names it.
 
     Attributes:
-        url: of its bytes.
+        url: of its bytes; empty: they are kept under the `uuid`.
         param: the field of the request, for errors.
         detail: `low`, `high` or `auto`.
         min_pixels, max_pixels: of the resized image; None: the model's.
+        uuid: what later requests of the tenant call it; None: nothing.
     """
 
     url: str
@@ -60,6 +61,7 @@ class ImageSource:
     detail: str = "auto"
     min_pixels: int | None = None
     max_pixels: int | None = None
+    uuid: str | None = None
 
 
 @dataclass(slots=True)
@@ -91,6 +93,16 @@ class Image:
         return found
 
 
+class KeptImages(Protocol):
+    """Images by their `uuid`; `kept` has more such stores' contract."""
+
+    terms: str
+
+    async def get(self, tenant: str, name: str) -> bytes | None: ...
+
+    async def put(self, tenant: str, name: str, data: bytes) -> bool: ...
+
+
 class ImageReader:
     """Loads images and divides them into units.
 
@@ -98,12 +110,20 @@ class ImageReader:
         loader: URL to bytes.
         geometry: the model's.
         max_source_pixels: larger images are refused.
+        kept: where images with a `uuid` are put, and those without a URL are.
     """
 
-    def __init__(self, loader: "MediaLoader", geometry: Geometry, max_source_pixels: int) -> None:
+    def __init__(
+        self,
+        loader: "MediaLoader",
+        geometry: Geometry,
+        max_source_pixels: int,
+        kept: KeptImages,
+    ) -> None:
         self._loader = loader
         self._geometry = geometry
         self._max_source_pixels = max_source_pixels
+        self._kept = kept
 
     def num_pixels(self, images: Sequence[Image]) -> int:
         """Of all images, resized."""
@@ -135,8 +155,14 @@ class ImageReader:
             async with gate:
                 try:
                     geometry = self._geometry_for(source)
+                    if source.uuid is not None and not source.url:
+                        data = await self._kept_image(source.uuid, hold, tenant)
+                        return self._measure(data, source.param, geometry, max_patches)
                     data = await self._loader.load(source.url, hold, tenant, large)
-                    return self._measure(data, source.param, geometry, max_patches)
+                    image = self._measure(data, source.param, geometry, max_patches)
+                    if source.uuid is not None:
+                        await self._kept.put(tenant, kept_name(source.uuid), data)
+                    return image
                 except TriptychError as error:
                     error.param = error.param or source.param
                     raise
@@ -153,6 +179,15 @@ class ImageReader:
             # A task holds its error, whose traceback holds this frame: without the list there is
             # no cycle, and a failed request's images are freed at its end.
             tasks.clear()
+
+    async def _kept_image(self, uuid: str, hold: Callable[[int], None], tenant: str) -> bytes:
+        data = await self._kept.get(tenant, kept_name(uuid))
+        if data is None:
+            raise InvalidRequest(
+                f"no image is kept under this uuid: send it with its URL. {self._kept.terms}"
+            )
+        hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
+        return data
 
     def _geometry_for(self, source: ImageSource) -> Geometry:
         """The model's, narrowed by the request's limits.
@@ -182,6 +217,11 @@ class ImageReader:
 
     def _area(self, unit: Unit) -> int:
         return math.prod(self._geometry.size_of(unit))
+
+
+def kept_name(uuid: str) -> str:
+    """Of an image among what is kept."""
+    return f"image:{uuid}"
 
 
 def uncounted(num_bytes: int) -> None:

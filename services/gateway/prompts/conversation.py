@@ -119,6 +119,8 @@ class ConversationReader:
         variables, found = self._template.variables, list[str]()
         if request.wants_thinking is not None and "enable_thinking" not in variables:
             found.append("enable_thinking")
+        if request.thinking_token_budget is not None and not self._thinks:
+            found.append("thinking_token_budget")
         if request.reasoning_effort and not {"reasoning_effort", "enable_thinking"} & variables:
             found.append("reasoning_effort")
         return found
@@ -293,13 +295,15 @@ def _template_message(
 def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
     """The image with its pixel limits; the innermost limit that is given applies."""
     image = part.image
+    if not image.url and part.uuid is None:
+        raise InvalidRequest("an image needs a URL, or the uuid of an earlier one", param=param)
     scopes = (image, part, request, request.mm_processor_kwargs)
     found = {
         name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
         for name in ("min_pixels", "max_pixels")
     }
     detail = "high" if image.detail == "original" else image.detail or "auto"
-    return ImageSource(image.url, param, detail, **found)
+    return ImageSource(image.url or "", param, detail, uuid=part.uuid, **found)
 
 
 def _refuse_tool_images(request: ChatRequest) -> None:

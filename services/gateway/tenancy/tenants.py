@@ -31,12 +31,13 @@ from services.common.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
-Scope = Literal["inference"]
+KeyScope = Literal["inference", "metrics", "admin"]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 _CHECK_INTERVAL_S = 1.0
 _MAX_FILE_BYTES = 4 << 20
-_ALL_SCOPES: frozenset[Scope] = frozenset(("inference",))
+_INFERENCE: frozenset[KeyScope] = frozenset(("inference",))
+_ALL_SCOPES: frozenset[KeyScope] = frozenset(("inference", "metrics", "admin"))
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,7 +65,7 @@ class _Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     tenant: Name
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
     expires: Annotated[datetime, Meta(tz=True)] | None = None
-    scopes: frozenset[Scope] = frozenset(("inference",))
+    scopes: frozenset[KeyScope] = frozenset(("inference",))
 
 
 class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -127,7 +128,7 @@ class Identity:
 
     tenant: Tenant
     key_id: str = ""
-    scopes: frozenset[Scope] = _ALL_SCOPES
+    scopes: frozenset[KeyScope] = _INFERENCE
     expires_at: float | None = None
 
 
@@ -149,13 +150,21 @@ class Keyring:
     Args:
         keys: accepted as they are; each is a tenant of its own, without limits.
         path: of the key file; None: there is none.
+        is_private: without keys, callers are users of this machine, and may do everything.
 
     Raises:
         SettingsError: the file cannot be read, or two keys are equal.
     """
 
-    def __init__(self, keys: Iterable[str] = (), path: Path | None = None) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        path: Path | None = None,
+        *,
+        is_private: bool = False,
+    ) -> None:
         self._path = path
+        self._everybody = Identity(ANONYMOUS, scopes=_ALL_SCOPES if is_private else _INFERENCE)
         digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         # One tenant has nobody to keep its caches from.
         alone = path is None and len(digests) < 2
@@ -163,7 +172,7 @@ class Keyring:
         for digest in digests:
             name = f"key-{digest.hex()[:8]}"
             tenant = Tenant(name, Limits(), shares_caches=alone)
-            self._fixed[digest] = Identity(tenant, name)
+            self._fixed[digest] = Identity(tenant, name, _ALL_SCOPES if alone else _INFERENCE)
         self._by_digest = dict(self._fixed)
         self._state: tuple[int, int, int] | None = None
         self._next_check = 0.0
@@ -188,7 +197,7 @@ class Keyring:
         valid, or it has expired.
         """
         if self.is_open:
-            return Identity(ANONYMOUS)
+            return self._everybody
         self._reload()
         scheme, _, given = authorization.partition(b" ")
         # By the digest: how long the look-up takes says nothing about the keys.

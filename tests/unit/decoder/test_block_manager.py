@@ -184,6 +184,12 @@ class Blocks(RuleBasedStateMachine):
         self.write(sequence)
         self.blocks.register(sequence)
 
+    @rule(family=st.integers(0, 2))
+    def reset(self, family):
+        self.blocks.reset()
+        tokens = [(family if i < 10 else family * i) % 5 for i in range(40)]
+        assert self.blocks.find_prefix(sequence_of(1 << 20, tokens)) == []
+
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0), poisoned=st.booleans())
     def end(self, index, poisoned):

@@ -70,7 +70,7 @@ def groups(ids, rng):
 
 
 def request(**fields):
-    return ChatRequest("m", [Message("user", "x")], **fields)
+    return ChatRequest([Message("user", "x")], "m", **fields)
 
 
 def answer(tokenizer, ids, answer_format, sizes, reason="stop", **fields):

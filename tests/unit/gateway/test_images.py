@@ -16,6 +16,7 @@ from services.common.errors import (
 from services.common.families.resized_grid import ResizedGrid
 from services.common.images.image_header import MAX_HEADER_BYTES
 from services.gateway.forms.json_body import cut_images
+from services.gateway.kept import MemoryKept
 from services.gateway.media.images import (
     LOW_DETAIL_PIXELS,
     ImageReader,
@@ -216,7 +217,7 @@ async def test_files_are_refused_by_default(files):
 
 def reader(**options) -> ImageReader:
     source = MediaLoader(1 << 20, WebMedia(100), None)
-    return ImageReader(source, GEOMETRY, options.get("max_source_pixels", 10**7))
+    return ImageReader(source, GEOMETRY, options.get("max_source_pixels", 10**7), MemoryKept())
 
 
 def nothing(_: int) -> None:
@@ -273,7 +274,8 @@ async def test_a_jpeg_of_empty_scans_reaches_no_encoder():
         data = b"".join((whole[:first], *between, whole[first:]))
         source = MediaLoader(4 << 20, WebMedia(100), None)
         sources = [ImageSource(data_url(data, "image/jpeg"), "it")]
-        return await ImageReader(source, GEOMETRY, 10**7).read(sources, nothing, 1 << 20)
+        reader = ImageReader(source, GEOMETRY, 10**7, MemoryKept())
+        return await reader.read(sources, nothing, 1 << 20)
 
     assert await read()
     with pytest.raises(InvalidImage, match="more than 100 scans") as failed:

@@ -68,7 +68,7 @@ DROPS_LATE_SYSTEM = (
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_late_system_messages_as_the_template_takes_them(spec, tokenizer, template, taken, role):
     late = Message(role, "Be brief.")
-    request = ChatRequest("m", [Message("user", "hi"), late, Message("user", "x")])
+    request = ChatRequest([Message("user", "hi"), late, Message("user", "x")], "m")
     if not taken:
         with pytest.raises(InvalidRequest) as refused:
             draft_of(request, spec, tokenizer, template)

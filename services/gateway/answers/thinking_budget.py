@@ -1,0 +1,69 @@
+"""A bound on an answer's reasoning: after so many tokens it is closed in the model's place.
+
+`Attempts` runs each choice up to the budget first. If it still thinks there, what closes the
+reasoning is appended, as if the model had written it, and the choice goes on behind it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway.answers.answer import AnswerFormat
+from services.gateway.answers.detokenizer import Choice
+from services.gateway.answers.reasoning import CLOSE, OPEN
+from services.gateway.forms.openai import ChatRequest
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
+
+_EMPTY_LINE = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Of one request.
+
+    Attributes:
+        num_tokens: of an answer, from its start on, with the tag that opens its reasoning.
+        is_held: what follows the reasoning is held to a grammar, which may allow no empty line.
+    """
+
+    num_tokens: int
+    is_held: bool
+    _choices: Sequence[Choice]
+    _tokenizer: ModelTokenizer
+
+    def ids_behind(self, choice: int) -> list[int]:
+        """What closes the reasoning of a choice that has come to the budget; empty: nothing."""
+        found, tokenizer = self._choices[choice], self._tokenizer
+        line = tokenizer.encode_text(_EMPTY_LINE)
+        close = [*end_of_reasoning(tokenizer), *(() if self.is_held else line)]
+        if found.thinking:
+            return close
+        if not found.num_tokens:  # the model would open it
+            return [*_tag(tokenizer, OPEN), *line, *close]
+        return []
+
+
+def thinking_budget(
+    request: ChatRequest,
+    answer_format: AnswerFormat,
+    choices: Sequence[Choice],
+    tokenizer: ModelTokenizer,
+    *,
+    is_held: bool,
+) -> ThinkingBudget | None:
+    """The budget that a request names, if its answers may think."""
+    num_tokens = request.thinking_token_budget
+    if num_tokens is None or num_tokens < 0 or not answer_format.thinks:
+        return None
+    if num_tokens and answer_format.reasoning == "optional":
+        num_tokens += len(_tag(tokenizer, OPEN))
+    return ThinkingBudget(num_tokens, is_held, choices, tokenizer)
+
+
+def end_of_reasoning(tokenizer: ModelTokenizer) -> tuple[int, ...]:
+    """Token ids that close it."""
+    return _tag(tokenizer, CLOSE)
+
+
+def _tag(tokenizer: ModelTokenizer, tag: str) -> tuple[int, ...]:
+    added = tokenizer.added.get(tag)
+    return (added.token_id,) if added is not None else tuple(tokenizer.encode_text(tag))

@@ -1,0 +1,223 @@
+"""Answers of /v1/responses that later requests go on from, and that clients ask for again.
+
+Each entry has its own turn alone, and the id of the one before, so a conversation takes its bytes
+once. Images are entries of their own under their digests, whatever URL they came by.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+from msgspec import Raw, Struct, structs
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.common.errors import InvalidRequest, NotFound
+from services.gateway.chat import ChatService
+from services.gateway.forms.openai import MAX_MESSAGES, ImageUrl
+from services.gateway.forms.responses import encode_json
+from services.gateway.forms.responses_api import (
+    DeletedResponse,
+    InputItem,
+    InputPart,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    ResponseImage,
+    ResponseObject,
+    ResponseOutputText,
+    ResponseReasoningText,
+    ResponsesRequest,
+)
+from services.gateway.http.exchange import JsonResponse
+from services.gateway.kept import Kept
+from services.gateway.media.images import kept_name
+from services.gateway.tenancy.tenants import tenant_of
+
+# Of the turns before one, without images.
+_MAX_BYTES = 4 << 20
+_INLINE_BYTES = 64 << 10  # takes at most some ms to parse
+_MAX_ID_LENGTH = 256
+
+
+class _Turn(Struct, omit_defaults=True):
+    """One request's own items, with those of its answer."""
+
+    items: list[InputItem]
+    response: Raw
+    previous: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Turn)
+
+
+class KeptResponses:
+    """Turns in the store, and the views of them.
+
+    Args:
+        service: its parser thread reads long turns.
+        kept: the store.
+    """
+
+    def __init__(self, service: ChatService, kept: Kept) -> None:
+        self._service = service
+        self._kept = kept
+
+    def table(self) -> list[Route]:
+        """The views' routes."""
+        path = "/v1/responses/{name}"
+        return [
+            Route(path, self.retrieve, methods=["GET"]),
+            Route(path, self.delete, methods=["DELETE"]),
+            Route(f"{path}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def items_until(self, tenant: str, response_id: str | None) -> list[InputItem]:
+        """The conversation up to an answer, in order; nothing for None.
+
+        Raises:
+            NotFound: one of its turns is not kept.
+            InvalidRequest: it is too long.
+        """
+        turns: list[Sequence[InputItem]] = []
+        num_items = num_bytes = 0
+        while response_id is not None:
+            turn, size = await self._turn(tenant, response_id, "previous_response_id")
+            turns.append(turn.items)
+            num_items += len(turn.items)
+            num_bytes += size
+            if num_items > MAX_MESSAGES or num_bytes > _MAX_BYTES:
+                raise InvalidRequest(
+                    f"the conversation has more than {MAX_MESSAGES} items or {_MAX_BYTES} bytes",
+                    param="previous_response_id",
+                )
+            response_id = turn.previous
+        return [item for items in reversed(turns) for item in items]
+
+    async def keep(
+        self,
+        tenant: str,
+        request: ResponsesRequest,
+        response: ResponseObject,
+        images: Mapping[str, bytes],
+    ) -> None:
+        """Keeps a turn, if the request does not forbid it; the answer's `store` says whether.
+
+        Args:
+            tenant: whose it is.
+            request: with its own items.
+            response: complete.
+            images: of the request's own items, by their places.
+        """
+        response.store = request.store is not False
+        if not response.store:
+            return
+        items = await self._own_items(tenant, request, images)
+        if items is None:
+            response.store = False
+            return
+        items += [_as_input(item) for item in response.output]
+        turn = _Turn(items, Raw(encode_json(response)), request.previous_response_id)
+        response.store = await self._kept.put(tenant, _name(response.id), encode_json(turn))
+
+    async def retrieve(self, request: Request) -> Response:
+        """GET: the answer again."""
+        turn, _ = await self._turn(tenant_of(request.scope).name, request.path_params["name"])
+        return Response(bytes(turn.response), media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE: the turn is forgotten, so what followed it cannot be continued."""
+        response_id = request.path_params["name"]
+        if not await self._kept.delete(tenant_of(request.scope).name, _name(response_id)):
+            raise self._not_found(response_id, None)
+        return JsonResponse(DeletedResponse(response_id))
+
+    async def cancel(self, request: Request) -> Response:
+        """POST …/cancel: an answer that is kept is complete."""
+        await self._turn(tenant_of(request.scope).name, request.path_params["name"])
+        raise InvalidRequest("Cannot cancel a synchronous response.")
+
+    async def _turn(
+        self, tenant: str, response_id: str, param: str | None = None
+    ) -> tuple[_Turn, int]:
+        """A turn, and how many bytes it takes."""
+        data = await self._kept.get(tenant, _name(response_id))
+        if data is not None:
+            with suppress(msgspec.DecodeError):  # of another version's gateway
+                if len(data) <= _INLINE_BYTES:
+                    return _decoder.decode(data), len(data)
+                return await self._service.parsers.run(_decoder.decode, data), len(data)
+        raise self._not_found(response_id, param)
+
+    def _not_found(self, response_id: str, param: str | None) -> NotFound:
+        name = response_id[:200]
+        message = f"Response with id {name!r} not found. {self._kept.terms}"
+        return NotFound(message, param=param)
+
+    async def _own_items(
+        self, tenant: str, request: ResponsesRequest, images: Mapping[str, bytes]
+    ) -> list[InputItem] | None:
+        """The request's items with images by their digests; None: an image is not kept."""
+        if isinstance(request.input, str):
+            return [InputItem(role="user", content=request.input)]
+        items: list[InputItem] = []
+        for index, item in enumerate(request.input):
+            changed: dict[str, Any] = {}
+            for field, parts in (("content", item.content), ("output", item.output)):
+                if not isinstance(parts, list):
+                    continue
+                place = f"input[{index}].{field}"
+                found = await self._with_digests(tenant, parts, place, images)
+                if found is None:
+                    return None
+                changed[field] = found
+            items.append(structs.replace(item, **changed) if changed else item)
+        return items
+
+    async def _with_digests(
+        self,
+        tenant: str,
+        parts: Sequence[InputPart],
+        place: str,
+        images: Mapping[str, bytes],
+    ) -> list[InputPart] | None:
+        found: list[InputPart] = []
+        for index, part in enumerate(parts):
+            if isinstance(part, ResponseImage):
+                data = images.get(f"{place}[{index}]")
+                if data is None:  # its turn was cut
+                    return None
+                digest = f"blake3:{blake3(data).hexdigest()}"
+                if not await self._kept.put(tenant, kept_name(digest), data):
+                    return None
+                given = part.image_url
+                if not isinstance(given, ImageUrl):
+                    given = ImageUrl(None, part.detail)
+                part = ResponseImage(image_url=structs.replace(given, url=None), uuid=digest)
+            found.append(part)
+        return found
+
+
+def _name(response_id: str) -> str:
+    return f"response:{response_id[:_MAX_ID_LENGTH]}"
+
+
+def _as_input(item: OutputItem) -> InputItem:
+    """As a client would send it back."""
+    match item:
+        case OutputMessage():
+            texts: list[InputPart] = [ResponseOutputText(part.text) for part in item.content]
+            return InputItem(role="assistant", content=texts)
+        case OutputReasoning():
+            thoughts: list[InputPart] = [ResponseReasoningText(p.text) for p in item.content]
+            return InputItem(type="reasoning", content=thoughts)
+        case OutputCall():
+            namespace = item.namespace if isinstance(item.namespace, str) else None
+            return InputItem(
+                type="function_call", call_id=item.call_id, name=item.name, namespace=namespace,
+                arguments=item.arguments,
+            )  # fmt: skip

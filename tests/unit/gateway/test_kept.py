@@ -1,0 +1,133 @@
+"""What clients name again later: bounds, time, tenants; in memory and in a real Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.common.errors import Unavailable
+from services.gateway import kept, kept_redis
+from services.gateway.kept import Kept, MemoryKept
+from services.gateway.kept_redis import RedisKept
+from tests.redis_server import RedisServer
+
+ROOM = 4000  # of one tenant; all together have twice as much
+ENTRY = b"x" * 1000  # three of them fit
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request, server) -> AsyncIterator[Kept]:
+    if request.param == "memory":
+        found = MemoryKept(ROOM, 2 * ROOM)
+    else:
+        server.flush()
+        found = RedisKept(server.url, ROOM, 2 * ROOM)
+    yield found
+    await found.close()
+
+
+async def names(store: Kept, tenant: str) -> str:
+    """Of the entries `a` to `f` those that are there; all of them are used by that."""
+    return "".join([n for n in "abcdef" if await store.get(tenant, n) is not None])
+
+
+async def test_an_entry_is_its_tenants_alone(store):
+    assert await store.put("t", "a", b"one")
+    assert await store.put("", "a", b"anonymous")
+    assert await store.get("t", "a") == b"one"
+    assert await store.get("", "a") == b"anonymous"
+    assert await store.get("u", "a") is None
+    assert not await store.delete("u", "a")
+    assert await store.put("t", "a", b"two")
+    assert await store.get("t", "a") == b"two"
+    assert await store.delete("t", "a") and not await store.delete("t", "a")
+    assert await store.get("t", "a") is None
+    assert await store.get("", "a") == b"anonymous"
+
+
+async def test_a_tenants_least_recently_used_entries_make_room(store):
+    for name in "abc":
+        assert await store.put("t", name, ENTRY)
+        await asyncio.sleep(0.002)  # Redis counts milliseconds
+    assert await store.get("t", "a") == ENTRY
+    assert await store.put("t", "d", ENTRY)
+    assert await names(store, "t") == "acd"
+    assert not await store.put("t", "e", ENTRY * 4)
+    assert await names(store, "t") == "acd"
+
+
+async def test_where_all_are_full_the_largest_tenant_makes_room(store):
+    for tenant, some in (("t", "abc"), ("u", "abc"), ("v", "a")):
+        for name in some:
+            assert await store.put(tenant, name, ENTRY)
+            await asyncio.sleep(0.002)
+    found = sorted([await names(store, tenant) for tenant in "tuv"])
+    assert found == ["a", "abc", "bc"]
+    assert await names(store, "v") == "a"
+
+
+async def test_nothing_is_left_of_what_has_gone(server):
+    store = RedisKept(server.url, ROOM, 2 * ROOM)
+    server.flush()
+    for name in "abcdef":
+        await store.put("t", name, ENTRY)
+    for name in "abcdef":
+        await store.delete("t", name)
+    assert server.keys() == [f"{kept_redis.PREFIX}@sizes".encode()]
+    with server.client() as client:
+        assert client.hgetall(f"{kept_redis.PREFIX}@sizes") == {b"@": b"0"}
+    await store.close()
+
+
+async def test_an_hour_after_its_last_use_an_entry_is_gone():
+    now = 0.0
+    store = MemoryKept(clock=lambda: now)
+    await store.put("t", "a", b"x")
+    await store.put("t", "b", b"x")
+    now = kept.KEPT_S - 1
+    assert await store.get("t", "a") == b"x"
+    now += 2
+    assert await names(store, "t") == "a"
+    now += kept.KEPT_S + 1
+    assert await names(store, "t") == ""
+    assert store._num_bytes == {}
+
+
+async def test_the_same_in_redis(server, monkeypatch):
+    monkeypatch.setattr(kept_redis, "KEPT_S", 0.3)
+    server.flush()
+    store = RedisKept(server.url)
+    await store.put("t", "a", b"x")
+    await store.put("t", "b", b"x")
+    await asyncio.sleep(0.2)
+    assert await store.get("t", "a") == b"x"
+    await asyncio.sleep(0.2)
+    assert await store.get("t", "b") is None
+    assert await store.get("t", "a") == b"x"
+    await asyncio.sleep(0.4)
+    await store.put("u", "c", b"x")  # takes away what others have left
+    with server.client() as client:
+        assert client.zrange(f"{kept_redis.PREFIX}@used", 0, -1) == [b"u/c"]
+        assert client.zrange(f"{kept_redis.PREFIX}@tenants", 0, -1) == [b"u"]
+    await store.close()
+
+
+async def test_a_redis_that_is_away_keeps_nothing_and_is_asked_again(monkeypatch):
+    monkeypatch.setattr(kept_redis, "_SILENCE_S", 0.05)
+    with RedisServer() as server:
+        store = RedisKept(server.url)
+        assert await store.put("t", "a", b"x")
+        server.stop()
+        assert not await store.put("t", "b", b"x")
+        with pytest.raises(Unavailable):
+            await store.get("t", "a")
+        server.start()
+        await asyncio.sleep(0.06)
+        assert await store.put("t", "b", b"x") and await store.get("t", "b") == b"x"
+        await store.close()
