@@ -176,16 +176,8 @@ def test_the_history_is_bounded_and_says_what_it_let_go(page: Page, stack: Gatew
 def test_a_browser_without_room_or_storage_says_so(
     page: Page, stack: GatewayStack, tmp_path: Path
 ) -> None:
-    page.evaluate(
-        """(() => {
-          const real = IDBObjectStore.prototype.put;
-          IDBObjectStore.prototype.put = function (value) {
-            if (value.url) throw new DOMException("full", "QuotaExceededError");
-            return real.call(this, value);
-          };
-        })()"""
-    )
-    page.choose_files("#file", [png(tmp_path / "a.png")])
+    page.call("Storage.overrideQuotaForOrigin", origin=stack.url, quotaSize=500_000)
+    page.choose_files("#file", [png(tmp_path / "a.png", 500)])
     page.wait_for(f"{ATTACHED} === 1")
     ask(page, "What is it?")
     finish(page)
@@ -193,6 +185,7 @@ def test_a_browser_without_room_or_storage_says_so(
     reload(page, stack)
     page.wait_for("document.querySelector('.turn .dropped') !== null")
     assert questions(page) == ["What is it?"]
+    page.call("Storage.overrideQuotaForOrigin", origin=stack.url)
     page.evaluate("IDBDatabase.prototype.transaction = () => { throw new Error('none'); }")
     ask(page, "And?")
     finish(page)

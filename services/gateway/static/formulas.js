@@ -14,8 +14,10 @@ function load() {
 
 export function formula(tex, isDisplayed) {
   const box = element("span", isDisplayed ? "formula displayed" : "formula", tex);
-  load().then(
-    temml => temml.render(tex, box, {displayMode: isDisplayed, throwOnError: false, trust: false, maxExpand: 200, maxSize: [20, 200]}),
-    () => box.classList.add("source"));
+  const options = {displayMode: isDisplayed, throwOnError: false, trust: false, maxExpand: 200, maxSize: [20, 200]};
+  load().then(temml => temml.render(tex, box, options)).catch(() => {
+    box.textContent = tex;
+    box.classList.add("source");
+  });
   return box;
 }

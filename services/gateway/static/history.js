@@ -28,26 +28,34 @@ async function change(work) {
     transaction.oncomplete = resolve;
     transaction.onabort = () => reject(transaction.error);
   });
-  await work(conversations, images);
-  await end;
+  try {
+    await work(conversations, images);
+    await end;
+  } catch (error) {
+    end.catch(() => {});
+    try { transaction.abort(); } catch { /* it has ended already */ }
+    throw transaction.error ?? error;   // a request that ends with its transaction does not say why
+  }
 }
 
 /* Keeps a conversation {id, turns}; false: without its images, for which this browser has no room. */
 export async function keep(conversation) {
   const record = {id: conversation.id, changed: Date.now(), turns: conversation.turns.map(turn => ({
-    ...turn, images: turn.images.map(({url, ...kept}) => ({...kept, size: url?.length ?? 0})),
+    ...turn, images: turn.images.map(({url, isKept, ...kept}) => ({...kept, size: url?.length ?? 0})),
   }))};
-  const urls = conversation.turns.flatMap(turn => turn.images).filter(image => image.url);
+  const added = conversation.turns.flatMap(turn => turn.images).filter(image => image.url && !image.isKept);
   try {
     await change(async (conversations, images) => {
       conversations.put(record);
-      for (const {id, url} of urls) images.put({id, url});
+      for (const {id, url} of added) images.put({id, url});
       await prune(conversations, images);
     });
+    for (const image of added) image.isKept = true;
     return true;
   } catch (error) {
-    if (error?.name !== "QuotaExceededError" || !urls.length) throw error;
-    for (const turn of record.turns) for (const image of turn.images) image.dropped = true;
+    if (error?.name !== "QuotaExceededError" || !added.length) throw error;
+    const lost = new Set(added.map(image => image.id));
+    for (const image of record.turns.flatMap(turn => turn.images)) image.dropped ||= lost.has(image.id);
     await change(async (conversations, images) => {
       conversations.put(record);
       await prune(conversations, images);
@@ -86,6 +94,7 @@ export async function load(id) {
   for (const image of record?.turns.flatMap(turn => turn.images) ?? []) {
     image.url = (await result(transaction.objectStore("images").get(image.id)))?.url;
     image.dropped = !image.url;
+    image.isKept = !image.dropped;
   }
   return record;
 }
