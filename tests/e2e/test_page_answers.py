@@ -89,7 +89,7 @@ def test_an_image_that_the_server_refuses_is_named(
     page: Page, stack: GatewayStack, tmp_path: Path
 ) -> None:
     small, large = png(tmp_path / "small.png"), png(tmp_path / "large.png", 700)
-    assert large.stat().st_size > stack.settings.max_image_bytes
+    assert large.stat().st_size > 1 << 20  # what this gateway takes
     ask(page, "Hello?")
     finish(page)
     page.choose_files("#file", [small, large])
@@ -275,6 +275,15 @@ def test_the_cursor_stands_behind_the_last_word(page: Page, stack: GatewayStack)
     page.press("Escape")
     finish(page)
     assert "You stopped this answer." in page.evaluate(f"{LAST}.innerText")
+
+
+def test_an_empty_answer_is_called_so(page: Page, stack: GatewayStack) -> None:
+    answers(stack, "")
+    ask(page, "What?")
+    finish(page)
+    assert (
+        page.evaluate(f"{LAST}.querySelector('.note').innerText") == "The model's answer is empty."
+    )
 
 
 def test_those_who_hear_the_page_are_told(page: Page, stack: GatewayStack) -> None:

@@ -148,7 +148,7 @@ function messagesFor(turn) {
 /* Reads the answer's events into `turn`; `onChange` is called after each. */
 async function read(response, turn, onChange) {
   for await (const event of events(response)) {
-    if (event === "[DONE]") return;
+    if (event === "[DONE]") { turn.isDone = true; return; }
     const chunk = JSON.parse(event), choice = chunk.choices?.[0];
     if (chunk.error) throw new ServerError(500, chunk.error, {requestId: response.headers.get("x-request-id")});
     turn.reasoning += choice?.delta?.reasoning_content ?? "";
@@ -165,7 +165,7 @@ function focusText() {
   if (!matchMedia("(pointer: coarse)").matches) $("text").focus({preventScroll: true});
 }
 
-const EMPTY = {answer: "", reasoning: "", cut: false, stopped: false, error: null, times: null, usage: null, sources: []};
+const EMPTY = {answer: "", reasoning: "", cut: false, stopped: false, isDone: false, error: null, times: null, usage: null, sources: []};
 
 /* Asks for the answer of the last turn, again if it has one: that comes back if nothing else does. */
 async function answer(turn) {

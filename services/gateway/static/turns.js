@@ -1,5 +1,5 @@
 /* One question and its answer, as they are drawn. A turn is data: {text, images, answer, reasoning, cut, stopped,
-   error, times, usage, sources}; drawing it again shows what has changed. */
+   isDone, error, times, usage, sources}; drawing it again shows what has changed. */
 import {$, button, copyButton, element, icon} from "./dom.js";
 import {thumbnails} from "./images.js";
 import {markdown} from "./markdown.js";
@@ -52,10 +52,11 @@ export class TurnView {
   }
 
   _note() {
-    const {answer, cut, stopped, error} = this.turn;
+    const {answer, cut, stopped, isDone, error} = this.turn;
     if (cut) return "The answer is cut off: it reached the token limit.";
     if (stopped) return answer ? "You stopped this answer." : "You stopped this question before its answer.";
-    return answer || error ? "" : "There is no answer: the page was closed before it ended.";
+    if (answer || error) return "";
+    return isDone ? "The model's answer is empty." : "There is no answer: the page was closed before it ended.";
   }
 
   _drawError(error) {
