@@ -45,12 +45,16 @@ BODIES: dict[str, dict[str, dict[str, Any]]] = {
     "/detokenize": {"text": {"tokens": [40, 41, 42]}},
 }
 
+# What stands for `{name}` in paths that begin so; elsewhere it is a model's.
+_NAMES = {"/static/": "chat.js", "/v1/responses/": "resp-1234"}
+
 
 def curls(method: str, path: str) -> dict[str, str]:
     """A command for each example of an endpoint, by the example's name; without a body: one."""
-    url = ADDRESS + path.replace("{name}", "chat.js" if path.startswith("/static/") else MODEL)
-    if method == "GET":
-        return {"": f"curl {url}"}
+    name = next((own for start, own in _NAMES.items() if path.startswith(start)), MODEL)
+    url = ADDRESS + path.replace("{name}", name)
+    if path not in BODIES:
+        return {"": f"curl {'' if method == 'GET' else f'-X {method} '}{url}"}
     return {
         name: f"curl {'-N ' if body.get('stream') else ''}{url} \\\n"
         f"  -H 'Content-Type: application/json' \\\n"
